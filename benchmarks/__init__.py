@@ -1,0 +1,1 @@
+"""Benchmarks: one harness, one file a benchmark, results under `benchmarks/results/`."""

@@ -1,0 +1,52 @@
+"""Which implementation of an operation runs: Triton where it can, else the torch reference."""
+
+from typing import Any, Literal
+
+import torch
+
+Backend = Literal["triton", "torch"]
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no GPU build of torch: kernels below stay plain functions that nobody calls
+
+    class _NoTriton:
+        """Lets a file define its kernels without triton; launching one is refused by `choose`."""
+
+        @staticmethod
+        def jit(*args: Any, **_: Any) -> Any:
+            return args[0] if args else lambda function: function
+
+        @staticmethod
+        def constexpr(value: Any) -> Any:
+            return value
+
+    triton = tl = _NoTriton()
+
+HAS_TRITON = not isinstance(triton, type) and hasattr(triton, "__version__")
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run on the CPU (`TRITON_INTERPRET=1` when this package was imported)."""
+    return HAS_TRITON and bool(triton.knobs.runtime.interpret)
+
+
+def choose(device: torch.device, backend: str = "auto") -> Backend:
+    """The backend for tensors on `device`; `"auto"` is Triton on CUDA, and on the CPU when interpreted."""
+    if backend not in ("auto", "triton", "torch"):
+        raise ValueError(f"backend={backend!r}: expected 'auto', 'triton' or 'torch'")
+    can_triton = HAS_TRITON and (device.type == "cuda" or interpreted())
+    if backend == "triton" and not can_triton:
+        reason = "triton is not installed" if not HAS_TRITON else "on a CPU it needs TRITON_INTERPRET=1"
+        raise ValueError(f"backend='triton' cannot run on {device}: {reason}")
+    if backend == "auto":
+        return "triton" if can_triton else "torch"
+    return "triton" if backend == "triton" else "torch"
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of `device`; 1 on a CPU, where the interpreter runs programs one by one."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,218 @@
+"""Copy between buffers and pages by a group's book: restore, and the host half of a stash.
+
+What moves: each valid byte once in, once out; a restore also writes the fill over the rows that were not
+valid. A refused group has no pages: its buffers are filled whole (with zeros where no fill was asked for), so
+that index tensors read by the rest of an overflowing step stay in range.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from pagestash.kernels.backend import multiprocessors, tl, triton
+from pagestash.kernels.chunks import copy_chunk, fill_chunk, page_address
+from pagestash.kernels.layout import (
+    HEADER,
+    HOST_BASE,
+    K_BYTES,
+    K_GRANTED,
+    K_HEADER,
+    K_HOST_BASE,
+    K_STATUS,
+    Header,
+    PoolMemory,
+    Span,
+    Status,
+    chunk_bytes,
+)
+
+Tiers = Literal["both", "device", "host"]
+_TIER_CODE: dict[Tiers, int] = {"both": 0, "device": 1, "host": 2}
+
+CHUNK = 16384
+PROGRAMS_PER_SM = 8
+WARPS = 4
+FUSED = 8
+"""Tensors that one launch copies; the kernel is unrolled over them."""
+HOST_PROGRAMS = 8
+HOST_WARPS = 16
+"""Blocks that move host pages beside compute: eight saturate PCIe Gen5, and leave 124 of 132 SMs alone."""
+
+
+def copy_to_pages(
+    memory: PoolMemory,
+    buffers: Sequence[torch.Tensor],
+    spans: Sequence[Span],
+    members: Sequence[int],
+    book: torch.Tensor,
+    *,
+    tiers: Tiers = "both",
+) -> None:
+    """Copy the valid bytes of `buffers` (uint8, flat) to the pages that the book names for `members`."""
+    if memory.backend == "torch":
+        copy_reference(memory, buffers, spans, members, book, to_pages=True, tiers=tiers)
+    else:
+        _launch(memory, buffers, spans, members, book, [None] * len(spans), to_pages=True, tiers=tiers)
+
+
+def copy_from_pages(
+    memory: PoolMemory,
+    buffers: Sequence[torch.Tensor],
+    spans: Sequence[Span],
+    members: Sequence[int],
+    book: torch.Tensor,
+    patterns: Sequence[int | None],
+    *,
+    tiers: Tiers = "both",
+) -> None:
+    """Copy the pages of `members` back, and fill the rest of each buffer with its 8-byte pattern.
+
+    A pattern of None leaves the tail as it is. With `tiers="host"` nothing is filled: the other half does it.
+    """
+    if memory.backend == "torch":
+        copy_reference(memory, buffers, spans, members, book, to_pages=False, tiers=tiers, patterns=patterns)
+    else:
+        _launch(memory, buffers, spans, members, book, patterns, to_pages=False, tiers=tiers)
+
+
+# --- what: the torch reference ------------------------------------------------------------------------------
+
+
+def copy_reference(
+    memory: PoolMemory,
+    buffers: Sequence[torch.Tensor],
+    spans: Sequence[Span],
+    members: Sequence[int],
+    book: torch.Tensor,
+    *,
+    to_pages: bool,
+    tiers: Tiers,
+    patterns: Sequence[int | None] | None = None,
+) -> None:
+    page_bytes = memory.page_bytes
+    for which, (buffer, span, member) in enumerate(zip(buffers, spans, members)):
+        header = book[member * HEADER : (member + 1) * HEADER].tolist()
+        granted = header[Header.STATUS] == Status.GRANTED
+        length = header[Header.BYTES] if granted else 0
+        pages = header[Header.PAGES] if granted else 0
+        for slot, page in enumerate(book[span.table : span.table + pages].tolist()):
+            on_host = page >= HOST_BASE
+            if tiers == ("device" if on_host else "host"):
+                continue
+            slab = memory.host_slab if on_host else memory.device_slab
+            first = (page - HOST_BASE if on_host else page) * page_bytes
+            count = min(page_bytes, length - slot * page_bytes)
+            in_page = slab[first : first + count]
+            in_buffer = buffer[slot * page_bytes : slot * page_bytes + count]
+            if to_pages:
+                in_page.copy_(in_buffer)
+            else:
+                in_buffer.copy_(in_page)
+        if not to_pages and tiers != "host":
+            pattern = patterns[which] if patterns is not None else None
+            if pattern is None and not granted:
+                pattern = 0
+            if pattern is not None:
+                at = torch.arange(length, buffer.numel(), device=buffer.device) % 8
+                octets = torch.tensor([pattern], dtype=torch.int64).view(torch.uint8).to(buffer.device)
+                buffer[length:] = octets[at]
+
+
+# --- how: the Triton kernel ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _copy_kernel(
+    buffers,
+    max_bytes,
+    tables,
+    members,
+    patterns,
+    book,
+    device_slab,
+    host_slab,
+    N: tl.constexpr,
+    TO_PAGES: tl.constexpr,
+    TIERS: tl.constexpr,  # 0 both, 1 device, 2 host
+    FILL: tl.constexpr,
+    PAGE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    first_chunk = tl.zeros((), tl.int64)
+    for i in tl.static_range(N):
+        header = book + members[i] * K_HEADER
+        granted = tl.load(header + K_STATUS) == K_GRANTED
+        length = tl.where(granted, tl.load(header + K_BYTES), 0)
+        end = length
+        if not TO_PAGES:
+            if TIERS != 2:
+                if FILL:
+                    end = tl.cast(max_bytes[i], tl.int64)
+                else:
+                    end = tl.where(granted, length, max_bytes[i])
+        chunks = (end + CHUNK - 1) // CHUNK
+        chunk = program - first_chunk % programs
+        chunk = tl.where(chunk < 0, chunk + programs, chunk)
+        while chunk < chunks:
+            offset = chunk * CHUNK
+            buffer = buffers[i] + offset
+            if offset < length:
+                page = tl.load(book + tables[i] + offset // PAGE)
+                mine = TIERS == 0
+                if TIERS == 1:
+                    mine = page < K_HOST_BASE
+                elif TIERS == 2:
+                    mine = page >= K_HOST_BASE
+                if mine:
+                    address = page_address(page, device_slab, host_slab, PAGE) + offset % PAGE
+                    if TO_PAGES:
+                        copy_chunk(address, buffer, length - offset, CHUNK, WIDE)
+                    else:
+                        copy_chunk(buffer, address, length - offset, CHUNK, WIDE)
+            if not TO_PAGES:
+                if TIERS != 2:
+                    if length - offset < CHUNK:
+                        pattern = tl.cast(patterns[i], tl.int64)
+                        fill_chunk(buffer, length - offset, pattern, end - offset, CHUNK)
+            chunk += programs
+        first_chunk += chunks
+
+
+def _launch(
+    memory: PoolMemory,
+    buffers: Sequence[torch.Tensor],
+    spans: Sequence[Span],
+    members: Sequence[int],
+    book: torch.Tensor,
+    patterns: Sequence[int | None],
+    to_pages: bool,
+    tiers: Tiers,
+) -> None:
+    chunk = chunk_bytes(memory.page_bytes, CHUNK)
+    most = HOST_PROGRAMS if tiers == "host" else PROGRAMS_PER_SM * multiprocessors(memory.state.device)
+    fill = any(pattern is not None for pattern in patterns)
+    for start in range(0, len(spans), FUSED):
+        part = slice(start, start + FUSED)
+        work = sum(-(-span.max_bytes // chunk) for span in spans[part])
+        _copy_kernel[(max(1, min(work, most)),)](
+            tuple(buffers[part]),
+            tuple(span.max_bytes for span in spans[part]),
+            tuple(span.table for span in spans[part]),
+            tuple(members[part]),
+            tuple(pattern or 0 for pattern in patterns[part]),
+            book,
+            memory.device_slab,
+            memory.host_slab if memory.host_pages else memory.device_slab,
+            N=len(spans[part]),
+            TO_PAGES=to_pages,
+            TIERS=_TIER_CODE[tiers],
+            FILL=fill,
+            PAGE=memory.page_bytes,
+            CHUNK=chunk,
+            WIDE=all(buffer.data_ptr() % 16 == 0 for buffer in buffers[part]),
+            num_warps=HOST_WARPS if tiers == "host" else WARPS,
+        )

@@ -1,0 +1,77 @@
+"""What a pool tells of itself."""
+
+from dataclasses import dataclass
+
+import torch
+
+from pagestash.kernels.layout import Counter, PoolMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """One tier, in pages; `wanted` is the size that would have been enough at the peak."""
+
+    pages: int
+    in_use: int
+    peak: int
+    wanted: int
+    page_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.pages * self.page_bytes
+
+    @property
+    def in_use_bytes(self) -> int:
+        return self.in_use * self.page_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak * self.page_bytes
+
+    @property
+    def wanted_bytes(self) -> int:
+        return self.wanted * self.page_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStats:
+    """A pool at one moment, with its peaks since the last `reset`.
+
+    `device.wanted` device pages alone would have held everything; with the device pages there are,
+    `host.wanted` host pages are enough.
+    """
+
+    device: TierStats
+    host: TierStats
+    spilled_bytes: int
+    refused_groups: int
+    overflow: bool
+
+
+def read_stats(memory: PoolMemory) -> PoolStats:
+    """Read the counters; waits for the device."""
+    # One copy for everything, so that the numbers belong to one moment.
+    values = torch.cat([memory.state.to(torch.float64), memory.overflow.reshape(1).to(torch.float64)]).tolist()
+    counter = {name: int(values[name]) for name in Counter}
+    device_pages, host_pages = memory.device_pages, memory.host_pages
+    wanted = counter[Counter.WANTED_PEAK]
+    return PoolStats(
+        device=TierStats(
+            pages=device_pages,
+            in_use=device_pages - counter[Counter.DEVICE_FREE],
+            peak=counter[Counter.DEVICE_PEAK],
+            wanted=wanted,
+            page_bytes=memory.page_bytes,
+        ),
+        host=TierStats(
+            pages=host_pages,
+            in_use=host_pages - counter[Counter.HOST_FREE],
+            peak=counter[Counter.HOST_PEAK],
+            wanted=max(0, wanted - device_pages),
+            page_bytes=memory.page_bytes,
+        ),
+        spilled_bytes=counter[Counter.SPILLED] * memory.page_bytes,
+        refused_groups=counter[Counter.REFUSED],
+        overflow=values[-1] != 0.0,
+    )

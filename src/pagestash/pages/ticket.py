@@ -1,0 +1,44 @@
+"""Tickets: the handles of stashed tensors, and the groups they were reserved in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from pagestash.kernels.layout import HEADER, Span
+
+
+@dataclass(slots=True, eq=False)
+class TicketGroup:
+    """Tensors reserved together: their book on the device, and what the host knows of them."""
+
+    pool_id: int
+    book: torch.Tensor
+    spans: tuple[Span, ...]
+    account: int
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One stashed tensor: give it back to the pool to restore or to release it."""
+
+    group: TicketGroup = field(repr=False)
+    member: int
+    shape: torch.Size
+    dtype: torch.dtype
+    released: bool = False
+
+    @property
+    def span(self) -> Span:
+        return self.group.spans[self.member]
+
+
+def lay_out(tensors: Sequence[torch.Tensor], page_bytes: int) -> tuple[tuple[Span, ...], int]:
+    """Each tensor's span and the length of the book that holds all their page tables."""
+    spans, position = [], HEADER * len(tensors)
+    for tensor in tensors:
+        capacity = tensor.shape[0] if tensor.ndim else 1
+        row_bytes = tensor.nbytes // capacity if capacity else 0
+        spans.append(Span(row_bytes, capacity, position))
+        position += -(-tensor.nbytes // page_bytes)
+    return tuple(spans), position

@@ -44,21 +44,31 @@ def copy_chunk(target, source, count, CHUNK: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def fill_chunk(target, begin, pattern, end, CHUNK: tl.constexpr):
-    """Write the 8-byte `pattern` over bytes `begin` to `end` of a chunk that starts at a multiple of 8."""
-    words = tl.arange(0, CHUNK // 8)
-    to = tl.multiple_of(target.to(tl.pointer_type(tl.int64), bitcast=True) + words, 16)
-    if (begin <= 0) & (end >= CHUNK):
-        tl.store(to, tl.zeros((CHUNK // 8,), tl.int64) + pattern)
+def fill_chunk(target, begin, pattern, end, CHUNK: tl.constexpr, WIDE: tl.constexpr):
+    """Write the 8-byte `pattern` over bytes `begin` to `end` of a chunk; WIDE as for `copy_chunk`."""
+    if WIDE:
+        words = tl.arange(0, CHUNK // 8)
+        to = tl.multiple_of(target.to(tl.pointer_type(tl.int64), bitcast=True) + words, 16)
+        if (begin <= 0) & (end >= CHUNK):
+            tl.store(to, tl.zeros((CHUNK // 8,), tl.int64) + pattern)
+        else:
+            first = tl.maximum((begin + 7) // 8, 0)
+            last = tl.minimum(end, CHUNK) // 8
+            value = tl.zeros((CHUNK // 8,), tl.int64) + pattern
+            tl.store(to, value, mask=(words >= first) & (words < last))
+            # The ragged bytes at both ends; where they meet in one word they write the same values.
+            byte = tl.arange(0, 8)
+            octet = (pattern >> (byte * 8).to(tl.int64)).to(tl.uint8)
+            head = (first - 1) * 8 + byte
+            tl.store(target + head, octet, mask=(head >= begin) & (head >= 0) & (head < end))
+            tail = last * 8 + byte
+            tl.store(target + tail, octet, mask=(tail >= begin) & (tail < end) & (tail < CHUNK))
     else:
-        first = tl.maximum((begin + 7) // 8, 0)
-        last = tl.minimum(end, CHUNK) // 8
-        value = tl.zeros((CHUNK // 8,), tl.int64) + pattern
-        tl.store(to, value, mask=(words >= first) & (words < last))
-        # The ragged bytes at both ends; where they meet in one word they write the same values.
-        byte = tl.arange(0, 8)
-        octet = (pattern >> (byte * 8).to(tl.int64)).to(tl.uint8)
-        head = (first - 1) * 8 + byte
-        tl.store(target + head, octet, mask=(head >= begin) & (head >= 0) & (head < end))
-        tail = last * 8 + byte
-        tl.store(target + tail, octet, mask=(tail >= begin) & (tail < end) & (tail < CHUNK))
+        PIECE: tl.constexpr = 1024 if CHUNK > 1024 else CHUNK
+        # A chunk starts at a multiple of 8 bytes of its buffer, so the pattern starts with it.
+        start = 0
+        while start < tl.minimum(end, CHUNK):
+            at = start + tl.arange(0, PIECE)
+            octet = (pattern >> (at % 8 * 8).to(tl.int64)).to(tl.uint8)
+            tl.store(target + at, octet, mask=(at >= begin) & (at < end))
+            start += PIECE

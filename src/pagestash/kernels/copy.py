@@ -177,7 +177,7 @@ def _copy_kernel(
                 if TIERS != 2:
                     if length - offset < CHUNK:
                         pattern = tl.cast(patterns[i], tl.int64)
-                        fill_chunk(buffer, length - offset, pattern, end - offset, CHUNK)
+                        fill_chunk(buffer, length - offset, pattern, end - offset, CHUNK, WIDE)
             chunk += programs
         first_chunk += chunks
 

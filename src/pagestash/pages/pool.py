@@ -115,9 +115,7 @@ class PagePool:
         book = torch.empty(length, dtype=torch.int64, device=self.device)
         group = TicketGroup(self._id, book, spans, account)
         if len(spans) <= stash.FUSED:
-            stash.stash(
-                self.memory, sources, spans, fixed, on_device, book, account, host_later=host_later
-            )
+            stash.stash(self.memory, sources, spans, fixed, on_device, book, account, host_later=host_later)
         else:
             stash.reserve(self.memory, spans, fixed, on_device, book, account)
             copy.copy_to_pages(
@@ -134,7 +132,9 @@ class PagePool:
         """
         if not self.host_pages:
             return
-        for (group, members), sources in _by_group(self._check_tickets(tickets, "spill"), tensors):
+        checked = self._check_tickets(tickets, "spill")
+        self._check_buffers(checked, tensors, "tensors")
+        for (group, members), sources in _by_group(checked, tensors):
             copy.copy_to_pages(
                 self.memory,
                 [_flat(source) for source in sources],
@@ -168,14 +168,17 @@ class PagePool:
         tiers: copy.Tiers = "both",
     ) -> None:
         """Restore into `buffers`; one tier at a time where the host half runs ahead on a side stream."""
-        for (group, members), parts in _by_group(self._check_tickets(tickets, "restore"), buffers):
+        checked = self._check_tickets(tickets, "restore")
+        self._check_buffers(checked, buffers, "buffers")
+        patterns = {buffer.dtype: _pattern(fill, buffer.dtype) for buffer in buffers}
+        for (group, members), parts in _by_group(checked, buffers):
             copy.copy_from_pages(
                 self.memory,
                 [_flat(part) for part in parts],
                 [group.spans[member] for member in members],
                 members,
                 group.book,
-                [_pattern(fill, part.dtype) for part in parts],
+                [patterns[part.dtype] for part in parts],
                 tiers=tiers,
             )
 
@@ -217,6 +220,7 @@ class PagePool:
         ):
             if new < old:
                 raise ValueError(f"{name}={new}: the pool has {old}, and a pool only grows")
+            _check_most(name, new)
         if to_device > self.device_pages:
             memory.device_slab = self._moved(memory.device_slab, to_device * self.page_bytes)
             memory.device_ring = _grown_ring(memory, to_device, 0)
@@ -233,9 +237,12 @@ class PagePool:
     def resize(self, device_pages: int) -> None:
         """Make the device tier exactly `device_pages`, larger or smaller; nothing may be stashed."""
         if self._live:
-            raise ValueError(f"device_pages={device_pages}: {self._live} tickets are live; release them first")
+            raise ValueError(
+                f"device_pages={device_pages}: {self._live} tickets are live; release them first"
+            )
         if device_pages < 1:
             raise ValueError(f"device_pages={device_pages}: expected at least 1")
+        _check_most("device_pages", device_pages)
         memory = self.memory
         memory.device_slab = self._moved(memory.device_slab, device_pages * self.page_bytes)
         memory.device_ring = _ids(0, device_pages, self.device)
@@ -246,7 +253,14 @@ class PagePool:
     def _moved(self, slab: torch.Tensor, size: int) -> torch.Tensor:
         if not self._live:
             # Nothing to keep: the old slab's memory goes first, so the peak is one slab and not two.
+            before = slab.numel()
             self.memory.device_slab = slab = slab.new_empty(0)
+            try:
+                return torch.empty(size, dtype=torch.uint8, device=self.device)
+            except RuntimeError:
+                # No room for the new one: the pool goes on at its old size.
+                self.memory.device_slab = slab.new_empty(before)
+                raise
         moved = torch.empty(size, dtype=torch.uint8, device=self.device)
         moved[: slab.numel()].copy_(slab)
         return moved
@@ -273,6 +287,10 @@ class PagePool:
                     f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; "
                     "pass tensor.contiguous()"
                 )
+            if tensor.is_conj() or tensor.is_neg():
+                raise ValueError(
+                    f"{name} is a lazy conjugate or negative; pass its resolve_conj().resolve_neg()"
+                )
             capacity = tensor.shape[0] if tensor.ndim else 1
             if count is None:
                 fixed.append(capacity)
@@ -288,6 +306,8 @@ class PagePool:
                     raise ValueError("rows: at most one device integer a call; stash in two calls")
                 on_device = count
                 fixed.append(-1)
+            elif not hasattr(count, "__index__"):
+                raise ValueError(f"rows={count!r}: expected None, an int, or a one-element integer tensor")
             elif not 0 <= count <= capacity:
                 raise ValueError(f"rows={count}: {name} has {capacity} rows")
             else:
@@ -305,6 +325,23 @@ class PagePool:
         if verb == "release" and len({id(ticket) for ticket in tickets}) != len(tickets):
             raise ValueError("tickets: the same ticket stands in the list twice; a ticket is released once")
         return tickets
+
+    def _check_buffers(self, tickets: Sequence[Ticket], buffers: Sequence[torch.Tensor], name: str) -> None:
+        """Kernels trust these: one contiguous tensor a ticket, on the pool's device, of the ticket's size."""
+        if len(buffers) != len(tickets):
+            raise ValueError(f"{name}: {len(buffers)} tensors for {len(tickets)} tickets")
+        for index, (ticket, buffer) in enumerate(zip(tickets, buffers)):
+            if buffer.device != self.device:
+                raise ValueError(f"{name}[{index}] is on {buffer.device}, the pool on {self.device}")
+            if not buffer.is_contiguous():
+                raise ValueError(
+                    f"{name}[{index}] of shape {tuple(buffer.shape)} and strides {buffer.stride()} "
+                    "is not contiguous"
+                )
+            if buffer.nbytes != ticket.span.max_bytes:
+                raise ValueError(
+                    f"{name}[{index}] has {buffer.nbytes} bytes, the ticket's tensor {ticket.span.max_bytes}"
+                )
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -327,9 +364,13 @@ def _count_pages(
         raise ValueError(f"{tier}_pages or {tier}_bytes: one of them is needed")
     if pages < 0:
         raise ValueError(f"{tier}_pages={pages}: expected 0 or more")
-    if pages >= HOST_BASE:
-        raise ValueError(f"{tier}_pages={pages}: at most {HOST_BASE - 1}; use larger pages")
+    _check_most(f"{tier}_pages", pages)
     return pages
+
+
+def _check_most(name: str, pages: int) -> None:
+    if pages >= HOST_BASE:
+        raise ValueError(f"{name}={pages}: at most {HOST_BASE - 1}; use larger pages")
 
 
 def _ids(first: int, count: int, device: torch.device) -> torch.Tensor:
@@ -367,7 +408,10 @@ def _pattern(fill: float | None, dtype: torch.dtype) -> int | None:
         return 0
     if dtype.itemsize > 8:
         raise ValueError(f"fill={fill}: only 0 or None for {dtype}")
-    return int(torch.full((8 // dtype.itemsize,), fill, dtype=dtype).view(torch.int64))
+    try:
+        return int(torch.full((8 // dtype.itemsize,), fill, dtype=dtype).view(torch.int64))
+    except RuntimeError as error:
+        raise ValueError(f"fill={fill}: no value of {dtype} ({error})") from None
 
 
 def _by_group(tickets: Sequence[Ticket], values: Sequence):

@@ -9,14 +9,33 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_HOMES_OF_NAMES: dict[str, str] = {}
+if TYPE_CHECKING:
+    from pagestash.pages.pool import PagePool as PagePool
+    from pagestash.policy import Policy as Policy
+    from pagestash.policy import PoolConfig as PoolConfig
+    from pagestash.policy import Rule as Rule
+    from pagestash.saved.keeper import Keeper as Keeper
+    from pagestash.saved.keeper import PoolOverflow as PoolOverflow
+    from pagestash.saved.region import region as region
+    from pagestash.step.graphed import GraphedStep as GraphedStep
 
-__all__ = ["__version__", *_HOMES_OF_NAMES]
+_FOUND_IN = {
+    "GraphedStep": "pagestash.step.graphed",
+    "Keeper": "pagestash.saved.keeper",
+    "PagePool": "pagestash.pages.pool",
+    "Policy": "pagestash.policy",
+    "PoolConfig": "pagestash.policy",
+    "PoolOverflow": "pagestash.saved.keeper",
+    "Rule": "pagestash.policy",
+    "region": "pagestash.saved.region",
+}
+
+__all__ = ["__version__", *sorted(_FOUND_IN)]
 
 
 def __getattr__(name: str) -> Any:
     try:
-        module = _HOMES_OF_NAMES[name]
+        module = _FOUND_IN[name]
     except KeyError:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
     value = getattr(import_module(module), name)

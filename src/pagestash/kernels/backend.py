@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import torch
 
+__all__ = ["HAS_TRITON", "Backend", "choose", "interpreted", "multiprocessors", "tl", "triton"]
+
 Backend = Literal["triton", "torch"]
 
 try:

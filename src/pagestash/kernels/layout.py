@@ -36,6 +36,8 @@ class Counter(IntEnum):
     SPILLED = 8  # pages that went to the host since the last reset
     REFUSED = 9  # groups that did not fit since the last reset
     ARRIVED = 10  # programs of the running kernel that are done reading the state
+    BYTES = 11  # valid bytes that tickets stand for, refused ones included
+    BYTES_PEAK = 12
 
 
 class Header(IntEnum):
@@ -69,6 +71,8 @@ K_WANTED_PEAK = tl.constexpr(int(Counter.WANTED_PEAK))
 K_SPILLED = tl.constexpr(int(Counter.SPILLED))
 K_REFUSED_GROUPS = tl.constexpr(int(Counter.REFUSED))
 K_ARRIVED = tl.constexpr(int(Counter.ARRIVED))
+K_HELD = tl.constexpr(int(Counter.BYTES))
+K_HELD_PEAK = tl.constexpr(int(Counter.BYTES_PEAK))
 K_PAGES = tl.constexpr(int(Header.PAGES))
 K_DEVICE_PAGES = tl.constexpr(int(Header.DEVICE_PAGES))
 K_BYTES = tl.constexpr(int(Header.BYTES))

@@ -18,6 +18,7 @@ from pagestash.kernels.layout import (
     K_EMPTY,
     K_GRANTED,
     K_HEADER,
+    K_HELD,
     K_HOST_FREE,
     K_HOST_HEAD,
     K_PAGES,
@@ -79,6 +80,7 @@ def release_reference(
         if status == Status.EMPTY:
             continue
         state[Counter.WANTED] -= pages
+        state[Counter.BYTES] -= header[Header.BYTES]
         memory.accounts[account, 0] -= header[Header.BYTES]
         if status == Status.GRANTED:
             on_device = int(header[Header.DEVICE_PAGES])
@@ -127,7 +129,7 @@ def _release_kernel(
     host_head = tl.load(state + K_HOST_HEAD)
     host_free = tl.load(state + K_HOST_FREE)
     wanted = tl.load(state + K_WANTED)
-    held = tl.load(accounts + account * 2)
+    given_up = tl.zeros((), tl.int64)
     for i in tl.static_range(N):
         header = book + members[i] * K_HEADER
         status = tl.load(header + K_STATUS)
@@ -135,7 +137,7 @@ def _release_kernel(
         on_device = tl.load(header + K_DEVICE_PAGES)
         if status != K_EMPTY:
             wanted -= pages
-            held -= tl.load(header + K_BYTES)
+            given_up += tl.load(header + K_BYTES)
             if status == K_GRANTED:
                 table = book + tables[i]
                 _append(device_ring, device_pages, device_head, device_free, table, on_device, BLOCK)
@@ -146,8 +148,11 @@ def _release_kernel(
                 host_free += pages - on_device
             tl.debug_barrier()  # every warp has read the status before it changes
             tl.store(header + K_STATUS, tl.zeros((), tl.int64) + K_EMPTY)
-    tl.debug_barrier()
+    held = tl.load(state + K_HELD) - given_up
+    held_there = tl.load(accounts + account * 2) - given_up
+    tl.debug_barrier()  # as above: all have read what is now overwritten
     tl.store(state + K_DEVICE_FREE, device_free)
     tl.store(state + K_HOST_FREE, host_free)
     tl.store(state + K_WANTED, wanted)
-    tl.store(accounts + account * 2, held)
+    tl.store(state + K_HELD, held)
+    tl.store(accounts + account * 2, held_there)

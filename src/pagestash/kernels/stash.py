@@ -13,7 +13,7 @@ import torch
 
 from pagestash.kernels.backend import multiprocessors, tl, triton
 from pagestash.kernels.chunks import copy_chunk, page_address
-from pagestash.kernels.copy import copy_reference
+from pagestash.kernels.copy import Tiers, copy_reference
 from pagestash.kernels.layout import (
     HEADER,
     HOST_BASE,
@@ -25,6 +25,8 @@ from pagestash.kernels.layout import (
     K_DEVICE_PEAK,
     K_GRANTED,
     K_HEADER,
+    K_HELD,
+    K_HELD_PEAK,
     K_HOST_BASE,
     K_HOST_FREE,
     K_HOST_HEAD,
@@ -86,7 +88,7 @@ def stash(
     """
     if memory.backend == "torch":
         reserve_reference(memory, spans, fixed_rows, rows, book, account)
-        tiers = "device" if host_later else "both"
+        tiers: Tiers = "device" if host_later else "both"
         copy_reference(memory, sources, spans, range(len(spans)), book, to_pages=True, tiers=tiers)
     else:
         _launch(memory, sources, spans, fixed_rows, rows, book, account, copy=1 if host_later else 2)
@@ -119,7 +121,9 @@ def reserve_reference(
         device_at = (torch.arange(on_device) + int(state[Counter.DEVICE_HEAD])) % max(memory.device_pages, 1)
         host_at = (torch.arange(on_host) + int(state[Counter.HOST_HEAD])) % max(memory.host_pages, 1)
         ids = torch.cat([memory.device_ring[device_at], memory.host_ring[host_at]]).to(torch.int64)
-        state[Counter.DEVICE_HEAD] = (int(state[Counter.DEVICE_HEAD]) + on_device) % max(memory.device_pages, 1)
+        state[Counter.DEVICE_HEAD] = (int(state[Counter.DEVICE_HEAD]) + on_device) % max(
+            memory.device_pages, 1
+        )
         state[Counter.HOST_HEAD] = (int(state[Counter.HOST_HEAD]) + on_host) % max(memory.host_pages, 1)
         state[Counter.DEVICE_FREE] -= on_device
         state[Counter.HOST_FREE] -= on_host
@@ -143,8 +147,9 @@ def reserve_reference(
     _raise_to(state, Counter.DEVICE_PEAK, memory.device_pages - int(state[Counter.DEVICE_FREE]))
     _raise_to(state, Counter.HOST_PEAK, memory.host_pages - int(state[Counter.HOST_FREE]))
     own = memory.accounts[account]
-    own[0] += sum(lengths)
-    _raise_to(own, 1, int(own[0]))
+    for values, now, peak in ((own, 0, 1), (state, int(Counter.BYTES), int(Counter.BYTES_PEAK))):
+        values[now] += sum(lengths)
+        _raise_to(values, peak, int(values[now]))
 
 
 def _raise_to(values: torch.Tensor, index: int, value: int) -> None:
@@ -163,6 +168,13 @@ def _valid_bytes(count, fixed, capacity, row_bytes):
 @triton.jit
 def _wrap(position, length):
     return tl.where(position >= length, position - length, position)
+
+
+@triton.jit
+def _add_with_peak(now, peak, amount):
+    value = tl.load(now) + amount
+    tl.store(now, value)
+    tl.store(peak, tl.maximum(tl.load(peak), value))
 
 
 @triton.jit(do_not_specialize=["account", "device_pages", "host_pages"])
@@ -267,12 +279,9 @@ def _stash_kernel(
         else:
             tl.store(overflow, 1.0)
             tl.store(state + K_REFUSED_GROUPS, tl.load(state + K_REFUSED_GROUPS) + 1)
-        wanted_now = tl.load(state + K_WANTED) + wanted
-        tl.store(state + K_WANTED, wanted_now)
-        tl.store(state + K_WANTED_PEAK, tl.maximum(tl.load(state + K_WANTED_PEAK), wanted_now))
-        bytes_now = tl.load(accounts + account * 2) + total
-        tl.store(accounts + account * 2, bytes_now)
-        tl.store(accounts + account * 2 + 1, tl.maximum(tl.load(accounts + account * 2 + 1), bytes_now))
+        _add_with_peak(state + K_WANTED, state + K_WANTED_PEAK, wanted)
+        _add_with_peak(state + K_HELD, state + K_HELD_PEAK, total)
+        _add_with_peak(accounts + account * 2, accounts + account * 2 + 1, total)
 
 
 def _launch(

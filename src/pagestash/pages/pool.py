@@ -1,7 +1,8 @@
 """`PagePool`: stash the valid rows of tensors in pages, restore them, give the pages back."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -198,6 +199,7 @@ class PagePool:
         state[Counter.DEVICE_PEAK] = self.device_pages - state[Counter.DEVICE_FREE]
         state[Counter.HOST_PEAK] = self.host_pages - state[Counter.HOST_FREE]
         state[Counter.WANTED_PEAK] = state[Counter.WANTED]
+        state[Counter.BYTES_PEAK] = state[Counter.BYTES]
         state[Counter.SPILLED] = 0
         state[Counter.REFUSED] = 0
         self.memory.accounts[:, 1] = self.memory.accounts[:, 0]
@@ -273,7 +275,7 @@ class PagePool:
             raise ValueError("tensors: expected a sequence of tensors, got one tensor; pass [tensor]")
         if not 0 <= account < ACCOUNTS:
             raise ValueError(f"account={account}: expected 0 to {ACCOUNTS - 1}")
-        each = list(rows) if isinstance(rows, (list, tuple)) else [rows] * len(tensors)
+        each: list[Rows] = list(rows) if isinstance(rows, Sequence) else [rows] * len(tensors)
         if len(each) != len(tensors):
             raise ValueError(f"rows: {len(each)} values for {len(tensors)} tensors")
         fixed: list[int] = []
@@ -414,7 +416,9 @@ def _pattern(fill: float | None, dtype: torch.dtype) -> int | None:
         raise ValueError(f"fill={fill}: no value of {dtype} ({error})") from None
 
 
-def _by_group(tickets: Sequence[Ticket], values: Sequence):
+def _by_group(
+    tickets: Sequence[Ticket], values: Sequence[Any]
+) -> Iterable[tuple[tuple[TicketGroup, list[int]], list[Any]]]:
     """Tickets of one group together, in order: ((group, members), their values)."""
     found: dict[int, tuple[tuple[TicketGroup, list[int]], list]] = {}
     for ticket, value in zip(tickets, values, strict=True):

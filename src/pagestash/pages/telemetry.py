@@ -38,12 +38,15 @@ class TierStats:
 class PoolStats:
     """A pool at one moment, with its peaks since the last `reset`.
 
+    `valid_bytes` is what was stashed before rounding up to pages, groups that did not fit included.
     `device.wanted` device pages alone would have held everything; with the device pages there are,
     `host.wanted` host pages are enough.
     """
 
     device: TierStats
     host: TierStats
+    valid_bytes: int
+    valid_bytes_peak: int
     spilled_bytes: int
     refused_groups: int
     overflow: bool
@@ -52,8 +55,8 @@ class PoolStats:
 def read_stats(memory: PoolMemory) -> PoolStats:
     """Read the counters; waits for the device."""
     # One copy for everything, so that the numbers belong to one moment.
-    values = torch.cat([memory.state.to(torch.float64), memory.overflow.reshape(1).to(torch.float64)]).tolist()
-    counter = {name: int(values[name]) for name in Counter}
+    values = torch.cat([memory.state, memory.overflow.reshape(1).to(torch.int64)]).tolist()
+    counter = {name: values[name] for name in Counter}
     device_pages, host_pages = memory.device_pages, memory.host_pages
     wanted = counter[Counter.WANTED_PEAK]
     return PoolStats(
@@ -71,7 +74,9 @@ def read_stats(memory: PoolMemory) -> PoolStats:
             wanted=max(0, wanted - device_pages),
             page_bytes=memory.page_bytes,
         ),
+        valid_bytes=counter[Counter.BYTES],
+        valid_bytes_peak=counter[Counter.BYTES_PEAK],
         spilled_bytes=counter[Counter.SPILLED] * memory.page_bytes,
         refused_groups=counter[Counter.REFUSED],
-        overflow=values[-1] != 0.0,
+        overflow=values[-1] != 0,
     )

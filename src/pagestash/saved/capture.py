@@ -1,0 +1,175 @@
+"""The one hook that sees every saved tensor: pack asks for a home, unpack gives the value back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pagestash.policy import HomeName, Policy, Rule
+from pagestash.saved.homes import Home
+from pagestash.saved.identity import Entry, ViewRecipe, byte_range, is_sparse, row_range
+from pagestash.saved.region import Region, frames
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """What autograd holds in place of a saved tensor. Its death is the sign that backward is done with it."""
+
+    entry: Entry
+    recipe: ViewRecipe
+    dense: bool  # the entry's bytes are this view's elements in order, to be laid out with its strides again
+    asked: bool = False
+
+    def __del__(self) -> None:
+        entry = self.entry
+        entry.handles -= 1
+        if not self.asked:
+            entry.waiting -= 1
+        if entry.handles == 0 and entry.place is not None:
+            entry.home.drop(entry)
+
+
+class Capture:
+    """Packs and unpacks for one keeper: storage identity, versions, and which entry a region's tensor is."""
+
+    def __init__(self, policy: Policy, homes: Mapping[HomeName, Home], device: torch.device | None) -> None:
+        self.policy = policy
+        self.homes = homes
+        self.device = device
+        self.weights: set[int] = set()
+        self._entries: dict[tuple[int, HomeName], list[Entry]] = {}
+
+    # --- pack: forward saves a tensor ---
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Handle:
+        """A handle for an activation; weights and what has no plain memory go through as they are."""
+        region = next((frame for frame in reversed(frames()) if frame.capture is self), None)
+        if region is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return tensor
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        if tensor.numel() == 0:
+            return tensor
+        key = tensor.untyped_storage()._cdata
+        if key in self.weights or key in region.weights:
+            return tensor
+        rule = region.rule
+        home: HomeName = "keep"
+        if rule is not None and self._worth_moving(tensor, rule):
+            home = rule.home
+        dense = home != "keep" and is_sparse(tensor)
+        recipe = ViewRecipe(
+            tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()) * tensor.element_size()
+        )
+        if dense:
+            # A copy of its own: no other saved tensor has the same bytes in the same order.
+            tensor = tensor.detach().contiguous()
+            key = tensor.untyped_storage()._cdata
+            recipe.byte_offset = 0
+        entry = self._entry(key, tensor, region, home)
+        entry.handles += 1
+        entry.waiting += 1
+        return Handle(entry, recipe, dense)
+
+    def _worth_moving(self, tensor: torch.Tensor, rule: Rule) -> bool:
+        if self.device is None:
+            self.device = tensor.device
+        first, last = byte_range(tensor)
+        # An expanded view is as small as what it repeats.
+        return tensor.device == self.device and min(tensor.nbytes, last - first) >= rule.min_bytes
+
+    def _entry(self, key: int, tensor: torch.Tensor, region: Region, home: HomeName) -> Entry:
+        """The entry that holds the tensor's bytes, or a new one in the region's group."""
+        in_rows = None if region.rows is None else row_range(tensor, region.capacity)
+        rows = None if in_rows is None else region.rows
+        first, last = in_rows or byte_range(tensor)
+        if rows is None:
+            first -= first % 16  # so that every dtype's view starts on an element, and copies are wide
+        version = tensor._version
+        known = self._entries.setdefault((key, home), [])
+        # The weak reference keeps the storage's identity from being given to another tensor; an entry whose
+        # storage is gone can no longer be the one that is being saved.
+        known[:] = [entry for entry in known if entry.handles and not entry.storage.expired()]
+        for entry in known:
+            if entry.same_content(version, rows, first, last):
+                return entry
+            if self._extend(entry, region, version, rows, first, last):
+                return entry
+        entry = Entry(
+            storage=StorageWeakRef(tensor.untyped_storage()),
+            version=version,
+            first=first,
+            last=last,
+            origin=tensor.detach(),
+            rows=rows,
+            capacity=0 if rows is None else region.capacity,
+            covered=last - first,
+            home=self.homes[home],
+            region=region.name,
+        )
+        known.append(entry)
+        if home == "keep":
+            entry.home.put([entry])
+        else:
+            region.entries.append(entry)
+        return entry
+
+    def _extend(
+        self, entry: Entry, region: Region, version: int, rows: torch.Tensor | None, first: int, last: int
+    ) -> bool:
+        """Widen an entry of the open group over a further view of its storage, where little is wasted."""
+        if (
+            entry not in region.entries
+            or entry.version != version
+            or rows is not None
+            or entry.rows is not None
+        ):
+            return False
+        low, high = min(entry.first, first), max(entry.last, last)
+        covered = entry.covered + last - first
+        if high - low > covered:
+            return False
+        entry.first, entry.last, entry.covered = low, high, covered
+        return True
+
+    def close(self, region: Region) -> None:
+        """The region is over: its group goes to its home together."""
+        group = [entry for entry in region.entries if entry.handles]
+        region.entries = []
+        for entry in group:
+            # Autograd would refuse this in backward. Taking the new content would be a silent wrong gradient.
+            assert entry.origin is not None
+            entry.spoiled = entry.origin._version != entry.version
+        if group:
+            group[0].home.put(group)
+
+    def forget(self) -> None:
+        """Drop the identities of entries that nothing holds any more."""
+        alive = {key: [e for e in entries if e.handles] for key, entries in self._entries.items()}
+        self._entries = {key: entries for key, entries in alive.items() if entries}
+
+    # --- unpack: backward asks for it ---
+
+    def unpack(self, packed: torch.Tensor | Handle) -> torch.Tensor:
+        if not isinstance(packed, Handle):
+            return packed
+        entry = packed.entry
+        if entry.origin is not None and not entry.spoiled:
+            entry.spoiled = entry.origin._version != entry.version
+        if entry.spoiled:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(packed.recipe.size)} saved for backward in region "
+                f"{entry.region or '(outside all regions)'!r} was changed in place afterwards, as it would be "
+                "refused without a keeper; clone it before changing it"
+            )
+        if not packed.asked:
+            packed.asked = True
+            entry.waiting -= 1
+        flat = entry.home.get(entry)
+        if not packed.dense:
+            return packed.recipe.apply(flat, entry.first)
+        recipe = packed.recipe
+        packed_rows = flat.view(recipe.dtype).view(recipe.size)
+        out = torch.empty_strided(recipe.size, recipe.stride, dtype=recipe.dtype, device=flat.device)
+        return out.copy_(packed_rows)

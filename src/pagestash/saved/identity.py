@@ -1,0 +1,118 @@
+"""Which bytes a saved tensor is: its storage, the range it covers, and how to see it there again.
+
+Identity is by storage. Two operations that save the same activation, or two halves of one buffer, share an
+`Entry`; a view is kept as a recipe (dtype, size, strides, offset), so that a transposed, expanded or sliced
+tensor comes back as it was, without its bytes being written out.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+SPARSE = 2
+"""A view that spans more than this many times its own bytes is packed densely rather than by range."""
+
+
+@dataclass(slots=True)
+class ViewRecipe:
+    """How a saved tensor looks at its entry's bytes; the offset counts from the storage's first byte."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    byte_offset: int
+
+    def apply(self, flat: torch.Tensor, first: int) -> torch.Tensor:
+        """The view over `flat` (uint8), whose first byte was byte `first` of the storage."""
+        offset = flat.storage_offset() + self.byte_offset - first
+        view = torch.empty(0, dtype=self.dtype, device=flat.device)
+        return view.set_(flat.untyped_storage(), offset // self.dtype.itemsize, self.size, self.stride)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """Bytes `first` to `last` of one storage, saved once however many operations ask for them.
+
+    `source` is the memory itself, as flat bytes, until a home has taken it; `place` is what the home made of
+    it. Valid-row entries have `rows` (the device integer) and are `capacity` rows long.
+    """
+
+    storage: StorageWeakRef
+    version: int
+    first: int
+    last: int
+    origin: torch.Tensor | None  # a view that keeps the storage alive and its version in sight
+    rows: torch.Tensor | None = None
+    capacity: int = 0
+    covered: int = 0
+    handles: int = 0
+    waiting: int = 0  # handles that backward has not asked for yet
+    spoiled: bool = False
+    place: Any = None
+    home: Any = field(default=None, repr=False)
+    region: str = ""
+
+    @property
+    def length(self) -> int:
+        return self.last - self.first
+
+    def source(self) -> torch.Tensor:
+        """The entry's bytes where they are now, as [capacity, row bytes] or flat."""
+        assert self.origin is not None, "the entry's memory was already taken"
+        flat = torch.empty(0, dtype=torch.uint8, device=self.origin.device)
+        flat.set_(self.origin.untyped_storage(), self.first, (self.length,), (1,))
+        return flat.view(self.capacity, -1) if self.rows is not None else flat
+
+    def same_content(self, version: int, rows: torch.Tensor | None, first: int, last: int) -> bool:
+        """Whether bytes `first` to `last` as saved now are those that this entry holds."""
+        return (
+            self.version == version
+            and self.first <= first
+            and last <= self.last
+            and (self.rows is None or self.rows is rows)
+        )
+
+
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and end of the storage bytes that the tensor's elements lie in."""
+    first = int(tensor.storage_offset()) * tensor.element_size()
+    if tensor.numel() == 0:
+        return first, first
+    span = 1 + sum(int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride()))
+    return first, first + span * tensor.element_size()
+
+
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a thin slice of what it spans, and no expanded view."""
+    first, last = byte_range(tensor)
+    return last - first > SPARSE * tensor.nbytes
+
+
+def row_range(tensor: torch.Tensor, capacity: int) -> tuple[int, int] | None:
+    """The whole rows that the tensor lies in, where it has `capacity` of them, else None.
+
+    The rows may be transposed, and the tensor may be a slice of their width: the two halves of a gated
+    projection lie in the same rows, and are then one entry.
+    """
+    if not tensor.ndim:
+        return None
+    outer = max(range(tensor.ndim), key=lambda dim: (tensor.stride(dim), tensor.size(dim)))
+    row_bytes = tensor.stride(outer) * tensor.element_size()
+    if tensor.size(outer) != capacity or row_bytes == 0:
+        return None
+    first, last = byte_range(tensor)
+    start = first - first % row_bytes
+    end = start + capacity * row_bytes
+    return (start, end) if last <= end <= tensor.untyped_storage().nbytes() else None
+
+
+def storage_keys(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The storages that `tensors` live in now; those of subclasses without one (DTensor) by their local part."""
+    keys = set()
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        keys.add(local.untyped_storage()._cdata)
+    return keys

@@ -1,0 +1,272 @@
+"""`Keeper`: applies a policy to a model, step by step, and owns the pool."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagestash.pages.pool import PagePool
+from pagestash.pages.telemetry import PoolStats
+from pagestash.policy import HomeName, Policy, format_bytes
+from pagestash.saved.capture import Capture
+from pagestash.saved.homes import Home, Keep
+from pagestash.saved.identity import storage_keys
+from pagestash.saved.region import Region, enter, frames, leave, set_frames
+from pagestash.saved.stash import MeasuredStash, Stash
+
+
+class PoolOverflow(RuntimeError):
+    """The pool had fewer free pages than a group needed: the gradients of this step are not valid."""
+
+
+@dataclass(frozen=True, slots=True)
+class HomeStats:
+    """Valid bytes that wait in a home now, and at the peak since the last `reset_peaks`."""
+
+    bytes: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperStats:
+    """Where saved tensors wait: by home, by region, and the pool's tiers (None before there is a pool)."""
+
+    homes: dict[HomeName, HomeStats]
+    regions: dict[str, HomeStats]
+    pool: PoolStats | None
+
+    @property
+    def overflow(self) -> bool:
+        return self.pool is not None and self.pool.overflow
+
+    @property
+    def spilled_bytes(self) -> int:
+        return 0 if self.pool is None else self.pool.spilled_bytes
+
+
+class Keeper:
+    """Gives the saved tensors of a model's regions the homes that a policy names.
+
+        keeper = Keeper(Policy(rules=[Rule("layers.*.experts", "stash")])).attach(model)
+        with keeper.step():
+            loss = model(batch)
+            loss.backward()
+
+    With `pool.device = "auto"` the first step that stashes anything measures, waiting for the device; the pool
+    is made when it ends. Results are the same to the last bit with and without a keeper.
+    """
+
+    def __init__(self, policy: Policy, *, backend: str = "auto") -> None:
+        self.policy = policy
+        self._backend = backend
+        self._keep = Keep()
+        self._stash: Stash | MeasuredStash = MeasuredStash(policy.pool.page_bytes)
+        self._homes: dict[HomeName, Home] = {"keep": self._keep, "stash": self._stash}
+        self._capture = Capture(policy, self._homes, None)
+        self._models: list[nn.Module] = []
+        self._hooks: list[Any] = []
+        self._in_step = False
+
+    # --- attach ---
+
+    def attach(self, model: nn.Module, regions: Sequence[str] = ()) -> "Keeper":
+        """Watch the modules of `model` that a rule names; `regions` are the names that `ps.region` will open."""
+        names = {name: module for name, module in model.named_modules() if name}
+        self.policy.check([*names, *regions])
+        first = next(iter(model.parameters()), None)
+        device = torch.device("cpu") if first is None else first.device
+        if self._capture.device is not None and self._capture.device != device:
+            raise ValueError(f"model is on {device}, this keeper's other model on {self._capture.device}")
+        self._capture.device = device
+        if self.policy.pool.device_bytes is not None and self.pool is None:
+            self.size_pool()
+        self._models.append(model)
+        for name, module in names.items():
+            rule = self.policy.rule_for(name)
+            if rule is not None:
+                self._watch(name, module)
+        return self
+
+    def detach(self) -> None:
+        """Take all hooks off again; what is stashed stays until backward has asked for it."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._models.clear()
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        rule = self.policy.rule_for(name)
+        open_regions: list[Region | None] = []
+
+        def before(module: nn.Module, args: Any) -> None:
+            if not self._in_step or not torch.is_grad_enabled():
+                open_regions.append(None)
+                return
+            outer = frames()[-1]
+            region = Region(
+                self._capture,
+                name,
+                rule,
+                rows=outer.rows,
+                capacity=outer.capacity,
+                weights=storage_keys([*module.parameters(), *module.buffers()]),
+            )
+            open_regions.append(region)
+            enter(region)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if open_regions:
+                region = open_regions.pop()
+                if region is not None and leave(region):
+                    self._capture.close(region)
+
+        def note_weights(module: nn.Module, args: Any) -> None:
+            # FSDP2 gives a module new parameter storage just before its forward.
+            if self._in_step and frames():
+                frames()[-1].weights |= storage_keys(module.parameters(recurse=False))
+
+        self._hooks.append(module.register_forward_pre_hook(before))
+        # Also when forward raises: the region is over either way.
+        self._hooks.append(module.register_forward_hook(after, always_call=True))
+        for child in module.modules():
+            if child is not module and next(child.parameters(recurse=False), None) is not None:
+                self._hooks.append(child.register_forward_pre_hook(note_weights))
+
+    # --- step ---
+
+    @contextmanager
+    def step(self, *, check: bool = True) -> Iterator[None]:
+        """One forward and backward, or several. At the end an overflow raises `PoolOverflow`.
+
+        Without `check` nobody looks: the caller feeds `keeper.overflow` to the optimizer (`GraphedStep` does).
+        """
+        if self._in_step:
+            raise RuntimeError("keeper.step() is already open; a keeper runs one step at a time")
+        self._in_step = True
+        self._capture.weights = storage_keys([*self.parameters(), *self.buffers()])
+        outer = frames()
+        root = Region(self._capture, "", None)
+        enter(root)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._capture.pack, self._capture.unpack):
+                yield
+        finally:
+            self._in_step = False
+            set_frames(outer)
+            self._capture.forget()
+            if isinstance(self._stash, Stash):
+                self._stash.settle()
+        if check:
+            self._after_step()
+
+    def _after_step(self) -> None:
+        if isinstance(self._stash, MeasuredStash):
+            self.size_pool()
+        elif bool(self._stash.pool.overflow):
+            wanted, had = self.grow_pool()
+            self._stash.pool.reset()
+            raise PoolOverflow(
+                f"the pool had {had} pages and {wanted} were wanted: the gradients of this step are not valid. "
+                "Zero them and run the step again; the pool has grown to what was wanted."
+            )
+
+    # --- what it watches ---
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the attached model is; None before `attach`."""
+        return self._capture.device
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the attached models."""
+        return (parameter for model in self._models for parameter in model.parameters())
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """Buffers of the attached models."""
+        return (buffer for model in self._models for buffer in model.buffers())
+
+    # --- the pool ---
+
+    @property
+    def pool(self) -> PagePool | None:
+        """The pool, or None while the first step is still to be measured."""
+        return self._stash.pool if isinstance(self._stash, Stash) else None
+
+    @property
+    def overflow(self) -> torch.Tensor | None:
+        """The pool's overflow flag, for an optimizer's `found_inf`; None before there is a pool."""
+        return None if self.pool is None else self.pool.overflow
+
+    def size_pool(self) -> bool:
+        """Make the pool from what was measured, times the headroom; False if nothing was stashed yet."""
+        config = self.policy.pool
+        measured = self._stash
+        if isinstance(measured, Stash):
+            return True
+        if config.device_bytes is None and not measured.peak_pages:
+            return False
+        if measured.pages:
+            return False  # a backward is still to come
+        assert self._capture.device is not None
+        if config.device_bytes is not None:
+            pages = -(-config.device_bytes // config.page_bytes)
+        else:
+            pages = math.ceil(measured.peak_pages * config.headroom)
+        self._make_pool(pages)
+        return True
+
+    def _make_pool(self, device_pages: int) -> None:
+        assert self._capture.device is not None
+        pool = PagePool(
+            self._capture.device,
+            self.policy.pool.page_bytes,
+            device_pages=device_pages,
+            host_bytes=self.policy.pool.host_bytes,
+            backend=self._backend,
+        )
+        self._stash = self._homes["stash"] = Stash(pool)
+
+    def grow_pool(self) -> tuple[int, int]:
+        """Grow the device tier to what was wanted, times the headroom; returns (pages wanted, pages had)."""
+        pool = self.pool
+        assert pool is not None
+        stats = pool.stats()
+        had = stats.device.pages + stats.host.pages
+        wanted = stats.device.wanted
+        if wanted > had:
+            pool.grow(device_pages=math.ceil(wanted * self.policy.pool.headroom) - stats.host.pages)
+        return wanted, had
+
+    # --- stats ---
+
+    def reset_peaks(self) -> None:
+        """Count peaks from now on; also clears the overflow flag."""
+        self._keep.reset_peak()
+        if self.pool is not None:
+            self.pool.reset()
+
+    def stats(self) -> KeeperStats:
+        """Bytes and peak by home and region, and the pool's tiers. Waits for the device."""
+        regions = {name: HomeStats(size, size) for name, size in self._keep.by_region.items() if size}
+        keep = HomeStats(self._keep.bytes, self._keep.peak)
+        stash = self._stash
+        if isinstance(stash, MeasuredStash):
+            return KeeperStats(
+                {"keep": keep, "stash": HomeStats(stash.bytes, stash.peak_bytes)}, regions, None
+            )
+        stash.flush()
+        counts = stash.pool.memory.accounts.tolist()
+        regions |= {name: HomeStats(*counts[index]) for name, index in stash.accounts.items()}
+        pool = stash.pool.stats()
+        held = HomeStats(pool.valid_bytes, pool.valid_bytes_peak)
+        return KeeperStats({"keep": keep, "stash": held}, regions, pool)
+
+    def __repr__(self) -> str:
+        size = (
+            "unmeasured" if self.pool is None else format_bytes(self.pool.device_pages * self.pool.page_bytes)
+        )
+        return f"Keeper({len(self.policy.rules)} rules, pool {size})"

@@ -1,0 +1,94 @@
+"""Regions: named stretches of forward whose saved tensors share a rule, and which of them we are in."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagestash.policy import Rule
+
+if TYPE_CHECKING:
+    from pagestash.saved.capture import Capture
+    from pagestash.saved.identity import Entry
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """One entry into a region: its name and rule, its valid rows, and the entries saved in it so far."""
+
+    capture: "Capture"
+    name: str
+    rule: Rule | None
+    rows: torch.Tensor | None = None
+    capacity: int = 0
+    weights: set[int] = field(default_factory=set)
+    entries: "list[Entry]" = field(default_factory=list)
+
+
+# The innermost last. Scoped to the running step and thread, not to the process: a keeper that is not in a step
+# has no frame here, and two keepers have frames of their own.
+_frames: ContextVar[tuple[Region, ...]] = ContextVar("pagestash_regions", default=())
+
+
+def frames() -> tuple[Region, ...]:
+    return _frames.get()
+
+
+def set_frames(value: tuple[Region, ...]) -> None:
+    _frames.set(value)
+
+
+def enter(region: Region) -> None:
+    _frames.set((*_frames.get(), region))
+
+
+def leave(region: Region) -> bool:
+    """Go back to where `region` was entered, past anything an exception left open; False if it is not open."""
+    current = _frames.get()
+    if region not in current:
+        return False
+    _frames.set(current[: current.index(region)])
+    return True
+
+
+@contextmanager
+def region(
+    name: str = "", *, rows: torch.Tensor | None = None, capacity: int | None = None
+) -> Iterator[None]:
+    """Name a stretch of forward that is no module, or give the valid rows of the one we are in.
+
+        with ps.region("experts", rows=n, capacity=x.shape[0]):
+            h = grouped_mm(x, w1)       # x, h: only their first n rows are stashed
+
+    The name is appended to the enclosing module's; without a matching rule the enclosing rule holds. `rows` is
+    a one-element integer tensor on the device: every tensor of `capacity` rows that is saved inside has valid
+    data in its first `rows` rows only. Outside a keeper's step this does nothing.
+    """
+    if (rows is None) != (capacity is None):
+        raise ValueError(f"rows={rows}, capacity={capacity}: give both or neither")
+    if isinstance(rows, int):
+        raise ValueError(f"rows={rows}: expected an integer tensor on the device, of one element")
+    current = _frames.get()
+    if not current:
+        yield
+        return
+    outer = current[-1]
+    full = f"{outer.name}.{name}" if outer.name and name else outer.name or name
+    own = outer.capture.policy.rule_for(full) if name else None
+    inner = Region(
+        outer.capture,
+        full,
+        own or outer.rule,
+        rows=outer.rows if rows is None else rows,
+        capacity=outer.capacity if capacity is None else capacity,
+        weights=outer.weights,
+    )
+    enter(inner)
+    try:
+        yield
+    finally:
+        if leave(inner):
+            outer.capture.close(inner)

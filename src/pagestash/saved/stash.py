@@ -1,0 +1,199 @@
+"""The `stash` home: a region's valid rows wait in the pool's pages.
+
+Device pages are written and read inline on the compute stream: at 4 TB/s there is nothing to hide. What spills
+to host pages goes over PCIe, a hundred times slower, and runs on two side streams beside compute.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from pagestash.kernels.layout import ACCOUNTS
+from pagestash.pages.pool import PagePool
+from pagestash.pages.ticket import Ticket
+from pagestash.policy import HomeName
+from pagestash.saved.identity import Entry
+from pagestash.saved.streams import SideStream, wait_here
+
+
+@dataclass(slots=True, eq=False)
+class StashedGroup:
+    """The entries of one region in one microbatch, on their way out, in pages, and on their way back."""
+
+    tickets: dict[Entry, Ticket]
+    spilled: torch.cuda.Event | None = None
+    incoming: dict[Entry, torch.Tensor] = field(default_factory=dict)
+    arrived: torch.cuda.Event | None = None
+    restored: dict[Entry, torch.Tensor] = field(default_factory=dict)
+
+
+class Stash:
+    """Stashes a group with one reservation when its region ends; restores it whole when backward asks."""
+
+    name: HomeName = "stash"
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.accounts: dict[str, int] = {}
+        self._spills = pool.host_pages > 0
+        self._out = SideStream(pool.device)
+        self._in = SideStream(pool.device)
+        self._groups: list[StashedGroup] = []  # in the order of forward; backward asks from the end
+        self._leaving: tuple[torch.cuda.Event | None, list[torch.Tensor]] | None = None
+        self._dead: deque[Ticket] = deque()
+
+    def put(self, group: Sequence[Entry]) -> None:
+        self.flush()
+        self._retire()
+        sources = [entry.source() for entry in group]
+        tickets = self.pool.stash(
+            sources,
+            rows=[entry.rows for entry in group],
+            account=self._account(group[0].region),
+            host_later=self._spills,
+        )
+        stashed = StashedGroup(dict(zip(group, tickets)))
+        if self._spills:
+            # After the stash (it decides which pages are on the host, and writes the book that spill reads).
+            with self._out.after():
+                self.pool.spill(tickets, sources)
+            stashed.spilled = self._out.mark()
+            self._leaving = (stashed.spilled, sources)
+        for entry in group:
+            entry.place = stashed
+            entry.origin = None
+        self._groups.append(stashed)
+
+    def get(self, entry: Entry) -> torch.Tensor:
+        self.flush()
+        group: StashedGroup = entry.place
+        if entry not in group.restored:
+            self._restore(group, entry)
+            self._prefetch_before(group)
+        flat = group.restored[entry]
+        if not entry.waiting:
+            # All who saved it have it now; whoever asks again (retain_graph, split backward) restores again.
+            del group.restored[entry]
+        return flat.view(-1)
+
+    def drop(self, entry: Entry) -> None:
+        group: StashedGroup = entry.place
+        group.restored.pop(entry, None)
+        # Not released here: this may run in any thread, on any stream. `flush` does it in the order of compute.
+        self._dead.append(group.tickets.pop(entry))
+
+    def flush(self) -> None:
+        """Give back the pages of dropped entries, on the current stream.
+
+        Every launch that reads those pages was put on this stream before, or waited for by it.
+        """
+        dead = []
+        while self._dead:
+            dead.append(self._dead.popleft())
+        if dead:
+            self.pool.release(dead)
+            for group in self._groups:
+                if not group.tickets:
+                    # A copy that nobody asked for may still be writing: the buffers outlive it.
+                    wait_here(group.arrived)
+                    group.incoming.clear()
+            self._groups = [group for group in self._groups if group.tickets]
+
+    def settle(self) -> None:
+        """End of a step: the current stream has waited for both side streams, and dead pages are back."""
+        self._retire()
+        self.flush()
+        self._out.join()
+        self._in.join()
+
+    def _retire(self) -> None:
+        """Let go of the buffers that the last spill reads, once the compute stream is ordered behind it.
+
+        The allocator gives freed memory to the next operation of the compute stream; that operation then
+        comes after the spill. Waiting at the next group, not at once, is what lets the spill run beside
+        compute.
+        """
+        if self._leaving is not None:
+            wait_here(self._leaving[0])
+            self._leaving = None
+
+    def _restore(self, group: StashedGroup, asked: Entry) -> None:
+        """Bring back the asked entry, and in the same launch what else of the group will be asked for."""
+        if asked in group.incoming:
+            # The host half is on its way or here; the compute stream waits for it and does the device half.
+            wait_here(group.arrived)
+            group.restored |= group.incoming
+            entries = list(group.incoming)
+            group.incoming = {}
+            tickets = [group.tickets[entry] for entry in entries if entry in group.tickets]
+            buffers = [group.restored[entry] for entry in entries if entry in group.tickets]
+            self.pool.restore_into(tickets, buffers, tiers="device")
+        else:
+            wait_here(group.spilled)  # host pages are read only after they were written
+            entries = [e for e in group.tickets if e is asked or (e.waiting and e not in group.restored)]
+            buffers = self.pool.restore([group.tickets[entry] for entry in entries])
+            group.restored |= dict(zip(entries, buffers))
+
+    def _prefetch_before(self, group: StashedGroup) -> None:
+        """Start the host half of the group that backward asks for next, while this one is computed."""
+        if not self._spills:
+            return
+        before = self._groups[: self._groups.index(group)]
+        upcoming = next((g for g in reversed(before) if any(entry.waiting for entry in g.tickets)), None)
+        if upcoming is None or upcoming.restored or upcoming.incoming:
+            return
+        entries = [entry for entry in upcoming.tickets if entry.waiting]
+        tickets = [upcoming.tickets[entry] for entry in entries]
+        buffers = self.pool.buffers(tickets)
+        # After the compute stream's present, which may still use the memory the buffers are made of, and after
+        # the spill that wrote the pages. The compute stream touches the buffers only after `arrived`.
+        with self._in.after(upcoming.spilled):
+            self.pool.restore_into(tickets, buffers, tiers="host")
+        upcoming.arrived = self._in.mark()
+        upcoming.incoming = dict(zip(entries, buffers))
+
+    def _account(self, region: str) -> int:
+        return self.accounts.setdefault(region, min(len(self.accounts), ACCOUNTS - 1))
+
+
+class MeasuredStash:
+    """The `stash` home before there is a pool: exact copies, made by asking the device for the row count.
+
+    It counts the pages a pool would have needed, so that the pool of the steps to come has the right size. It
+    waits for the device at every group, which is why only the first steps use it.
+    """
+
+    name: HomeName = "stash"
+
+    def __init__(self, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self.pages = 0
+        self.peak_pages = 0
+        self.bytes = 0
+        self.peak_bytes = 0
+
+    def put(self, group: Sequence[Entry]) -> None:
+        for entry in group:
+            source = entry.source()
+            if entry.rows is not None:
+                source = source[: min(max(int(entry.rows.item()), 0), entry.capacity)]
+            entry.place = source.clone()
+            entry.origin = None
+            self._count(entry.place.nbytes, 1)
+
+    def get(self, entry: Entry) -> torch.Tensor:
+        flat = torch.zeros(entry.length, dtype=torch.uint8, device=entry.place.device)
+        flat[: entry.place.numel()].copy_(entry.place.view(-1))
+        return flat
+
+    def drop(self, entry: Entry) -> None:
+        self._count(entry.place.nbytes, -1)
+        entry.place = None
+
+    def _count(self, size: int, sign: int) -> None:
+        self.pages += sign * -(-size // self.page_bytes)
+        self.bytes += sign * size
+        self.peak_pages = max(self.peak_pages, self.pages)
+        self.peak_bytes = max(self.peak_bytes, self.bytes)

@@ -1,0 +1,51 @@
+"""Streams beside the compute stream, and the events that order them; on a CPU all of it is in order anyway."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class SideStream:
+    """A stream for host copies. Work runs `after` the compute stream's present, and leaves an event to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._used = False
+
+    @contextmanager
+    def after(self, *events: torch.cuda.Event | None) -> Iterator[None]:
+        """Run what is inside on this stream, once the current stream's work so far and `events` are done."""
+        if self._stream is None:
+            yield
+            return
+        self._used = True
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        for event in events:
+            if event is not None:
+                self._stream.wait_event(event)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event that is done when everything put on this stream so far is."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def join(self) -> None:
+        """The current stream waits for all of it; a stream not used since then is left alone.
+
+        (A capture may only wait for streams that it forked.)
+        """
+        if self._used:
+            self._used = False
+            wait_here(self.mark())
+
+
+def wait_here(event: torch.cuda.Event | None) -> None:
+    """The current stream goes on only after `event`; the host does not wait."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)

@@ -1,0 +1,328 @@
+"""`GraphedStep`: a training step as one CUDA graph, run again on the same batch when the pool overflows."""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from pagestash.policy import format_bytes
+from pagestash.saved.keeper import Keeper
+from pagestash.step.batch import StaticBatch
+from pagestash.step.guard import StepOverflowed, UpdateGuard
+from pagestash.step.rates import LearningRates
+
+LAG = 1
+"""Steps in flight before the host looks at a flag. It looks at a fixed distance, never 'if it is there yet':
+all ranks then see an overflow at the same call, and launch the same collectives."""
+ATTEMPTS = 4
+"""Runs of one batch. The pool grows to exactly what was wanted, so the second always fits unless the step does
+something else each time."""
+
+
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    """A launched step whose flag the host has not seen: what it takes to run it again."""
+
+    batch: list[torch.Tensor]
+    rates: list[torch.Tensor | float]
+    random: torch.Tensor
+    outputs: list[Any]
+    flag: torch.Tensor
+    done: torch.cuda.Event
+
+
+class GraphedStep:
+    """Runs `train_step(*batch)`: forward, backward, and the optimizer's step if it has one.
+
+        def train_step(tokens):
+            loss = model(tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)
+        for tokens in data:
+            loss = step(tokens)
+
+    The first `warmup` calls run eagerly and measure; then the pool gets its size and the step is captured. A
+    steady step makes the host wait for nothing. When the pool overflows, no weight, optimizer state or buffer
+    changes; the host learns of it two calls later, grows the pool to what was wanted, and runs the skipped
+    batches again in order from the same random state, so that what comes out is what a large pool would have
+    given. Until then a returned float reads NaN, afterwards the right value: `wait()` before you log.
+
+    On a CPU, or with `graph=False`, the same happens within each call.
+
+    `state` names tensors that the step changes besides parameters, optimizer state and the model's buffers.
+    With `torch.distributed` running, all ranks of `group` (default: all) skip and rerun together.
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[..., Any],
+        keeper: Keeper,
+        *,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        state: Sequence[torch.Tensor] = (),
+        warmup: int = 2,
+        graph: bool | None = None,
+        group: Any = None,
+    ) -> None:
+        if warmup < 1:
+            raise ValueError(
+                f"warmup={warmup}: expected at least 1, which measures and makes optimizer state"
+            )
+        device = keeper.device
+        if device is None:
+            raise ValueError("keeper: attach it to the model first, keeper.attach(model)")
+        if graph and device.type != "cuda":
+            raise ValueError(f"graph=True: a CUDA graph needs a model on a GPU, this one is on {device}")
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            group = dist.group.WORLD
+        self._train_step = train_step
+        self._keeper = keeper
+        self._device = device
+        self._extra_state = list(state)
+        self._warmup = warmup
+        self._graphed = device.type == "cuda" if graph is None else graph
+        self._guard = UpdateGuard(keeper, optimizers, device, group)
+        self._rates = LearningRates(optimizers)
+        self._constants: list[dict[str, Any]] = []
+        self._grads: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._static: StaticBatch | None = None
+        self._outputs: Any = None
+        self._flags: deque[torch.Tensor] = deque()
+        self._in_flight: deque[_InFlight] = deque()
+        self._stream = torch.cuda.Stream(device) if self._graphed else None
+        self.reruns = 0
+        """Batches that were run again because a pool overflowed."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls += 1
+        if not self._graphed or self._calls <= self._warmup:
+            return self._on_stream(self._run_eagerly, args, kwargs)
+        if self._static is None:
+            self._prepare(args, kwargs)
+        elif self._constants != self._rates.constants():
+            self.wait()
+            self._capture()
+        while len(self._in_flight) > LAG:
+            self._look_at_oldest()
+        result = self._launch(args, kwargs)
+        if not self._guard.optimizers:
+            self.wait()  # the caller is about to use the gradients
+        return result
+
+    def wait(self) -> None:
+        """Wait until every step so far is done, and run again what overflowed."""
+        while self._in_flight:
+            self._look_at_oldest()
+
+    # --- eager: warm-up, and every step on a CPU ---
+
+    def _run_eagerly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        versions = self._foreign_versions()
+        random = _random_state(self._device)
+        grads = {p: None if p.grad is None else p.grad.clone() for p in self._keeper.parameters()}
+        self._guard.protect([*self._keeper.buffers(), *self._extra_state])
+        for _ in range(ATTEMPTS):
+            try:
+                with self._rates_for_warmup(), self._keeper.step(check=False):
+                    self._guard.begin(eager=True)
+                    result = self._train_step(*args, **kwargs)
+                    self._guard.end()
+            except StepOverflowed:
+                self._guard.roll_back()
+                _set_random_state(self._device, random)
+                for parameter, grad in grads.items():
+                    parameter.grad = None if grad is None else grad.clone()
+                self._grow()
+                self.reruns += 1
+                continue
+            self._check_foreign(versions)
+            if self._calls >= self._warmup or not self._graphed:
+                self._keeper.size_pool()
+            return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result)
+        raise _no_end()
+
+    def _rates_for_warmup(self) -> AbstractContextManager[None]:
+        if not self._graphed:
+            return nullcontext()
+        rates = self._rates.read()
+        context = self._rates.on_device()
+        self._rates.write(rates)
+        return context
+
+    def _foreign_versions(self) -> dict[torch.Tensor, int]:
+        """Versions of the parameters that none of our optimizers updates."""
+        owned = {p for o in self._guard.optimizers for group in o.param_groups for p in group["params"]}
+        return {p: p._version for p in self._keeper.parameters() if p not in owned}
+
+    def _check_foreign(self, before: dict[torch.Tensor, int]) -> None:
+        if any(parameter._version != version for parameter, version in before.items()):
+            raise ValueError(
+                "train_step changes parameters that no optimizer given to GraphedStep owns, so an overflowing "
+                "step could not be undone; pass optimizer=..."
+            )
+
+    # --- in a graph ---
+
+    def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Capture the step for batches like this one."""
+        self._guard.arm()
+        if not self._keeper.size_pool():
+            warnings.warn("the warm-up stashed nothing: does a rule's region run?", stacklevel=3)
+        self._static = StaticBatch(args, kwargs, self._device)
+        self._static.fill(self._static.copies(args, kwargs))
+        self._flags.extend(torch.zeros((), pin_memory=True) for _ in range(LAG + 2))
+        # With an optimizer inside, gradients begin and end with the step: the graph makes its own. Without one
+        # they are the caller's, who may be adding up several calls.
+        mine = bool(self._guard.optimizers)
+        self._grads = {p: None if mine else p.grad for p in self._keeper.parameters()}
+        kept_grads = [grad for grad in self._grads.values() if grad is not None]
+        self._guard.protect([*self._keeper.buffers(), *self._extra_state, *kept_grads])
+        self._capture()
+
+    def _capture(self) -> None:
+        assert self._static is not None
+        assert self._stream is not None
+        self._graph = self._outputs = None  # their memory goes first
+        for parameter, grad in self._grads.items():
+            parameter.grad = grad
+        self._constants = self._rates.constants()
+        random = _random_state(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with self._rates.on_device(), torch.cuda.graph(graph, stream=self._stream):
+            args, kwargs = self._static.arguments
+            self._guard.begin(eager=False)
+            with self._keeper.step(check=False):
+                result = self._train_step(*args, **kwargs)
+                self._guard.end()
+            self._outputs = tree_map(lambda leaf: _report(leaf, self._guard.flag), result)
+            del result
+        left = 0 if self._keeper.pool is None else self._keeper.pool.live_tickets
+        if left:
+            raise RuntimeError(
+                f"train_step left {left} stashed tensors without a backward: in a graph their pages would be lost "
+                "at every replay. Run backward inside train_step"
+            )
+        _set_random_state(self._device, random)
+        self._graph = graph
+
+    def _launch(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        assert self._static is not None
+        batch, rates = self._static.copies(args, kwargs), self._rates.read()
+        random = _random_state(self._device)
+        outputs, tree = self._replay(batch, rates)
+        flag = self._flags.popleft()
+        flag.copy_(self._guard.flag, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        self._in_flight.append(_InFlight(batch, rates, random, outputs, flag, done))
+        return tree_unflatten(outputs, tree)
+
+    def _replay(self, batch: list[torch.Tensor], rates: list[torch.Tensor | float]) -> tuple[list[Any], Any]:
+        assert self._static is not None
+        assert self._graph is not None
+        self._static.fill(batch)
+        self._rates.write(rates)
+        self._graph.replay()
+        leaves, tree = tree_flatten(self._outputs)
+        return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree
+
+    # --- overflow ---
+
+    def _look_at_oldest(self) -> None:
+        """Wait for the oldest step in flight (the device goes on with the next), and recover if it overflowed."""
+        oldest = self._in_flight[0]
+        oldest.done.synchronize()
+        if bool(oldest.flag):  # host memory
+            self._recover()
+        else:
+            self._flags.append(self._in_flight.popleft().flag)
+
+    def _recover(self) -> None:
+        """Grow, and run everything from the overflowing step on again, in order.
+
+        The flag is sticky: the steps launched since then have changed nothing either.
+        """
+        torch.cuda.synchronize(self._device)
+        skipped = list(self._in_flight)
+        self._in_flight.clear()
+        ahead = _random_state(self._device)
+        for step in skipped:
+            for attempt in range(ATTEMPTS):
+                if (attempt or step is skipped[0]) and self._grow():
+                    self._capture()
+                _set_random_state(self._device, step.random)
+                outputs, _ = self._replay(step.batch, step.rates)
+                self.reruns += 1
+                if not bool(self._guard.flag):
+                    break
+            else:
+                raise _no_end()
+            for given, right in zip(step.outputs, outputs):
+                if isinstance(given, torch.Tensor):
+                    given.copy_(right)
+            self._flags.append(step.flag)
+        _set_random_state(self._device, ahead)
+
+    def _grow(self) -> bool:
+        """Give the pool what was wanted and clear its flag; whether its memory moved."""
+        pool = self._keeper.pool
+        if pool is None:
+            return False
+        before = pool.device_pages
+        self._keeper.grow_pool()
+        pool.reset()
+        grown = pool.device_pages > before
+        if grown:
+            size = format_bytes(pool.device_pages * pool.page_bytes)
+            warnings.warn(f"the pool overflowed and has grown to {size}; the batch runs again", stacklevel=2)
+        return grown
+
+    def _on_stream(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Run on the stream that capture will use, in order with the caller's: warm-up must not use another."""
+        if self._stream is None:
+            return run(*args)
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = run(*args)
+        current.wait_stream(self._stream)
+        return result
+
+
+def _report(leaf: Any, flag: torch.Tensor) -> Any:
+    """An output of the step; NaN where the step overflowed, so that nobody takes it for a result."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    value = leaf.detach()
+    return torch.where(flag > 0, torch.nan, value) if value.is_floating_point() else value
+
+
+def _no_end() -> RuntimeError:
+    return RuntimeError(
+        f"the pool overflowed {ATTEMPTS} times on one batch though it grew to what was wanted each time: the step "
+        "saves other tensors each time it runs the same batch"
+    )
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

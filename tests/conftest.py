@@ -1,0 +1,45 @@
+"""What every test shares: kernels that run without a GPU, few threads, and hypothesis' budget."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    # Read when a kernel is decorated, so before anything imports pagestash: the real kernels, on the CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+torch.set_num_threads(2)
+
+HERE = Path(__file__).parent
+# `benchmarks` from the root, and the operation sequences that CPU and GPU tests have in common.
+sys.path[:0] = [str(HERE.parent), str(HERE / "pages")]
+
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # tests/gpu needs none of it
+    pass
+else:
+    slow_interpreter = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    # Ordinary runs see the same examples every time; the sweeps marked slow look further, and at random.
+    settings.register_profile(
+        "default", deadline=None, max_examples=50, derandomize=True, suppress_health_check=slow_interpreter
+    )
+    settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(items):
+    if not HAS_CUDA:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request):
+    """Each implementation in turn: the torch reference, and the Triton kernels."""
+    if request.param == "triton":
+        pytest.importorskip("triton", reason="backend triton: triton is not installed")
+    return request.param

@@ -1,0 +1,116 @@
+"""Rules and their TOML: what matches, what is refused, and how it says so."""
+
+import pytest
+
+from pagestash.policy import Policy, PoolConfig, Rule, format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("64KiB", 65536), ("1.5 GiB", 3 << 29), ("2GB", 2 * 10**9), ("0", 0), (4096, 4096), ("12B", 12)],
+)
+def test_sizes_are_read_with_their_units(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["64 kib", "GiB", "-1", "1e9", "", "4 KiB/s", True, None, -1])
+def test_a_size_that_is_none_is_refused_with_its_name(text):
+    with pytest.raises(ValueError, match="pool page="):
+        parse_bytes(text, "pool page")
+
+
+def test_sizes_print_for_people():
+    assert [format_bytes(n) for n in (0, 1023, 1536, 3 << 29)] == ["0 B", "1023 B", "1.5 KiB", "1.5 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("layers.*.experts", "layers.3.experts", True),
+        ("layers.*.experts", "layers.3.experts.act", False),
+        ("layers.*.experts", "layers.3.4.experts", False),
+        ("layers.**", "layers.3.experts.act", True),
+        ("**.experts", "model.layers.3.experts", True),
+        ("layers.1", "layers.10", False),
+        ("layers.1*", "layers.10", True),
+        ("layers.1*", "layers.1", False),
+        ("a.b", "axb", False),
+    ],
+)
+def test_a_star_is_one_part_of_a_name_and_two_are_any_number(pattern, name, expected):
+    assert Rule(pattern, "stash").matches(name) is expected
+
+
+def test_the_first_matching_rule_wins():
+    narrow, wide = Rule("layers.0", "keep"), Rule("layers.*", "stash")
+    policy = Policy(rules=[narrow, wide])
+    assert policy.rule_for("layers.0") is narrow
+    assert policy.rule_for("layers.1") is wide
+    assert policy.rule_for("head") is None
+
+
+def test_a_rule_that_matches_nothing_lists_the_names_it_could_have_meant():
+    policy = Policy(rules=[Rule("layers.*.expert", "stash")])
+    with pytest.raises(ValueError, match=r"'layers\.\*\.expert' matches no region.*layers\.0\.experts"):
+        policy.check(["layers.0.experts", "embedding", "head"])
+
+
+def test_a_rule_shadowed_by_an_earlier_one_is_refused():
+    policy = Policy(rules=[Rule("layers.*", "keep"), Rule("layers.0", "stash")])
+    with pytest.raises(ValueError, match=r"'layers\.0' never applies: 'layers\.\*' above it"):
+        policy.check(["layers.0", "layers.1"])
+
+
+def test_an_unknown_home_is_refused_with_the_nearest_name():
+    with pytest.raises(ValueError, match=r"rule 'layers\.\*': home='stach'.*did you mean 'stash'"):
+        Rule("layers.*", "stach")
+
+
+def test_a_home_that_is_not_built_yet_is_refused():
+    with pytest.raises(ValueError, match="'offload' is not in this version"):
+        Rule("layers.*", "offload")
+
+
+def test_a_policy_comes_back_from_its_own_toml(tmp_path):
+    policy = Policy(
+        rules=[Rule("layers.*.experts", "stash", min_bytes=4096), Rule('od"d\\', "keep")],
+        pool=PoolConfig(page="4KiB", device="8GiB", host="1GiB", headroom=1.25),
+    )
+    path = tmp_path / "policy.toml"
+    path.write_text(policy.to_toml())
+    assert Policy.load(path) == policy
+
+
+def test_units_are_read_in_toml(tmp_path):
+    path = tmp_path / "policy.toml"
+    path.write_text(
+        '[pool]\ndevice = "auto"\nhost = "32GiB"\n[[rule]]\nmatch = "a"\nhome = "stash"\nmin_bytes = "1MiB"\n'
+    )
+    policy = Policy.load(path)
+    assert policy.pool.host_bytes == 32 << 30
+    assert policy.pool.device_bytes is None
+    assert policy.rules[0].min_bytes == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[pools]\n", "unknown key 'pools'; did you mean 'pool'"),
+        ("[pool]\npages = 3\n", r"\[pool\]: unknown key 'pages'; did you mean 'page'"),
+        ("[[rule]]\nmatch = 'a'\n", r"\[\[rule\]\] 1: 'home' is missing"),
+        ("[pool]\npage = '100'\n", "pool page=100: expected a positive multiple of 16"),
+        ("[pool]\nheadroom = 0.9\n", "pool headroom=0.9"),
+        ("[[rule\n", "policy.toml"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_path_and_the_key(tmp_path, toml, message):
+    path = tmp_path / "policy.toml"
+    path.write_text(toml)
+    with pytest.raises(ValueError, match=message) as caught:
+        Policy.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.toml"):
+        Policy.load(tmp_path / "none.toml")

@@ -62,7 +62,7 @@ def test_losses_and_gradients_are_the_same_to_the_last_bit(backend, pool, rows):
 
 
 def test_tails_may_be_nan(sized):
-    model, keeper, plain = sized
+    model, keeper, _ = sized
     x, rows = batch(20)
     seen = []
 
@@ -411,7 +411,7 @@ def test_a_forward_whose_backward_never_runs_leaves_nothing(sized):
 def test_an_overflowing_eager_step_raises_and_the_next_one_fits(sized):
     model, keeper, _ = sized
     x, rows = batch(64)
-    with pytest.raises(ps.PoolOverflow, match="pages were wanted|were wanted"):
+    with pytest.raises(ps.PoolOverflow, match="were wanted"):
         run(model, x, rows, keeper)
     assert in_use(keeper) == 0
     assert same(run(model, x, rows, keeper), run(model, x, rows))

@@ -359,7 +359,9 @@ def _count_pages(
     if pages is not None and size is not None:
         raise ValueError(f"{tier}_pages={pages} and {tier}_bytes={size}: give one of the two")
     if size is not None:
-        pages = -(-size // page_bytes) if size > 0 else size
+        if size < 0:
+            raise ValueError(f"{tier}_bytes={size}: expected 0 or more")
+        pages = -(-size // page_bytes)
     if pages is None:
         pages = default
     if pages is None:

@@ -33,12 +33,21 @@ class Ticket:
         return self.group.spans[self.member]
 
 
+TABLE_ALIGN = 16
+"""Words between the starts of page tables: kernels are compiled anew for each pattern of arguments that are and
+are not multiples of 16, and a group of eight takes seconds to compile."""
+
+
 def lay_out(tensors: Sequence[torch.Tensor], page_bytes: int) -> tuple[tuple[Span, ...], int]:
     """Each tensor's span and the length of the book that holds all their page tables."""
-    spans, position = [], HEADER * len(tensors)
+    spans, position = [], _aligned(HEADER * len(tensors))
     for tensor in tensors:
         capacity = tensor.shape[0] if tensor.ndim else 1
         row_bytes = tensor.nbytes // capacity if capacity else 0
         spans.append(Span(row_bytes, capacity, position))
-        position += -(-tensor.nbytes // page_bytes)
+        position += _aligned(-(-tensor.nbytes // page_bytes))
     return tuple(spans), position
+
+
+def _aligned(words: int) -> int:
+    return -(-words // TABLE_ALIGN) * TABLE_ALIGN

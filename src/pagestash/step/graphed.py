@@ -1,6 +1,6 @@
 """`GraphedStep`: a training step as one CUDA graph, run again on the same batch when the pool overflows."""
 
-import warnings
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +16,8 @@ from pagestash.saved.keeper import Keeper
 from pagestash.step.batch import StaticBatch
 from pagestash.step.guard import StepOverflowed, UpdateGuard
 from pagestash.step.rates import LearningRates
+
+log = logging.getLogger("pagestash")
 
 LAG = 1
 """Steps in flight before the host looks at a flag. It looks at a fixed distance, never 'if it is there yet':
@@ -180,7 +182,7 @@ class GraphedStep:
         """Capture the step for batches like this one."""
         self._guard.arm()
         if not self._keeper.size_pool():
-            warnings.warn("the warm-up stashed nothing: does a rule's region run?", stacklevel=3)
+            log.warning("the warm-up stashed nothing: does a rule's region run?")
         self._static = StaticBatch(args, kwargs, self._device)
         self._static.fill(self._static.copies(args, kwargs))
         self._flags.extend(torch.zeros((), pin_memory=True) for _ in range(LAG + 2))
@@ -287,7 +289,7 @@ class GraphedStep:
         grown = pool.device_pages > before
         if grown:
             size = format_bytes(pool.device_pages * pool.page_bytes)
-            warnings.warn(f"the pool overflowed and has grown to {size}; the batch runs again", stacklevel=2)
+            log.warning("the pool overflowed and has grown to %s; the batch runs again", size)
         return grown
 
     def _on_stream(self, run: Callable[..., Any], *args: Any) -> Any:

@@ -335,7 +335,7 @@ def test_pages_come_back_first_in_first_out(backend):
     pool.release([third])
     pool.release([first])
     (again,) = pool.stash([pages(3)])
-    table = again.group.book[again.span.table :].tolist()
+    table = again.group.book[again.span.table :][:3].tolist()
     assert table == [4, 5, 0]
     assert torch.equal(pool.restore([second])[0], pages(2))
 

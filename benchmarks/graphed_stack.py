@@ -41,7 +41,14 @@ class Stack(nn.Module):
 
 
 def measure(layers: int, capacity: int, width: int, stash: bool, steps: int = 12) -> dict[str, Any]:
-    """Held bytes above the weights, peak and time of a graphed step; rows vary by layer and step."""
+    """Held bytes above the weights and time of a graphed step; rows vary by layer and step."""
+    row = _measure(layers, capacity, width, stash, steps)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return row
+
+
+def _measure(layers: int, capacity: int, width: int, stash: bool, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Stack(layers, width).to(device="cuda", dtype=torch.bfloat16)
     home: Any = "stash" if stash else "keep"
@@ -79,18 +86,14 @@ def measure(layers: int, capacity: int, width: int, stash: bool, steps: int = 12
             gc.collect()
             torch.cuda.empty_cache()
     held = torch.cuda.memory_reserved() - before
-    row = {
+    keeper.detach()
+    return {
         "stash": stash,
         "held_bytes": held,
         "step_ms": sorted(times[4:])[len(times[4:]) // 2],
         "reruns": step.reruns,
         "pool_bytes": 0 if keeper.pool is None else keeper.pool.device_pages * keeper.pool.page_bytes,
     }
-    keeper.detach()
-    del step, keeper, model, batches
-    gc.collect()
-    torch.cuda.empty_cache()
-    return row
 
 
 def run(out: Path | None = None, quick: bool = False) -> Path:

@@ -203,7 +203,7 @@ def test_without_its_wait_each_hand_over_would_fail(missing, monkeypatch):
 
 def test_changed_learning_rates_reach_the_graph():
     made, eager = make(device="4MiB"), make(device="4MiB", warmup=100)
-    for model, optimizer, _, step in (made, eager):
+    for _, optimizer, _, step in (made, eager):
         torch.manual_seed(5)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda call: 1 / (1 + call))
         for number in range(6):

@@ -50,8 +50,8 @@ class PagePool:
         self._id = next(_pool_ids)
         self._live = 0
         state = torch.zeros(len(Counter), dtype=torch.int64, device=self.device)
-        state[Counter.DEVICE_FREE] = on_device
-        state[Counter.HOST_FREE] = on_host
+        state[Counter.DEVICE_FREE].fill_(on_device)
+        state[Counter.HOST_FREE].fill_(on_host)
         self.memory = PoolMemory(
             page_bytes=page_bytes,
             backend=choose(self.device, backend),
@@ -196,12 +196,13 @@ class PagePool:
         """Clear the overflow flag and count peaks from what is in use now; live tickets are untouched."""
         state = self.memory.state
         self.memory.overflow.zero_()
+        # zero_ and fill_ carry the number in the launch; an assignment would copy it from the host, and wait.
         state[Counter.DEVICE_PEAK] = self.device_pages - state[Counter.DEVICE_FREE]
         state[Counter.HOST_PEAK] = self.host_pages - state[Counter.HOST_FREE]
         state[Counter.WANTED_PEAK] = state[Counter.WANTED]
         state[Counter.BYTES_PEAK] = state[Counter.BYTES]
-        state[Counter.SPILLED] = 0
-        state[Counter.REFUSED] = 0
+        state[Counter.SPILLED].zero_()
+        state[Counter.REFUSED].zero_()
         self.memory.accounts[:, 1] = self.memory.accounts[:, 0]
 
     def stats(self) -> PoolStats:
@@ -248,8 +249,8 @@ class PagePool:
         memory = self.memory
         memory.device_slab = self._moved(memory.device_slab, device_pages * self.page_bytes)
         memory.device_ring = _ids(0, device_pages, self.device)
-        memory.state[Counter.DEVICE_HEAD] = 0
-        memory.state[Counter.DEVICE_FREE] = device_pages
+        memory.state[Counter.DEVICE_HEAD].zero_()
+        memory.state[Counter.DEVICE_FREE].fill_(device_pages)
         self.reset()
 
     def _moved(self, slab: torch.Tensor, size: int) -> torch.Tensor:
@@ -395,7 +396,7 @@ def _grown_ring(memory: PoolMemory, pages: int, base: int) -> torch.Tensor:
     state, old = memory.state, ring.numel()
     at = (torch.arange(old, device=ring.device) + state[head]) % max(old, 1)
     grown = torch.cat([_ids(base + old, pages - old, ring.device), ring[at]])
-    state[head] = 0
+    state[head].zero_()
     state[free] += pages - old
     return grown
 

@@ -159,10 +159,8 @@ class GraphedStep:
     def _rates_for_warmup(self) -> AbstractContextManager[None]:
         if not self._graphed:
             return nullcontext()
-        rates = self._rates.read()
-        context = self._rates.on_device()
-        self._rates.write(rates)
-        return context
+        self._rates.write(self._rates.read())
+        return self._rates.on_device()
 
     def _foreign_versions(self) -> dict[torch.Tensor, int]:
         """Versions of the parameters that none of our optimizers updates."""

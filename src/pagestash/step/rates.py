@@ -15,7 +15,9 @@ class LearningRates:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._device_rates: list[torch.Tensor] = []
+        self._device_rates = [
+            torch.zeros((), dtype=torch.float32, device=group["params"][0].device) for group in self._groups
+        ]
 
     def constants(self) -> list[dict[str, Any]]:
         """Every other setting of the groups: part of a captured graph, which is captured again if one changes."""

@@ -1,0 +1,115 @@
+"""`python -m benchmarks <name> | all | table`."""
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+from benchmarks import tables
+
+BENCHMARKS = ("pool", "graphed_stack", "jax_stash")
+"""One module each, with `run(out, quick) -> path of the result`."""
+NEED_CUDA = ("pool", "graphed_stack")
+
+Out = Annotated[Path | None, typer.Option(help="Folder for the result; benchmarks/results if not given.")]
+Quick = Annotated[bool, typer.Option(help="Smaller and shorter: to see that it runs, not for the record.")]
+
+app = typer.Typer(help="Measure, and keep what was measured.", no_args_is_help=True)
+
+
+def load(name: str) -> ModuleType | str:
+    """The benchmark's module, or the reason why it cannot run here."""
+    try:
+        if importlib.util.find_spec(f"benchmarks.{name}") is None:
+            return "there is no such benchmark yet"
+        if name in NEED_CUDA and not importlib.import_module("torch").cuda.is_available():
+            return "it needs a CUDA GPU"
+        return importlib.import_module(f"benchmarks.{name}")
+    except ImportError as error:
+        return f"it needs a package that is not installed ({error})"
+
+
+def report(path: Path) -> bool:
+    """Print the claims of a result; whether all of them hold."""
+    claims = json.loads(path.read_text())["claims"]
+    for claim in claims:
+        verdict = "holds " if claim["holds"] else "MISSED"
+        print(f"{verdict} {claim['value']:.4g} ({claim['better']} {claim['bar']:g}) {claim['what']}")
+    print(path)
+    return all(claim["holds"] for claim in claims)
+
+
+def run_one(name: str, out: Path | None, quick: bool) -> None:
+    module = load(name)
+    if isinstance(module, str):
+        print(f"{name}: cannot run, {module}")
+        raise typer.Exit(2)
+    if not report(module.run(out, quick)):
+        raise typer.Exit(1)
+
+
+def _command(name: str) -> Callable[..., None]:
+    def command(out: Out = None, quick: Quick = False) -> None:
+        run_one(name, out, quick)
+
+    return command
+
+
+@app.command()
+def pool(
+    out: Out = None,
+    quick: Quick = False,
+    tune: Annotated[bool, typer.Option(help="Sweep the kernels' constants and print the best.")] = False,
+) -> None:
+    """Stash, restore and spill against plain copies."""
+    if not tune:
+        run_one("pool", out, quick)
+        return
+    module = load("pool")
+    if isinstance(module, str):
+        print(f"pool: cannot run, {module}")
+        raise typer.Exit(2)
+    module.tune()
+
+
+for _name in BENCHMARKS[1:]:
+    app.command(_name, help=f"Run benchmarks/{_name}.py.")(_command(_name))
+
+
+@app.command("all")
+def run_all(out: Out = None, quick: Quick = False) -> None:
+    """Every benchmark that can run here; exits 1 if a claim is missed."""
+    held = True
+    for name in BENCHMARKS:
+        module = load(name)
+        if isinstance(module, str):
+            print(f"{name}: skipped, {module}")
+            continue
+        print(f"{name}:")
+        held &= report(module.run(out, quick))
+    raise typer.Exit(0 if held else 1)
+
+
+@app.command()
+def table(
+    check: Annotated[bool, typer.Option(help="Change nothing; exit 1 if the table is stale.")] = False,
+) -> None:
+    """Write the README's table of results."""
+    try:
+        stale = tables.update(tables.README, tables.RESULTS, check=check)
+    except ValueError as error:
+        print(f"{tables.README.name}: {error}")
+        raise typer.Exit(2) from None
+    if check and stale:
+        print(f"{tables.README.name}: the table of results is stale; run `python -m benchmarks table`")
+        raise typer.Exit(1)
+    print(f"{tables.README.name}: {'written' if stale else 'up to date'}")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,117 @@
+"""Result files, and the table made from them."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks import __main__ as command_line
+from benchmarks import tables
+from benchmarks.harness import Claim, write
+
+FAST = Claim(what="stash over `a | b`", value=0.951234, bar=0.92, better="at least")
+SMALL = Claim(what="held bytes", value=0.5, bar=0.45, better="at most", unit="GiB")
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A README and a folder of results of its own."""
+    folder = tmp_path / "results"
+    write("speed", config={"size": 3}, rows=[{"seconds": 0.5}], claims=[FAST, SMALL], out=folder)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    monkeypatch.setattr(tables, "README", readme)
+    monkeypatch.setattr(tables, "RESULTS", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("value", "better", "holds"),
+    [(1.0, "at least", True), (0.9, "at least", False), (1.0, "at most", True), (1.1, "at most", False)],
+)
+def test_a_claim_holds_at_its_bar_and_on_the_better_side(value, better, holds):
+    assert Claim(what="", value=value, bar=1.0, better=better).holds is holds
+
+
+def test_a_result_keeps_what_was_measured_and_where(results, monkeypatch):
+    monkeypatch.setenv("PAGESTASH_COMMIT", "abc123")
+    path = write("again", config={"size": 3}, rows=[{"seconds": 0.5}], claims=[FAST, SMALL], out=results)
+    assert path == results / "again.json"
+    body = json.loads(path.read_text())
+    assert (body["benchmark"], body["config"], body["rows"]) == ("again", {"size": 3}, [{"seconds": 0.5}])
+    assert body["environment"]["commit"] == "abc123"
+    assert body["environment"]["machine"]
+    assert "torch" in body["environment"]["versions"]
+    kept = [
+        Claim(**{key: value for key, value in claim.items() if key != "holds"}) for claim in body["claims"]
+    ]
+    assert kept == [FAST, SMALL]
+    assert [claim["holds"] for claim in body["claims"]] == [True, False]
+
+
+def test_the_table_has_a_line_for_each_claim_and_hides_no_miss(results):
+    head, rule, fast, small = tables.render(results).splitlines()
+    assert head == "| what | seen | bar | machine |"
+    assert fast.startswith("| stash over `a \\| b` | 0.9512 | ≥ 0.92 | ")
+    assert small.startswith("| held bytes | 0.5 GiB (missed) | ≤ 0.45 GiB | ")
+    assert "torch" in fast
+    assert rule.count("|") == head.count("|") == 5
+
+
+def test_only_what_stands_between_the_markers_is_replaced(results):
+    assert tables.update(tables.README, results, check=True)
+    assert "old" in tables.README.read_text()
+    assert tables.update(tables.README, results)
+    text = tables.README.read_text()
+    assert text == f"before\n{tables.BEGIN}\n{tables.render(results)}\n{tables.END}\nafter\n"
+    assert not tables.update(tables.README, results)
+
+
+def test_a_text_without_markers_is_refused():
+    with pytest.raises(ValueError, match="results"):
+        tables.replaced("no markers", "table")
+
+
+@pytest.mark.usefixtures("results")
+def test_the_table_command_fails_while_the_table_is_stale():
+    runner = CliRunner()
+    stale = runner.invoke(command_line.app, ["table", "--check"])
+    assert stale.exit_code == 1
+    assert "stale" in stale.output
+    assert runner.invoke(command_line.app, ["table"]).exit_code == 0
+    assert runner.invoke(command_line.app, ["table", "--check"]).exit_code == 0
+
+
+def test_all_runs_what_is_there_says_what_is_not_and_fails_on_a_miss(results, monkeypatch):
+    class Fake:
+        @staticmethod
+        def run(out, quick):
+            return write("fake", config={"quick": quick}, rows=[], claims=[FAST, SMALL], out=out)
+
+    known = {"pool": Fake, "graphed_stack": "there is no such benchmark yet"}
+    monkeypatch.setattr(command_line, "BENCHMARKS", tuple(known))
+    monkeypatch.setattr(command_line, "load", known.__getitem__)
+    done = CliRunner().invoke(command_line.app, ["all", "--quick", "--out", str(results)])
+    assert done.exit_code == 1
+    assert "graphed_stack: skipped, there is no such benchmark yet" in done.output
+    assert "MISSED 0.5 (at most 0.45) held bytes" in done.output
+    assert json.loads((results / "fake.json").read_text())["config"] == {"quick": True}
+
+
+def test_a_benchmark_that_cannot_run_is_a_reason_and_no_error(monkeypatch):
+    assert command_line.load("no_such_benchmark") == "there is no such benchmark yet"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert command_line.load("pool").__name__ == "benchmarks.pool"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command_line.load("pool") == "it needs a CUDA GPU"
+    done = CliRunner().invoke(command_line.app, ["pool", "--quick"])
+    assert done.exit_code == 2
+    assert "pool: cannot run, it needs a CUDA GPU" in done.output
+
+
+def test_the_readme_shows_the_results_that_are_kept():
+    text = tables.README.read_text()
+    if tables.BEGIN not in text:
+        pytest.skip("the README has no table of results yet")
+    assert text == tables.replaced(text, tables.render()), "stale: run `python -m benchmarks table`"

@@ -25,7 +25,7 @@ else:
     slow_interpreter = [HealthCheck.too_slow, HealthCheck.data_too_large]
     # Ordinary runs see the same examples every time; the sweeps marked slow look further, and at random.
     settings.register_profile(
-        "default", deadline=None, max_examples=50, derandomize=True, suppress_health_check=slow_interpreter
+        "default", deadline=None, max_examples=40, derandomize=True, suppress_health_check=slow_interpreter
     )
     settings.load_profile("default")
 

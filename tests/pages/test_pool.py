@@ -139,15 +139,17 @@ def test_device_pages_go_first_and_host_pages_take_the_rest_page_by_page(backend
     assert torch.equal(pool.restore(tickets)[0], x)
 
 
-def test_a_spill_left_for_later_moves_host_pages_only(backend):
-    pool = make(backend, device_pages=3, host_pages=4)
-    x = pages(5)
-    tickets = pool.stash([x], host_later=True)
+@pytest.mark.parametrize("tensors", [1, 11], ids=["one tensor", "more than one launch"])
+def test_a_spill_left_for_later_moves_host_pages_only(backend, tensors):
+    pool = make(backend, device_pages=tensors, host_pages=tensors + 2)
+    x = pages(2 * tensors)
+    parts = list(x.chunk(tensors))
+    tickets = pool.stash(parts, host_later=True)
     assert bool((pool.memory.host_slab == POISON).all())
-    assert torch.equal(pool.memory.device_slab, as_bytes(x[:3]))
+    assert torch.equal(pool.memory.device_slab, as_bytes(x[:tensors]))
     pool.memory.device_slab.fill_(0)  # a spill that touched a device page would put it right
-    pool.spill(tickets, [x])
-    assert torch.equal(pool.memory.host_slab[: 2 * PAGE], as_bytes(x[3:]))
+    pool.spill(tickets, parts)
+    assert torch.equal(pool.memory.host_slab[: tensors * PAGE], as_bytes(x[tensors:]))
     assert pool.memory.device_slab.count_nonzero() == 0
 
 
@@ -162,6 +164,11 @@ def test_each_half_of_a_restore_writes_only_its_own_bytes(backend):
     assert bool((buffer[5:] == 7).all())
     pool.restore_into(tickets, [buffer], tiers="device")
     assert torch.equal(buffer, torch.cat([x[:5], torch.zeros(1, PAGE // 4)]))
+    buffer.fill_(7.0)
+    pool.restore_into(tickets, [buffer], tiers="device")
+    assert torch.equal(buffer[:3], x[:3])
+    assert bool((buffer[3:5] == 7).all())
+    assert buffer[5:].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("size", [1, 4097, 3 * 2**20 + 48])

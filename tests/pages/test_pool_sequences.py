@@ -38,6 +38,7 @@ releases = st.tuples(st.just("release"), picks)
 operations = st.one_of(
     stashes,
     stashes,
+    stashes,
     restores,
     releases,
     st.tuples(st.just("release all")),
@@ -68,6 +69,7 @@ def play(pool, sequence):
             ways.grow(*arguments)
         elif operation == "reset":
             ways.reset()
+    ways.restore(list(ways.live))
     # Recovery: whatever happened, an empty pool serves again, first an overflow and then all it has.
     ways.release(list(ways.live))
     ways.reset()
@@ -98,7 +100,7 @@ def stash(ways, group, rows, device_rows, device_dtype, account, host_later):
     )
 
 
-@given(pools, st.lists(operations, min_size=3, max_size=8))
+@given(pools, st.lists(operations, min_size=6, max_size=9))
 def test_ring_reference_and_kernels_agree_on_random_sequences(pool, sequence):
     play(pool, sequence)
 

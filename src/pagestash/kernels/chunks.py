@@ -7,12 +7,11 @@ from pagestash.kernels.layout import K_HOST_BASE
 @triton.jit
 def page_address(page, device_slab, host_slab, PAGE: tl.constexpr):
     """The first byte of a page of either tier."""
-    # 64-bit before the product: a slab may be larger than 4 GiB.
-    if page < K_HOST_BASE:
-        address = device_slab + page.to(tl.int64) * PAGE
-    else:
-        address = host_slab + (page - K_HOST_BASE).to(tl.int64) * PAGE
-    return address
+    # 64-bit before the product: a slab may be larger than 4 GiB. Chosen, not branched on: a branch would wait
+    # for the page's number before the bytes that go there are even asked for.
+    on_device = page < K_HOST_BASE
+    index = tl.where(on_device, page, page - K_HOST_BASE).to(tl.int64)
+    return tl.where(on_device, device_slab, host_slab) + index * PAGE
 
 
 @triton.jit

@@ -31,10 +31,11 @@ Tiers = Literal["both", "device", "host"]
 _TIER_CODE: dict[Tiers, int] = {"both": 0, "device": 1, "host": 2}
 
 CHUNK = 16384
-PROGRAMS_PER_SM = 8
-WARPS = 4
+PROGRAMS_PER_SM = 2
+WARPS = 16
 FUSED = 8
 """Tensors that one launch copies; the kernel is unrolled over them."""
+HOST_CHUNK = 32768
 HOST_PROGRAMS = 8
 HOST_WARPS = 16
 """Blocks that move host pages beside compute: eight saturate PCIe Gen5, and leave 124 of 132 SMs alone."""
@@ -157,11 +158,15 @@ def _copy_kernel(
         chunks = (end + CHUNK - 1) // CHUNK
         chunk = program - first_chunk % programs
         chunk = tl.where(chunk < 0, chunk + programs, chunk)
+        table = book + tables[i]
+        page = tl.load(table + chunk * CHUNK // PAGE, mask=chunk * CHUNK < length, other=0)
         while chunk < chunks:
+            # The page after this one is looked up while this one is copied.
+            later = (chunk + programs) * CHUNK
+            after = tl.load(table + later // PAGE, mask=later < length, other=0)
             offset = chunk * CHUNK
             buffer = buffers[i] + offset
             if offset < length:
-                page = tl.load(book + tables[i] + offset // PAGE)
                 mine = TIERS == 0
                 if TIERS == 1:
                     mine = page < K_HOST_BASE
@@ -178,6 +183,7 @@ def _copy_kernel(
                     if length - offset < CHUNK:
                         pattern = tl.cast(patterns[i], tl.int64)
                         fill_chunk(buffer, length - offset, pattern, end - offset, CHUNK, WIDE)
+            page = after
             chunk += programs
         first_chunk += chunks
 
@@ -192,7 +198,7 @@ def _launch(
     to_pages: bool,
     tiers: Tiers,
 ) -> None:
-    chunk = chunk_bytes(memory.page_bytes, CHUNK)
+    chunk = chunk_bytes(memory.page_bytes, HOST_CHUNK if tiers == "host" else CHUNK)
     most = HOST_PROGRAMS if tiers == "host" else PROGRAMS_PER_SM * multiprocessors(memory.state.device)
     fill = any(pattern is not None for pattern in patterns)
     for start in range(0, len(spans), FUSED):

@@ -133,24 +133,21 @@ def _release_kernel(
     for i in tl.static_range(N):
         header = book + members[i] * K_HEADER
         status = tl.load(header + K_STATUS)
-        pages = tl.load(header + K_PAGES)
-        on_device = tl.load(header + K_DEVICE_PAGES)
-        if status != K_EMPTY:
-            wanted -= pages
-            given_up += tl.load(header + K_BYTES)
-            if status == K_GRANTED:
-                table = book + tables[i]
-                _append(device_ring, device_pages, device_head, device_free, table, on_device, BLOCK)
-                _append(
-                    host_ring, host_pages, host_head, host_free, table + on_device, pages - on_device, BLOCK
-                )
-                device_free += on_device
-                host_free += pages - on_device
-            tl.debug_barrier()  # every warp has read the status before it changes
-            tl.store(header + K_STATUS, tl.zeros((), tl.int64) + K_EMPTY)
+        pages = tl.where(status != K_EMPTY, tl.load(header + K_PAGES), 0)
+        given_up += tl.where(status != K_EMPTY, tl.load(header + K_BYTES), 0)
+        wanted -= pages
+        on_device = tl.where(status == K_GRANTED, tl.load(header + K_DEVICE_PAGES), 0)
+        on_host = tl.where(status == K_GRANTED, pages, 0) - on_device
+        table = book + tables[i]
+        _append(device_ring, device_pages, device_head, device_free, table, on_device, BLOCK)
+        _append(host_ring, host_pages, host_head, host_free, table + on_device, on_host, BLOCK)
+        device_free += on_device
+        host_free += on_host
     held = tl.load(state + K_HELD) - given_up
     held_there = tl.load(accounts + account * 2) - given_up
-    tl.debug_barrier()  # as above: all have read what is now overwritten
+    tl.debug_barrier()  # every warp has read what is now overwritten
+    for i in tl.static_range(N):
+        tl.store(book + members[i] * K_HEADER + K_STATUS, tl.zeros((), tl.int64) + K_EMPTY)
     tl.store(state + K_DEVICE_FREE, device_free)
     tl.store(state + K_HOST_FREE, host_free)
     tl.store(state + K_WANTED, wanted)

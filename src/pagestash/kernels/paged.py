@@ -1,0 +1,107 @@
+"""Rows of a buffer addressed in its pages, for kernels that read or write a stashed tensor in place."""
+
+from dataclasses import dataclass
+
+import torch
+
+from pagestash.kernels.backend import tl, triton
+from pagestash.kernels.layout import (
+    HEADER,
+    HOST_BASE,
+    K_HOST_BASE,
+    Header,
+    PoolMemory,
+    Span,
+    Status,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Where one tensor of a group is stashed, by the group's book."""
+
+    memory: PoolMemory
+    span: Span
+    member: int
+    book: torch.Tensor
+
+    @property
+    def granted(self) -> torch.Tensor:
+        """Whether there are pages at all: one bool on the device."""
+        return self.book[self.member * HEADER + Header.STATUS] == Status.GRANTED
+
+
+def widest_block(width: int, most: int, element_size: int, pages: Pages | None) -> int:
+    """Columns a tile may have: a power of two, no longer than a page, dividing the width if it can."""
+    if pages is not None:
+        in_page = pages.memory.page_bytes // element_size
+        most = min(most, in_page & -in_page)
+    block = min(width & -width, most)
+    if block < min(most, 64):
+        block = min(most, 1 << (width - 1).bit_length())
+    return block
+
+
+def is_wide(width: int, block: int, element_size: int) -> bool:
+    """Whether every block of every row starts at a multiple of 16 bytes."""
+    return width * element_size % 16 == 0 and block * element_size % 16 == 0
+
+
+def arguments(pages: Pages | None, other: torch.Tensor) -> tuple:
+    """Book, member, table, device slab and host slab of `pages`; any pointers where there are none."""
+    if pages is None:
+        return other, 0, 0, other, other
+    slab = pages.memory.device_slab
+    host = pages.memory.host_slab if pages.memory.host_pages else slab
+    return pages.book, pages.member, pages.span.table, slab, host
+
+
+def copy_rows(pages: Pages, buffer: torch.Tensor, count: int, *, to_pages: bool) -> None:
+    """Copy the first `count` rows between a buffer and its pages; nothing where none were granted.
+
+    The specification of what kernels do in place; it waits for the device.
+    """
+    memory, size = pages.memory, pages.memory.page_bytes
+    header = pages.book[pages.member * HEADER : (pages.member + 1) * HEADER].tolist()
+    if header[Header.STATUS] != Status.GRANTED or not count:
+        return
+    flat = buffer[:count].view(-1).view(torch.uint8)
+    table = pages.book[pages.span.table : pages.span.table + header[Header.PAGES]].tolist()
+    for slot, page in enumerate(table):
+        slab = memory.device_slab if page < HOST_BASE else memory.host_slab
+        part = flat[slot * size : (slot + 1) * size]
+        first = (page % HOST_BASE) * size
+        held = slab[first : first + part.numel()]
+        if to_pages:
+            held.copy_(part)
+        else:
+            part.copy_(held)
+
+
+@triton.jit
+def page_pointers(held, first, column, inside, like, PAGE: tl.constexpr, WIDE: tl.constexpr):
+    """Pointers to the elements `column` that follow byte `first` of each row.
+
+    `held` is the tensor's book, table, length in bytes, and the two slabs.
+
+    A block of columns is no longer than a page, so it lies in one page or in two. WIDE says that `first` is a
+    multiple of 16; page boundaries are too, so no 16-byte access straddles one.
+    """
+    book, table, length, device_slab, host_slab = held
+    SIZE: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
+    slot = first // PAGE
+    within = first - slot * PAGE
+    one = tl.load(book + table + slot, mask=inside, other=0)
+    two = tl.load(book + table + slot + 1, mask=inside & ((slot + 1) * PAGE < length), other=0)
+    device_base = device_slab.to(tl.int64)
+    host_base = host_slab.to(tl.int64)
+    one_at = tl.where(one < K_HOST_BASE, device_base + one * PAGE, host_base + (one - K_HOST_BASE) * PAGE)
+    two_at = tl.where(two < K_HOST_BASE, device_base + two * PAGE, host_base + (two - K_HOST_BASE) * PAGE)
+    one_at += within
+    two_at += within - PAGE
+    byte = (column * SIZE).to(tl.int64)[None, :]
+    address = tl.where(within[:, None] + byte < PAGE, one_at[:, None], two_at[:, None]) + byte
+    pointer = address.to(like.dtype)
+    if WIDE:
+        pointer = tl.max_contiguous(tl.multiple_of(pointer, (1, 16)), (1, 16 // SIZE))
+    return pointer

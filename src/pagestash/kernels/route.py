@@ -1,0 +1,311 @@
+"""From chosen experts to places: how many rows each expert gets, and where every (token, choice) goes.
+
+`T` tokens choose `K` of `E` experts each. A *flat* index is `token * K + choice`; a *row* is a place in the
+buffer sorted by expert. `order[row]` is the flat index that stands there, `inverse[flat]` the row it went to,
+or -1 when it has none (an expert of another rank, a token past the valid ones, or beyond `capacity`).
+
+What moves: the ids twice, both indices once, and one counter a block and expert. The sort is a counting sort
+in three launches; it is stable, uses no atomics, and gives the same bits every time.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from pagestash.kernels.backend import choose, tl, triton
+
+BLOCK = 128
+"""Entries a program ranks: it compares all pairs, 64 to a thread."""
+WARPS = 8
+SCAN = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Where the rows go; everything stays on the device."""
+
+    counts: torch.Tensor  # int32 [E]: rows wanted by each expert, also beyond the capacity
+    offsets: torch.Tensor  # int32 [E]: where each expert's rows end, at most the capacity
+    order: torch.Tensor  # int32 [capacity]: flat index of each row; undefined past the valid rows
+    inverse: torch.Tensor  # int32 [T, K]: row of each flat index, or -1
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The number of valid rows: one int32 on the device."""
+        return self.offsets[-1:]
+
+
+def route(
+    ids: torch.Tensor,
+    experts: int,
+    *,
+    first: int = 0,
+    capacity: int | None = None,
+    tokens: torch.Tensor | None = None,
+    over: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> Routing:
+    """Sort the choices `ids` [T, K] by expert, for the experts `first` to `first + experts - 1`.
+
+    Ids outside that range get no row. `tokens`, one integer on the device, limits the tokens that count. With
+    more rows than `capacity` (default: T × K, which always suffices) the last ones get none, and `over`, a
+    float32 on the device, is set to 1.
+    """
+    if ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"ids of shape {tuple(ids.shape)} and {ids.dtype}: expected [tokens, K] of integers")
+    if experts < 1:
+        raise ValueError(f"experts={experts}: expected at least 1")
+    if capacity is None:
+        capacity = ids.numel()
+    if not 0 <= capacity < 2**31 or ids.numel() >= 2**31:
+        raise ValueError(f"capacity={capacity} for {ids.numel()} choices: both must be below 2**31")
+    device = ids.device
+    found = Routing(
+        counts=torch.empty(experts, dtype=torch.int32, device=device),
+        offsets=torch.empty(experts, dtype=torch.int32, device=device),
+        order=torch.empty(capacity, dtype=torch.int32, device=device),
+        inverse=torch.empty(ids.shape, dtype=torch.int32, device=device),
+    )
+    if choose(device, backend) == "torch":
+        route_reference(ids, first, tokens, over, found)
+    else:
+        _launch(ids.contiguous(), first, tokens, over, found)
+    return found
+
+
+def multihot(
+    ids: torch.Tensor, weights: torch.Tensor, experts: int, *, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The dense form of a choice: bool [T, E], true where chosen, and the weights there, zero elsewhere.
+
+    A token's ids are distinct; an id outside 0 to E - 1 stands for no choice.
+    """
+    if ids.shape != weights.shape or ids.ndim != 2:
+        raise ValueError(
+            f"ids {tuple(ids.shape)} and weights {tuple(weights.shape)}: expected both [tokens, K]"
+        )
+    tokens, choices = ids.shape
+    if choose(ids.device, backend) == "torch":
+        return multihot_reference(ids, weights, experts)
+    chosen = torch.empty(tokens, experts, dtype=torch.bool, device=ids.device)
+    dense = torch.empty(tokens, experts, dtype=weights.dtype, device=ids.device)
+    block = triton.next_power_of_2(experts)
+    together = max(1, 1024 // block)
+    if tokens:
+        _multihot_kernel[(triton.cdiv(tokens, together),)](
+            ids.contiguous(),
+            weights.contiguous(),
+            chosen.view(torch.uint8),
+            dense,
+            tokens,
+            experts,
+            K=choices,
+            TOKENS=together,
+            BLOCK=block,
+        )
+    return chosen, dense
+
+
+# --- what: the torch reference ------------------------------------------------------------------------------
+
+
+def route_reference(
+    ids: torch.Tensor, first: int, tokens: torch.Tensor | None, over: torch.Tensor | None, out: Routing
+) -> None:
+    experts, capacity = out.counts.numel(), out.order.numel()
+    flat = ids.reshape(-1).to(torch.int64) - first
+    valid = (flat >= 0) & (flat < experts)
+    if tokens is not None:
+        valid &= torch.arange(flat.numel(), device=ids.device) < tokens.reshape(()) * ids.shape[1]
+    expert = torch.where(valid, flat, experts)
+    counts = torch.bincount(expert, minlength=experts + 1)[:experts]
+    order = torch.argsort(expert, stable=True)[: min(int(counts.sum()), capacity)]
+    out.counts.copy_(counts)
+    out.offsets.copy_(counts.cumsum(0).clamp(max=capacity))
+    out.order[: order.numel()] = order.to(torch.int32)
+    out.inverse.fill_(-1)
+    out.inverse.view(-1)[order] = torch.arange(order.numel(), dtype=torch.int32, device=ids.device)
+    if over is not None and int(counts.sum()) > capacity:
+        over.fill_(1.0)
+
+
+def multihot_reference(
+    ids: torch.Tensor, weights: torch.Tensor, experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # One column more than there are experts, for the ids that stand for no choice.
+    column = torch.where((ids >= 0) & (ids < experts), ids, experts).to(torch.int64)
+    chosen = torch.zeros(ids.shape[0], experts + 1, dtype=torch.bool, device=ids.device)
+    dense = torch.zeros(ids.shape[0], experts + 1, dtype=weights.dtype, device=ids.device)
+    chosen.scatter_(1, column, True)
+    dense.scatter_(1, column, weights)
+    return chosen[:, :experts].contiguous(), dense[:, :experts].contiguous()
+
+
+# --- how: the Triton kernels --------------------------------------------------------------------------------
+
+
+@triton.jit
+def _expert_of(ids, at, limit, first, experts):
+    """The local expert of entries `at`, or `experts` where they count for none."""
+    expert = tl.load(ids + at, mask=at < limit, other=-1).to(tl.int32) - first
+    return tl.where((at < limit) & (expert >= 0) & (expert < experts), expert, experts)
+
+
+@triton.jit
+def _limit(tokens, entries, K: tl.constexpr, LIMITED: tl.constexpr):
+    limit = entries
+    if LIMITED:
+        limit = tl.minimum(tl.load(tokens).to(tl.int32) * K, entries)
+    return limit
+
+
+@triton.jit(do_not_specialize=["first"])
+def _count_kernel(
+    ids,
+    tokens,
+    blocks_EB,
+    entries,
+    first,
+    experts,
+    K: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Rows each block of entries has for each expert, `blocks_EB[expert, block]`."""
+    block = tl.program_id(0)
+    limit = _limit(tokens, entries, K, LIMITED)
+    expert = _expert_of(ids, block * BLOCK + tl.arange(0, BLOCK), limit, first, experts)
+    start = 0
+    while start < experts:
+        column = start + tl.arange(0, PART)
+        count = tl.sum((expert[:, None] == column[None, :]).to(tl.int32), axis=0)
+        # 64-bit: experts × blocks passes 2**31 only with billions of entries, but the product is free.
+        at = column.to(tl.int64) * tl.num_programs(0) + block
+        tl.store(blocks_EB + at, count, mask=column < experts)
+        start += PART
+
+
+@triton.jit
+def _scan_kernel(blocks_EB, counts, blocks, SCAN: tl.constexpr):
+    """Turn one expert's counts into the rows it has in the blocks before, and keep the total."""
+    expert = tl.program_id(0)
+    row = blocks_EB + expert.to(tl.int64) * blocks
+    before = tl.zeros((), tl.int32)
+    start = 0
+    while start < blocks:
+        at = start + tl.arange(0, SCAN)
+        count = tl.load(row + at, mask=at < blocks, other=0)
+        tl.store(row + at, before + tl.cumsum(count, 0) - count, mask=at < blocks)
+        before += tl.sum(count)
+        start += SCAN
+    tl.store(counts + expert, before)
+
+
+@triton.jit(do_not_specialize=["first", "capacity"])
+def _place_kernel(
+    ids,
+    tokens,
+    blocks_EB,
+    counts,
+    offsets,
+    order,
+    inverse,
+    over,
+    entries,
+    first,
+    experts,
+    capacity,
+    K: tl.constexpr,
+    LIMITED: tl.constexpr,
+    FLAGGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """A row is what came before: smaller experts, this expert in earlier blocks, and in this block."""
+    block = tl.program_id(0)
+    limit = _limit(tokens, entries, K, LIMITED)
+    within = tl.arange(0, BLOCK)
+    at = block * BLOCK + within
+    expert = _expert_of(ids, at, limit, first, experts)
+    same = (expert[:, None] == expert[None, :]) & (within[None, :] < within[:, None])
+    row = tl.sum(same.to(tl.int32), axis=1)
+    mine = blocks_EB + expert.to(tl.int64) * tl.num_programs(0) + block
+    row += tl.load(mine, mask=expert < experts, other=0)
+    start = 0
+    while start < experts:
+        column = start + tl.arange(0, PART)
+        count = tl.load(counts + column, mask=column < experts, other=0)
+        row += tl.sum(tl.where(column[None, :] < expert[:, None], count[None, :], 0), axis=1)
+        start += PART
+    placed = (expert < experts) & (row < capacity)
+    tl.store(inverse + at, tl.where(placed, row, -1), mask=at < entries)
+    tl.store(order + row, at, mask=placed)
+    if block == 0:
+        column = tl.arange(0, EXPERTS)
+        end = tl.cumsum(tl.load(counts + column, mask=column < experts, other=0), 0)
+        tl.store(offsets + column, tl.minimum(end, capacity), mask=column < experts)
+        if FLAGGED:
+            if tl.max(end, 0) > capacity:
+                tl.store(over, 1.0)
+
+
+@triton.jit
+def _multihot_kernel(
+    ids,
+    weights,
+    chosen,
+    dense,
+    tokens,
+    experts,
+    K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, BLOCK)
+    hot = tl.zeros((TOKENS, BLOCK), tl.uint8)
+    value = tl.zeros((TOKENS, BLOCK), weights.dtype.element_ty)
+    for k in tl.static_range(K):
+        at = token.to(tl.int64) * K + k
+        expert = tl.load(ids + at, mask=token < tokens, other=-1)
+        weight = tl.load(weights + at, mask=token < tokens, other=0.0)
+        here = expert[:, None] == column[None, :]
+        hot = tl.where(here, 1, hot).to(tl.uint8)
+        # Chosen, not added: a weight of -0.0 keeps its sign.
+        value = tl.where(here, weight[:, None], value)
+    at = token[:, None].to(tl.int64) * experts + column[None, :]
+    mask = (token[:, None] < tokens) & (column[None, :] < experts)
+    tl.store(chosen + at, hot, mask=mask)
+    tl.store(dense + at, value, mask=mask)
+
+
+def _launch(
+    ids: torch.Tensor, first: int, tokens: torch.Tensor | None, over: torch.Tensor | None, out: Routing
+) -> None:
+    entries, choices, experts = ids.numel(), ids.shape[1], out.counts.numel()
+    blocks = max(1, triton.cdiv(entries, BLOCK))
+    blocks_EB = torch.empty(experts, blocks, dtype=torch.int32, device=ids.device)
+    part = min(128, triton.next_power_of_2(experts))
+    limit = ids if tokens is None else tokens
+    shared = {"K": choices, "LIMITED": tokens is not None, "BLOCK": BLOCK, "PART": part, "num_warps": WARPS}
+    _count_kernel[(blocks,)](ids, limit, blocks_EB, entries, first, experts, **shared)
+    _scan_kernel[(experts,)](blocks_EB, out.counts, blocks, SCAN=SCAN)
+    _place_kernel[(blocks,)](
+        ids,
+        limit,
+        blocks_EB,
+        out.counts,
+        out.offsets,
+        out.order,
+        out.inverse,
+        out.counts if over is None else over,
+        entries,
+        first,
+        experts,
+        out.order.numel(),
+        FLAGGED=over is not None,
+        EXPERTS=triton.next_power_of_2(experts),
+        **shared,
+    )

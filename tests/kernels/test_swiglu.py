@@ -1,0 +1,159 @@
+"""The gated activation against float64 autograd, over garbage tails, and through pages."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pagestash.kernels import swiglu as S
+from pagestash.kernels.backend import interpreted
+from pagestash.kernels.paged import Pages
+from pagestash.pages.pool import PagePool
+
+BACKENDS = [
+    "torch",
+    pytest.param("triton", marks=pytest.mark.skipif(not interpreted(), reason="interpreter")),
+]
+CAPACITY, ROWS, EXPERTS = 37, 29, 5
+OFFSETS = torch.tensor([4, 4, 20, 21, 29], dtype=torch.int32)
+
+
+def plain(h, weights, activation):
+    """What a user would write."""
+    gate, linear = h.chunk(2, dim=1)
+    if activation == "clamped":
+        gate, linear = gate.clamp(max=7.0), linear.clamp(-7.0, 7.0) + 1
+        act = gate * torch.sigmoid(1.702 * gate)
+    elif activation == "gelu":
+        act = F.gelu(gate, approximate="tanh")
+    else:
+        act = F.silu(gate)
+    return act * linear * weights[:, None]
+
+
+def case(n, dtype, ordered, biased, scale=3.0):
+    """Inputs whose tail is NaN, their row info, and the float64 results."""
+    h = (scale * torch.randn(CAPACITY, 2 * n)).to(dtype)
+    gradient = torch.randn(CAPACITY, n).to(dtype)
+    h[ROWS:] = gradient[ROWS:] = torch.nan
+    order = torch.randperm(CAPACITY + 8, dtype=torch.int32) if ordered else None
+    weights = torch.rand(CAPACITY + 8)
+    bias = torch.randn(EXPERTS, 2 * n).to(dtype) if biased else None
+    info = S.RowInfo(torch.tensor([ROWS], dtype=torch.int32), weights, order, bias, OFFSETS)
+    return h, gradient, info
+
+
+def truth(h, gradient, info, activation):
+    exact_h = h[:ROWS].double()
+    at = torch.arange(ROWS) if info.order is None else info.order[:ROWS].long()
+    if info.bias is not None:
+        exact_h = exact_h + info.bias[torch.searchsorted(OFFSETS, torch.arange(ROWS), right=True)].double()
+    exact_h.requires_grad_()
+    weights = info.weights.double().requires_grad_()
+    a = plain(exact_h, weights[at], activation)
+    dh, dweights = torch.autograd.grad(a, [exact_h, weights], gradient[:ROWS].double())
+    return a.detach(), dh, dweights
+
+
+def error(got, wanted):
+    return float((got.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activation", S.ACTIVATIONS)
+@pytest.mark.parametrize(("n", "dtype", "ordered", "biased"), [
+    (64, torch.bfloat16, True, False),
+    (24, torch.float32, False, True),
+    (130, torch.float32, True, True),
+])  # fmt: skip
+def test_values_and_gradients_are_those_of_float64(backend, activation, n, dtype, ordered, biased):
+    h, gradient, info = case(n, dtype, ordered, biased)
+    a_true, dh_true, dw_true = truth(h, gradient, info, activation)
+    # bf16 rounds to 2**-9; the interpreter cuts off, twice that.
+    most = 4e-3 if dtype == torch.bfloat16 else 1e-6
+    a = S.forward(h, info, activation, backend=backend)
+    assert error(a[:ROWS], a_true) < most
+    dh, again, dweights = S.backward(h, gradient, info, activation, backend=backend)
+    assert error(dh[:ROWS], dh_true) < most
+    assert torch.equal(again[:ROWS], a[:ROWS])
+    assert error(dweights, dw_true) < 1e-6
+    assert h[:ROWS].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backward_in_place_is_the_same(backend):
+    h, gradient, info = case(96, torch.bfloat16, True, False)
+    dh, a, dweights = S.backward(h, gradient, info, backend=backend)
+    results = S.backward(h, gradient, info, in_place=True, backend=backend)
+    assert results[0] is h
+    assert results[1] is gradient
+    assert torch.equal(h[:ROWS], dh[:ROWS])
+    assert torch.equal(gradient[:ROWS], a[:ROWS])
+    assert torch.equal(results[2], dweights)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_weights_there_is_no_gradient_for_them(backend):
+    h, gradient, info = case(32, torch.float32, False, False)
+    bare = S.RowInfo(info.rows)
+    ones = S.RowInfo(info.rows, torch.ones(CAPACITY))
+    assert S.backward(h, gradient, bare, backend=backend)[2] is None
+    assert torch.equal(S.forward(h, bare, backend=backend)[:ROWS], S.forward(h, ones, backend=backend)[:ROWS])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", [0, 1, CAPACITY])
+def test_no_row_one_row_all_rows(backend, rows):
+    h = torch.randn(CAPACITY, 32)
+    h[rows:] = torch.nan
+    info = S.RowInfo(torch.tensor([rows]), torch.rand(CAPACITY))
+    a = S.forward(h, info, backend=backend)
+    torch.testing.assert_close(a[:rows], plain(h[:rows], info.weights[:rows], "silu"), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("page_bytes", "host_pages"), [(16, 0), (48, 40), (256, 3), (1 << 16, 0), (1 << 16, 2)]
+)
+@pytest.mark.parametrize(("n", "dtype"), [(40, torch.bfloat16), (64, torch.float32), (33, torch.float32)])
+def test_pages_are_written_in_forward_and_read_in_backward(backend, page_bytes, host_pages, n, dtype):
+    h, gradient, info = case(n, dtype, True, False)
+    needed = -(-ROWS * 2 * n * h.element_size() // page_bytes)
+    pool = PagePool("cpu", page_bytes, max(needed - host_pages, 0), host_pages, backend="torch")
+    [ticket] = pool.stash([torch.zeros_like(h)], rows=info.rows)
+    pages = Pages(pool.memory, ticket.span, ticket.member, ticket.group.book)
+    assert bool(pages.granted)
+    a = S.forward(h, info, pages=pages, backend=backend)
+    assert torch.equal(a[:ROWS], S.forward(h, info, backend=backend)[:ROWS])
+    assert torch.equal(pool.restore([ticket])[0][:ROWS], h[:ROWS])
+    wanted = S.backward(h, gradient, info, backend=backend)
+    garbage = torch.full_like(h, torch.nan)
+    got = S.backward(garbage, gradient.clone(), info, pages=pages, in_place=True, backend=backend)
+    for one, two in zip(got[:2], wanted[:2]):
+        assert torch.equal(one[:ROWS], two[:ROWS])
+    if page_bytes >= 1024:
+        assert torch.equal(got[2], wanted[2])
+    else:  # a tile is no wider than a page, and the order of a sum follows the tile
+        torch.testing.assert_close(got[2], wanted[2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_pages_granted_backward_reads_the_buffer(backend):
+    h, gradient, info = case(64, torch.float32, True, False)
+    pool = PagePool("cpu", 256, 2, backend="torch")
+    [ticket] = pool.stash([h], rows=info.rows)
+    pages = Pages(pool.memory, ticket.span, ticket.member, ticket.group.book)
+    assert not bool(pages.granted)
+    before = pool.memory.device_slab.clone()
+    S.forward(h, info, pages=pages, backend=backend)
+    assert torch.equal(pool.memory.device_slab, before)
+    got = S.backward(h, gradient, info, pages=pages, backend=backend)
+    wanted = S.backward(h, gradient, info, backend=backend)
+    assert torch.equal(got[0][:ROWS], wanted[0][:ROWS])
+
+
+def test_bad_input_is_named():
+    info = S.RowInfo(torch.tensor([1]))
+    with pytest.raises(ValueError, match="activation='relu'"):
+        S.forward(torch.zeros(2, 4), info, "relu")
+    with pytest.raises(ValueError, match=r"\[rows, 2n\]"):
+        S.forward(torch.zeros(2, 5), info)

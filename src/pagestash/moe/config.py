@@ -1,0 +1,64 @@
+"""What an MoE layer is made of."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pagestash.kernels.swiglu import ACTIVATIONS, Activation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """Shapes and choices of one layer; see `MoE`.
+
+    MoEConfig(width=2048, expert_width=768, experts=128, top_k=8)
+    """
+
+    width: int
+    expert_width: int
+    experts: int
+    top_k: int
+    shared_experts: int = 0
+    """Experts that see every token, as one of `shared_experts` times the width."""
+    activation: Activation = "silu"
+    bias: bool = False
+    """Biases on both projections of the routed experts."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True
+    """Whether a token's weights are divided by their sum."""
+    route_scale: float = 1.0
+    correction_bias: bool = False
+    """A bias on the selection alone, moved by `Router.update_bias` towards an even load (DeepSeek-V3)."""
+    groups: int = 1
+    group_limit: int = 1
+    """With more than one group of experts, a token's experts come from its best `group_limit` groups."""
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+
+    capacity: int | None = None
+    """Rows the experts' buffers hold; None: as many as can arrive."""
+    drop: bool = False
+    """Whether rows beyond the capacity are dropped without raising `over_capacity`."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "expert_width", "experts", "top_k", "groups", "group_limit"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k={self.top_k}: there are only experts={self.experts}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation={self.activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+        if self.score not in ("softmax", "sigmoid"):
+            raise ValueError(f"score={self.score!r}: expected 'softmax' or 'sigmoid'")
+        if self.experts % self.groups:
+            raise ValueError(f"groups={self.groups} does not divide experts={self.experts}")
+        if self.group_limit > self.groups:
+            raise ValueError(f"group_limit={self.group_limit}: there are only groups={self.groups}")
+        if self.group_limit * (self.experts // self.groups) < self.top_k:
+            raise ValueError(
+                f"top_k={self.top_k}: more than {self.group_limit} groups of {self.experts // self.groups} hold"
+            )
+        if self.capacity is not None and self.capacity < 1:
+            raise ValueError(f"capacity={self.capacity}: expected at least 1 row")
+        if self.drop and self.capacity is None:
+            raise ValueError("drop=True needs a capacity to drop beyond")

@@ -1,0 +1,134 @@
+"""The router: which experts each token goes to, and with what weight.
+
+T tokens, E experts, K chosen. Saved for backward: the layer input, which the experts save anyway, and the
+ids. Scores are made again from them, T·E products of length d, so nothing of size T·E waits; the choice itself
+is never made again.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from pagestash.kernels.route import multihot
+from pagestash.kernels.topk import topk
+from pagestash.moe.config import MoEConfig
+
+
+class Router(nn.Module):
+    """Softmax or sigmoid scores and the top K of them, by a `MoEConfig`.
+
+    `weights, ids, aux = router(x)`: float32 [T, K], int32 [T, K], and the auxiliary losses, already multiplied
+    by their coefficients, to be added to the model's loss.
+    """
+
+    def __init__(self, config: MoEConfig, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.experts, config.width, device=device, dtype=dtype))
+        # float32 whatever the model's dtype: a step of update_bias is below bf16's resolution.
+        bias = torch.zeros(config.experts, device=device) if config.correction_bias else None
+        load = torch.zeros(config.experts, device=device) if config.correction_bias else None
+        self.correction: torch.Tensor | None
+        self.load: torch.Tensor | None
+        self.register_buffer("correction", bias)
+        self.register_buffer("load", load, persistent=False)
+        nn.init.normal_(self.weight, std=config.width**-0.5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weights, aux, ids, counts = _Route.apply(x, self.weight, self.correction, self.config)
+        if self.load is not None and self.training and torch.is_grad_enabled():
+            self.load += counts
+        return weights, ids, aux
+
+    def update_bias(self, rate: float = 1e-3) -> None:
+        """Raise the selection bias of experts with less than the average load, lower that of the others."""
+        if self.correction is None or self.load is None:
+            raise ValueError("update_bias: the router was made without correction_bias")
+        self.correction += rate * torch.sign(self.load.mean() - self.load)
+        self.load.zero_()
+
+
+def logits_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Float32 [T, E]; products in x's precision, sums in float32."""
+    if x.dtype == torch.float64:
+        return x @ weight.t().to(x.dtype)
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(x, weight.to(x.dtype).t(), out_dtype=torch.float32)
+    return x.float() @ weight.to(x.dtype).float().t()
+
+
+def choose_experts(logits: torch.Tensor, correction: torch.Tensor | None, config: MoEConfig) -> torch.Tensor:
+    """The ids [T, K], best first."""
+    scores = logits.float()
+    if config.score == "sigmoid":
+        scores = torch.sigmoid(scores)
+    if correction is not None:
+        scores = scores + correction
+    if config.groups > 1:
+        grouped = scores.view(-1, config.groups, config.experts // config.groups)
+        # DeepSeek-V3: a group is worth the sum of its two best experts.
+        worth = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(2)
+        best = topk(worth, config.group_limit).to(torch.int64)
+        allowed = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)
+        scores = torch.where(allowed[:, :, None], grouped, -torch.inf).view_as(scores)
+    return topk(scores, config.top_k)
+
+
+def weigh(
+    logits: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, config: MoEConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights [T, K] of chosen experts, and the auxiliary losses; both differentiable in the logits."""
+    at = ids.to(torch.int64)
+    if config.score == "sigmoid":
+        weights = torch.sigmoid(logits.gather(1, at))
+        if config.normalise:
+            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+    elif config.normalise:
+        # The softmax over all experts, divided by the chosen ones' sum, is the softmax over the chosen.
+        weights = torch.softmax(logits.gather(1, at), dim=1)
+    else:
+        weights = torch.softmax(logits, dim=1).gather(1, at)
+    aux = logits.new_zeros(())
+    if config.balance_loss:
+        shares = torch.softmax(logits, dim=1)
+        if config.score == "sigmoid":
+            shares = torch.sigmoid(logits)
+            shares = shares / (shares.sum(1, keepdim=True) + 1e-20)
+        taken = counts * (config.experts / max(ids.numel(), 1))
+        aux = aux + config.balance_loss * (taken * shares.mean(0)).sum()
+    if config.z_loss:
+        aux = aux + config.z_loss * (torch.logsumexp(logits, dim=1) ** 2).mean()
+    return weights * config.route_scale, aux
+
+
+class _Route(torch.autograd.Function):
+    """Keeps x and the ids; everything in between is made again for backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, correction, config):
+        logits = logits_of(x, weight)
+        ids = choose_experts(logits, correction, config)
+        counts = torch.zeros(config.experts, dtype=logits.dtype, device=x.device)
+        if config.balance_loss or correction is not None:
+            counts = multihot(ids, ids, config.experts)[0].sum(0).to(logits.dtype)
+        weights, aux = weigh(logits, ids, counts, config)
+        ctx.save_for_backward(x, weight, ids, counts)
+        ctx.config = config
+        ctx.mark_non_differentiable(ids, counts)
+        return weights, aux, ids, counts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dweights, daux, _ids, _counts):
+        x, weight, ids, counts = ctx.saved_tensors
+        logits = logits_of(x, weight).requires_grad_()
+        with torch.enable_grad():
+            weights, aux = weigh(logits, ids, counts, ctx.config)
+        wanted = [weights] if aux.grad_fn is None else [weights, aux]
+        (dlogits,) = torch.autograd.grad(wanted, logits, [dweights, daux][: len(wanted)])
+        narrow = dlogits.to(x.dtype)
+        dx = narrow @ weight.to(x.dtype) if ctx.needs_input_grad[0] else None
+        dweight = (narrow.t() @ x).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return dx, dweight, None, None

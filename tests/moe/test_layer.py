@@ -4,11 +4,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pagestash.kernels import backend
+from pagestash.kernels.route import route
 from pagestash.moe import MoE, MoEConfig, Received
 from pagestash.moe.router import choose_experts, logits_of, weigh
 from pagestash.pages.pool import PagePool
 
 T, D, N, E, K = 40, 32, 24, 6, 2
+
+
+@pytest.fixture(params=["reference", "kernels"])
+def both(request, monkeypatch):
+    """The torch references (fast), and the kernels, interpreted."""
+    if request.param == "reference":
+        monkeypatch.setattr(backend, "interpreted", lambda: False)
+
+
+@pytest.fixture
+def reference(monkeypatch):
+    monkeypatch.setattr(backend, "interpreted", lambda: False)
 
 
 def config(**changes):
@@ -47,7 +61,7 @@ def plain(moe, x):
 
 
 def error(got, wanted):
-    return float((got.double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
+    return float((got.detach().double() - wanted.detach()).norm() / wanted.detach().norm().clamp(min=1e-30))
 
 
 def compare(moe, x, most):
@@ -58,7 +72,7 @@ def compare(moe, x, most):
     y_true, aux_true, x_true, get = plain(moe, x)
     ((y_true * dy.double()).sum() + aux_true).backward()
     assert error(y, y_true) < most
-    assert float(abs(aux - aux_true)) <= 1e-5 * float(abs(aux_true))
+    assert abs(aux.item() - aux_true.item()) <= 1e-5 * abs(aux_true.item())
     assert error(x.grad, x_true.grad) < most
     for name, parameter in moe.named_parameters():
         assert error(parameter.grad, get[name].grad) < most, name
@@ -72,6 +86,7 @@ def compare(moe, x, most):
     {"activation": "clamped", "bias": True},
     {"activation": "gelu", "shared_experts": 2},
 ])  # fmt: skip
+@pytest.mark.usefixtures("both")
 def test_values_and_gradients_are_those_of_plain_code(changes):
     torch.manual_seed(0)
     moe = MoE(config(**changes))
@@ -83,12 +98,14 @@ def test_values_and_gradients_are_those_of_plain_code(changes):
     compare(moe, torch.randn(T, D), 2e-5)
 
 
+@pytest.mark.usefixtures("reference")
 def test_bf16_is_as_close_as_bf16_can_be():
     torch.manual_seed(0)
     moe = MoE(config(), dtype=torch.bfloat16)
     compare(moe, torch.randn(T, D).to(torch.bfloat16), 2e-2)
 
 
+@pytest.mark.usefixtures("reference")
 def test_experts_without_rows_get_zero_gradients():
     moe = MoE(config(top_k=1))
     moe.router.weight.data.zero_()  # ties go to the lowest id: every token to expert 0
@@ -115,20 +132,21 @@ def saved_bytes(moe, x):
     return sum(size for size, _ in seen.values()), out
 
 
+@pytest.mark.usefixtures("reference")
 def test_saved_are_the_input_and_the_first_projection_and_nothing_else_of_size():
-    c = MoEConfig(width=512, expert_width=256, experts=E, top_k=K)
+    c = MoEConfig(width=256, expert_width=128, experts=E, top_k=K)
     moe = MoE(c, dtype=torch.bfloat16)
-    tokens = 1024
-    x = torch.randn(tokens, 512).to(torch.bfloat16).requires_grad_()
+    tokens = 128
+    x = torch.randn(tokens, 256).to(torch.bfloat16).requires_grad_()
     total, _ = saved_bytes(moe, x)
-    promised = 2 * tokens * 512 + 4 * tokens * K * 256
+    promised = 2 * tokens * 256 + 4 * tokens * K * 128
     # Beside them: ids, weights, order and inverse, 4 bytes each a choice, and the offsets and counts.
     assert promised <= total <= promised + 16 * tokens * K + 8 * E
     pool = PagePool("cpu", 4096, 1024)
     moe.experts.pool = pool
     total, out = saved_bytes(moe, x)
-    assert total <= 2 * tokens * 512 + 16 * tokens * K + 8 * E
-    assert pool.stats().device.in_use_bytes == 4 * tokens * K * 256
+    assert total <= 2 * tokens * 256 + 16 * tokens * K + 8 * E
+    assert pool.stats().device.in_use_bytes == 4 * tokens * K * 128
     del out
     assert pool.stats().device.in_use == 0
 
@@ -145,6 +163,7 @@ def gradients(moe, x, dy, retain=False):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("reference")
 def test_a_short_pool_costs_time_and_not_a_bit(dtype):
     moe = MoE(config(), dtype=dtype)
     x, dy = torch.randn(T, D).to(dtype), torch.randn(T, D).to(dtype)
@@ -162,6 +181,7 @@ def test_a_short_pool_costs_time_and_not_a_bit(dtype):
 
 
 @pytest.mark.parametrize("pages", [100, 1, 0])
+@pytest.mark.usefixtures("reference")
 def test_backward_twice_is_right_and_a_third_time_raises(pages):
     moe = MoE(config(shared_experts=1))
     moe.experts.pool = PagePool("cpu", 1024, pages) if pages else None
@@ -175,6 +195,7 @@ def test_backward_twice_is_right_and_a_third_time_raises(pages):
         y.backward(dy)
 
 
+@pytest.mark.usefixtures("reference")
 def test_without_gradients_nothing_is_reserved():
     moe = MoE(config(), pool=PagePool("cpu", 1024, 100))
     with torch.no_grad():
@@ -183,6 +204,7 @@ def test_without_gradients_nothing_is_reserved():
     assert moe.experts.pool.stats().device.peak == 0
 
 
+@pytest.mark.usefixtures("reference")
 def test_beyond_capacity_the_flag_is_raised_unless_dropping_was_asked_for():
     moe = MoE(config(capacity=T * K - 5))
     x = torch.randn(T, D, requires_grad=True)
@@ -198,14 +220,23 @@ def test_beyond_capacity_the_flag_is_raised_unless_dropping_was_asked_for():
     assert moe.over_capacity == 0
 
 
+def test_kernels_and_pages_together():
+    """One pass of the interpreted kernels over a pool that has room, and one that has not."""
+    moe = MoE(config(), dtype=torch.float32)
+    x, dy = torch.randn(12, D), torch.randn(12, D)
+    wanted = gradients(moe, x, dy)
+    for pages in (5, 1):
+        moe.experts.pool = PagePool("cpu", 1024, pages)
+        for one, two in zip(gradients(moe, x, dy), wanted):
+            assert torch.equal(one, two)
+
+
 class Loopback:
     """A dispatch whose wire ends where it starts: rows in a buffer with room to spare and a tail of NaN."""
 
     experts = E
 
     def send(self, x, ids, weights, over):
-        from pagestash.kernels.route import route
-
         routing = route(ids, E, over=over)
         at = routing.order.long()
         tail = torch.full((17, D), torch.nan, dtype=x.dtype)
@@ -219,6 +250,7 @@ class Loopback:
 
 
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.usefixtures("both")
 def test_received_rows_give_the_result_of_local_ones(bias):
     torch.manual_seed(1)
     local = MoE(config(bias=bias))
@@ -246,6 +278,7 @@ def test_received_rows_give_the_result_of_local_ones(bias):
     assert remote.experts.pool.overflow
 
 
+@pytest.mark.usefixtures("reference")
 def test_autocast_computes_in_bf16_with_float32_parameters():
     moe = MoE(config())
     x = torch.randn(T, D, requires_grad=True)
@@ -257,6 +290,7 @@ def test_autocast_computes_in_bf16_with_float32_parameters():
     assert x.grad.dtype == torch.float32
 
 
+@pytest.mark.usefixtures("reference")
 def test_routing_in_backward_is_that_of_forward():
     """Even when the router's weights change in between, gradients flow where the tokens went."""
     moe = MoE(config(top_k=1))
@@ -269,6 +303,7 @@ def test_routing_in_backward_is_that_of_forward():
     assert torch.equal(moe.experts.up.grad.abs().sum((1, 2)) > 0, used)
 
 
+@pytest.mark.usefixtures("reference")
 def test_bad_configurations_are_named():
     for changes, match in [
         ({"top_k": 7}, "top_k=7"),

@@ -6,8 +6,8 @@ one's result, `a` [R, n] the activation with the routing weight in it.
 
 Two autograd functions share one body. `LocalExperts` takes tokens, gathers them itself and keeps the tokens
 and `h`: `2·T·d + 4·T·K·n` bytes in bf16. `ReceivedExperts` takes rows that came over a wire and keeps those
-and `h`. With a pool, `h` goes to pages from inside the activation kernel; it is expendable: where the pool has none to
-give, backward makes it again by a product whose offsets are zero unless the pages are missing.
+and `h`. With a pool, `h` goes to pages from inside the activation kernel; it is expendable: where the pool
+has none to give, backward makes it again by a product whose offsets are zero unless the pages are missing.
 """
 
 from dataclasses import dataclass
@@ -152,7 +152,7 @@ class ReceivedExperts(torch.autograd.Function):
     """Rows [R, d] in expert order to rows; those past `offsets[-1]` are garbage in and out.
 
     `weights` [R] belong to rows, or is None. `received` is the lease of pages that already hold `x_RD`;
-    without one, and with a pool, the rows are stashed here. They came over a wire, so they are not expendable.
+    without one, and with a pool, the rows are stashed here: they came over a wire, and are not expendable.
     """
 
     inputs = ("x_RD", "weights", "up", "down", "up_bias", "down_bias", "offsets", "received", "options")

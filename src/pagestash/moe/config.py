@@ -56,7 +56,7 @@ class MoEConfig:
             raise ValueError(f"group_limit={self.group_limit}: there are only groups={self.groups}")
         if self.group_limit * (self.experts // self.groups) < self.top_k:
             raise ValueError(
-                f"top_k={self.top_k}: more than {self.group_limit} groups of {self.experts // self.groups} hold"
+                f"top_k={self.top_k}: {self.group_limit} groups of {self.experts // self.groups} hold fewer"
             )
         if self.capacity is not None and self.capacity < 1:
             raise ValueError(f"capacity={self.capacity}: expected at least 1 row")

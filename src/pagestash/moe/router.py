@@ -1,8 +1,8 @@
 """The router: which experts each token goes to, and with what weight.
 
 T tokens, E experts, K chosen. Saved for backward: the layer input, which the experts save anyway, and the
-ids. Scores are made again from them, T·E products of length d, so nothing of size T·E waits; the choice itself
-is never made again.
+ids. Scores are made again from them, T·E products of length d, so nothing of size T·E waits; the choice
+itself is never made again.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ from pagestash.moe.config import MoEConfig
 class Router(nn.Module):
     """Softmax or sigmoid scores and the top K of them, by a `MoEConfig`.
 
-    `weights, ids, aux = router(x)`: float32 [T, K], int32 [T, K], and the auxiliary losses, already multiplied
-    by their coefficients, to be added to the model's loss.
+    `weights, ids, aux = router(x)`: float32 [T, K], int32 [T, K], and the auxiliary losses times their
+    coefficients, to be added to the model's loss.
     """
 
     def __init__(self, config: MoEConfig, *, device: Any = None, dtype: torch.dtype | None = None) -> None:

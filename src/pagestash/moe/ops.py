@@ -1,0 +1,264 @@
+"""The kernels as `torch.library` operators, with fake implementations and autograd.
+
+For code that is not `MoE`: they work in eager mode and under `torch.compile`. Importing this file registers
+them as `torch.ops.pagestash.*`; the functions below are the same with names.
+
+    counts, offsets, order, inverse = route(ids, experts)
+    rows = gather(x, inverse, capacity)                # saves indices only
+    a = gated(h, offsets[-1:], weights, order)         # saves h only
+    y = combine(rows, inverse)                         # saves indices only
+    loss = cross_entropy(hidden, weight, labels)       # saves the gradients, no logits
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from pagestash.kernels import cross_entropy as head
+from pagestash.kernels import gather as rows_kernels
+from pagestash.kernels import route as route_kernels
+from pagestash.kernels import swiglu
+
+
+@custom_op("pagestash::route", mutates_args=())
+def route(
+    ids: Tensor, experts: int, first: int = 0, capacity: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Counts and offsets [experts], order [capacity] and inverse [T, K] of chosen expert ids [T, K]."""
+    found = route_kernels.route(ids, experts, first=first, capacity=capacity)
+    return found.counts, found.offsets, found.order, found.inverse
+
+
+@route.register_fake
+def _(ids, experts, first=0, capacity=None):
+    def made(*shape):
+        return ids.new_empty(shape, dtype=torch.int32)
+
+    rows = ids.numel() if capacity is None else capacity
+    return made(experts), made(experts), made(rows), made(*ids.shape)
+
+
+@custom_op("pagestash::multihot", mutates_args=())
+def multihot(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Bool [T, E], true where chosen, and the weights there, zero elsewhere."""
+    return route_kernels.multihot(ids, weights, experts)
+
+
+@multihot.register_fake
+def _(ids, weights, experts):
+    shape = (ids.shape[0], experts)
+    return ids.new_empty(shape, dtype=torch.bool), weights.new_empty(shape)
+
+
+def _multihot_setup(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+    ctx.mark_non_differentiable(output[0])
+
+
+def _multihot_backward(ctx, _chosen, ddense):
+    (ids,) = ctx.saved_tensors
+    inside = (ids >= 0) & (ids < ddense.shape[1])
+    taken = ddense.gather(1, torch.where(inside, ids, 0).to(torch.int64))
+    return None, torch.where(inside, taken, 0.0), None
+
+
+multihot.register_autograd(_multihot_backward, setup_context=_multihot_setup)
+
+
+@custom_op("pagestash::gather", mutates_args=())
+def gather(tokens: Tensor, inverse: Tensor, capacity: int) -> Tensor:
+    """Token rows [T, d] at their places in [capacity, d]; other rows are undefined."""
+    return rows_kernels.spread(tokens.contiguous(), inverse, capacity)
+
+
+@gather.register_fake
+def _(tokens, inverse, capacity):
+    return tokens.new_empty(capacity, tokens.shape[1])
+
+
+def _gather_setup(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1])
+
+
+def _gather_backward(ctx, drows):
+    (inverse,) = ctx.saved_tensors
+    return combine(drows, inverse), None, None
+
+
+gather.register_autograd(_gather_backward, setup_context=_gather_setup)
+
+
+@custom_op("pagestash::combine", mutates_args=())
+def combine(rows: Tensor, inverse: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Each token's rows, times `weights` [T, K] where given, summed in the order of the choices: [T, d]."""
+    return rows_kernels.combine(rows.contiguous(), inverse, weights)
+
+
+@combine.register_fake
+def _(rows, inverse, weights=None):
+    return rows.new_empty(inverse.shape[0], rows.shape[1])
+
+
+@custom_op("pagestash::combine_backward", mutates_args=())
+def _combine_backward_op(
+    gradient: Tensor, inverse: Tensor, weights: Tensor | None, rows: Tensor | None, capacity: int
+) -> tuple[Tensor, Tensor]:
+    gradient = gradient.contiguous()
+    drows = rows_kernels.spread(gradient, inverse, capacity, weights)
+    if rows is None:
+        return drows, gradient.new_empty(0, dtype=torch.float32)
+    return drows, rows_kernels.weight_gradient(rows, inverse, gradient)
+
+
+@_combine_backward_op.register_fake
+def _(gradient, inverse, weights, rows, capacity):
+    shape = (0,) if rows is None else inverse.shape
+    return gradient.new_empty(capacity, gradient.shape[1]), gradient.new_empty(shape, dtype=torch.float32)
+
+
+def _combine_setup(ctx, inputs, output):
+    rows, inverse, weights = inputs
+    # Without weights the rows themselves are not needed again.
+    ctx.save_for_backward(inverse, weights, None if weights is None else rows)
+    ctx.capacity = rows.shape[0]
+
+
+def _combine_backward(ctx, dy):
+    inverse, weights, rows = ctx.saved_tensors
+    drows, dweights = _combine_backward_op(dy, inverse, weights, rows, ctx.capacity)
+    return drows, None, None if weights is None else dweights.to(weights.dtype)
+
+
+combine.register_autograd(_combine_backward, setup_context=_combine_setup)
+
+
+@custom_op("pagestash::gated", mutates_args=())
+def gated(
+    h: Tensor,
+    rows: Tensor,
+    weights: Tensor | None = None,
+    order: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    """`act(gate) · linear · weight` [R, n] for the first `rows` (a device integer) of `h` [R, 2n]."""
+    info = swiglu.RowInfo(rows, weights, order)
+    return swiglu.forward(h.contiguous(), info, cast(swiglu.Activation, activation))
+
+
+@gated.register_fake
+def _(h, rows, weights=None, order=None, activation="silu"):
+    return h.new_empty(h.shape[0], h.shape[1] // 2)
+
+
+@custom_op("pagestash::gated_backward", mutates_args=())
+def _gated_backward_op(
+    h: Tensor, gradient: Tensor, rows: Tensor, weights: Tensor | None, order: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor]:
+    info = swiglu.RowInfo(rows, weights, order)
+    kind = cast(swiglu.Activation, activation)
+    dh, _, dweights = swiglu.backward(h.contiguous(), gradient.contiguous(), info, kind)
+    return dh, h.new_empty(0, dtype=torch.float32) if dweights is None else dweights
+
+
+@_gated_backward_op.register_fake
+def _(h, gradient, rows, weights, order, activation):
+    shape = (0,) if weights is None else weights.shape
+    return torch.empty_like(h), h.new_empty(shape, dtype=torch.float32)
+
+
+def _gated_setup(ctx, inputs, output):
+    h, rows, weights, order, ctx.activation = inputs
+    ctx.save_for_backward(h, rows, weights, order)
+
+
+def _gated_backward(ctx, da):
+    h, rows, weights, order = ctx.saved_tensors
+    dh, dweights = _gated_backward_op(h, da, rows, weights, order, ctx.activation)
+    return dh, None, None if weights is None else dweights.to(weights.dtype), None, None
+
+
+gated.register_autograd(_gated_backward, setup_context=_gated_setup)
+
+
+@custom_op("pagestash::linear_cross_entropy", mutates_args=())
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    mean: bool,
+    chunk: int | None,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = head.LossOptions(
+        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, mean=mean, chunk=chunk
+    )
+    loss, dhidden, dweight = head.linear_cross_entropy(
+        hidden.contiguous(), weight, labels, options, need_hidden=need_hidden, need_weight=need_weight
+    )
+    empty = hidden.new_empty(0)
+    return loss, empty if dhidden is None else dhidden, empty.clone() if dweight is None else dweight
+
+
+@_linear_cross_entropy.register_fake
+def _(hidden, weight, labels, ignore_index, label_smoothing, z_loss, mean, chunk, need_hidden, need_weight):
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dhidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
+    dweight = weight.new_empty(weight.shape, dtype=wide) if need_weight else hidden.new_empty(0)
+    return hidden.new_empty((), dtype=wide), dhidden, dweight
+
+
+def _loss_setup(ctx, inputs, output):
+    ctx.save_for_backward(output[1], output[2])
+    ctx.mark_non_differentiable(output[1], output[2])
+    ctx.dtype, ctx.need = inputs[1].dtype, inputs[8:10]
+
+
+def _loss_backward(ctx, dloss, *_: Any):
+    # Not in place: a backward that comes again finds the same gradients.
+    dhidden, dweight = ctx.saved_tensors
+    need_hidden, need_weight = ctx.need
+    of_hidden = (dhidden * dloss).to(dhidden.dtype) if need_hidden else None
+    of_weight = (dweight * dloss).to(ctx.dtype) if need_weight else None
+    return (of_hidden, of_weight, *[None] * 8)
+
+
+_linear_cross_entropy.register_autograd(_loss_backward, setup_context=_loss_setup)
+
+
+def cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    chunk: int | None = None,
+) -> Tensor:
+    """The cross entropy (float32) of `hidden` [..., d] projected by `weight` [V, d], without keeping logits.
+
+    Gradients are computed with the loss, `chunk` tokens at a time, and scaled in backward.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r}: expected 'mean' or 'sum'")
+    grad = torch.is_grad_enabled()
+    loss, _, _ = _linear_cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        reduction == "mean",
+        chunk,
+        grad and hidden.requires_grad,
+        grad and weight.requires_grad,
+    )
+    return loss

@@ -1,0 +1,73 @@
+"""The choice of experts, its weights, and the bias that evens the load."""
+
+import pytest
+import torch
+
+from pagestash.kernels.backend import interpreted
+from pagestash.kernels.topk import topk
+from pagestash.moe import MoEConfig, Router
+from pagestash.moe.router import choose_experts
+
+BACKENDS = [
+    "torch",
+    pytest.param("triton", marks=pytest.mark.skipif(not interpreted(), reason="interpreter")),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 1, 1), (33, 7, 3), (20, 128, 8)])
+def test_topk_is_a_stable_sort(backend, tokens, experts, k):
+    scores = torch.randint(0, 5, (tokens, experts)).float()  # many ties
+    wanted = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :k]
+    got = topk(scores, k, backend=backend)
+    assert got.dtype == torch.int32
+    assert torch.equal(got.long(), wanted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ids_stay_distinct_and_in_range_whatever_the_scores(backend):
+    scores = torch.full((4, 6), -torch.inf)
+    scores[1] = torch.nan
+    scores[2] = torch.inf
+    scores[3, 4] = 1.0
+    ids = topk(scores, 5, backend=backend)
+    assert ids[0].tolist() == ids[1].tolist() == ids[2].tolist() == [0, 1, 2, 3, 4]
+    assert ids[3].tolist() == [4, 0, 1, 2, 3]
+
+
+def test_groups_limit_where_experts_come_from():
+    config = MoEConfig(width=8, expert_width=8, experts=12, top_k=3, groups=4, group_limit=2, score="sigmoid")
+    logits, bias = torch.randn(50, 12), 0.1 * torch.randn(12)
+    ids = choose_experts(logits, bias, config)
+    scores = torch.sigmoid(logits) + bias
+    for t in range(50):
+        groups = scores[t].view(4, 3)
+        worth = groups.sort(dim=1, descending=True).values[:, :2].sum(1)
+        allowed = set(worth.argsort(descending=True)[:2].tolist())
+        candidates = [e for e in range(12) if e // 3 in allowed]
+        best = sorted(candidates, key=lambda e: -float(scores[t, e]))[:3]
+        assert ids[t].tolist() == best
+
+
+def test_update_bias_lifts_idle_experts():
+    config = MoEConfig(width=4, expert_width=8, experts=3, top_k=1, correction_bias=True)
+    router = Router(config)
+    router.weight.data = torch.tensor([[1.0, 0, 0, 0], [0.5, 0, 0, 0], [0, 0, 0, 0]])
+    router(torch.ones(6, 4))
+    assert router.load.tolist() == [6, 0, 0]
+    router.update_bias(0.25)
+    assert router.correction.tolist() == [-0.25, 0.25, 0.25]
+    assert router.load.tolist() == [0, 0, 0]
+    with torch.no_grad():
+        router(torch.ones(6, 4))
+    assert router.load.tolist() == [0, 0, 0]  # evaluation does not count
+
+
+def test_a_router_without_the_bias_says_so():
+    with pytest.raises(ValueError, match="correction_bias"):
+        Router(MoEConfig(width=4, expert_width=8, experts=3, top_k=1)).update_bias()
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="k=4"):
+        topk(torch.zeros(2, 3), 4)

@@ -1,0 +1,245 @@
+"""The MoE kernels and layer on a GPU: against the references, in a CUDA graph, and past 2**31 elements."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pagestash.kernels import gather as G
+from pagestash.kernels import route as R
+from pagestash.kernels import swiglu as S
+from pagestash.kernels.cross_entropy import LossOptions, linear_cross_entropy, softmax_loss_
+from pagestash.kernels.paged import Pages
+from pagestash.kernels.topk import topk
+from pagestash.moe import MoE, MoEConfig
+from pagestash.moe import ops as moe_ops
+from pagestash.moe.grouped import grouped_mm, grouped_mm_reference
+from pagestash.pages.pool import PagePool
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+def error(got, wanted):
+    return float((got.detach().double() - wanted.detach().double()).norm() / wanted.detach().double().norm())
+
+
+@pytest.mark.parametrize(("tokens", "choices", "experts"), [(8192, 8, 128), (1000, 4, 256), (77, 1, 3)])
+def test_routing_is_the_references_to_the_last_bit(tokens, choices, experts):
+    scores = torch.randn(tokens, experts, device=CUDA).round(decimals=1)  # with ties
+    ids = topk(scores, choices)
+    assert torch.equal(ids, topk(scores, choices, backend="torch"))
+    for capacity in (tokens * choices, tokens * choices // 2):
+        over = torch.zeros((), device=CUDA)
+        got = R.route(ids, experts, capacity=capacity, over=over)
+        wanted = R.route(ids, experts, capacity=capacity, backend="torch")
+        count = int(wanted.rows)
+        assert torch.equal(got.counts, wanted.counts)
+        assert torch.equal(got.offsets, wanted.offsets)
+        assert torch.equal(got.inverse, wanted.inverse)
+        assert torch.equal(got.order[:count], wanted.order[:count])
+        assert float(over) == (capacity < tokens * choices)
+    weights = torch.randn(tokens, choices, device=CUDA)
+    for one, two in zip(
+        R.multihot(ids, weights, experts), R.multihot(ids, weights, experts, backend="torch")
+    ):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("width", [2048, 7168, 2880, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_move_and_add_up_exactly(width, dtype):
+    ids = torch.rand(700, 16, device=CUDA).argsort(1)[:, :8].int()
+    found = R.route(ids, 16, capacity=5000)
+    x = torch.randn(700, width, device=CUDA).to(dtype)
+    rows = G.spread(x, found.inverse, 5600)
+    assert torch.equal(rows[:5000], x[found.order.long() // 8])
+    rows[5000:] = torch.nan
+    assert torch.equal(G.combine(rows, found.inverse), G.combine(rows, found.inverse, backend="torch"))
+    weights = torch.rand(700, 8, device=CUDA)
+    got, wanted = (G.combine(rows, found.inverse, weights, backend=b) for b in ("triton", "torch"))
+    assert error(got, wanted) < (4e-3 if dtype == torch.bfloat16 else 1e-6)
+    got = G.weight_gradient(rows, found.inverse, x)
+    assert error(got, G.weight_gradient(rows, found.inverse, x, backend="torch")) < 1e-5
+
+
+@pytest.mark.parametrize("activation", S.ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("n", "dtype"), [(768, torch.bfloat16), (1408, torch.bfloat16), (100, torch.float32)]
+)
+@pytest.mark.parametrize("page_bytes", [None, 1024, 65536, 65536 + 16])
+def test_the_gated_activation_is_that_of_float64(activation, n, dtype, page_bytes):
+    capacity, count, experts = 1000, 777, 9
+    h = (3 * torch.randn(capacity, 2 * n, device=CUDA)).to(dtype)
+    gradient = torch.randn(capacity, n, device=CUDA).to(dtype)
+    h[count:] = gradient[count:] = torch.nan
+    order = torch.randperm(capacity, device=CUDA, dtype=torch.int32)
+    weights = torch.rand(capacity, device=CUDA)
+    offsets = torch.linspace(100, count, experts, device=CUDA).int()
+    bias = torch.randn(experts, 2 * n, device=CUDA).to(dtype) if n != 768 else None
+    info = S.RowInfo(offsets[-1:], weights, order, bias, offsets)
+    wide = S.RowInfo(
+        offsets[-1:], weights.double(), order, bias.double() if bias is not None else None, offsets
+    )
+    a_true = S.forward(h.double(), wide, activation, backend="torch")
+    true = S.backward(h.double(), gradient.double(), wide, activation, backend="torch")
+    pages = None
+    if page_bytes:
+        needed = -(-count * 2 * n * h.element_size() // page_bytes)
+        pool = PagePool(CUDA, page_bytes, needed - 3, 3)
+        [ticket] = pool.stash([torch.zeros_like(h)], rows=offsets[-1:])
+        pages = Pages(pool.memory, ticket.span, ticket.member, ticket.group.book)
+    a = S.forward(h, info, activation, pages)
+    most = 3e-3 if dtype == torch.bfloat16 else 1e-6
+    assert error(a[:count], a_true[:count]) < most
+    buffer = h.clone()
+    if pages is not None:
+        assert torch.equal(pool.restore([ticket])[0][:count], h[:count])
+        buffer.fill_(torch.nan)
+    dh, again, dweights = S.backward(buffer, gradient.clone(), info, activation, pages, in_place=True)
+    assert error(dh[:count], true[0][:count]) < most
+    assert torch.equal(again[:count], a[:count])
+    assert error(dweights, true[2]) < 1e-5
+
+
+@pytest.mark.parametrize("vocabulary", [1000, 50257, 151936])
+def test_the_fused_head_is_that_of_float64(vocabulary):
+    hidden = torch.randn(300, 64, device=CUDA)
+    weight = torch.randn(vocabulary, 64, device=CUDA) / 8
+    labels = torch.randint(0, vocabulary, (300,), device=CUDA)
+    labels[:20] = -100
+    options = LossOptions(label_smoothing=0.1, z_loss=1e-3, chunk=128)
+    wanted = linear_cross_entropy(hidden.double(), weight.double(), labels, options, backend="torch")
+    for dtype, most in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
+        got = linear_cross_entropy(hidden.to(dtype), weight.to(dtype), labels, options)
+        for one, two in zip(got, wanted):
+            assert error(one, two) < most
+
+
+def test_grouped_products_take_empty_experts_and_garbage_tails():
+    ends = torch.tensor([0, 100, 100, 357, 400, 400], device=CUDA, dtype=torch.int32)
+    a, b = torch.randn(512, 64, device=CUDA).bfloat16(), torch.randn(6, 64, 48, device=CUDA).bfloat16()
+    c = torch.randn(512, 48, device=CUDA).bfloat16()
+    a[400:] = c[400:] = torch.nan
+    assert error(grouped_mm(a, b, ends)[:400], grouped_mm_reference(a, b, ends)[:400]) < 1e-2
+    got, wanted = grouped_mm(a.t(), c, ends), grouped_mm_reference(a.t(), c, ends)
+    assert not got[[0, 2, 5]].any()
+    assert error(got, wanted) < 1e-2
+
+
+SHAPE = {"width": 256, "expert_width": 192, "experts": 16, "top_k": 4}
+
+
+def gradients(moe, x, dy):
+    for p in moe.parameters():
+        p.grad = None
+    x = x.clone().requires_grad_()
+    y, aux = moe(x)
+    torch.autograd.backward([y, aux], [dy, torch.ones_like(aux)] if aux.requires_grad else [dy, None])
+    return [y.detach(), x.grad, *(p.grad for p in moe.parameters())]
+
+
+@pytest.mark.parametrize("changes", [
+    {},
+    {"activation": "clamped", "bias": True},
+    {"score": "sigmoid", "correction_bias": True, "groups": 4, "group_limit": 2, "shared_experts": 1},
+])  # fmt: skip
+def test_the_layer_is_that_of_the_cpu(changes):
+    torch.manual_seed(0)
+    here = MoE(MoEConfig(**SHAPE, **changes), dtype=torch.bfloat16)
+    if here.config.bias:
+        here.experts.up_bias.data.normal_()
+        here.experts.down_bias.data.normal_()
+    there = MoE(MoEConfig(**SHAPE, **changes), dtype=torch.bfloat16, device=CUDA)
+    there.load_state_dict(here.state_dict())
+    x, dy = torch.randn(500, 256).bfloat16(), torch.randn(500, 256).bfloat16()
+    there_all = gradients(there, x.cuda(), dy.cuda())
+    wide = MoE(MoEConfig(**SHAPE, **changes))
+    wide.load_state_dict({k: v.float() for k, v in here.state_dict().items()})
+    for one, two in zip(there_all, gradients(wide, x.float(), dy.float())):
+        assert error(one.cpu(), two) < 2e-2
+
+
+def test_gradients_are_the_same_bits_every_time_and_with_any_pool():
+    moe = MoE(MoEConfig(**SHAPE), dtype=torch.bfloat16, device=CUDA)
+    x, dy = (torch.randn(1000, 256, device=CUDA).bfloat16() for _ in range(2))
+    wanted = gradients(moe, x, dy)
+    needed = 4000 * 384 * 2 // 65536 + 1
+    for pages in (None, needed, needed - 1, 1):
+        moe.experts.pool = None if pages is None else PagePool(CUDA, device_pages=pages)
+        for one, two in zip(gradients(moe, x, dy), wanted):
+            assert torch.equal(one, two)
+        if pages is not None:
+            stats = moe.experts.pool.stats()
+            assert not stats.overflow
+            assert stats.device.in_use == 0
+
+
+def test_the_layer_runs_in_a_cuda_graph_without_a_sync():
+    config = MoEConfig(**SHAPE, score="sigmoid", correction_bias=True, balance_loss=0.01, shared_experts=1)
+    moe = MoE(config, dtype=torch.bfloat16, device=CUDA, pool=PagePool(CUDA, device_pages=100))
+    x, dy = (torch.randn(512, 256, device=CUDA).bfloat16() for _ in range(2))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            gradients(moe, x, dy)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = gradients(moe, x, dy)
+    for _ in range(3):
+        x.copy_(torch.randn(512, 256))
+        graph.replay()
+        got = [value.clone() for value in held]
+        for one, two in zip(got, gradients(moe, x, dy)):
+            assert torch.equal(one, two)
+    assert moe.experts.pool.stats().device.in_use == 0
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(moe, x, dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_rows_times_width_past_two_to_the_31():
+    rows, width = 1_100_000, 2048  # 2.25e9 elements, 4.5 GB
+    inverse = torch.arange(rows, device=CUDA, dtype=torch.int32).view(-1, 1).flip(0).contiguous()
+    x = torch.randn(rows, width, device=CUDA, dtype=torch.bfloat16)
+    out = G.spread(x, inverse, rows)
+    for t in (0, 5, rows // 2, rows - 1):
+        assert torch.equal(out[rows - 1 - t], x[t])
+    back = G.combine(out, inverse)
+    assert torch.equal(back[-1000:], x[-1000:])
+    assert torch.equal(back[:1000], x[:1000])
+    del back, out
+    info = S.RowInfo(torch.tensor([rows], device=CUDA, dtype=torch.int32))
+    a = S.forward(x, info)
+    last = x[-64:].float()
+    assert error(a[-64:], F.silu(last[:, :1024]) * last[:, 1024:]) < 4e-3
+    dh, _, _ = S.backward(x, a, info)
+    tail = S.backward(x[-64:].contiguous(), a[-64:].contiguous(), S.RowInfo(info.rows * 0 + 64))[0]
+    assert torch.equal(dh[-64:], tail)
+    del dh, a, x
+    logits = torch.randn(16000, 151936, device=CUDA, dtype=torch.bfloat16)  # 2.4e9
+    labels = torch.randint(0, 151936, (16000,), device=CUDA)
+    wanted = F.cross_entropy(logits[-8:].float(), labels[-8:], reduction="none")
+    losses = torch.empty(16000, device=CUDA)
+    softmax_loss_(logits, labels, losses, torch.ones((), device=CUDA), LossOptions())
+    assert error(losses[-8:], wanted) < 1e-5
+
+
+def test_operators_compile():
+    ids = torch.rand(64, 8, device=CUDA).argsort(1)[:, :2].int()
+
+    def layer(x, weights):
+        _, offsets, order, inverse = moe_ops.route(ids, 8)
+        rows = moe_ops.gather(x, inverse, 128)
+        return moe_ops.combine(moe_ops.gated(rows, offsets[-1:], weights, order), inverse)
+
+    x = torch.randn(64, 128, device=CUDA, requires_grad=True)
+    weights = torch.rand(64, 2, device=CUDA, requires_grad=True)
+    results = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        y = function(x, weights)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, weights])])
+    for one, two in zip(*results):
+        assert torch.equal(one, two)

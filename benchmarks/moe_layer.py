@@ -1,0 +1,181 @@
+"""One MoE layer, forward and backward, without expert parallelism, beside plain `F.grouped_mm` code.
+
+    python -m benchmarks.moe_layer --shape 32768,2048,768,128,8      # T,d,n,E,K
+
+Time is the median of single passes, each timed by events. `saved` is what stays allocated between forward and
+backward besides the output, `peak` the most that was allocated in a pass above what stood before it. The bars
+are SonicMoE 0.1.2 on one H200, whose layer is the best published.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.harness import Claim, write
+from pagestash.moe import MoE, MoEConfig
+
+Shape = tuple[int, int, int, int, int]
+SONIC: dict[Shape, tuple[float, float]] = {
+    (8192, 2048, 768, 128, 8): (6.56, 227.0),
+    (32768, 2048, 768, 128, 8): (15.5, 909.0),
+}
+MIB = 1 << 20
+
+
+def plain_layer(moe: MoE, x: torch.Tensor) -> torch.Tensor:
+    """The layer as it is usually written: sort, index, three grouped operations, weight, index_add."""
+    top_k = moe.config.top_k
+    scores = torch.softmax((x @ moe.router.weight.t()).float(), dim=1)
+    weights, ids = scores.topk(top_k, dim=1)
+    weights = (weights / weights.sum(1, keepdim=True)).to(x.dtype)
+    order = ids.view(-1).argsort(stable=True)
+    offsets = torch.histc(ids.view(-1).float(), moe.config.experts, 0, moe.config.experts - 1)
+    offsets = offsets.cumsum(0).to(torch.int32)
+    token = order // top_k
+    h = F.grouped_mm(x[token], moe.experts.up.transpose(-2, -1), offs=offsets)
+    gate, linear = h.chunk(2, dim=1)
+    rows = F.grouped_mm(F.silu(gate) * linear, moe.experts.down.transpose(-2, -1), offs=offsets)
+    rows = rows * weights.view(-1)[order][:, None]
+    return torch.zeros_like(x).index_add(0, token, rows)
+
+
+def measure(forward: Callable, moe: MoE, x: torch.Tensor, dy: torch.Tensor, passes: int) -> dict[str, Any]:
+    """Times in ms and bytes in MiB of `forward(x)` and its backward."""
+
+    def once(events: list[torch.cuda.Event] | None = None) -> None:
+        for leaf in (x, *moe.parameters()):
+            leaf.grad = None
+        if events:
+            events[0].record()
+        y = forward(x)
+        if events:
+            events[1].record()
+        y.backward(dy)
+        if events:
+            events[2].record()
+
+    for _ in range(3):
+        once()
+    torch.cuda.synchronize()
+    samples = []
+    for _ in range(passes):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        once(events)
+        samples.append(events)
+    torch.cuda.synchronize()
+
+    for leaf in (x, *moe.parameters()):
+        leaf.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = forward(x)
+    saved = torch.cuda.memory_allocated() - before - y.nbytes
+    y.backward(dy)
+    peak = torch.cuda.max_memory_allocated() - before
+    return {
+        "ms": statistics.median(e[0].elapsed_time(e[2]) for e in samples),
+        "forward_ms": statistics.median(e[0].elapsed_time(e[1]) for e in samples),
+        "saved_mib": saved / MIB,
+        "peak_mib": peak / MIB,
+    }
+
+
+def graphed_ms(forward: Callable, moe: MoE, x: torch.Tensor, dy: torch.Tensor, passes: int) -> float:
+    """The same pass, captured once and replayed."""
+
+    def once() -> None:
+        for leaf in (x, *moe.parameters()):
+            leaf.grad = None
+        forward(x).backward(dy)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        once()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+    samples = []
+    for _ in range(passes + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        samples.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in samples[3:])
+
+
+def compare(shape: Shape, passes: int) -> tuple[list[dict[str, Any]], list[Claim]]:
+    tokens, width, inner, experts, top_k = shape
+    name = ",".join(map(str, shape))
+    torch.manual_seed(0)
+    config = MoEConfig(width=width, expert_width=inner, experts=experts, top_k=top_k)
+    moe = MoE(config, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
+    tera = 18 * tokens * top_k * width * inner / 1e12
+    rows: list[dict[str, Any]] = []
+    ours = lambda x: moe(x)[0]  # noqa: E731
+    for label, forward in (("plain", lambda x: plain_layer(moe, x)), ("pagestash", ours)):
+        row = {"shape": name, "layer": label} | measure(forward, moe, x, dy, passes)
+        rows.append(row | {"tflops": tera / row["ms"] * 1e3})
+        print(_line(rows[-1]), flush=True)
+    graphed = graphed_ms(ours, moe, x, dy, passes)
+    rows.append(
+        {"shape": name, "layer": "pagestash, CUDA graph", "ms": graphed, "tflops": tera / graphed * 1e3}
+    )
+    print(_line(rows[-1]), flush=True)
+    difference = (ours(x).float() - plain_layer(moe, x).float()).norm() / plain_layer(moe, x).float().norm()
+    rows[1]["difference_from_plain"] = float(difference)
+    claims = []
+    if shape in SONIC:
+        ms, mib = SONIC[shape]
+        what = f"MoE layer {name}, forward + backward"
+        claims.append(Claim(what=what, value=rows[1]["ms"], bar=ms, better="at most", unit="ms"))
+        claims.append(
+            Claim(
+                what=f"MoE layer {name}, saved",
+                value=rows[1]["saved_mib"],
+                bar=mib,
+                better="at most",
+                unit="MiB",
+            )
+        )
+    return rows, claims
+
+
+def _line(row: dict[str, Any]) -> str:
+    numbers = " ".join(f"{k} {v:,.2f}" for k, v in row.items() if isinstance(v, float))
+    return f"  {row['shape']} {row['layer']}: {numbers}"
+
+
+def run(out: Path | None = None, quick: bool = False, shapes: list[Shape] | None = None) -> Path:
+    """Measure, write the result file, and return its path; about half a minute on an H200."""
+    if not torch.cuda.is_available():
+        raise SystemExit("moe_layer: needs a CUDA GPU")
+    passes = 10 if quick else 30
+    rows, claims = [], []
+    for shape in shapes or list(SONIC):
+        print(f"moe_layer: {shape}", flush=True)
+        more_rows, more_claims = compare(shape, passes)
+        rows += more_rows
+        claims += more_claims
+        torch.cuda.empty_cache()
+    return write("moe_layer", config={"passes": passes}, rows=rows, claims=claims, out=out)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", action="append", help="T,d,n,E,K; may be given several times")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    asked = [tuple(map(int, s.split(","))) for s in given.shape] if given.shape else None
+    print(run(given.out, given.quick, asked))  # type: ignore[arg-type]

@@ -15,8 +15,8 @@ import torch
 from pagestash.kernels.backend import choose, tl, triton
 
 BLOCK = 128
-"""Entries a program ranks: it compares all pairs, 64 to a thread."""
-WARPS = 8
+"""Entries a program ranks: it compares all pairs, `PART` columns at a time."""
+PART = 32
 SCAN = 1024
 
 
@@ -229,8 +229,12 @@ def _place_kernel(
     within = tl.arange(0, BLOCK)
     at = block * BLOCK + within
     expert = _expert_of(ids, at, limit, first, experts)
-    same = (expert[:, None] == expert[None, :]) & (within[None, :] < within[:, None])
-    row = tl.sum(same.to(tl.int32), axis=1)
+    row = tl.zeros((BLOCK,), tl.int32)
+    for start in tl.range(0, BLOCK, PART):
+        others = start + tl.arange(0, PART)
+        other = _expert_of(ids, block * BLOCK + others, limit, first, experts)
+        earlier = (expert[:, None] == other[None, :]) & (others[None, :] < within[:, None])
+        row += tl.sum(earlier.to(tl.int32), axis=1)
     mine = blocks_EB + expert.to(tl.int64) * tl.num_programs(0) + block
     row += tl.load(mine, mask=expert < experts, other=0)
     start = 0
@@ -287,9 +291,8 @@ def _launch(
     entries, choices, experts = ids.numel(), ids.shape[1], out.counts.numel()
     blocks = max(1, triton.cdiv(entries, BLOCK))
     blocks_EB = torch.empty(experts, blocks, dtype=torch.int32, device=ids.device)
-    part = min(128, triton.next_power_of_2(experts))
     limit = ids if tokens is None else tokens
-    shared = {"K": choices, "LIMITED": tokens is not None, "BLOCK": BLOCK, "PART": part, "num_warps": WARPS}
+    shared = {"K": choices, "LIMITED": tokens is not None, "BLOCK": BLOCK, "PART": PART}
     _count_kernel[(blocks,)](ids, limit, blocks_EB, entries, first, experts, **shared)
     _scan_kernel[(experts,)](blocks_EB, out.counts, blocks, SCAN=SCAN)
     _place_kernel[(blocks,)](

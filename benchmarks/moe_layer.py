@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from benchmarks.harness import Claim, write
 from pagestash.moe import MoE, MoEConfig
+from pagestash.pages.pool import PagePool
 
 Shape = tuple[int, int, int, int, int]
 SONIC: dict[Shape, tuple[float, float]] = {
@@ -127,11 +128,19 @@ def compare(shape: Shape, passes: int) -> tuple[list[dict[str, Any]], list[Claim
         row = {"shape": name, "layer": label} | measure(forward, moe, x, dy, passes)
         rows.append(row | {"tflops": tera / row["ms"] * 1e3})
         print(_line(rows[-1]), flush=True)
-    graphed = graphed_ms(ours, moe, x, dy, passes)
-    rows.append(
-        {"shape": name, "layer": "pagestash, CUDA graph", "ms": graphed, "tflops": tera / graphed * 1e3}
-    )
-    print(_line(rows[-1]), flush=True)
+    for label, pool in (
+        ("pagestash, CUDA graph", None),
+        (
+            "pagestash, CUDA graph, projection in pages",
+            PagePool("cuda", device_bytes=4 * tokens * top_k * inner),
+        ),
+        ("pagestash, CUDA graph, projection made again", PagePool("cuda", device_pages=1)),
+    ):
+        moe.experts.pool = pool
+        graphed = graphed_ms(ours, moe, x, dy, passes)
+        rows.append({"shape": name, "layer": label, "ms": graphed, "tflops": tera / graphed * 1e3})
+        print(_line(rows[-1]), flush=True)
+    moe.experts.pool = None
     difference = (ours(x).float() - plain_layer(moe, x).float()).norm() / plain_layer(moe, x).float().norm()
     rows[1]["difference_from_plain"] = float(difference)
     claims = []

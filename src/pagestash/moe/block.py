@@ -11,13 +11,14 @@ has none to give, backward makes it again by a product whose offsets are zero un
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from pagestash.kernels import swiglu
 from pagestash.kernels.gather import combine, spread
-from pagestash.kernels.route import Routing, multihot
+from pagestash.kernels.route import multihot
 from pagestash.kernels.swiglu import Activation, RowInfo
 from pagestash.moe.grouped import grouped_mm
 from pagestash.moe.lease import Lease, graph_is_kept
@@ -71,7 +72,7 @@ def _project_again(x_RD: torch.Tensor, up: torch.Tensor, lease: Lease, offsets: 
     return grouped_mm(x_RD, up.transpose(-2, -1), missing)
 
 
-def _needs(ctx, name: str) -> bool:
+def _needs(ctx: Any, name: str) -> bool:
     return ctx.needs_input_grad[ctx.inputs.index(name)]
 
 
@@ -84,7 +85,7 @@ class LocalExperts(torch.autograd.Function):
     inputs = ("x", "weights", "up", "down", "up_bias", "down_bias", "ids", "routing", "options")
 
     @staticmethod
-    def forward(ctx, x, weights, up, down, up_bias, down_bias, ids, routing: Routing, options: BlockOptions):
+    def forward(ctx, x, weights, up, down, up_bias, down_bias, ids, routing, options):
         offsets = routing.offsets
         info = RowInfo(routing.rows, weights, routing.order, up_bias, offsets)
         capacity = routing.order.numel()
@@ -158,7 +159,7 @@ class ReceivedExperts(torch.autograd.Function):
     inputs = ("x_RD", "weights", "up", "down", "up_bias", "down_bias", "offsets", "received", "options")
 
     @staticmethod
-    def forward(ctx, x_RD, weights, up, down, up_bias, down_bias, offsets, received, options: BlockOptions):
+    def forward(ctx, x_RD, weights, up, down, up_bias, down_bias, offsets, received, options):
         info = RowInfo(offsets[-1:], weights, None, up_bias, offsets)
         if received is None and options.pool is not None and options.kept:
             received = Lease(options.pool, tuple(x_RD.shape), x_RD.dtype, info.rows, account=options.account)

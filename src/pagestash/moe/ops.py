@@ -10,7 +10,7 @@ them as `torch.ops.pagestash.*`; the functions below are the same with names.
     loss = cross_entropy(hidden, weight, labels)       # saves the gradients, no logits
 """
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -219,7 +219,7 @@ def _loss_setup(ctx, inputs, output):
     ctx.dtype, ctx.need = inputs[1].dtype, inputs[8:10]
 
 
-def _loss_backward(ctx, dloss, *_: Any):
+def _loss_backward(ctx, dloss, *_):
     # Not in place: a backward that comes again finds the same gradients.
     dhidden, dweight = ctx.saved_tensors
     need_hidden, need_weight = ctx.need

@@ -106,7 +106,7 @@ def test_ring_reference_and_kernels_agree_on_random_sequences(pool, sequence):
 
 
 @pytest.mark.slow
-@settings(max_examples=600, derandomize=False)
+@settings(max_examples=250, derandomize=False)
 @given(pools, st.lists(operations, min_size=3, max_size=25))
 def test_ring_reference_and_kernels_agree_on_long_random_sequences(pool, sequence):
     play(pool, sequence)

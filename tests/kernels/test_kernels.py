@@ -91,7 +91,7 @@ def test_reserving_writes_the_book_and_no_page(backend):
     memory = make_memory(backend, 16, 2, 2)
     memory.state[Counter.DEVICE_HEAD] = 1
     span, book = reserved(memory, 40, 33)
-    assert book.tolist() == [3, 2, 33, Status.GRANTED, 1, 0, HOST_BASE]
+    assert book.tolist() == [3, 2, 33, Status.GRANTED, 3, 1, 0, HOST_BASE]
     assert memory.state[
         [Counter.DEVICE_HEAD, Counter.DEVICE_FREE, Counter.HOST_HEAD, Counter.HOST_FREE]
     ].tolist() == [

@@ -242,3 +242,63 @@ def test_buffers_of_the_model_are_protected(caplog):
     assert "the pool overflowed and has grown" in caplog.text
     assert model.norm.num_batches_tracked == 2
     assert model.inner.seen == 2
+
+
+class Bounded(nn.Module):
+    """Counts on the device how many rows it was given; more than its capacity are too many."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.register_buffer("over_capacity", torch.zeros(()), persistent=False)
+        self.register_buffer("most", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x, rows):
+        torch.maximum(self.most, rows, out=self.most)
+        torch.maximum(self.over_capacity, (rows > self.capacity).float(), out=self.over_capacity)
+        return torch.where(
+            torch.arange(len(x))[:, None] < min(int(rows), self.capacity), x, 0.0
+        )  # drops the rest
+
+    def grow_capacity(self) -> bool:
+        grown = int(self.most) > self.capacity
+        self.capacity = max(self.capacity, int(self.most))
+        return grown
+
+    def clear_over_capacity(self) -> None:
+        self.over_capacity.zero_()
+
+
+def test_a_buffer_over_its_capacity_reruns_the_batch_like_a_pool():
+    class Model(nn.Module):
+        def __init__(self, capacity: int) -> None:
+            super().__init__()
+            self.bound = Bounded(capacity)
+            self.inner = Stack(1)
+
+        def forward(self, x, rows):
+            return self.inner(self.bound(x, rows), rows)
+
+    ends = []
+    for capacity in (64, 10):
+        torch.manual_seed(0)
+        model = Model(capacity)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        keeper = ps.Keeper(ps.Policy()).attach(model)
+
+        def train_step(x, rows, model=model, optimizer=optimizer):
+            loss = model(x, rows)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)
+        torch.manual_seed(5)
+        losses = [step(*batch(rows, rows)) for rows in (8, 40, 20, 64)]
+        ends.append([*losses, *everything(model, optimizer)])
+        assert step.reruns == (0 if capacity == 64 else 2)
+        assert model.bound.capacity == 64
+        assert model.inner.seen == 4
+    # The last two buffers aside (the flag and the count), every number is the same.
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

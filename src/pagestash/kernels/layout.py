@@ -6,7 +6,7 @@ the first, `FREE` their number, and a page given back goes behind the last. All 
 ring's length, so no kernel divides.
 
 A *book* is what a group leaves behind: int64, first `HEADER` words a tensor (pages wanted, how many of them
-are device pages, valid bytes, status), then each tensor's page table.
+are device pages, valid bytes, status, pages counted as required), then each tensor's page table.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import torch
 from pagestash.kernels.backend import Backend, tl
 
 HOST_BASE = 1 << 30
-HEADER = 4
+HEADER = 5
 ACCOUNTS = 4096
 """Regions whose bytes are told apart; 64 KiB of counters."""
 
@@ -38,6 +38,9 @@ class Counter(IntEnum):
     ARRIVED = 10  # programs of the running kernel that are done reading the state
     BYTES = 11  # valid bytes that tickets stand for, refused ones included
     BYTES_PEAK = 12
+    REQUIRED = 13  # wanted pages of groups that are not expendable
+    REQUIRED_PEAK = 14  # the most there ever were: what expendable groups leave free
+    GIVEN_UP = 15  # expendable groups that got no pages since the last reset
 
 
 class Header(IntEnum):
@@ -47,6 +50,7 @@ class Header(IntEnum):
     DEVICE_PAGES = 1
     BYTES = 2
     STATUS = 3
+    REQUIRED = 4  # the pages, or 0 for an expendable group
 
 
 class Status(IntEnum):
@@ -73,10 +77,14 @@ K_REFUSED_GROUPS = tl.constexpr(int(Counter.REFUSED))
 K_ARRIVED = tl.constexpr(int(Counter.ARRIVED))
 K_HELD = tl.constexpr(int(Counter.BYTES))
 K_HELD_PEAK = tl.constexpr(int(Counter.BYTES_PEAK))
+K_REQUIRED = tl.constexpr(int(Counter.REQUIRED))
+K_REQUIRED_PEAK = tl.constexpr(int(Counter.REQUIRED_PEAK))
+K_GIVEN_UP = tl.constexpr(int(Counter.GIVEN_UP))
 K_PAGES = tl.constexpr(int(Header.PAGES))
 K_DEVICE_PAGES = tl.constexpr(int(Header.DEVICE_PAGES))
 K_BYTES = tl.constexpr(int(Header.BYTES))
 K_STATUS = tl.constexpr(int(Header.STATUS))
+K_REQUIRED_PAGES = tl.constexpr(int(Header.REQUIRED))
 K_EMPTY = tl.constexpr(int(Status.EMPTY))
 K_GRANTED = tl.constexpr(int(Status.GRANTED))
 K_REFUSED = tl.constexpr(int(Status.REFUSED))

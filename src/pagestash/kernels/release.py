@@ -22,6 +22,8 @@ from pagestash.kernels.layout import (
     K_HOST_FREE,
     K_HOST_HEAD,
     K_PAGES,
+    K_REQUIRED,
+    K_REQUIRED_PAGES,
     K_STATUS,
     K_WANTED,
     Counter,
@@ -80,6 +82,7 @@ def release_reference(
         if status == Status.EMPTY:
             continue
         state[Counter.WANTED] -= pages
+        state[Counter.REQUIRED] -= header[Header.REQUIRED]
         state[Counter.BYTES] -= header[Header.BYTES]
         memory.accounts[account, 0] -= header[Header.BYTES]
         if status == Status.GRANTED:
@@ -129,6 +132,7 @@ def _release_kernel(
     host_head = tl.load(state + K_HOST_HEAD)
     host_free = tl.load(state + K_HOST_FREE)
     wanted = tl.load(state + K_WANTED)
+    required = tl.load(state + K_REQUIRED)
     given_up = tl.zeros((), tl.int64)
     for i in tl.static_range(N):
         header = book + members[i] * K_HEADER
@@ -136,6 +140,7 @@ def _release_kernel(
         pages = tl.where(status != K_EMPTY, tl.load(header + K_PAGES), 0)
         given_up += tl.where(status != K_EMPTY, tl.load(header + K_BYTES), 0)
         wanted -= pages
+        required -= tl.where(status != K_EMPTY, tl.load(header + K_REQUIRED_PAGES), 0)
         on_device = tl.where(status == K_GRANTED, tl.load(header + K_DEVICE_PAGES), 0)
         on_host = tl.where(status == K_GRANTED, pages, 0) - on_device
         table = book + tables[i]
@@ -151,5 +156,6 @@ def _release_kernel(
     tl.store(state + K_DEVICE_FREE, device_free)
     tl.store(state + K_HOST_FREE, host_free)
     tl.store(state + K_WANTED, wanted)
+    tl.store(state + K_REQUIRED, required)
     tl.store(state + K_HELD, held)
     tl.store(accounts + account * 2, held_there)

@@ -24,6 +24,7 @@ from pagestash.kernels.layout import (
     K_DEVICE_HEAD,
     K_DEVICE_PAGES,
     K_DEVICE_PEAK,
+    K_GIVEN_UP,
     K_GRANTED,
     K_HEADER,
     K_HELD,
@@ -35,6 +36,9 @@ from pagestash.kernels.layout import (
     K_PAGES,
     K_REFUSED,
     K_REFUSED_GROUPS,
+    K_REQUIRED,
+    K_REQUIRED_PAGES,
+    K_REQUIRED_PEAK,
     K_SPILLED,
     K_STATUS,
     K_WANTED,
@@ -61,15 +65,19 @@ def reserve(
     rows: torch.Tensor | None,
     book: torch.Tensor,
     account: int,
+    *,
+    expendable: bool = False,
 ) -> None:
     """Take pages for the valid rows of a group, all or none, and write its book; copy nothing.
 
-    `fixed_rows[i]` is tensor i's number of valid rows, or -1 where the device integer `rows` says it.
+    `fixed_rows[i]` is tensor i's number of valid rows, or -1 where the device integer `rows` says it. An
+    expendable group can be made again: it takes device pages only, and only those that the others, at the most
+    they ever wanted, would leave; without them it is given up, which is no overflow.
     """
     if memory.backend == "torch":
-        reserve_reference(memory, spans, fixed_rows, rows, book, account)
+        reserve_reference(memory, spans, fixed_rows, rows, book, account, expendable=expendable)
     else:
-        _launch(memory, (), spans, fixed_rows, rows, book, account, copy=0)
+        _launch(memory, (), spans, fixed_rows, rows, book, account, copy=0, expendable=expendable)
 
 
 def stash(
@@ -105,6 +113,8 @@ def reserve_reference(
     rows: torch.Tensor | None,
     book: torch.Tensor,
     account: int,
+    *,
+    expendable: bool = False,
 ) -> None:
     state = memory.state
     count = 0 if rows is None else int(rows.item())
@@ -117,6 +127,9 @@ def reserve_reference(
     on_device = min(wanted, int(state[Counter.DEVICE_FREE]))
     on_host = wanted - on_device
     granted = on_host <= int(state[Counter.HOST_FREE])
+    if expendable:
+        held_back = max(int(state[Counter.REQUIRED_PEAK]) - int(state[Counter.REQUIRED]), 0)
+        granted = wanted <= int(state[Counter.DEVICE_FREE]) - held_back
 
     if granted:
         device_at = (torch.arange(on_device) + int(state[Counter.DEVICE_HEAD])) % max(memory.device_pages, 1)
@@ -129,6 +142,8 @@ def reserve_reference(
         state[Counter.DEVICE_FREE] -= on_device
         state[Counter.HOST_FREE] -= on_host
         state[Counter.SPILLED] += on_host
+    elif expendable:
+        state[Counter.GIVEN_UP] += 1
     else:
         memory.overflow.fill_(1.0)
         state[Counter.REFUSED] += 1
@@ -139,12 +154,15 @@ def reserve_reference(
         header[Header.BYTES] = length
         header[Header.STATUS] = Status.GRANTED if granted else Status.REFUSED
         header[Header.DEVICE_PAGES] = 0
+        header[Header.REQUIRED] = 0 if expendable else count
         if granted:
             book[span.table : span.table + count] = ids[first : first + count]
             header[Header.DEVICE_PAGES] = int((ids[first : first + count] < HOST_BASE).sum())
         first += count
     state[Counter.WANTED] += wanted
     _raise_to(state, Counter.WANTED_PEAK, int(state[Counter.WANTED]))
+    state[Counter.REQUIRED] += 0 if expendable else wanted
+    _raise_to(state, Counter.REQUIRED_PEAK, int(state[Counter.REQUIRED]))
     _raise_to(state, Counter.DEVICE_PEAK, memory.device_pages - int(state[Counter.DEVICE_FREE]))
     _raise_to(state, Counter.HOST_PEAK, memory.host_pages - int(state[Counter.HOST_FREE]))
     own = memory.accounts[account]
@@ -214,6 +232,7 @@ def _stash_kernel(
     host_pages,
     N: tl.constexpr,
     ROWS_ON_DEVICE: tl.constexpr,
+    EXPENDABLE: tl.constexpr,
     COPY: tl.constexpr,  # 0 nothing, 1 device pages only, 2 every page
     PAGE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -237,6 +256,9 @@ def _stash_kernel(
     on_device = tl.minimum(wanted, device_free)
     on_host = wanted - on_device
     granted = on_host <= host_free
+    if EXPENDABLE:
+        held_back = tl.maximum(tl.load(state + K_REQUIRED_PEAK) - tl.load(state + K_REQUIRED), 0)
+        granted = wanted <= device_free - held_back
     # All warps have read the counters when the barrier lets the arrival through. Nobody waits for its answer.
     tl.debug_barrier()
     tl.atomic_add(state + K_ARRIVED, 1, sem="relaxed")
@@ -253,6 +275,7 @@ def _stash_kernel(
             tl.store(header + K_DEVICE_PAGES, tl.where(granted, ours, 0))
             tl.store(header + K_BYTES, length)
             tl.store(header + K_STATUS, tl.where(granted, K_GRANTED, K_REFUSED).to(tl.int64))
+            tl.store(header + K_REQUIRED_PAGES, 0 if EXPENDABLE else pages)
         if granted:
             chunks = (length + CHUNK - 1) // CHUNK
             # Each tensor starts at the program where the one before it stopped, so that a group of small
@@ -319,6 +342,11 @@ def _stash_kernel(
         host_peak = tl.load(state + K_HOST_PEAK)
         wanted_now = tl.load(state + K_WANTED) + wanted
         wanted_peak = tl.load(state + K_WANTED_PEAK)
+        required_now = tl.load(state + K_REQUIRED)
+        required_peak = tl.load(state + K_REQUIRED_PEAK)
+        given_up = tl.load(state + K_GIVEN_UP)
+        if not EXPENDABLE:
+            required_now += wanted
         held_now = tl.load(state + K_HELD) + total
         held_peak = tl.load(state + K_HELD_PEAK)
         own_now = tl.load(own) + total
@@ -337,9 +365,13 @@ def _stash_kernel(
             tl.store(state + K_SPILLED, spilled + on_host)
             tl.store(state + K_DEVICE_PEAK, tl.maximum(device_peak, device_used))
             tl.store(state + K_HOST_PEAK, tl.maximum(host_peak, host_used))
+        elif EXPENDABLE:
+            tl.store(state + K_GIVEN_UP, given_up + 1)
         else:
             tl.store(overflow, 1.0)
             tl.store(state + K_REFUSED_GROUPS, refused + 1)
+        tl.store(state + K_REQUIRED, required_now)
+        tl.store(state + K_REQUIRED_PEAK, tl.maximum(required_peak, required_now))
         tl.store(state + K_WANTED, wanted_now)
         tl.store(state + K_WANTED_PEAK, tl.maximum(wanted_peak, wanted_now))
         tl.store(state + K_HELD, held_now)
@@ -357,6 +389,7 @@ def _launch(
     book: torch.Tensor,
     account: int,
     copy: int,
+    expendable: bool = False,
 ) -> None:
     # Without a copy the unit of work is the page: one table entry.
     chunk = chunk_bytes(memory.page_bytes, CHUNK if copy else memory.page_bytes)
@@ -382,6 +415,7 @@ def _launch(
         memory.host_pages,
         N=len(spans),
         ROWS_ON_DEVICE=rows is not None,
+        EXPENDABLE=expendable,
         COPY=copy,
         PAGE=memory.page_bytes,
         CHUNK=chunk,

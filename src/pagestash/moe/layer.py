@@ -11,6 +11,7 @@ from pagestash.moe.config import MoEConfig
 from pagestash.moe.dispatch import Dispatch
 from pagestash.moe.router import Router
 from pagestash.pages.pool import PagePool
+from pagestash.saved.region import region
 
 
 class Experts(nn.Module):
@@ -45,6 +46,10 @@ class Experts(nn.Module):
         nn.init.normal_(self.up, std=width**-0.5)
         nn.init.normal_(self.down, std=inner**-0.5)
 
+    def use_pool(self, pool: PagePool | None, account: int = 0) -> None:
+        """Stash in `pool` from here on, straight from the kernels; None leaves it to autograd."""
+        self.pool, self.account = pool, account
+
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         over = None if self.config.drop else self.over_capacity
         up, down, up_bias, down_bias = (
@@ -59,19 +64,21 @@ class Experts(nn.Module):
         )
         if self.dispatch is None:
             routing = route(ids, self.config.experts, capacity=self.capacity, over=over)
-            return LocalExperts.apply(x, weights, up, down, up_bias, down_bias, ids, routing, options)
+            with region(rows=routing.rows, capacity=routing.order.numel()):
+                return LocalExperts.apply(x, weights, up, down, up_bias, down_bias, ids, routing, options)
         received = self.dispatch.send(x, ids, weights, over)
-        rows = ReceivedExperts.apply(
-            received.rows_RD,
-            received.weights,
-            up,
-            down,
-            up_bias,
-            down_bias,
-            received.offsets,
-            received.lease,
-            options,
-        )
+        with region(rows=received.offsets[-1:], capacity=received.rows_RD.shape[0]):
+            rows = ReceivedExperts.apply(
+                received.rows_RD,
+                received.weights,
+                up,
+                down,
+                up_bias,
+                down_bias,
+                received.offsets,
+                received.lease,
+                options,
+            )
         return self.dispatch.collect(rows, received)
 
 

@@ -1,14 +1,9 @@
 """Pages held by one autograd node: reserved before their bytes exist, given back when the node is done."""
 
-import sys
-from dataclasses import replace
-
 import torch
 
-from pagestash.kernels import copy, stash
 from pagestash.kernels.paged import Pages
 from pagestash.pages.pool import PagePool
-from pagestash.pages.ticket import Ticket, TicketGroup, lay_out
 
 
 class Lease:
@@ -28,15 +23,8 @@ class Lease:
         account: int = 0,
         expendable: bool = False,
     ) -> None:
-        spans, length = lay_out([torch.empty(shape, dtype=dtype, device="meta")], pool.page_bytes)
-        book = torch.empty(length, dtype=torch.int64, device=pool.device)
-        memory = pool.memory
-        if expendable:
-            memory = replace(memory, overflow=torch.empty_like(memory.overflow))
-        stash.reserve(memory, spans, [-1], rows, book, account)
         self.pool = pool
-        self.ticket = Ticket(TicketGroup(pool._id, book, spans, account), 0, torch.Size(shape), dtype)
-        pool._live += 1
+        self.ticket = pool.reserve(shape, dtype, rows, account=account, expendable=expendable)
 
     @property
     def pages(self) -> Pages:
@@ -44,9 +32,7 @@ class Lease:
 
     def write(self, buffer: torch.Tensor) -> None:
         """Copy the valid rows of `buffer` into the pages."""
-        ticket = self.ticket
-        flat = buffer.detach().reshape(-1).view(torch.uint8)
-        copy.copy_to_pages(self.pool.memory, [flat], [ticket.span], [ticket.member], ticket.group.book)
+        self.pool.write(self.ticket, buffer)
 
     def restore(self) -> torch.Tensor:
         """The valid rows in a new buffer of the original shape; the rest of it is undefined."""
@@ -58,8 +44,10 @@ class Lease:
             self.pool.release([self.ticket])
 
     def __del__(self) -> None:
-        if hasattr(self, "ticket") and not sys.is_finalizing():
-            self.close()
+        # A node may die in any thread, while another stream is current: the pool releases at its next call.
+        ticket = getattr(self, "ticket", None)
+        if ticket is not None and not ticket.released:
+            self.pool.release_later(ticket)
 
 
 def graph_is_kept() -> bool:

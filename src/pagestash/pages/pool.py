@@ -1,6 +1,7 @@
 """`PagePool`: stash the valid rows of tensors in pages, restore them, give the pages back."""
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,11 +10,20 @@ import torch
 from pagestash.kernels import copy, release, stash
 from pagestash.kernels.backend import choose
 from pagestash.kernels.layout import ACCOUNTS, HOST_BASE, Counter, PoolMemory
+from pagestash.pages.checks import (
+    Rows,
+    check_buffers,
+    check_most,
+    check_rows,
+    check_stash,
+    check_tickets,
+    count_pages,
+    fill_pattern,
+)
 from pagestash.pages.host import host_slab
 from pagestash.pages.telemetry import PoolStats, read_stats
 from pagestash.pages.ticket import Ticket, TicketGroup, lay_out
 
-Rows = int | torch.Tensor | None
 _pool_ids = itertools.count()
 
 
@@ -43,12 +53,13 @@ class PagePool:
         self.device = _indexed(torch.device(device))
         if page_bytes <= 0 or page_bytes % 16:
             raise ValueError(f"page_bytes={page_bytes}: expected a positive multiple of 16 bytes")
-        on_device = _count_pages("device", device_pages, device_bytes, page_bytes)
-        on_host = _count_pages("host", host_pages, host_bytes, page_bytes, default=0)
+        on_device = count_pages("device", device_pages, device_bytes, page_bytes)
+        on_host = count_pages("host", host_pages, host_bytes, page_bytes, default=0)
         if on_device + on_host == 0:
             raise ValueError("device_pages=0 and host_pages=0: a pool needs at least one page")
         self._id = next(_pool_ids)
         self._live = 0
+        self._dying: deque[Ticket] = deque()
         state = torch.zeros(len(Counter), dtype=torch.int64, device=self.device)
         state[Counter.DEVICE_FREE].fill_(on_device)
         state[Counter.HOST_FREE].fill_(on_host)
@@ -111,7 +122,9 @@ class PagePool:
         `memory.accounts` that counts the bytes. With `host_later` the bytes that belong in host pages are not
         copied yet: `spill` does it, on a stream of the caller's choice.
         """
-        sources, fixed, on_device = self._check_stash(tensors, rows, account)
+        fixed, on_device = check_stash(self.device, tensors, rows, account)
+        self.flush()
+        sources = [_flat(tensor) for tensor in tensors]
         spans, length = lay_out(tensors, self.page_bytes)
         book = torch.empty(length, dtype=torch.int64, device=self.device)
         group = TicketGroup(self._id, book, spans, account)
@@ -125,6 +138,37 @@ class PagePool:
         self._live += len(spans)
         return [Ticket(group, i, tensor.shape, tensor.dtype) for i, tensor in enumerate(tensors)]
 
+    def reserve(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        rows: torch.Tensor,
+        *,
+        account: int = 0,
+        expendable: bool = False,
+    ) -> Ticket:
+        """Pages for the valid rows of a tensor that a kernel of the caller's will write there itself.
+
+        `expendable` says that its bytes can be made again. Such a group takes device pages only, leaves those
+        that the groups which cannot are known to need, and when it gets none nothing overflows: the ticket's
+        status on the device tells.
+        """
+        template = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        spans, length = lay_out([template], self.page_bytes)
+        book = torch.empty(length, dtype=torch.int64, device=self.device)
+        check_rows(self.device, rows)
+        self.flush()
+        stash.reserve(self.memory, spans, [-1], rows, book, account, expendable=expendable)
+        self._live += 1
+        return Ticket(TicketGroup(self._id, book, spans, account), 0, template.shape, dtype)
+
+    def write(self, ticket: Ticket, tensor: torch.Tensor) -> None:
+        """Copy the valid rows of `tensor` into the pages of a reserved ticket, where it has any."""
+        check_tickets(self._id, [ticket], "write")
+        check_buffers(self.device, [ticket], [tensor], "tensor")
+        group = ticket.group
+        copy.copy_to_pages(self.memory, [_flat(tensor)], [ticket.span], [ticket.member], group.book)
+
     def spill(self, tickets: Sequence[Ticket], tensors: Sequence[torch.Tensor]) -> None:
         """The second half of `stash(..., host_later=True)`: copy what belongs in host pages.
 
@@ -133,8 +177,8 @@ class PagePool:
         """
         if not self.host_pages:
             return
-        checked = self._check_tickets(tickets, "spill")
-        self._check_buffers(checked, tensors, "tensors")
+        checked = check_tickets(self._id, tickets, "spill")
+        check_buffers(self.device, checked, tensors, "tensors")
         for (group, members), sources in _by_group(checked, tensors):
             copy.copy_to_pages(
                 self.memory,
@@ -157,7 +201,7 @@ class PagePool:
 
     def buffers(self, tickets: Sequence[Ticket]) -> list[torch.Tensor]:
         """Uninitialised tensors of the tickets' shapes, to restore into."""
-        checked = self._check_tickets(tickets, "restore")
+        checked = check_tickets(self._id, tickets, "restore")
         return [torch.empty(ticket.shape, dtype=ticket.dtype, device=self.device) for ticket in checked]
 
     def restore_into(
@@ -169,9 +213,9 @@ class PagePool:
         tiers: copy.Tiers = "both",
     ) -> None:
         """Restore into `buffers`; one tier at a time where the host half runs ahead on a side stream."""
-        checked = self._check_tickets(tickets, "restore")
-        self._check_buffers(checked, buffers, "buffers")
-        patterns = {buffer.dtype: _pattern(fill, buffer.dtype) for buffer in buffers}
+        checked = check_tickets(self._id, tickets, "restore")
+        check_buffers(self.device, checked, buffers, "buffers")
+        patterns = {buffer.dtype: fill_pattern(fill, buffer.dtype) for buffer in buffers}
         for (group, members), parts in _by_group(checked, buffers):
             copy.copy_from_pages(
                 self.memory,
@@ -185,12 +229,24 @@ class PagePool:
 
     def release(self, tickets: Sequence[Ticket]) -> None:
         """Give the tickets' pages back; a ticket can be released once."""
-        for (group, members), _ in _by_group(self._check_tickets(tickets, "release"), tickets):
+        for (group, members), _ in _by_group(check_tickets(self._id, tickets, "release"), tickets):
             spans = [group.spans[member] for member in members]
             release.release(self.memory, spans, members, group.book, group.account)
         for ticket in tickets:
             ticket.released = True
         self._live -= len(tickets)
+
+    def release_later(self, ticket: Ticket) -> None:
+        """Release at the next call that launches anything; safe from any thread, as when a tensor dies."""
+        self._dying.append(ticket)
+
+    def flush(self) -> None:
+        """Release what `release_later` was given, on the current stream."""
+        dead = []
+        while self._dying:
+            dead.append(self._dying.popleft())
+        if dead:
+            self.release(dead)
 
     def reset(self) -> None:
         """Clear the overflow flag and count peaks from what is in use now; live tickets are untouched."""
@@ -203,10 +259,12 @@ class PagePool:
         state[Counter.BYTES_PEAK] = state[Counter.BYTES]
         state[Counter.SPILLED].zero_()
         state[Counter.REFUSED].zero_()
+        state[Counter.GIVEN_UP].zero_()
         self.memory.accounts[:, 1] = self.memory.accounts[:, 0]
 
     def stats(self) -> PoolStats:
         """Pages and bytes in use, at their peak and wanted, by tier. Waits for the device."""
+        self.flush()
         return read_stats(self.memory)
 
     def grow(self, device_pages: int | None = None, host_pages: int | None = None) -> None:
@@ -223,7 +281,7 @@ class PagePool:
         ):
             if new < old:
                 raise ValueError(f"{name}={new}: the pool has {old}, and a pool only grows")
-            _check_most(name, new)
+            check_most(name, new)
         if to_device > self.device_pages:
             memory.device_slab = self._moved(memory.device_slab, to_device * self.page_bytes)
             memory.device_ring = _grown_ring(memory, to_device, 0)
@@ -245,7 +303,7 @@ class PagePool:
             )
         if device_pages < 1:
             raise ValueError(f"device_pages={device_pages}: expected at least 1")
-        _check_most("device_pages", device_pages)
+        check_most("device_pages", device_pages)
         memory = self.memory
         memory.device_slab = self._moved(memory.device_slab, device_pages * self.page_bytes)
         memory.device_ring = _ids(0, device_pages, self.device)
@@ -268,114 +326,12 @@ class PagePool:
         moved[: slab.numel()].copy_(slab)
         return moved
 
-    def _check_stash(
-        self, tensors: Sequence[torch.Tensor], rows: Rows | Sequence[Rows], account: int
-    ) -> tuple[list[torch.Tensor], list[int], torch.Tensor | None]:
-        """Flat byte views of the tensors, their fixed rows (-1: on the device), and the device integer."""
-        if isinstance(tensors, torch.Tensor):
-            raise ValueError("tensors: expected a sequence of tensors, got one tensor; pass [tensor]")
-        if not 0 <= account < ACCOUNTS:
-            raise ValueError(f"account={account}: expected 0 to {ACCOUNTS - 1}")
-        each: list[Rows] = list(rows) if isinstance(rows, Sequence) else [rows] * len(tensors)
-        if len(each) != len(tensors):
-            raise ValueError(f"rows: {len(each)} values for {len(tensors)} tensors")
-        fixed: list[int] = []
-        on_device: torch.Tensor | None = None
-        for index, (tensor, count) in enumerate(zip(tensors, each)):
-            name = f"tensors[{index}]"
-            if tensor.device != self.device:
-                raise ValueError(f"{name} is on {tensor.device}, the pool on {self.device}")
-            if tensor.layout != torch.strided or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; "
-                    "pass tensor.contiguous()"
-                )
-            if tensor.is_conj() or tensor.is_neg():
-                raise ValueError(
-                    f"{name} is a lazy conjugate or negative; pass its resolve_conj().resolve_neg()"
-                )
-            capacity = tensor.shape[0] if tensor.ndim else 1
-            if count is None:
-                fixed.append(capacity)
-            elif isinstance(count, torch.Tensor):
-                if count.device != self.device:
-                    raise ValueError(f"rows is on {count.device}, the pool on {self.device}")
-                if count.numel() != 1 or count.dtype not in (torch.int32, torch.int64):
-                    raise ValueError(
-                        f"rows has shape {tuple(count.shape)} and dtype {count.dtype}: "
-                        "expected one int32 or int64 element"
-                    )
-                if on_device is not None and on_device is not count:
-                    raise ValueError("rows: at most one device integer a call; stash in two calls")
-                on_device = count
-                fixed.append(-1)
-            elif not hasattr(count, "__index__"):
-                raise ValueError(f"rows={count!r}: expected None, an int, or a one-element integer tensor")
-            elif not 0 <= count <= capacity:
-                raise ValueError(f"rows={count}: {name} has {capacity} rows")
-            else:
-                fixed.append(int(count))
-        return [_flat(tensor) for tensor in tensors], fixed, on_device
-
-    def _check_tickets(self, tickets: Sequence[Ticket], verb: str) -> Sequence[Ticket]:
-        if isinstance(tickets, Ticket):
-            raise ValueError("tickets: expected a sequence of tickets, got one; pass [ticket]")
-        for index, ticket in enumerate(tickets):
-            if ticket.group.pool_id != self._id:
-                raise ValueError(f"tickets[{index}] belongs to another pool: cannot {verb} it here")
-            if ticket.released:
-                raise ValueError(f"tickets[{index}] was released before: cannot {verb} it again")
-        if verb == "release" and len({id(ticket) for ticket in tickets}) != len(tickets):
-            raise ValueError("tickets: the same ticket stands in the list twice; a ticket is released once")
-        return tickets
-
-    def _check_buffers(self, tickets: Sequence[Ticket], buffers: Sequence[torch.Tensor], name: str) -> None:
-        """Kernels trust these: one contiguous tensor a ticket, on the pool's device, of the ticket's size."""
-        if len(buffers) != len(tickets):
-            raise ValueError(f"{name}: {len(buffers)} tensors for {len(tickets)} tickets")
-        for index, (ticket, buffer) in enumerate(zip(tickets, buffers)):
-            if buffer.device != self.device:
-                raise ValueError(f"{name}[{index}] is on {buffer.device}, the pool on {self.device}")
-            if not buffer.is_contiguous():
-                raise ValueError(
-                    f"{name}[{index}] of shape {tuple(buffer.shape)} and strides {buffer.stride()} "
-                    "is not contiguous"
-                )
-            if buffer.nbytes != ticket.span.max_bytes:
-                raise ValueError(
-                    f"{name}[{index}] has {buffer.nbytes} bytes, the ticket's tensor {ticket.span.max_bytes}"
-                )
-
 
 def _indexed(device: torch.device) -> torch.device:
     """`cuda` as `cuda:0`, so that it compares equal to a tensor's device."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _count_pages(
-    tier: str, pages: int | None, size: int | None, page_bytes: int, default: int | None = None
-) -> int:
-    if pages is not None and size is not None:
-        raise ValueError(f"{tier}_pages={pages} and {tier}_bytes={size}: give one of the two")
-    if size is not None:
-        if size < 0:
-            raise ValueError(f"{tier}_bytes={size}: expected 0 or more")
-        pages = -(-size // page_bytes)
-    if pages is None:
-        pages = default
-    if pages is None:
-        raise ValueError(f"{tier}_pages or {tier}_bytes: one of them is needed")
-    if pages < 0:
-        raise ValueError(f"{tier}_pages={pages}: expected 0 or more")
-    _check_most(f"{tier}_pages", pages)
-    return pages
-
-
-def _check_most(name: str, pages: int) -> None:
-    if pages >= HOST_BASE:
-        raise ValueError(f"{name}={pages}: at most {HOST_BASE - 1}; use larger pages")
 
 
 def _ids(first: int, count: int, device: torch.device) -> torch.Tensor:
@@ -403,20 +359,6 @@ def _grown_ring(memory: PoolMemory, pages: int, base: int) -> torch.Tensor:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def _pattern(fill: float | None, dtype: torch.dtype) -> int | None:
-    """Eight bytes of `fill` in `dtype`, as the integer that kernels write over a tail."""
-    if fill is None:
-        return None
-    if fill == 0:
-        return 0
-    if dtype.itemsize > 8:
-        raise ValueError(f"fill={fill}: only 0 or None for {dtype}")
-    try:
-        return int(torch.full((8 // dtype.itemsize,), fill, dtype=dtype).view(torch.int64))
-    except RuntimeError as error:
-        raise ValueError(f"fill={fill}: no value of {dtype} ({error})") from None
 
 
 def _by_group(

@@ -15,6 +15,7 @@ class ReferenceTicket:
     granted: bool
     wanted: int
     length: int
+    required: int
     pages: list[tuple[str, int]] = field(default_factory=list)
 
 
@@ -30,24 +31,33 @@ class ReferenceRing:
         self.wanted_peak = 0
         self.spilled = 0
         self.refused = 0
+        self.required = 0
+        self.required_peak = 0
+        self.given_up = 0
         self.overflow = False
 
     def in_use(self, tier: str) -> int:
         return self.total[tier] - len(self.free[tier])
 
-    def reserve(self, lengths: Sequence[int]) -> list[ReferenceTicket]:
+    def reserve(self, lengths: Sequence[int], expendable: bool = False) -> list[ReferenceTicket]:
         """Take pages for tensors of `lengths` valid bytes, together."""
         counts = [-(-length // self.page_bytes) for length in lengths]
         wanted = sum(counts)
         self.wanted += wanted
         self.wanted_peak = max(self.wanted_peak, self.wanted)
-        granted = wanted <= len(self.free["device"]) + len(self.free["host"])
-        if not granted:
-            self.overflow = True
-            self.refused += 1
+        if expendable:
+            held_back = self.required_peak - self.required
+            granted = wanted <= len(self.free["device"]) - held_back
+            self.given_up += not granted
+        else:
+            granted = wanted <= len(self.free["device"]) + len(self.free["host"])
+            self.overflow |= not granted
+            self.refused += not granted
+            self.required += wanted
+            self.required_peak = max(self.required_peak, self.required)
         tickets = []
         for length, count in zip(lengths, counts):
-            ticket = ReferenceTicket(granted, count, length)
+            ticket = ReferenceTicket(granted, count, length, required=0 if expendable else count)
             for _ in range(count if granted else 0):
                 tier = "device" if self.free["device"] else "host"
                 ticket.pages.append((tier, self.free[tier].popleft()))
@@ -63,7 +73,8 @@ class ReferenceRing:
             for tier, page in ticket.pages:
                 self.free[tier].append(page)
             self.wanted -= ticket.wanted
-            ticket.pages, ticket.wanted = [], 0
+            self.required -= ticket.required
+            ticket.pages, ticket.wanted, ticket.required = [], 0, 0
 
     def grow(self, device_pages: int, host_pages: int) -> None:
         """Add pages up to the given totals; new pages are used before the old free ones."""
@@ -76,4 +87,4 @@ class ReferenceRing:
         self.overflow = False
         self.peak = {tier: self.in_use(tier) for tier in self.peak}
         self.wanted_peak = self.wanted
-        self.spilled = self.refused = 0
+        self.spilled = self.refused = self.given_up = 0

@@ -38,9 +38,10 @@ class TierStats:
 class PoolStats:
     """A pool at one moment, with its peaks since the last `reset`.
 
-    `valid_bytes` is what was stashed before rounding up to pages, groups that did not fit included.
-    `device.wanted` device pages alone would have held everything; with the device pages there are,
-    `host.wanted` host pages are enough.
+    `required` is the most pages that groups which are not expendable ever wanted at once: a pool of that size
+    never overflows, though it may give up expendable groups (`given_up_groups`). `valid_bytes` is what was
+    stashed before rounding up to pages, groups that did not fit included. `device.wanted` device pages alone
+    would have held everything; with the device pages there are, `host.wanted` host pages are enough.
     """
 
     device: TierStats
@@ -49,6 +50,8 @@ class PoolStats:
     valid_bytes_peak: int
     spilled_bytes: int
     refused_groups: int
+    required: int
+    given_up_groups: int
     overflow: bool
 
 
@@ -78,5 +81,7 @@ def read_stats(memory: PoolMemory) -> PoolStats:
         valid_bytes_peak=counter[Counter.BYTES_PEAK],
         spilled_bytes=counter[Counter.SPILLED] * memory.page_bytes,
         refused_groups=counter[Counter.REFUSED],
+        required=counter[Counter.REQUIRED_PEAK],
+        given_up_groups=counter[Counter.GIVEN_UP],
         overflow=values[-1] != 0,
     )

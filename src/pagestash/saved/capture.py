@@ -87,6 +87,15 @@ class Capture:
         if rows is None:
             first -= first % 16  # so that every dtype's view starts on an element, and copies are wide
         version = tensor._version
+        if home != "keep":
+            # What another region keeps alive anyway is not worth a copy.
+            for entry in self._entries.get((key, "keep"), ()):
+                if (
+                    entry.handles
+                    and not entry.storage.expired()
+                    and entry.same_content(version, None, first, last)
+                ):
+                    return entry
         known = self._entries.setdefault((key, home), [])
         # The weak reference keeps the storage's identity from being given to another tensor; an entry whose
         # storage is gone can no longer be the one that is being saved.

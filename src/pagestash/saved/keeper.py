@@ -56,8 +56,10 @@ class Keeper:
             loss = model(batch)
             loss.backward()
 
-    With `pool.device = "auto"` the first step that stashes anything measures, waiting for the device; the pool
-    is made when it ends. Results are the same to the last bit with and without a keeper.
+    A module that has `use_pool(pool, account)` and falls under a stash rule is given the pool, to write pages
+    from its own kernels (`pagestash.moe` does). With `pool.device = "auto"` the first step that stashes anything
+    measures, waiting for the device; the pool is made when it ends. Results are the same to the last bit with
+    and without a keeper.
     """
 
     def __init__(self, policy: Policy, *, backend: str = "auto") -> None:
@@ -69,6 +71,7 @@ class Keeper:
         self._capture = Capture(policy, self._homes, None)
         self._models: list[nn.Module] = []
         self._hooks: list[Any] = []
+        self._own_stash: dict[str, Any] = {}
         self._in_step = False
 
     # --- attach ---
@@ -89,13 +92,20 @@ class Keeper:
             rule = self.policy.rule_for(name)
             if rule is not None:
                 self._watch(name, module)
+                if rule.home == "stash" and hasattr(module, "use_pool"):
+                    self._own_stash[name] = module
+                    if isinstance(self._stash, Stash):
+                        module.use_pool(self._stash.pool, self._stash.account(name))
         return self
 
     def detach(self) -> None:
         """Take all hooks off again; what is stashed stays until backward has asked for it."""
         for hook in self._hooks:
             hook.remove()
+        for module in self._own_stash.values():
+            module.use_pool(None, 0)
         self._hooks.clear()
+        self._own_stash.clear()
         self._models.clear()
 
     def _watch(self, name: str, module: nn.Module) -> None:
@@ -181,13 +191,26 @@ class Keeper:
         """Where the attached model is; None before `attach`."""
         return self._capture.device
 
+    def modules(self) -> Iterator[nn.Module]:
+        """Modules of the attached models."""
+        return (module for model in self._models for module in model.modules())
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the attached models."""
         return (parameter for model in self._models for parameter in model.parameters())
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Buffers of the attached models."""
-        return (buffer for model in self._models for buffer in model.buffers())
+        """Buffers of the attached models, as far as they are state: flags and counters of a step are not.
+
+        (Those a module with `grow_capacity` registers as not persistent.)
+        """
+        passing = {
+            id(module._buffers[name])
+            for module in self.modules()
+            if hasattr(module, "grow_capacity")
+            for name in module._non_persistent_buffers_set
+        }
+        return (b for model in self._models for b in model.buffers() if id(b) not in passing)
 
     # --- the pool ---
 
@@ -229,6 +252,8 @@ class Keeper:
             backend=self._backend,
         )
         self._stash = self._homes["stash"] = Stash(pool)
+        for name, module in self._own_stash.items():
+            module.use_pool(pool, self._stash.account(name))
 
     def grow_pool(self) -> tuple[int, int]:
         """Grow the device tier to what was wanted, times the headroom; returns (pages wanted, pages had)."""
@@ -237,7 +262,8 @@ class Keeper:
         stats = pool.stats()
         had = stats.device.pages + stats.host.pages
         wanted = stats.device.wanted
-        if wanted > had:
+        # Expendable groups are no reason to grow: the next run leaves room for the others.
+        if stats.required > had:
             pool.grow(device_pages=math.ceil(wanted * self.policy.pool.headroom) - stats.host.pages)
         return wanted, had
 

@@ -4,7 +4,6 @@ Device pages are written and read inline on the compute stream: at 4 TB/s there 
 to host pages goes over PCIe, a hundred times slower, and runs on two side streams beside compute.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,7 +41,6 @@ class Stash:
         self._in = SideStream(pool.device)
         self._groups: list[StashedGroup] = []  # in the order of forward; backward asks from the end
         self._leaving: tuple[torch.cuda.Event | None, list[torch.Tensor]] | None = None
-        self._dead: deque[Ticket] = deque()
 
     def put(self, group: Sequence[Entry]) -> None:
         self.flush()
@@ -51,7 +49,7 @@ class Stash:
         tickets = self.pool.stash(
             sources,
             rows=[entry.rows for entry in group],
-            account=self._account(group[0].region),
+            account=self.account(group[0].region),
             host_later=self._spills,
         )
         stashed = StashedGroup(dict(zip(group, tickets)))
@@ -82,24 +80,22 @@ class Stash:
         group: StashedGroup = entry.place
         group.restored.pop(entry, None)
         # Not released here: this may run in any thread, on any stream. `flush` does it in the order of compute.
-        self._dead.append(group.tickets.pop(entry))
+        self.pool.release_later(group.tickets.pop(entry))
 
     def flush(self) -> None:
         """Give back the pages of dropped entries, on the current stream.
 
         Every launch that reads those pages was put on this stream before, or waited for by it.
         """
-        dead = []
-        while self._dead:
-            dead.append(self._dead.popleft())
-        if dead:
-            self.pool.release(dead)
-            for group in self._groups:
-                if not group.tickets:
-                    # A copy that nobody asked for may still be writing: the buffers outlive it.
-                    wait_here(group.arrived)
-                    group.incoming.clear()
-            self._groups = [group for group in self._groups if group.tickets]
+        self.pool.flush()
+        if all(group.tickets for group in self._groups):
+            return
+        for group in self._groups:
+            if not group.tickets:
+                # A copy that nobody asked for may still be writing: the buffers outlive it.
+                wait_here(group.arrived)
+                group.incoming.clear()
+        self._groups = [group for group in self._groups if group.tickets]
 
     def settle(self) -> None:
         """End of a step: the current stream has waited for both side streams, and dead pages are back."""
@@ -107,6 +103,10 @@ class Stash:
         self.flush()
         self._out.join()
         self._in.join()
+
+    def account(self, region: str) -> int:
+        """The row of the pool's accounts that counts the bytes of `region`."""
+        return self.accounts.setdefault(region, min(len(self.accounts), ACCOUNTS - 1))
 
     def _retire(self) -> None:
         """Let go of the buffers that the last spill reads, once the compute stream is ordered behind it.
@@ -153,9 +153,6 @@ class Stash:
             self.pool.restore_into(tickets, buffers, tiers="host")
         upcoming.arrived = self._in.mark()
         upcoming.incoming = dict(zip(entries, buffers))
-
-    def _account(self, region: str) -> int:
-        return self.accounts.setdefault(region, min(len(self.accounts), ACCOUNTS - 1))
 
 
 class MeasuredStash:

@@ -277,17 +277,24 @@ class GraphedStep:
         _set_random_state(self._device, ahead)
 
     def _grow(self) -> bool:
-        """Give the pool what was wanted and clear its flag; whether its memory moved."""
+        """Give the pool and bounded modules what was wanted and clear their flags; whether anything moved."""
+        grown = False
         pool = self._keeper.pool
-        if pool is None:
-            return False
-        before = pool.device_pages
-        self._keeper.grow_pool()
-        pool.reset()
-        grown = pool.device_pages > before
-        if grown:
-            size = format_bytes(pool.device_pages * pool.page_bytes)
-            log.warning("the pool overflowed and has grown to %s; the batch runs again", size)
+        if pool is not None:
+            before = pool.device_pages
+            self._keeper.grow_pool()
+            pool.reset()
+            grown = pool.device_pages > before
+            if grown:
+                size = format_bytes(pool.device_pages * pool.page_bytes)
+                log.warning("the pool overflowed and has grown to %s; the batch runs again", size)
+        for module in self._guard.bounded:
+            if module.grow_capacity():
+                grown = True
+                log.warning(
+                    "more arrived than the capacity of a layer, which has grown; the batch runs again"
+                )
+            module.clear_over_capacity()
         return grown
 
     def _on_stream(self, run: Callable[..., Any], *args: Any) -> Any:

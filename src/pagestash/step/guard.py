@@ -1,12 +1,26 @@
 """An overflowing step changes nothing: the flag over all ranks, optimizers that heed it, state that is put back."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from pagestash.saved.keeper import Keeper, PoolOverflow
+
+
+class Bounded(Protocol):
+    """A module whose buffers bound something that only the device counts, such as rows received.
+
+    `over_capacity` is 0-d float32, 1 once the bound was passed; `grow_capacity` raises the bound to what was
+    wanted (every rank of its group calls it together, and it may wait) and tells whether it did.
+    """
+
+    over_capacity: torch.Tensor
+
+    def grow_capacity(self) -> bool: ...
+
+    def clear_over_capacity(self) -> None: ...
 
 
 class StepOverflowed(PoolOverflow):
@@ -30,6 +44,7 @@ class UpdateGuard:
     ) -> None:
         self.flag = torch.zeros((), dtype=torch.float32, device=device)
         self.optimizers = optimizers
+        self.bounded = [cast(Bounded, m) for m in keeper.modules() if hasattr(m, "grow_capacity")]
         self._keeper = keeper
         self._group = group
         self._eager = False
@@ -97,9 +112,13 @@ class UpdateGuard:
             self.flag.zero_()
         else:
             self.flag.copy_(overflow)
+        for module in self.bounded:
+            torch.maximum(self.flag, module.over_capacity, out=self.flag)
         if self._group is not None:
             dist.all_reduce(self.flag, op=dist.ReduceOp.MAX, group=self._group)
 
     def _raise_if_overflowed(self) -> None:
         if bool(self.flag):
-            raise StepOverflowed("the pool overflowed in this step or on another rank")
+            raise StepOverflowed(
+                "the pool, or a buffer of bounded capacity, overflowed on this rank or another"
+            )

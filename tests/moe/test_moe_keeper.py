@@ -1,0 +1,103 @@
+"""MoE layers under a keeper: fused into the pool, same bits, and a short pool costs time, not the step."""
+
+import pytest
+import torch
+from torch import nn
+
+import pagestash as ps
+from pagestash.moe import MoE, MoEConfig
+
+WIDTH, INNER, EXPERTS, TOP_K, TOKENS, DEPTH = 32, 24, 4, 2, 48, 3
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.moe = MoE(MoEConfig(width=WIDTH, expert_width=INNER, experts=EXPERTS, top_k=TOP_K))
+
+    def forward(self, x):
+        y, aux = self.moe(self.norm(x))
+        return x + y, aux
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
+
+    def forward(self, x):
+        total = x.new_zeros(())
+        for layer in self.layers:
+            x, aux = layer(x)
+            total = total + aux
+        return x.square().mean() + total
+
+
+def policy(**pool) -> ps.Policy:
+    rule = ps.Rule("layers.*.moe.experts", "stash", min_bytes=2048)
+    return ps.Policy([rule], ps.PoolConfig(page=1024, **pool))
+
+
+def run(model, x, keeper=None):
+    model.zero_grad()
+    if keeper is None:
+        loss = model(x)
+        loss.backward()
+    else:
+        with keeper.step():
+            loss = model(x)
+            loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.fixture
+def made():
+    torch.manual_seed(0)
+    model, x = Stack(), torch.randn(TOKENS, WIDTH)
+    return model, x, run(model, x)
+
+
+def equal(left, right) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_experts_use_the_keepers_pool_and_give_the_same_bits(made):
+    model, x, plain = made
+    keeper = ps.Keeper(policy(), backend="torch").attach(model)
+    assert equal(run(model, x, keeper), plain)  # measured: saved through autograd, valid rows only
+    assert keeper.pool is not None
+    experts = model.layers[0].moe.experts
+    assert experts.pool is keeper.pool
+    assert equal(run(model, x, keeper), plain)  # fused
+    stats = keeper.stats()
+    assert stats.pool.device.in_use == 0
+    assert (
+        stats.homes["stash"].peak == DEPTH * TOKENS * TOP_K * 2 * INNER * 4
+    )  # the first projections, in fp32
+    assert not stats.overflow
+    keeper.detach()
+    assert experts.pool is None
+
+
+def test_what_the_router_keeps_is_not_stashed_again(made):
+    model, x, _ = made
+    keeper = ps.Keeper(policy(), backend="torch").attach(model)
+    run(model, x, keeper)
+    assert set(keeper.stats().homes) == {"keep", "stash"}
+    measured = keeper.stats()
+    run(model, x, keeper)
+    # In the measured step, too, only the projections were taken: the layer's input is alive in any case.
+    assert keeper.pool.device_pages < 1.2 * measured.pool.device.pages
+
+
+@pytest.mark.parametrize("pages", [1000, 30, 12, 5, 1])
+def test_a_short_pool_costs_time_and_no_bit(made, pages):
+    model, x, plain = made
+    keeper = ps.Keeper(policy(device=pages * 1024), backend="torch").attach(model)
+    for _ in range(2):
+        assert equal(run(model, x, keeper), plain)
+    stats = keeper.stats()
+    assert not stats.overflow
+    assert (stats.pool.given_up_groups > 0) == (pages < 3 * 18)
+    assert keeper.pool.device_pages == pages

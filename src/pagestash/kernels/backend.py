@@ -1,10 +1,20 @@
 """Which implementation of an operation runs: Triton where it can, else the torch reference."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 
-__all__ = ["HAS_TRITON", "Backend", "choose", "interpreted", "multiprocessors", "tl", "triton"]
+__all__ = [
+    "HAS_TRITON",
+    "Backend",
+    "choose",
+    "interpreted",
+    "launching_on",
+    "multiprocessors",
+    "tl",
+    "triton",
+]
 
 Backend = Literal["triton", "torch"]
 
@@ -45,6 +55,11 @@ def choose(device: torch.device, backend: str = "auto") -> Backend:
     if backend == "auto":
         return "triton" if can_triton else "torch"
     return "triton" if backend == "triton" else "torch"
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Launches inside go to `device`, whichever is current: Triton takes the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def multiprocessors(device: torch.device) -> int:

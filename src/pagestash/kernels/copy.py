@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from pagestash.kernels.backend import multiprocessors, tl, triton
+from pagestash.kernels.backend import launching_on, multiprocessors, tl, triton
 from pagestash.kernels.chunks import copy_chunk, fill_chunk, page_address
 from pagestash.kernels.layout import (
     HEADER,
@@ -204,21 +204,22 @@ def _launch(
     for start in range(0, len(spans), FUSED):
         part = slice(start, start + FUSED)
         work = sum(-(-span.max_bytes // chunk) for span in spans[part])
-        _copy_kernel[(max(1, min(work, most)),)](
-            tuple(buffers[part]),
-            tuple(span.max_bytes for span in spans[part]),
-            tuple(span.table for span in spans[part]),
-            tuple(members[part]),
-            tuple(pattern or 0 for pattern in patterns[part]),
-            book,
-            memory.device_slab,
-            memory.host_slab if memory.host_pages else memory.device_slab,
-            N=len(spans[part]),
-            TO_PAGES=to_pages,
-            TIERS=_TIER_CODE[tiers],
-            FILL=fill,
-            PAGE=memory.page_bytes,
-            CHUNK=chunk,
-            WIDE=all(buffer.data_ptr() % 16 == 0 for buffer in buffers[part]),
-            num_warps=HOST_WARPS if tiers == "host" else WARPS,
-        )
+        with launching_on(memory.state.device):
+            _copy_kernel[(max(1, min(work, most)),)](
+                tuple(buffers[part]),
+                tuple(span.max_bytes for span in spans[part]),
+                tuple(span.table for span in spans[part]),
+                tuple(members[part]),
+                tuple(pattern or 0 for pattern in patterns[part]),
+                book,
+                memory.device_slab,
+                memory.host_slab if memory.host_pages else memory.device_slab,
+                N=len(spans[part]),
+                TO_PAGES=to_pages,
+                TIERS=_TIER_CODE[tiers],
+                FILL=fill,
+                PAGE=memory.page_bytes,
+                CHUNK=chunk,
+                WIDE=all(buffer.data_ptr() % 16 == 0 for buffer in buffers[part]),
+                num_warps=HOST_WARPS if tiers == "host" else WARPS,
+            )

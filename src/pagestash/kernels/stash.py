@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagestash.kernels.backend import multiprocessors, tl, triton
+from pagestash.kernels.backend import launching_on, multiprocessors, tl, triton
 from pagestash.kernels.chunks import copy_chunk
 from pagestash.kernels.copy import Tiers, copy_reference
 from pagestash.kernels.layout import (
@@ -395,30 +395,31 @@ def _launch(
     chunk = chunk_bytes(memory.page_bytes, CHUNK if copy else memory.page_bytes)
     work = sum(-(-span.max_bytes // chunk) for span in spans)
     programs = max(1, min(work, PROGRAMS_PER_SM * multiprocessors(memory.state.device)))
-    _stash_kernel[(programs,)](
-        tuple(sources),
-        tuple(span.row_bytes for span in spans),
-        tuple(span.capacity for span in spans),
-        tuple(fixed_rows),
-        tuple(span.table for span in spans),
-        memory.state if rows is None else rows,
-        book,
-        memory.state,
-        memory.accounts,
-        account,
-        memory.overflow,
-        memory.device_ring,
-        memory.host_ring,
-        memory.device_slab,
-        memory.host_slab if memory.host_pages else memory.device_slab,
-        memory.device_pages,
-        memory.host_pages,
-        N=len(spans),
-        ROWS_ON_DEVICE=rows is not None,
-        EXPENDABLE=expendable,
-        COPY=copy,
-        PAGE=memory.page_bytes,
-        CHUNK=chunk,
-        WIDE=all(source.data_ptr() % 16 == 0 for source in sources),
-        num_warps=WARPS,
-    )
+    with launching_on(memory.state.device):
+        _stash_kernel[(programs,)](
+            tuple(sources),
+            tuple(span.row_bytes for span in spans),
+            tuple(span.capacity for span in spans),
+            tuple(fixed_rows),
+            tuple(span.table for span in spans),
+            memory.state if rows is None else rows,
+            book,
+            memory.state,
+            memory.accounts,
+            account,
+            memory.overflow,
+            memory.device_ring,
+            memory.host_ring,
+            memory.device_slab,
+            memory.host_slab if memory.host_pages else memory.device_slab,
+            memory.device_pages,
+            memory.host_pages,
+            N=len(spans),
+            ROWS_ON_DEVICE=rows is not None,
+            EXPENDABLE=expendable,
+            COPY=copy,
+            PAGE=memory.page_bytes,
+            CHUNK=chunk,
+            WIDE=all(source.data_ptr() % 16 == 0 for source in sources),
+            num_warps=WARPS,
+        )

@@ -1,0 +1,20 @@
+"""Paged stashing for `lax.scan` models in JAX; imports nothing of torch.
+
+from pagestash.jax import Rows, StashPolicy, stash_scan
+"""
+
+from .policy import Rows, StashPolicy, StashReport
+from .scan import StashOverflow, stash_scan
+from .sizing import buffer_bytes, expected_rows, plan, worst_case_rows
+
+__all__ = [
+    "Rows",
+    "StashOverflow",
+    "StashPolicy",
+    "StashReport",
+    "buffer_bytes",
+    "expected_rows",
+    "plan",
+    "stash_scan",
+    "worst_case_rows",
+]

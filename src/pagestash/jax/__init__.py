@@ -3,8 +3,9 @@
 from pagestash.jax import Rows, StashPolicy, stash_scan
 """
 
+from .overflow import StashOverflow
 from .policy import Rows, StashPolicy, StashReport
-from .scan import StashOverflow, stash_scan
+from .scan import stash_scan
 from .sizing import buffer_bytes, expected_rows, plan, worst_case_rows
 
 __all__ = [

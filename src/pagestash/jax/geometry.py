@@ -115,8 +115,8 @@ def lay_out(
     buffer_units = math.ceil(words / unit_words)
     if buffer_units >= 2**31:
         raise ValueError(
-            f"the buffer would have {buffer_units:,} units of {unit_words * word_bytes} bytes, more than an int32 "
-            "can count; choose page_rows divisible by a larger power of two, or stash wider tensors"
+            f"the buffer would have {buffer_units:,} units of {unit_words * word_bytes} bytes, more than an "
+            "int32 can count; choose page_rows divisible by a larger power of two, or stash wider tensors"
         )
     return Geometry(tuple(laid), word, unit_words, buffer_units, rows)
 
@@ -143,8 +143,8 @@ def _page(capacity: int, page_rows: int | str, backend: str) -> int:
         above = min((p for p in near if p >= page), default=near[-1])
         choice = f"{below}" if below == above else f"{below} or {above}"
         raise ValueError(
-            f"page_rows={page} does not divide the row capacity {capacity}: the last page would reach past the "
-            f"tensor's end. Choose a divisor ({choice}), or page_rows='auto'."
+            f"page_rows={page} does not divide the row capacity {capacity}: the last page would reach past "
+            f"the tensor's end. Choose a divisor ({choice}), or page_rows='auto'."
         )
     return page
 

@@ -1,8 +1,8 @@
 """Moving the valid rows of a layer's tensors into the shared buffer and back, page by page, on one shard.
 
 A bump pointer is all the allocator there is: backward takes layers in the reverse of forward's order, so the
-pages are a stack. The pointer advances by the rows used (rounded up to a granule), not by whole pages; the last
-page's tail is garbage that the next tensor overwrites, so a long page costs no room.
+pages are a stack. The pointer advances by the rows used (rounded up to a granule), not by whole pages; the
+last page's tail is garbage that the next tensor overwrites, so a long page costs no room.
 
     buffer   |- tag 0 -|- tag 1 -|-- tag 2 --|- tag 0 of the next layer …
     tag      w0 … w0 + extent, in pages; the last page starts early enough to end inside the tensor

@@ -14,7 +14,9 @@ OnOverflow = Literal["recompute", "poison", "error"]
 Memory = Literal["device", "pinned_host"]
 
 
-class Rows(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Rows:
     """The valid rows of a layer's tagged tensors: `count` rows from row `start` on.
 
     A layer returns it in its second output. Both are integers known only on the device: scalars, or one entry
@@ -70,7 +72,7 @@ class StashPolicy:
     memory: Memory = "device"
     """Where the buffer lives."""
     keep: tuple[str, ...] = ()
-    """Tags saved whole, a copy a layer, as `save_only_these_names` would; everything untagged is recomputed."""
+    """Tags saved whole, a copy a layer, as `save_only_these_names` would; what has no tag is recomputed."""
     row_capacity: int | None = None
     """Rows of a tagged tensor on one shard, to be checked; `None` takes the size the tags agree on."""
     fill: float = 0.0

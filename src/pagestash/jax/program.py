@@ -1,15 +1,14 @@
 """A layer, traced once: its forward with the values backward needs, and its backward as a function of them.
 
-`jax.vjp` returns a pytree whose leaves are the saved values. Under `jax.checkpoint` with a policy of names those
-leaves are the layer's inputs and the tagged tensors, nothing else. So the whole of what a layer saves can be
-listed before anything runs, and each value sent to its own home:
+`jax.vjp` returns a pytree whose leaves are the saved values. Under `jax.checkpoint` with a policy of names
+those leaves are the layer's inputs and the tagged tensors, nothing else. So the whole of what a layer saves
+can be listed before anything runs, and each value sent to its own home:
 
     input      already there: parameters are not copied, the carry is kept once a layer
     tagged     valid rows only, in the shared buffer
     computed   whole, stacked by the scan (the policy's `keep` tags)
 """
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from .checks import called, checked_tags, find_rows, hoisted_constants, matching_carry
 from .geometry import Tag
 from .policy import Rows, StashPolicy
 from .tags import Computed, FromConstant, FromInput, FromTag, Origin, origin_of, tags_in, used_inputs
@@ -91,6 +91,11 @@ class LayerProgram:
         at = len(self.carry.differentiable) + len(self.aux.differentiable)
         return [self.forward.out_avals[at + position] for position in self.stashed]
 
+    @property
+    def rows_avals(self) -> list[Any]:
+        assert self.rows_at is not None
+        return [self.forward.out_avals[len(self.carry.differentiable) + place] for place in self.rows_at]
+
     def rows(self, aux: Leaves) -> Rows:
         assert self.rows_at is not None, "only layers that stash are asked for their rows"
         return Rows(aux[self.rows_at[0]], aux[self.rows_at[1]])
@@ -146,17 +151,15 @@ def trace_layer(
         with_shared = given if shared is None else (*given, jax.tree.unflatten(shared_tree, rest))
         result = layer(*with_shared)
         if not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(
-                f"a layer returns (carry, aux); {_called(layer)} returned {type(result).__name__}"
-            )
+            raise TypeError(f"a layer returns (carry, aux); {called(layer)} returned {type(result).__name__}")
         new_carry, aux = result
-        out_leaves = _matching_carry(layer, carry, new_carry)
-        seen["rows_at"] = _find_rows(layer, aux)
+        out_leaves = matching_carry(layer, carry, new_carry)
+        seen["rows_at"] = find_rows(layer, aux)
         aux_leaves, seen["aux_tree"] = jax.tree.flatten(aux)
         return [*out_leaves, *map(jnp.asarray, aux_leaves)]
 
     traced = jax.make_jaxpr(flat_layer)(*param_leaves, *carry_leaves, *shared_leaves)
-    hoisted = _hoisted_constants(layer, traced)
+    hoisted = hoisted_constants(layer, traced)
     aux_avals = traced.out_avals[n_carry:]
     params_split, carry_split, shared_split = (
         Split.of(x) for x in (param_leaves, carry_leaves, shared_leaves)
@@ -200,12 +203,12 @@ def trace_layer(
         origins,
         lambda o: isinstance(o, Computed) or (isinstance(o, FromTag) and o.name not in policy.names),
     )
-    all_tags = dict(tags_in(traced.jaxpr))
-    tags = _checked_tags(layer, [(origins[i], outvars[i].aval) for i in stashed], policy, shards)
+    all_tags = frozenset(tags_in(traced.jaxpr))
+    tags = checked_tags(layer, [(origins[i], outvars[i].aval) for i in stashed], policy, shards)
     if tags and seen["rows_at"] is None:
         raise ValueError(
-            f"{_called(layer)} tags {', '.join(sorted({t.name for t in tags}))} for the stash but reports no valid "
-            "rows; return (carry, Rows(start, count)), or put a pagestash.jax.Rows anywhere in aux"
+            f"{called(layer)} tags {', '.join(sorted({t.name for t in tags}))} for the stash but reports no "
+            "valid rows; return (carry, Rows(start, count)), or put a pagestash.jax.Rows anywhere in aux"
         )
     used = used_inputs(traced.jaxpr)
     return LayerProgram(
@@ -220,52 +223,12 @@ def trace_layer(
         forward=program,
         origins=origins,
         vjp_tree=seen["vjp_tree"],
-        carry_used=tuple(n_params + i in used for i in range(n_carry)),
+        carry_used=tuple(n_params + i in used or _is_key(leaf) for i, leaf in enumerate(carry_leaves)),
         stashed=stashed,
         kept=kept,
         tags=tags,
-        all_tags=frozenset(all_tags),
+        all_tags=all_tags,
     )
-
-
-def check_names(programs: Sequence[LayerProgram], policy: StashPolicy) -> None:
-    """Every name of the policy has to tag something in some group."""
-    present = set().union(*(program.all_tags for program in programs))
-    for name in (*policy.names, *policy.keep):
-        if name not in present:
-            close = difflib.get_close_matches(name, present, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            have = ", ".join(map(repr, sorted(present))) or "no tags at all"
-            raise ValueError(
-                f"the policy names {name!r}, but no layer tags a value so; the layers have {have}.{hint} "
-                "Tag the tensor with jax.ad_checkpoint.checkpoint_name, or remove the name."
-            )
-
-
-def _checked_tags(
-    layer: Callable[..., Any], saved: Sequence[tuple[Origin, Any]], policy: StashPolicy, shards: int
-) -> tuple[Tag, ...]:
-    found = []
-    for origin, aval in saved:
-        assert isinstance(origin, FromTag)
-        if not aval.shape or aval.shape[0] % shards:
-            raise ValueError(
-                f"tag {origin.name!r} in {_called(layer)} has shape {aval.shape}, which has no leading axis of rows "
-                f"over {shards} shard(s); tag a tensor of shape (rows, …), or move the name to keep=()"
-            )
-        found.append(Tag(origin.name, (aval.shape[0] // shards, *aval.shape[1:]), aval.dtype))
-    if not found:
-        return ()
-    capacity = policy.row_capacity or max({t.shape[0] for t in found}, key=[t.shape[0] for t in found].count)
-    wrong = [tag for tag in found if tag.shape[0] != capacity]
-    if wrong:
-        sizes = ", ".join(f"{tag.name!r} has {tag.shape[0]}" for tag in found)
-        names = ", ".join(sorted({repr(tag.name) for tag in wrong}))
-        raise ValueError(
-            f"in {_called(layer)} the leading size of {names} is not the row capacity {capacity} ({sizes}). Stashed "
-            "tensors of a layer share their rows; move a tensor with other rows to keep=(), or set row_capacity"
-        )
-    return tuple(found)
 
 
 def _distinct(
@@ -278,73 +241,9 @@ def _distinct(
     return tuple(first.values())
 
 
-def _hoisted_constants(layer: Callable[..., Any], traced: core.ClosedJaxpr) -> Leaves:
-    """Traced values the layer closes over: integers become arguments, anything differentiable is an error."""
-    hoisted = [const for const in traced.consts if isinstance(const, jax.core.Tracer)]
-    for const in hoisted:
-        aval = jax.typeof(const)
-        if jnp.issubdtype(aval.dtype, jnp.inexact):
-            raise ValueError(
-                f"{_called(layer)} closes over a traced {aval.dtype}{list(aval.shape)} value. Its gradient would be "
-                "lost: only what is passed in is differentiated. Pass it as shared=… (the layer then takes "
-                "(params, carry, shared)), or stack it into params."
-            )
-    return hoisted
-
-
-def _matching_carry(layer: Callable[..., Any], carry: Any, new_carry: Any) -> Leaves:
-    if jax.tree.structure(carry) != jax.tree.structure(new_carry):
-        raise TypeError(
-            f"{_called(layer)} was given a carry of structure {jax.tree.structure(carry)} and returned "
-            f"{jax.tree.structure(new_carry)}; a scanned layer returns what it is given"
-        )
-    out = []
-    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(carry), jax.tree.leaves(new_carry)):
-        before, after = jax.typeof(old), jax.typeof(new)
-        if (before.shape, before.dtype) != (after.shape, after.dtype):
-            raise TypeError(
-                f"{_called(layer)} changes carry{jax.tree_util.keystr(path)} from {before.str_short()} to "
-                f"{after.str_short()}; a scanned layer returns what it is given, so cast or reshape it back"
-            )
-        out.append(jax.lax.convert_element_type(new, before.dtype) if after.weak_type else new)
-    return out
-
-
-def _find_rows(layer: Callable[..., Any], aux: Any) -> tuple[int, int] | None:
-    """Positions of start and count among the leaves of aux; a bare (start, count) counts too."""
-    is_rows = lambda node: isinstance(node, Rows)  # noqa: E731
-    rows = [node for node in jax.tree.leaves(aux, is_leaf=is_rows) if is_rows(node)]
-    if len(rows) > 1:
-        raise ValueError(
-            f"{_called(layer)} returns {len(rows)} Rows; all stashed tensors of a layer share one"
-        )
-    if not rows:
-        return (0, 1) if _is_bare_rows(aux) else None
-    for field, value in zip(Rows._fields, rows[0]):
-        if not jnp.issubdtype(jax.typeof(value).dtype, jnp.integer):
-            raise TypeError(
-                f"Rows.{field} of {_called(layer)} is {jax.typeof(value)}; rows are counted in integers"
-            )
-    position = 0
-    for node in jax.tree.leaves(aux, is_leaf=is_rows):
-        if is_rows(node):
-            break
-        position += 1
-    return position, position + 1
-
-
-def _is_bare_rows(aux: Any) -> bool:
-    return (
-        isinstance(aux, tuple)
-        and len(aux) == 2
-        and all(hasattr(v, "dtype") or isinstance(v, int) for v in aux)
-        and all(jnp.issubdtype(jax.typeof(v).dtype, jnp.integer) for v in aux)
-        and jax.typeof(aux[0]).shape == jax.typeof(aux[1]).shape
-    )
-
-
-def _called(layer: Callable[..., Any]) -> str:
-    return f"layer {getattr(layer, '__name__', type(layer).__name__)!r}"
+def _is_key(leaf: Any) -> bool:
+    # A key has no zero to stand in for it, so it is always saved; it is a few bytes.
+    return jnp.issubdtype(jax.typeof(leaf).dtype, jax.dtypes.extended)
 
 
 def _cut(flat: Sequence[Any], *sizes: int) -> list[Leaves]:

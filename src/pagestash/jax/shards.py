@@ -1,7 +1,7 @@
 """Where the row axis is split over devices: two layouts, one interface.
 
-* `stash_scan` runs **inside** a `shard_map` (or on one device): every array is the shard's own, and the shards
-  have to agree on what to recompute by a collective over the surrounding mesh axes.
+* `stash_scan` runs **inside** a `shard_map` (or on one device): every array is the shard's own, and the
+  shards have to agree on what to recompute by a collective over the surrounding mesh axes.
 * the **layer** runs a `shard_map` of its own, as MaxText's do: `stash_scan` sees global arrays of
   `shards × rows` rows. The buffer is then split over the same axes, and each shard keeps its own pointer.
 """
@@ -103,13 +103,13 @@ def choose(mesh: Any, axes: str | Sequence[str] | None) -> Shards:
 
 
 def vary_as(value: jax.Array, *others: Any) -> jax.Array:
-    """`value`, marked as different on each shard wherever one of `others` is (`shard_map(check_vma=True)`)."""
+    """`value`, marked as varying over every mesh axis that one of `others` varies over."""
     axes = frozenset().union(*map(varying_axes, others)) - varying_axes(value)
     return lax.pcast(value, tuple(sorted(axes)), to="varying") if axes else value
 
 
 def varying_axes(value: Any) -> frozenset[str]:
-    """Mesh axes over which a value, or an abstract value, differs; empty outside `shard_map(check_vma=True)`."""
+    """Mesh axes a value, or abstract value, is known to vary over; none under `check_vma=False`."""
     abstract = getattr(value, "aval", value)
     return frozenset(abstract.manual_axis_type.varying)
 

@@ -88,7 +88,7 @@ def plan(
     factors: tuple[float, ...] = (1.5, 1.0),
     show: bool = True,
 ) -> Plan:
-    """Print what one tagged tensor of `width` costs over `layers`; the defaults are DeepSeek-V3's `moe_mlpwo`.
+    """Print what one tensor of `width` costs over `layers`; the defaults are DeepSeek-V3's `moe_mlpwo`.
 
     >>> [line.nbytes / 2**30 for line in plan(show=False).lines]
     [210.0, 105.0, 78.75, 52.5]
@@ -105,7 +105,8 @@ def plan(
         line("static cap at half", worst // 2, "drops tokens past the cap: not offered"),
         *(line(f"paged stash, factor {factor:g}", expected, factor=factor) for factor in factors),
     ]
-    title = f"batch {batch}, EP {ep}, sequence {seq:,}, top-{top_k} of {num_experts}, width {width:,}, {layers} layers"
+    routing = f"top-{top_k} of {num_experts}"
+    title = f"batch {batch}, EP {ep}, sequence {seq:,}, {routing}, width {width:,}, {layers} layers"
     made = Plan(title=title, lines=tuple(lines))
     if show:
         print(made)

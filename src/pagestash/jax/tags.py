@@ -53,12 +53,12 @@ class Computed:
 Origin = FromInput | FromConstant | FromTag | Computed
 
 
-def tags_in(jaxpr: core.Jaxpr) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tag in `jaxpr` and all it contains, with the tagged value's shape."""
+def tags_in(jaxpr: core.Jaxpr) -> Iterator[str]:
+    """Every tag in `jaxpr` and all it contains."""
     for eqn in jaxpr.eqns:
         name = _tag_of(eqn)
         if name is not None:
-            yield name, tuple(eqn.outvars[0].aval.shape)
+            yield name
         for inner in _inner_jaxprs(eqn):
             yield from tags_in(inner)
 
@@ -66,7 +66,7 @@ def tags_in(jaxpr: core.Jaxpr) -> Iterator[tuple[str, tuple[int, ...]]]:
 def origin_of(jaxpr: core.Jaxpr, consts: list[Any], var: Any) -> Origin:
     """Where an output `var` of a top-level jaxpr comes from."""
     if isinstance(var, core.Literal):
-        return FromConstant(np.asarray(var.val, var.aval.dtype))
+        return FromConstant(np.asarray(var.val, var.aval.dtype))  # type: ignore[attr-defined]
     for index, invar in enumerate(jaxpr.invars):
         if var is invar:
             return FromInput(index)

@@ -1,8 +1,8 @@
 """The same decoder as a Flax NNX module; needs `flax`.
 
 The layers are one `Block` whose variables are stacked by `nnx.vmap`. `nnx.split` gives their state, a pytree
-that any scan can slice; the block is put together again inside the scan's body. Dropout's random stream is part
-of that state, so keys and counters travel with the parameters.
+that any scan can slice; the block is put together again inside the scan's body. Dropout's random stream is
+part of that state, so keys and counters travel with the parameters.
 """
 
 from typing import Any

@@ -3,8 +3,9 @@
 Legend: t tokens of this shard, T tokens of all shards (T = EP·t), D model width, F expert width, E experts,
 e experts of this shard (e = E/EP), K experts a token, N row capacity of this shard (N = T·min(K, e)).
 
-Every shard sees every token and computes those assignments that fall on its own experts. How many those are is
-known only on the device; no token is dropped, so the tensors have N rows of which the first `count` are valid.
+Every shard sees every token and computes those assignments that fall on its own experts. How many those are
+is known only on the device; no token is dropped, so the tensors have N rows of which the first `count` are
+valid.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from ..sizing import worst_case_rows
 # MaxText's names for the three projections, so that a policy reads the same in both.
 WI_0, WI_1, WO = "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"
 STASHED = (WI_0, WI_1, WO)
+# The sorted input, which MaxText does not name: stashed too, backward gathers and sorts no tokens again.
+X_SORTED = "moe_x_sorted"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,10 +85,11 @@ class Routing(NamedTuple):
     slots_N: jax.Array
     """The assignment (token · K + choice) in each row."""
     rows_TK: jax.Array
-    """The row of each assignment; `count` or more where another shard has it."""
+    """The row of each assignment; `held` or more where another shard has it."""
     weights_TK: jax.Array
     sizes_e: jax.Array
-    count: jax.Array
+    held: jax.Array
+    """Valid rows: the sum of `sizes_e`."""
 
 
 def ring_moe(
@@ -107,7 +111,7 @@ def ring_moe(
     routing, balance = route(logits_TE, config, shard)
     y_TD = run_experts(weights, x_TD, routing)
     y_tD = y_TD if axis is None else lax.psum_scatter(y_TD, axis, scatter_dimension=0, tiled=True)
-    return y_tD, Rows.prefix(routing.count), balance
+    return y_tD, Rows.prefix(routing.held), balance
 
 
 def route(logits_TE: jax.Array, config: RingConfig, shard: jax.Array) -> tuple[Routing, jax.Array]:
@@ -133,11 +137,11 @@ def route(logits_TE: jax.Array, config: RingConfig, shard: jax.Array) -> tuple[R
 
 def run_experts(weights: ExpertWeights, x_TD: jax.Array, routing: Routing) -> jax.Array:
     """Sort, three grouped matmuls, weighted unsort."""
-    xs_ND = sort_rows(x_TD, routing.slots_N, routing.rows_TK, routing.count)
+    xs_ND = checkpoint_name(sort_rows(x_TD, routing.slots_N, routing.rows_TK, routing.held), X_SORTED)
     h0_NF = checkpoint_name(lax.ragged_dot(xs_ND, weights.wi_0_eDF, routing.sizes_e), WI_0)
     h1_NF = checkpoint_name(lax.ragged_dot(xs_ND, weights.wi_1_eDF, routing.sizes_e), WI_1)
     out_ND = checkpoint_name(lax.ragged_dot(jax.nn.silu(h0_NF) * h1_NF, weights.wo_eFD, routing.sizes_e), WO)
-    out_TKD = unsort_rows(out_ND, routing.slots_N, routing.rows_TK, routing.count)
+    out_TKD = unsort_rows(out_ND, routing.slots_N, routing.rows_TK, routing.held)
     return jnp.einsum("tk,tkd->td", routing.weights_TK.astype(out_TKD.dtype), out_TKD)
 
 
@@ -195,12 +199,12 @@ def ring_moe_over(mesh: Any, config: RingConfig, axis: str = "expert") -> Any:
     @partial(
         jax.shard_map,
         mesh=mesh,
-        in_specs=(ExpertWeights(whole, split, split, split), split),
+        in_specs=(ExpertWeights(whole, split, split, split), split),  # type: ignore[arg-type]
         out_specs=(split, split, whole),
         check_vma=False,
     )
     def layer(weights: ExpertWeights, x_bSD: jax.Array) -> tuple[jax.Array, Rows, jax.Array]:
         y_tD, rows, balance = ring_moe(weights, x_bSD.reshape(-1, config.width), config, axis)
-        return y_tD.reshape(x_bSD.shape), Rows(*(value[None] for value in rows)), balance
+        return y_tD.reshape(x_bSD.shape), Rows(rows.start[None], rows.count[None]), balance
 
     return layer

@@ -1,0 +1,128 @@
+"""What a user can get wrong about a layer, and what to do about it.
+
+Every check runs while the layer is traced, before anything is compiled.
+"""
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from .geometry import Tag
+from .policy import Rows, StashPolicy
+from .tags import FromTag, Origin
+
+
+def check_names(tags_of_layers: Sequence[frozenset[str]], policy: StashPolicy) -> None:
+    """Every name of the policy has to tag something in some group."""
+    present = frozenset().union(*tags_of_layers)
+    for name in (*policy.names, *policy.keep):
+        if name not in present:
+            close = difflib.get_close_matches(name, present, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            have = ", ".join(map(repr, sorted(present))) or "no tags at all"
+            raise ValueError(
+                f"the policy names {name!r}, but no layer tags a value so; the layers have {have}.{hint} "
+                "Tag the tensor with jax.ad_checkpoint.checkpoint_name, or remove the name."
+            )
+
+
+def checked_tags(
+    layer: Callable[..., Any], saved: Sequence[tuple[Origin, Any]], policy: StashPolicy, shards: int
+) -> tuple[Tag, ...]:
+    found = []
+    for origin, aval in saved:
+        assert isinstance(origin, FromTag)
+        if not aval.shape or aval.shape[0] % shards:
+            raise ValueError(
+                f"tag {origin.name!r} in {called(layer)} has shape {aval.shape}, which has no leading axis "
+                f"of rows over {shards} shard(s); tag a tensor of shape (rows, …), or move the name to keep"
+            )
+        found.append(Tag(origin.name, (aval.shape[0] // shards, *aval.shape[1:]), aval.dtype))
+    if not found:
+        return ()
+    capacity = policy.row_capacity or max({t.shape[0] for t in found}, key=[t.shape[0] for t in found].count)
+    wrong = [tag for tag in found if tag.shape[0] != capacity]
+    if wrong:
+        sizes = ", ".join(f"{tag.name!r} has {tag.shape[0]}" for tag in found)
+        names = ", ".join(sorted({repr(tag.name) for tag in wrong}))
+        raise ValueError(
+            f"in {called(layer)} the leading size of {names} is not the row capacity {capacity} ({sizes}). "
+            "Stashed tensors of a layer share their rows; move a tensor with other rows to keep=(), or set "
+            "row_capacity to the size that is meant"
+        )
+    return tuple(found)
+
+
+def hoisted_constants(layer: Callable[..., Any], traced: core.ClosedJaxpr) -> list[Any]:
+    """Traced values the layer closes over: integers become arguments, anything differentiable is an error."""
+    hoisted = [const for const in traced.consts if isinstance(const, jax.core.Tracer)]
+    for const in hoisted:
+        aval = jax.typeof(const)
+        if jnp.issubdtype(aval.dtype, jnp.inexact):
+            raise ValueError(
+                f"{called(layer)} closes over a traced {aval.dtype}{list(aval.shape)} value. Its gradient "
+                "would be lost: only what is passed in is differentiated. Pass it as shared=… (the layer "
+                "then takes (params, carry, shared)), or stack it into params."
+            )
+    return hoisted
+
+
+def matching_carry(layer: Callable[..., Any], carry: Any, new_carry: Any) -> list[Any]:
+    before_tree: Any = jax.tree.structure(carry)
+    after_tree: Any = jax.tree.structure(new_carry)
+    if before_tree != after_tree:
+        raise TypeError(
+            f"{called(layer)} was given a carry of structure {before_tree} and returned "
+            f"{after_tree}; a scanned layer returns what it is given"
+        )
+    out = []
+    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(carry), jax.tree.leaves(new_carry)):
+        before, after = jax.typeof(old), jax.typeof(new)
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            raise TypeError(
+                f"{called(layer)} changes carry{jax.tree_util.keystr(path)} from {before.str_short()} to "
+                f"{after.str_short()}; a scanned layer returns what it is given, so cast or reshape it back"
+            )
+        out.append(jax.lax.convert_element_type(new, before.dtype) if after.weak_type else new)
+    return out
+
+
+def find_rows(layer: Callable[..., Any], aux: Any) -> tuple[int, int] | None:
+    """Positions of start and count among the leaves of aux; a bare (start, count) counts too."""
+    is_rows = lambda node: isinstance(node, Rows)  # noqa: E731
+    rows = [node for node in jax.tree.leaves(aux, is_leaf=is_rows) if is_rows(node)]
+    if len(rows) > 1:
+        raise ValueError(
+            f"{called(layer)} returns {len(rows)} Rows; all stashed tensors of a layer share one"
+        )
+    if not rows:
+        return (0, 1) if _is_bare_rows(aux) else None
+    for field, value in (("start", rows[0].start), ("count", rows[0].count)):
+        if not jnp.issubdtype(jax.typeof(value).dtype, jnp.integer):
+            raise TypeError(
+                f"Rows.{field} of {called(layer)} is {jax.typeof(value)}; rows are counted in integers"
+            )
+    position = 0
+    for node in jax.tree.leaves(aux, is_leaf=is_rows):
+        if is_rows(node):
+            break
+        position += 1
+    return position, position + 1
+
+
+def _is_bare_rows(aux: Any) -> bool:
+    return (
+        isinstance(aux, tuple)
+        and len(aux) == 2
+        and all(hasattr(v, "dtype") or isinstance(v, int) for v in aux)
+        and all(jnp.issubdtype(jax.typeof(v).dtype, jnp.integer) for v in aux)
+        and jax.typeof(aux[0]).shape == jax.typeof(aux[1]).shape
+    )
+
+
+def called(layer: Callable[..., Any]) -> str:
+    return f"layer {getattr(layer, '__name__', type(layer).__name__)!r}"

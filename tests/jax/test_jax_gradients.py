@@ -1,0 +1,183 @@
+"""Gradients of `stash_scan` are the plain scan's, bit for bit, whatever the rows, dtypes and capacity."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.test_util import check_grads
+from ragged_model import (
+    CAPACITY,
+    NAMES,
+    assert_identical,
+    gradients,
+    layer,
+    make,
+    plain_scan,
+    plain_with,
+    split,
+    with_stash,
+)
+
+from pagestash.jax import Rows, StashPolicy, stash_scan
+
+NAN = float("nan")
+PAGE = 32
+EDGES = [0, 1, PAGE - 1, PAGE, PAGE + 1, CAPACITY - 1, CAPACITY]
+
+
+def policy(**changes):
+    return StashPolicy(**{"names": NAMES, "page_rows": PAGE, "fill": NAN, **changes})
+
+
+@pytest.mark.parametrize("factor", [1.25, 0.5, 0.1, 0.0])
+def test_edge_counts_at_every_capacity(factor):
+    params, x = make(EDGES)
+    got = gradients(with_stash(policy(capacity_factor=factor, expected_rows=CAPACITY // 4)), params, x)
+    assert_identical((got[0][0], got[1]), _plain(params, x))
+    assert bool(got[0][1].overflowed) == (sum(EDGES) > int(got[0][1].rows_capacity))
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_window_layout(memory):
+    counts = [CAPACITY, 40, 1, PAGE, 70, PAGE - 1, 100]
+    starts = [0, 100, CAPACITY - 1, CAPACITY - PAGE, CAPACITY - 70, CAPACITY - PAGE + 1, 13]
+    params, x = make(counts, starts)
+    for factor in (1.0, 0.4):
+        got = gradients(with_stash(policy(capacity_factor=factor, memory=memory)), params, x)
+        assert_identical((got[0][0], got[1]), _plain(params, x))
+
+
+def test_every_page_size_that_divides():
+    params, x = make([0, 100, CAPACITY, 37], [0, 77, 0, 219])
+    wanted = _plain(params, x)
+    for page in (1, 64, CAPACITY):
+        got = gradients(with_stash(policy(page_rows=page, capacity_factor=0.9)), params, x)
+        assert_identical((got[0][0], got[1]), wanted)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_dtypes(dtype):
+    params, x = make([100, 0, 256, 31], dtype=dtype)
+    got = gradients(with_stash(policy(capacity_factor=0.5)), params, x)
+    assert_identical((got[0][0], got[1]), _plain(params, x))
+
+
+@pytest.mark.parametrize("narrow", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_fp8_bf16_and_fp32_tensors_share_the_buffer(narrow):
+    kinds = {"xs": jnp.bfloat16, "h0": narrow, "h1": jnp.float32, "out": jnp.float32}
+
+    def stored(params, x):
+        # The tag stands on the narrow tensor itself, so narrow bytes are what is stashed.
+        return layer(
+            params,
+            x,
+            tag=lambda value, name: checkpoint_name(value.astype(kinds[name]), f"{name}8").astype(
+                value.dtype
+            ),
+        )
+
+    params, x = make([100, 5, 256, 0])
+    names = tuple(f"{name}8" for name in NAMES)
+    wanted = _plain(params, x, stored, names)
+    for factor in (1.0, 0.3):
+        got = gradients(with_stash(policy(names=names, capacity_factor=factor)), params, x, stored)
+        assert_identical((got[0][0], got[1]), wanted)
+
+
+def test_booleans_share_the_buffer():
+    def masked(params, x):
+        keep = checkpoint_name(jnp.tile(x, (4, 1)) > 0.1, "keep")
+        return layer(params, x, tag=lambda value, name: jnp.where(keep, value, 0) if name == "xs" else value)
+
+    params, x = make([100, 5, 256, 0])
+    names = (*NAMES, "keep")
+    got = gradients(with_stash(policy(names=names, capacity_factor=0.5)), params, x, masked)
+    assert_identical((got[0][0], got[1]), _plain(params, x, masked, names))
+
+
+def test_gradients_agree_with_finite_differences():
+    params, x = make([9, 32, 0], [3, 0, 0], tokens=8, width=4, inner=4)
+    floats, integers = split(params)
+    for factor in (1.0, 0.3):
+        chosen = policy(page_rows=8, capacity_factor=factor)
+
+        def loss(floats, x, chosen=chosen):
+            y, ys, _ = stash_scan(layer, x, {**floats, **integers}, policy=chosen)
+            return jnp.sum(jnp.sin(y)) + jnp.sum(ys["norm"])
+
+        check_grads(loss, (floats, x), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+
+
+def test_default_barriers_of_checkpoint_change_nothing():
+    """`jax.checkpoint` as most people write it, with prevent_cse left on."""
+    params, x = make([100, 0, 256, 31])
+
+    def plain(layer, x, params):
+        names = jax.checkpoint_policies.save_only_these_names(*NAMES)
+        saved = jax.checkpoint(layer, policy=names)
+        return *jax.lax.scan(lambda carry, p: saved(p, carry), x, params), None
+
+    got = gradients(with_stash(policy()), params, x)
+    wanted = gradients(plain, params, x)
+    assert_identical((got[0][0], got[1]), (wanted[0][0], wanted[1]))
+
+
+def test_outputs_without_differentiation_are_the_plain_scans():
+    params, x = make([100, 0, 256, 31])
+    y, ys, report = jax.jit(lambda p, x: stash_scan(layer, x, p, policy=policy(capacity_factor=0.5)))(
+        params, x
+    )
+    y_plain, ys_plain, _ = jax.jit(lambda p, x: plain_scan(layer, x, p))(params, x)
+    assert_identical((y, ys), (y_plain, ys_plain))
+    assert int(report.rows_wanted) == 387
+
+
+def test_a_bare_pair_reports_rows():
+    def paired(params, x):
+        x, aux = layer(params, x)
+        return x, (aux["rows"].start, aux["rows"].count)
+
+    params, x = make([100, 0, 256, 31])
+    floats, integers = split(params)
+
+    def loss(scan):
+        return jax.jit(jax.grad(lambda floats, x: jnp.sum(scan(paired, x, {**floats, **integers})[0] ** 2)))
+
+    got = loss(with_stash(policy(capacity_factor=0.5)))(floats, x)
+    assert_identical(got, loss(plain_scan)(floats, x))
+
+
+def test_new_rematerialisation_of_jax():
+    params, x = make([100, 0, 256, 31])
+    with _remat3():
+        got = gradients(with_stash(policy(capacity_factor=0.5)), params, x)
+        wanted = _plain(params, x)
+    assert_identical((got[0][0], got[1]), wanted)
+
+
+class _remat3:
+    def __enter__(self):
+        self.before = jax.config.values.get("jax_remat3")
+        if self.before is None:
+            pytest.skip("this jax has no jax_remat3 switch")
+        jax.config.update("jax_remat3", True)
+
+    def __exit__(self, *_):
+        jax.config.update("jax_remat3", self.before)
+
+
+def test_rows_past_the_end_mean_the_rows_that_exist():
+    params, x = make([CAPACITY + 1000, 50], [0, CAPACITY - 20])
+    got = gradients(with_stash(policy()), params, x)
+    assert_identical((got[0][0], got[1]), _plain(params, x))
+    assert int(got[0][1].rows_wanted) == CAPACITY + 20
+
+
+def test_prefix_is_a_window_from_row_zero():
+    rows = Rows.prefix(jnp.int32(7))
+    assert (int(rows.start), int(rows.count)) == (0, 7)
+
+
+def _plain(params, x, layer=layer, names=NAMES):
+    (loss, _), grads = gradients(plain_with(names), params, x, layer)
+    return loss, grads

@@ -1,0 +1,219 @@
+"""Four devices: the ring of experts against one device, shards that disagree, both places for the shard_map."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from ragged_model import assert_all_nan, assert_identical, plain_scan
+
+from pagestash.jax import StashPolicy, stash_scan
+from pagestash.jax.moe import (
+    STASHED,
+    X_SORTED,
+    ExpertWeights,
+    RingConfig,
+    init_experts,
+    ring_moe,
+    ring_moe_over,
+)
+
+CONFIG = RingConfig(width=32, expert_width=48, experts=16, top_k=4, shards=4)
+TOKENS, LAYERS = 128, 5
+EXPECTED = TOKENS * CONFIG.top_k // CONFIG.shards
+NAMES = (*STASHED, X_SORTED)
+SPECS = ExpertWeights(jax.P(), *(jax.P(None, "expert"),) * 3)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def weights_for(routing):
+    """`balanced`: random; `one hot`: every token's choices on shard 0; `disagree`: a hot shard in even layers."""
+    weights = jax.vmap(lambda key: init_experts(key, CONFIG))(jax.random.split(jax.random.key(0), LAYERS))
+    hot = {"balanced": [], "one hot": range(LAYERS), "disagree": range(0, LAYERS, 2)}[routing]
+    router = np.array(weights.router_DE)
+    for layer in hot:
+        # The input's first feature is a constant 4, so its row of the router is a bias.
+        router[layer, 0, :4] += 50.0
+    return weights._replace(router_DE=jnp.asarray(router))
+
+
+X = jax.random.normal(jax.random.key(1), (TOKENS, CONFIG.width)).at[:, 0].set(4.0)
+
+
+def inside(weights, x):
+    """The layer as one shard runs it; the first feature stays what it is, for the bias."""
+    y, rows, balance = ring_moe(weights, x, CONFIG, "expert")
+    return x + y.at[:, 0].set(0), {"rows": rows, "balance": balance}
+
+
+def around(mesh):
+    """The layer with a `shard_map` of its own, as MaxText's."""
+    mixture = ring_moe_over(mesh, CONFIG)
+
+    def layer(weights, x):
+        y, rows, balance = mixture(weights, x[:, None])
+        return x + y[:, 0].at[:, 0].set(0), {"rows": rows, "balance": balance}
+
+    return layer
+
+
+def loss(scan, layer, weights, x):
+    y, ys, report = scan(layer, x, weights)
+    return jnp.sum(y * y), jnp.sum(ys["balance"]), report
+
+
+def layer_maps(mesh, scan):
+    def total(weights, x):
+        square, balance, report = loss(scan, around(mesh), weights, x)
+        return square + balance, report
+
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
+
+
+def scan_is_mapped(mesh, scan, check_vma):
+    def total(weights, x):
+        square, balance, report = loss(scan, inside, weights, x)
+        return lax.psum(square, "expert") + lax.pmean(balance, "expert"), report
+
+    mapped = jax.shard_map(
+        total, mesh=mesh, in_specs=(SPECS, jax.P("expert")), out_specs=(jax.P(), jax.P()), check_vma=check_vma
+    )
+    return jax.jit(jax.value_and_grad(mapped, argnums=(0, 1), has_aux=True))
+
+
+def policy(factor, on_overflow="recompute"):
+    return StashPolicy(
+        names=NAMES,
+        expected_rows=EXPECTED,
+        capacity_factor=factor,
+        page_rows=32,
+        on_overflow=on_overflow,
+        fill=float("nan"),
+    )
+
+
+plain = partial(plain_scan, names=NAMES)
+
+
+@pytest.mark.parametrize("factor", [1.25, 0.5, 0.0])
+def test_layers_that_map_themselves(mesh, factor):
+    stash = lambda f, x, p: stash_scan(f, x, p, policy=policy(factor), mesh=mesh)  # noqa: E731
+    stashed, wanted = layer_maps(mesh, stash), layer_maps(mesh, plain)
+    recomputed = {}
+    for routing in ("balanced", "one hot", "disagree"):
+        weights = weights_for(routing)
+        (value, report), grads = stashed(weights, X)
+        assert_identical((value, grads), (wanted(weights, X)[0][0], wanted(weights, X)[1]))
+        recomputed[routing] = int(report.layers_recomputed)
+        assert int(report.rows_used) <= int(report.rows_capacity)
+    if factor == 1.25:
+        # One shard with all rows of a layer holds 4 × the expected: 6.25 × for five layers fits one, not two.
+        assert recomputed == {"balanced": 0, "one hot": 4, "disagree": 2}
+    elif factor == 0.0:
+        assert set(recomputed.values()) == {LAYERS}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("factor", [1.25, 0.5])
+def test_scans_inside_a_shard_map(mesh, factor, check_vma):
+    stash = lambda f, x, p: stash_scan(f, x, p, policy=policy(factor))  # noqa: E731
+    stashed, wanted = scan_is_mapped(mesh, stash, check_vma), scan_is_mapped(mesh, plain, check_vma)
+    for routing in ("balanced", "disagree"):
+        weights = weights_for(routing)
+        (value, report), grads = stashed(weights, X)
+        assert_identical((value, grads), (wanted(weights, X)[0][0], wanted(weights, X)[1]))
+        assert bool(report.overflowed) == (factor == 0.5 or routing == "disagree")
+
+
+def test_poison_reaches_every_shard_when_one_overflows(mesh):
+    stash = lambda f, x, p: stash_scan(f, x, p, policy=policy(1.25, "poison"), mesh=mesh)  # noqa: E731
+    (value, report), grads = layer_maps(mesh, stash)(weights_for("disagree"), X)
+    assert bool(report.overflowed)
+    assert_all_nan((value, grads))
+
+
+def test_error_raises_from_a_mesh(mesh):
+    stash = lambda f, x, p: stash_scan(f, x, p, policy=policy(1.25, "error"), mesh=mesh)  # noqa: E731
+    step = layer_maps(mesh, stash)
+    weights = weights_for("one hot")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="stash overflow"):
+        jax.block_until_ready(step(weights, X))
+
+
+@pytest.mark.parametrize("routing", ["balanced", "disagree"])
+def test_expert_sharding_gives_what_one_device_gives(mesh, routing):
+    """All experts on one device, every assignment computed there: the same sums, in another order."""
+    weights = weights_for(routing)
+    whole = RingConfig(width=32, expert_width=48, experts=16, top_k=4, shards=1)
+
+    def one_device(weights, x):
+        y, rows, balance = ring_moe(weights, x, whole)
+        return x + y.at[:, 0].set(0), {"rows": rows, "balance": balance}
+
+    def total(weights, x):
+        square, balance, _ = loss(plain, one_device, weights, x)
+        return square + balance
+
+    value, grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(weights, X)
+    stash = lambda f, x, p: stash_scan(f, x, p, policy=policy(1.25), mesh=mesh)  # noqa: E731
+    (sharded, _), sharded_grads = layer_maps(mesh, stash)(weights, X)
+    np.testing.assert_allclose(sharded, value, rtol=1e-6)
+    for ours, theirs in zip(jax.tree.leaves(sharded_grads), jax.tree.leaves(grads)):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-6 * float(jnp.abs(theirs).max()))
+
+
+def test_one_shard_alone_computes_its_part(mesh):
+    """`axis=None` is shard 0 of the ring without the ring: what the benchmark runs on one device."""
+    weights = jax.tree.map(lambda leaf: leaf[0], weights_for("balanced"))
+    local = weights._replace(**{name: getattr(weights, name)[:4] for name in weights._fields[1:]})
+    y, rows, _ = jax.jit(lambda w, x: ring_moe(w, x, CONFIG))(local, X)
+
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(ExpertWeights(jax.P(), *(jax.P("expert"),) * 3), jax.P("expert")),
+        out_specs=jax.P("expert"),
+        check_vma=False,
+    )
+    def count(weights, x):
+        return ring_moe(weights, x, CONFIG, "expert")[1].count[None]
+
+    counts = jax.jit(count)(weights, X)
+    assert int(rows.count) == int(counts[0])
+    assert int(counts.sum()) == TOKENS * CONFIG.top_k
+    assert y.shape == X.shape
+
+
+def test_two_mesh_axes_with_rows_over_both():
+    mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    config = RingConfig(width=32, expert_width=48, experts=16, top_k=4, shards=2)
+    split_by = ExpertWeights(jax.P(), *(jax.P("expert"),) * 3)
+
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(split_by, jax.P(("data", "expert"))),
+        out_specs=(jax.P(("data", "expert")),) * 2,
+        check_vma=False,
+    )
+    def mixture(weights, x):
+        y, rows, _ = ring_moe(weights, x, config, "expert")
+        return y, jax.tree.map(lambda value: value[None], rows)
+
+    def layer(weights, x):
+        y, rows = mixture(weights, x)
+        return x + y, {"rows": rows}
+
+    def step(scan):
+        return jax.jit(jax.grad(lambda w, x: jnp.sum(scan(layer, x, w)[0] ** 2), argnums=(0, 1)))
+
+    weights = weights_for("balanced")
+    chosen = policy(0.8)
+    got = step(lambda f, x, p: stash_scan(f, x, p, policy=chosen, mesh=mesh))(weights, X)
+    assert_identical(got, step(plain)(weights, X))

@@ -1,4 +1,4 @@
-"""Four virtual CPU devices and quick compilation for every test here; nothing is collected where jax is not installed."""
+"""Four virtual CPU devices and quick compilation; nothing is collected where jax is not installed."""
 
 import importlib.util
 import os

@@ -34,11 +34,11 @@ def layer(params, x, *, tag=lambda value, name: value):
 
 def make(counts, starts=None, dtype=jnp.float32, seed=0, tokens=TOKENS, width=WIDTH, inner=INNER):
     """Stacked params and an input, one layer for each count."""
-    keys = iter(jax.random.split(jax.random.key(seed), 8))
+    random = np.random.default_rng(seed)  # jax.random would compile a program for every new shape
     layers = len(counts)
 
     def draw(*shape):
-        return (jax.random.normal(next(keys), (layers, *shape)) * shape[0] ** -0.5).astype(dtype)
+        return jnp.asarray(random.standard_normal((layers, *shape)) * shape[0] ** -0.5, dtype)
 
     params = {
         "w0": draw(width, inner),
@@ -48,7 +48,7 @@ def make(counts, starts=None, dtype=jnp.float32, seed=0, tokens=TOKENS, width=WI
         "start": jnp.asarray(starts if starts is not None else [0] * layers, jnp.int32),
         "count": jnp.asarray(counts, jnp.int32),
     }
-    return params, jax.random.normal(next(keys), (tokens, width)).astype(dtype)
+    return params, jnp.asarray(random.standard_normal((tokens, width)), dtype)
 
 
 def plain_scan(layer, x, params, names=NAMES):
@@ -101,10 +101,10 @@ def assert_identical(got, wanted):
     got, wanted = jax.tree.leaves_with_path(got), jax.tree.leaves_with_path(wanted)
     assert len(got) == len(wanted)
     for (path, a), (_, b) in zip(got, wanted):
-        assert a.dtype == b.dtype and a.shape == b.shape, path
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), (
-            f"{jax.tree_util.keystr(path)}: {np.sum(np.asarray(a) != np.asarray(b))} of {a.size} elements differ"
-        )
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
+        a, b = np.asarray(a), np.asarray(b)
+        differing = f"{jax.tree_util.keystr(path)}: {np.sum(a != b)} of {a.size} elements differ"
+        assert a.tobytes() == b.tobytes(), differing
 
 
 def assert_all_nan(tree):

@@ -1,4 +1,4 @@
-"""What the compiler made of it: one buffer, updated in place, nothing computed twice, bytes that follow rows."""
+"""What the compiler made of it: one buffer, updated in place, nothing computed twice, few bytes a layer."""
 
 from functools import partial
 
@@ -50,7 +50,7 @@ def test_the_buffer_is_in_the_loops_and_is_never_copied_there(stashed):
 
 
 def test_one_buffer_serves_all_layers_and_widths(stashed):
-    """Only the shared buffer is as long as several layers' rows; no stack of a tensor for each layer is left."""
+    """Only the shared buffer is as long as several layers' rows; no tensor is stacked by layer."""
     text = "\n".join(line for lines in stashed.computations.values() for line in lines)
     assert buffer_shape() in text
     for width in (32, 48):

@@ -1,6 +1,9 @@
-"""Four devices: the ring of experts against one device, shards that disagree, both places for the shard_map."""
+"""Four devices: the ring against one device, shards that disagree, both places for the shard_map."""
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +36,7 @@ def mesh():
 
 
 def weights_for(routing):
-    """`balanced`: random; `one hot`: every token's choices on shard 0; `disagree`: a hot shard in even layers."""
+    """`balanced`: random; `one hot`: every choice on shard 0; `disagree`: a hot shard in even layers."""
     weights = jax.vmap(lambda key: init_experts(key, CONFIG))(jax.random.split(jax.random.key(0), LAYERS))
     hot = {"balanced": [], "one hot": range(LAYERS), "disagree": range(0, LAYERS, 2)}[routing]
     router = np.array(weights.router_DE)
@@ -138,12 +141,22 @@ def test_poison_reaches_every_shard_when_one_overflows(mesh):
     assert_all_nan((value, grads))
 
 
-def test_error_raises_from_a_mesh(mesh):
-    stash = lambda f, x, p: stash_scan(f, x, p, policy=policy(1.25, "error"), mesh=mesh)  # noqa: E731
-    step = layer_maps(mesh, stash)
-    weights = weights_for("one hot")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="stash overflow"):
-        jax.block_until_ready(step(weights, X))
+def test_error_raises_from_a_mesh_and_no_device_is_left_waiting():
+    """In a process of its own: jax keeps the failed execution and tells of it again when it exits."""
+    program = """
+import jax, test_jax_mesh as t
+mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+stash = lambda f, x, p: t.stash_scan(f, x, p, policy=t.policy(1.25, "error"), mesh=mesh)
+try:
+    jax.block_until_ready(t.layer_maps(mesh, stash)(t.weights_for("one hot"), t.X))
+except jax.errors.JaxRuntimeError as error:
+    print("raised", "stash overflow: 2559 rows wanted and 800 in the buffer" in str(error), flush=True)
+"""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=here, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "raised True", done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("routing", ["balanced", "disagree"])

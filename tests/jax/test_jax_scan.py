@@ -159,7 +159,7 @@ def test_shared_values_get_the_sum_of_all_layers_gradients(factor):
 
 
 def test_integers_of_the_surrounding_trace_may_be_closed_over():
-    """Positions and segment ids usually are; they have no gradient to lose, in whichever order jit and grad go."""
+    """Positions and segment ids usually are; they have no gradient to lose, whatever jit and grad wrap."""
     params, x = make(COUNTS)
     floats, fixed = split(params)
 

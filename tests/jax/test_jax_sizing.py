@@ -55,5 +55,5 @@ def test_the_report_gives_the_rows_of_the_buffer():
     ],
 )
 def test_impossible_sizes_are_refused(call):
-    with pytest.raises(ValueError, match="has to be|choose a divisor"):
+    with pytest.raises(ValueError, match=r"has to be|choose a divisor"):
         call()

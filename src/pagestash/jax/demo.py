@@ -1,6 +1,6 @@
 """Train a small ring-of-experts decoder on four virtual devices, plain and stashed, side by side.
 
-    python -m pagestash.jax.demo [--steps 30] [--factor 1.5] [--nnx]
+    python -m pagestash.jax.demo [--steps 20] [--factor 1.5] [--nnx]
 
 Both start from the same weights and see the same batches. Their losses have to be equal, number for number;
 the difference is in the memory the compiler set aside.
@@ -17,7 +17,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .moe import STASHED, X_SORTED, DecoderConfig, RingConfig, decoder_loss, init_decoder, plain_scan, stashed_scan
+from .moe import (
+    STASHED,
+    X_SORTED,
+    DecoderConfig,
+    RingConfig,
+    decoder_loss,
+    init_decoder,
+    plain_scan,
+    stashed_scan,
+)
 from .moe.decoder import Scan, place
 from .policy import StashPolicy, StashReport
 from .sizing import expected_rows
@@ -27,11 +36,13 @@ CONFIG = DecoderConfig(
     vocabulary=64,
     width=32,
     heads=4,
-    layers=8,
-    moe=RingConfig(width=32, expert_width=64, experts=16, top_k=4, shards=DEVICES),
+    layers=12,
+    moe=RingConfig(width=32, expert_width=32, experts=16, top_k=4, shards=DEVICES),
 )
 NAMES = (*STASHED, X_SORTED)
 MIB = 2**20
+# Compiling is most of a minute otherwise; the same for both, and memory is planned before LLVM begins.
+QUICK_COMPILATION = {"xla_backend_optimization_level": 1}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     if not _four_devices():
         console.print(
-            f"[red]The demo needs {DEVICES} CPU devices, and jax is already running with {jax.device_count()}.[/] "
+            f"[red]This needs {DEVICES} CPU devices; jax is already running with {jax.device_count()}[/]. "
             "Start it in a fresh process: python -m pagestash.jax.demo"
         )
         return 1
@@ -51,14 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         expected_rows=expected_rows(BATCH // DEVICES, DEVICES, SEQUENCE, CONFIG.moe.top_k),
     )
     console.print(
-        f"{CONFIG.layers} layers, {CONFIG.moe.experts} experts over {DEVICES} devices, top-{CONFIG.moe.top_k}: "
+        f"{CONFIG.layers} layers, {CONFIG.moe.experts} experts over {DEVICES} devices; "
         f"{policy.expected_rows:,} rows expected a layer and device, "
         f"{CONFIG.moe.row_capacity(BATCH * SEQUENCE):,} in the worst case"
     )
     params, loss = _nnx_model(mesh) if options.nnx else _plain_model(mesh)
     scans: dict[str, Scan] = {"plain": plain_scan, "stashed": stashed_scan(policy, mesh)}
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
     ) as progress:
         compiling = progress.add_task("compiling", total=len(scans))
         batches = _batches(options.steps)
@@ -66,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps, states = {}, {}
         for name, scan in scans.items():
             states[name] = (params, jax.tree.map(jnp.zeros_like, params))
-            steps[name] = _step(loss, scan).lower(*states[name], first).compile()
+            steps[name] = _step(loss, scan).lower(*states[name], first).compile(QUICK_COMPILATION)
             progress.advance(compiling)
         training = progress.add_task("training", total=options.steps)
         history, spent, report = [], dict.fromkeys(scans, 0.0), None
@@ -94,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pagestash jax-demo", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=30, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="training steps (default: %(default)s)")
     parser.add_argument("--factor", type=float, default=1.5, help="capacity factor (default: %(default)s)")
     parser.add_argument("--nnx", action="store_true", help="the Flax NNX module instead of plain functions")
     return parser.parse_args(argv)
@@ -115,7 +130,9 @@ Loss = Callable[[Any, jax.Array, Scan], tuple[jax.Array, StashReport | None]]
 
 def _plain_model(mesh: Any) -> tuple[Any, Loss]:
     params = place(init_decoder(jax.random.key(0), CONFIG), mesh)
-    return params, lambda params, tokens, scan: decoder_loss(params, tokens, config=CONFIG, mesh=mesh, scan=scan)
+    return params, lambda params, tokens, scan: decoder_loss(
+        params, tokens, config=CONFIG, mesh=mesh, scan=scan
+    )
 
 
 def _nnx_model(mesh: Any) -> tuple[Any, Loss]:
@@ -123,8 +140,11 @@ def _nnx_model(mesh: Any) -> tuple[Any, Loss]:
 
     from .moe.nnx import Decoder
 
-    definition, params, rest = nnx.split(Decoder(CONFIG, mesh, rngs=nnx.Rngs(0)), nnx.Param, ...)
-    return place(params, mesh), lambda params, tokens, scan: nnx.merge(definition, params, rest).loss(tokens, scan)
+    parts: Any = nnx.split(Decoder(CONFIG, mesh, rngs=nnx.Rngs(0)), nnx.Param, ...)
+    definition, params, rest = parts
+    return place(params, mesh), lambda params, tokens, scan: nnx.merge(definition, params, rest).loss(
+        tokens, scan
+    )
 
 
 def _step(loss: Loss, scan: Scan, rate: float = 0.02, momentum: float = 0.9) -> Any:
@@ -141,11 +161,12 @@ def _step(loss: Loss, scan: Scan, rate: float = 0.02, momentum: float = 0.9) -> 
 
 
 def _batches(count: int) -> Iterator[jax.Array]:
-    """Sequences that walk through the vocabulary in strides; the stride can be read off the last two tokens."""
-    key = jax.random.key(1)
+    """Sequences that walk through the vocabulary in strides; two tokens give the stride away."""
     for index in range(count):
-        start, stride = jax.random.randint(jax.random.fold_in(key, index), (2, BATCH, 1), 1, CONFIG.vocabulary)
-        yield (start + (1 + stride % 4) * jnp.arange(SEQUENCE + 1)) % CONFIG.vocabulary
+        key = jax.random.fold_in(jax.random.key(1), index)
+        start = jax.random.randint(key, (BATCH, 1), 0, CONFIG.vocabulary)
+        stride = 1 + start % 4
+        yield (start + stride * jnp.arange(SEQUENCE + 1)) % CONFIG.vocabulary
 
 
 def _table(steps: dict[str, Any], history: list[dict[str, float]], spent: dict[str, float]) -> Table:
@@ -167,7 +188,8 @@ def _table(steps: dict[str, Any], history: list[dict[str, float]], spent: dict[s
 
 def _told(report: StashReport) -> str:
     wanted, used, capacity, recomputed = (
-        int(value) for value in (report.rows_wanted, report.rows_used, report.rows_capacity, report.layers_recomputed)
+        int(value)
+        for value in (report.rows_wanted, report.rows_used, report.rows_capacity, report.layers_recomputed)
     )
     return (
         f"last step: {wanted:,} rows wanted on the hottest device, {used:,} held, room for {capacity:,}; "

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .geometry import Geometry, GroupGeometry
-from .overflow import poisoned, raise_on
+from .overflow import poisoned, raised_on
 from .pages import Placement, place, pop, push
 from .policy import StashPolicy, StashReport
 from .program import LayerProgram, Leaves
@@ -91,10 +91,12 @@ class Loops:
                 misses.append(missed)
         buffer, pointer, wanted, used = state
         report, missed_by_layer = self._agree(misses, wanted, used)
+        if store and self.policy.on_overflow == "error":
+            overflowed = raised_on(report, self.shards)
+            report = report._replace(overflowed=overflowed)
+            missed_by_layer = [missed * overflowed for missed in missed_by_layer]
         if store and self.policy.on_overflow != "recompute":
             carry = poisoned(report.overflowed, carry)
-        if store and self.policy.on_overflow == "error":
-            raise_on(report)
         return (carry, auxes, report), (saves, buffer, missed_by_layer)
 
     def _forward_step(
@@ -156,6 +158,8 @@ class Loops:
         split = self.programs[0].shared
         first = self.programs[0].carry
         g_carry = first.take(carry_cotangent)[0]
+        if poison is not None:
+            g_carry = poisoned(poison, g_carry)  # at the start too: under `error`, nothing may run before it
         shared_diff = split.take(shared)[0]
         g_shared = [vary_as(jnp.zeros_like(leaf), leaf) for leaf in shared_diff]
         g_params: list[Leaves] = []
@@ -270,8 +274,8 @@ class Loops:
                 if varying_axes(aval) != everywhere:
                     raise ValueError(
                         f"tag {tag.name!r} varies over the mesh axes {sorted(varying_axes(aval))}, and what "
-                        f"else goes into the buffer over {sorted(everywhere)}; mark it with jax.lax.pcast, or "
-                        "use shard_map(check_vma=False)"
+                        f"else goes into the buffer over {sorted(everywhere)}; mark it with jax.lax.pcast, "
+                        "or use shard_map(check_vma=False)"
                     )
         return like
 

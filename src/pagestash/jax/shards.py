@@ -42,6 +42,10 @@ class Local:
     def map(self, each_shard: Callable[..., Any], scalars: Any, arrays: Any) -> Any:
         return each_shard(scalars, arrays)
 
+    def everywhere(self, function: Callable[..., Any], *whole: jax.Array) -> Any:
+        """Call a function of values that are the same on all shards, on each of them."""
+        return function(*whole)
+
     def largest(self, values: jax.Array) -> jax.Array:
         """Element-wise maximum of a vector over all shards: one reduction."""
         varying = tuple(sorted(varying_axes(values)))
@@ -78,6 +82,11 @@ class OverMesh:
             return each_shard(jax.tree.map(lambda entry: entry.reshape(()), scalars), arrays)
 
         return self._shard_map(on_one, (split, split))(scalars, arrays)
+
+    def everywhere(self, function: Callable[..., Any], *whole: jax.Array) -> Any:
+        spec = PartitionSpec()
+        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return mapped(*whole)
 
     def largest(self, values: jax.Array) -> jax.Array:
         return jnp.max(values, axis=0)

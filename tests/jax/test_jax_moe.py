@@ -1,0 +1,94 @@
+"""The decoder in plain JAX and as a Flax module, under both scans; the demo; what importing brings along."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from ragged_model import assert_identical
+
+from pagestash.jax import StashPolicy
+from pagestash.jax.moe import (
+    STASHED,
+    DecoderConfig,
+    RingConfig,
+    decoder_loss,
+    init_decoder,
+    plain_scan,
+    stashed_scan,
+)
+from pagestash.jax.moe.decoder import place
+
+CONFIG = DecoderConfig(
+    vocabulary=32,
+    width=16,
+    heads=2,
+    layers=3,
+    moe=RingConfig(width=16, expert_width=24, experts=8, top_k=2, shards=4),
+)
+TOKENS = (jnp.arange(9) * jnp.arange(1, 5)[:, None]) % 32
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def policy(factor):
+    return StashPolicy(
+        names=STASHED, capacity_factor=factor, expected_rows=16, page_rows=8, fill=float("nan")
+    )
+
+
+@pytest.mark.parametrize("factor", [1.5, 0.3])
+def test_plain_decoder(mesh, factor):
+    params = place(init_decoder(jax.random.key(0), CONFIG), mesh)
+
+    def step(scan):
+        loss = lambda p: decoder_loss(p, TOKENS, config=CONFIG, mesh=mesh, scan=scan)[0]  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    assert_identical(step(stashed_scan(policy(factor), mesh)), step(plain_scan))
+
+
+def test_nnx_decoder_with_dropout(mesh):
+    """Keys and counters of the dropout streams are in the scanned state; only parameters get gradients."""
+    nnx = pytest.importorskip("flax.nnx", reason="flax is missing: pip install pagestash[jax]")
+    from pagestash.jax.moe.nnx import Decoder
+
+    definition, params, rest = nnx.split(Decoder(CONFIG, mesh, rngs=nnx.Rngs(0), dropout=0.2), nnx.Param, ...)
+    assert any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(rest))
+
+    def step(scan):
+        loss = lambda p: nnx.merge(definition, p, rest).loss(TOKENS, scan)[0]  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    assert_identical(step(stashed_scan(policy(0.7), mesh)), step(plain_scan))
+
+
+def test_experts_that_do_not_split_are_refused():
+    with pytest.raises(ValueError, match="cannot be split over 3 shards"):
+        RingConfig(width=16, expert_width=24, experts=8, top_k=2, shards=3)
+    with pytest.raises(ValueError, match="top_k is 9"):
+        RingConfig(width=16, expert_width=24, experts=8, top_k=9)
+
+
+def test_the_demo_runs_and_its_losses_are_equal():
+    done = run("-m", "pagestash.jax.demo", "--steps", "1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "losses are equal in all 1 steps" in " ".join(done.stdout.split())
+
+
+def test_importing_jax_side_brings_no_torch_and_the_package_no_jax():
+    done = run(
+        "-c",
+        "import sys, pagestash.jax, pagestash.jax.moe, pagestash.jax.demo; print('torch' in sys.modules)",
+    )
+    assert done.stdout.strip() == "False", done.stderr
+    done = run("-c", "import sys, pagestash; print('jax' in sys.modules)")
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)

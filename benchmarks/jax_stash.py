@@ -209,7 +209,7 @@ def claims_of(setting: Setting, rows: list[dict[str, Any]], where: str) -> list[
             value=host["temp_bytes"] / stock["temp_bytes"],
             bar=1.05,
         ),
-        # Two programs' bf16 matmuls are tuned apart on a GPU; a wrong residual would show as a difference near 1.
+        # Two programs' bf16 matmuls are tuned apart on a GPU; a wrong residual shows as a difference near 1.
         at_most(
             what="gradient difference from plain, device memory", value=stash["gradient_difference"], bar=0.01
         ),
@@ -228,9 +228,8 @@ def run(out: Path | None = None, quick: bool = False) -> Path:
     rows = measure(setting)
     claims = claims_of(setting, rows, where)
     for claim in claims:
-        _say(
-            f"{'holds' if claim.holds else 'FAILS'}: {claim.what} {claim.value:.4g} ({claim.better} {claim.bar:.4g})"
-        )
+        verdict = "holds" if claim.holds else "FAILS"
+        _say(f"{verdict}: {claim.what} {claim.value:.4g} ({claim.better} {claim.bar:.4g})")
     name = "jax_stash" if on_gpu else "jax_stash_cpu"
     return write(name, config={**asdict(setting), "names": NAMES}, rows=rows, claims=claims, out=out)
 

@@ -1,6 +1,7 @@
 """Gradients on a GPU, with the buffer in device memory and in pinned host memory.
 
-Reading host memory in reverse has given silently wrong gradients in XLA before, so this is checked where it runs.
+Reading host memory in reverse has given silently wrong gradients in XLA before, so this is checked where it
+runs.
 """
 
 import importlib.util

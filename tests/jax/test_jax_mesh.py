@@ -176,9 +176,9 @@ def test_expert_sharding_gives_what_one_device_gives(mesh, routing):
     value, grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(weights, X)
     stash = lambda f, x, p: stash_scan(f, x, p, policy=policy(1.25), mesh=mesh)  # noqa: E731
     (sharded, _), sharded_grads = layer_maps(mesh, stash)(weights, X)
-    np.testing.assert_allclose(sharded, value, rtol=1e-6)
+    np.testing.assert_allclose(sharded, value, rtol=2e-5)
     for ours, theirs in zip(jax.tree.leaves(sharded_grads), jax.tree.leaves(grads)):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-6 * float(jnp.abs(theirs).max()))
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * float(jnp.abs(theirs).max()))
 
 
 def test_one_shard_alone_computes_its_part(mesh):

@@ -22,6 +22,7 @@ from pagestash.jax import Rows, StashPolicy, stash_scan
 
 NAN = float("nan")
 PAGE = 32
+SLOW = pytest.mark.slow
 EDGES = [0, 1, PAGE - 1, PAGE, PAGE + 1, CAPACITY - 1, CAPACITY]
 
 
@@ -42,7 +43,7 @@ def test_window_layout(memory):
     counts = [CAPACITY, 40, 1, PAGE, 70, PAGE - 1, 100]
     starts = [0, 100, CAPACITY - 1, CAPACITY - PAGE, CAPACITY - 70, CAPACITY - PAGE + 1, 13]
     params, x = make(counts, starts)
-    for factor in (1.0, 0.4):
+    for factor in (1.0, 0.4) if memory == "device" else (0.4,):
         got = gradients(with_stash(policy(capacity_factor=factor, memory=memory)), params, x)
         assert_identical((got[0][0], got[1]), _plain(params, x))
 
@@ -50,19 +51,19 @@ def test_window_layout(memory):
 def test_every_page_size_that_divides():
     params, x = make([0, 100, CAPACITY, 37], [0, 77, 0, 219])
     wanted = _plain(params, x)
-    for page in (1, 64, CAPACITY):
+    for page in (1, CAPACITY):
         got = gradients(with_stash(policy(page_rows=page, capacity_factor=0.9)), params, x)
         assert_identical((got[0][0], got[1]), wanted)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=SLOW)])
 def test_dtypes(dtype):
     params, x = make([100, 0, 256, 31], dtype=dtype)
     got = gradients(with_stash(policy(capacity_factor=0.5)), params, x)
     assert_identical((got[0][0], got[1]), _plain(params, x))
 
 
-@pytest.mark.parametrize("narrow", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize("narrow", [jnp.float8_e4m3fn, pytest.param(jnp.float8_e5m2, marks=SLOW)])
 def test_fp8_bf16_and_fp32_tensors_share_the_buffer(narrow):
     kinds = {"xs": jnp.bfloat16, "h0": narrow, "h1": jnp.float32, "out": jnp.float32}
 
@@ -79,9 +80,8 @@ def test_fp8_bf16_and_fp32_tensors_share_the_buffer(narrow):
     params, x = make([100, 5, 256, 0])
     names = tuple(f"{name}8" for name in NAMES)
     wanted = _plain(params, x, stored, names)
-    for factor in (1.0, 0.3):
-        got = gradients(with_stash(policy(names=names, capacity_factor=factor)), params, x, stored)
-        assert_identical((got[0][0], got[1]), wanted)
+    got = gradients(with_stash(policy(names=names, capacity_factor=0.5)), params, x, stored)
+    assert_identical((got[0][0], got[1]), wanted)
 
 
 def test_booleans_share_the_buffer():

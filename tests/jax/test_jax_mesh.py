@@ -123,7 +123,7 @@ def test_layers_that_map_themselves(mesh, factor):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("factor", [1.25, 0.5])
+@pytest.mark.parametrize("factor", [0.5, pytest.param(1.25, marks=pytest.mark.slow)])
 def test_scans_inside_a_shard_map(mesh, factor, check_vma):
     stash = lambda f, x, p: stash_scan(f, x, p, policy=policy(factor))  # noqa: E731
     stashed, wanted = scan_is_mapped(mesh, stash, check_vma), scan_is_mapped(mesh, plain, check_vma)

@@ -41,7 +41,7 @@ def policy(factor):
     )
 
 
-@pytest.mark.parametrize("factor", [1.5, 0.3])
+@pytest.mark.parametrize("factor", [0.7, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_plain_decoder(mesh, factor):
     params = place(init_decoder(jax.random.key(0), CONFIG), mesh)
 

@@ -63,8 +63,8 @@ windows = st.tuples(st.integers(0, CAPACITY), st.integers(0, CAPACITY)).map(
 @settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(list(SHAPES)),
-    page=st.sampled_from([1, 8, 48]),
-    factor=st.sampled_from([0.6, 1.5, 2.0]),
+    page=st.sampled_from([1, 8]),
+    factor=st.sampled_from([0.6, 2.0]),
     layers=st.lists(windows, min_size=LAYERS, max_size=LAYERS),
     seed=st.integers(0, 2**16),
 )

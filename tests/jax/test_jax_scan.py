@@ -10,7 +10,8 @@ from ragged_model import CAPACITY, NAMES, assert_identical, layer, make, plain_s
 from pagestash.jax import Rows, StashPolicy, stash_scan
 
 COUNTS = [100, 0, 256, 31]
-FACTORS = [1.0, 0.4]
+# At 1.0 of the worst case there is no branch; at 0.4 some layers are recomputed.
+FACTORS = [0.4, pytest.param(1.0, marks=pytest.mark.slow)]
 
 
 def policy(factor=1.0, **changes):
@@ -91,7 +92,7 @@ def narrow_layer(params, x):
     return x + back @ params["v"], {"rows": Rows.prefix(params["count"]), "norm": jnp.mean(x * x)}
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("factor", [1.0, 0.5, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_dense_and_mixture_layers_in_turn_share_one_buffer(factor):
     params, x = make(COUNTS)
     mixture, fixed = split(params)

@@ -10,7 +10,7 @@ HAS_JAX = importlib.util.find_spec("jaxlib") is not None
 
 
 def quick_flags() -> str:
-    """Compiling is most of these tests' time. XLA's own passes stay as they are; code generation does less."""
+    """Compiling is most of these tests' time. XLA's passes stay as they are; code generation does less."""
     flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
     # XLA ends the process over a flag it does not know, so this one goes only where it was seen to exist.
     seen = importlib.metadata.version("jaxlib").startswith("0.10.")

@@ -120,7 +120,9 @@ def vary_as(value: jax.Array, *others: Any) -> jax.Array:
 def varying_axes(value: Any) -> frozenset[str]:
     """Mesh axes a value, or abstract value, is known to vary over; none under `check_vma=False`."""
     abstract = getattr(value, "aval", value)
-    return frozenset(abstract.manual_axis_type.varying)
+    # The attribute has had two names; without either, jax itself complains where a mark is missing.
+    kind = getattr(abstract, "manual_axis_type", None)
+    return frozenset(getattr(abstract, "vma", ()) if kind is None else kind.varying)
 
 
 def _filled(geometry: Geometry, fill: float, space: Any) -> jax.Array:

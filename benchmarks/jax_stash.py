@@ -182,7 +182,12 @@ def claims_of(setting: Setting, rows: list[dict[str, Any]], where: str) -> list[
     ratio = {layers: temp("stash", layers) / temp("plain", layers) for layers in (short, tall)}
     slope = (temp("stash", tall) - temp("stash", short)) / (temp("plain", tall) - temp("plain", short))
     stash = by["stash", short]
-    at_most = partial(Claim, better="at most")
+
+    def at_most(*, what: str, value: float, bar: float) -> Claim:
+        return Claim(
+            what=f"JAX stash_scan: {what}", value=round(value, 4), bar=round(bar, 4), better="at most"
+        )
+
     claims = [
         at_most(what=f"temp bytes of plain, {tall} layers, {where}", value=ratio[tall], bar=ratio[short]),
         # 1.25 / 4 of the saved rows, and the layer's input, which both keep whole.

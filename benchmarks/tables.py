@@ -16,7 +16,7 @@ def render(results: Path = RESULTS) -> str:
     lines = ["| what | seen | bar | machine |", "| --- | --- | --- | --- |"]
     for path in sorted(results.glob("*.json")):
         body = json.loads(path.read_text())
-        machine = _machine(body["environment"])
+        machine = _machine(body["environment"], "jax" if body["benchmark"].startswith("jax") else "torch")
         for claim in body["claims"]:
             unit = f" {claim['unit']}" if claim["unit"] else ""
             # A bar that was missed stands in the table like the others.
@@ -46,16 +46,12 @@ def update(readme: Path = README, results: Path = RESULTS, *, check: bool = Fals
     return new != old
 
 
-def _machine(environment: dict[str, Any]) -> str:
-    """The machine's name without its driver, and the version of what it ran."""
+def _machine(environment: dict[str, Any], package: str) -> str:
+    """The machine's name without its driver, the version of what it ran, and the commit."""
     name = environment["machine"].partition(",")[0]
-    versions = environment["versions"]
-    ran = [
-        f"{package} {versions[package].partition('+')[0]}"
-        for package in ("torch", "jax")
-        if package in versions
-    ]
-    return _cell(", ".join([name, *ran[:1]]))
+    version = environment["versions"].get(package, "").partition("+")[0]
+    ran = [f"{package} {version}"] if version else []
+    return _cell(", ".join([name, *ran, environment["commit"][:7]]))
 
 
 def _cell(text: str) -> str:

@@ -38,3 +38,14 @@ def demo(
 
     if not main(DemoConfig(steps=steps, layers=layers, capacity=capacity, seed=seed)):
         raise typer.Exit(1)
+
+
+@app.command(name="jax-demo")
+def jax_demo() -> None:
+    """Train a small ring-of-experts model in JAX, plain against stashed, on four virtual devices."""
+    try:
+        from pagestash.jax.demo import main
+    except ImportError as error:
+        typer.echo(f"jax-demo needs the jax extra: pip install 'pagestash[jax]' ({error})", err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(main([]))

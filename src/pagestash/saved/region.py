@@ -4,28 +4,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from pagestash.policy import Rule
+from pagestash.policy import Policy, Rule
+from pagestash.saved.identity import Entry
 
-if TYPE_CHECKING:
-    from pagestash.saved.capture import Capture
-    from pagestash.saved.identity import Entry
+
+class RegionOwner(Protocol):
+    """What a region belongs to: the capture of one keeper."""
+
+    policy: Policy
+
+    def close(self, region: "Region") -> None:
+        """The region is over."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
 class Region:
     """One entry into a region: its name and rule, its valid rows, and the entries saved in it so far."""
 
-    capture: "Capture"
+    capture: RegionOwner
     name: str
     rule: Rule | None
     rows: torch.Tensor | None = None
     capacity: int = 0
     weights: set[int] = field(default_factory=set)
-    entries: "list[Entry]" = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
 
 
 # The innermost last. Scoped to the running step and thread, not to the process: a keeper that is not in a step

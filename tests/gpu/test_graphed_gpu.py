@@ -254,5 +254,7 @@ def test_memory_of_a_stashed_graph_is_smaller():
     """Twelve layers with capacity 4x: the graph holds valid rows, and worst-case buffers of one layer only."""
     from benchmarks.graphed_stack import measure
 
-    stashed, plain = (measure(layers=6, capacity=32768, width=512, stash=on)["held_bytes"] for on in (True, False))
+    stashed, plain = (
+        measure(layers=6, capacity=32768, width=512, stash=on)["held_bytes"] for on in (True, False)
+    )
     assert stashed < 0.6 * plain

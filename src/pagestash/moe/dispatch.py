@@ -25,17 +25,29 @@ class Received:
 
 
 class Dispatch(Protocol):
-    """Expert parallelism, as the layer sees it."""
+    """Expert parallelism, as the layer sees it: `AllGather`, `AllToAll`, or your own."""
 
     experts: int
     """Experts on this rank."""
 
+    @property
+    def capacity(self) -> int | None:
+        """Rows that the buffer of received rows holds; None: as many as can arrive."""
+        ...
+
     def send(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, over: torch.Tensor | None
     ) -> Received:
-        """Bring each token [T, d] to its experts `ids` [T, K]; set `over` to 1 beyond capacity."""
+        """Bring each token [T, d] to its experts `ids` [T, K]; set `over` to 1 beyond capacity.
+
+        Without `over`, rows beyond the capacity are dropped in silence: that was asked for.
+        """
         ...
 
     def collect(self, rows_RD: torch.Tensor, received: Received) -> torch.Tensor:
         """The results of `received.rows_RD`, back at their tokens and summed: [T, d]."""
+        ...
+
+    def grow_capacity(self, *, headroom: float, alignment: int) -> bool:
+        """Make room for what was wanted; whether anything grew. Every rank calls it; it may wait."""
         ...

@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagestash.kernels.gather import ALIGNMENT
 from pagestash.kernels.route import route
 from pagestash.moe.block import BlockOptions, LocalExperts, ReceivedExperts
+from pagestash.moe.capacity import HEADROOM, Capacity
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.dispatch import Dispatch
 from pagestash.moe.router import Router
@@ -18,7 +20,8 @@ class Experts(nn.Module):
     """The routed experts of one rank: `up` [E, 2n, d] (gate, then linear) and `down` [E, d, n].
 
     `over_capacity`, a float32 on the device, becomes 1 when more rows arrived than `capacity`; whoever runs
-    the step reads and clears it, as with a pool's `overflow`.
+    the step reads it, calls `grow_capacity` and `clear_over_capacity`, and runs the batch again, as with a
+    pool's `overflow`. With a `dispatch` E are the experts of this rank, and the capacity is the dispatch's.
     """
 
     def __init__(
@@ -33,7 +36,8 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.pool, self.dispatch, self.account = config, pool, dispatch, account
-        self.capacity = config.capacity
+        self._rows = Capacity(config.capacity)
+        self._most = 0
         experts = config.experts if dispatch is None else dispatch.experts
         width, inner = config.width, config.expert_width
         made = {"device": device, "dtype": dtype}
@@ -63,7 +67,10 @@ class Experts(nn.Module):
             and (x.requires_grad or self.up.requires_grad or self.down.requires_grad),
         )
         if self.dispatch is None:
-            routing = route(ids, self.config.experts, capacity=self.capacity, over=over)
+            self._most = max(self._most, ids.numel())
+            capacity = self._rows.limit(ids.numel())
+            routing = route(ids, self.config.experts, capacity=capacity, over=over)
+            self._rows.observe(routing.counts)
             with region(rows=routing.rows, capacity=routing.order.numel()):
                 return LocalExperts.apply(x, weights, up, down, up_bias, down_bias, ids, routing, options)
         received = self.dispatch.send(x, ids, weights, over)
@@ -80,6 +87,29 @@ class Experts(nn.Module):
                 options,
             )
         return self.dispatch.collect(rows, received)
+
+    @property
+    def capacity(self) -> int | None:
+        """Rows that the experts' buffers hold, read at each forward; None: as many as can arrive."""
+        return self._rows.rows if self.dispatch is None else self.dispatch.capacity
+
+    def grow_capacity(self, *, headroom: float = HEADROOM, alignment: int = ALIGNMENT) -> bool:
+        """Make room for the most rows that were wanted, times `headroom`, in multiples of `alignment`.
+
+        Whether anything grew: if so, a graph must be captured again. With a dispatch all its ranks must call
+        this, and all grow alike. It waits for the device. A layer that drops rows was told to, and stays.
+        """
+        if self.config.drop:
+            return False
+        if self.dispatch is not None:
+            return self.dispatch.grow_capacity(headroom=headroom, alignment=alignment)
+        if self._rows.peak is None:
+            return False
+        return self._rows.grow(int(self._rows.peak), self._most, headroom=headroom, alignment=alignment)
+
+    def clear_over_capacity(self) -> None:
+        """Take the flag down again."""
+        self.over_capacity.zero_()
 
 
 class SharedExperts(nn.Module):
@@ -133,6 +163,14 @@ class MoE(nn.Module):
     def over_capacity(self) -> torch.Tensor:
         """A 0-d float32 on the device: 1 once more rows arrived than the capacity, until cleared."""
         return self.experts.over_capacity
+
+    def grow_capacity(self, *, headroom: float = HEADROOM, alignment: int = ALIGNMENT) -> bool:
+        """See `Experts.grow_capacity`."""
+        return self.experts.grow_capacity(headroom=headroom, alignment=alignment)
+
+    def clear_over_capacity(self) -> None:
+        """Take the flag down again."""
+        self.experts.clear_over_capacity()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if x.shape[-1] != self.config.width:

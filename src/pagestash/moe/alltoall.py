@@ -1,0 +1,209 @@
+"""`AllToAll`: each choice's row goes to the rank of its expert alone, and its result comes back.
+
+T tokens of K choices, d the model's width, W ranks with E experts each. A *slot* is a row on the wire: rank w's
+rows stand together, in the order of tokens and choices. `place[t, k]` is the slot of a choice, or -1. At the
+other end slots are sorted by expert into R rows of capacity, so that an expert sees its rows by rank, token and
+choice: the order it would see them in on a single process.
+
+What moves, for each rank and pass in b-byte elements: b·d + 8 bytes a slot go out, b·d come back, and backward
+moves as much the other way. Exact: T·K slots, of which those for experts here stay. Padded: W·C slots for C
+rows of pair capacity, whatever was chosen.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from pagestash.kernels.gather import ALIGNMENT
+from pagestash.kernels.route import route
+from pagestash.moe import ops
+from pagestash.moe.capacity import HEADROOM, Capacity
+from pagestash.moe.collectives import Ranks
+from pagestash.moe.config import MoEConfig
+from pagestash.moe.dispatch import Received
+
+
+class AllToAll:
+    """Expert parallelism that sends rows only where they are wanted; any process group.
+
+        dispatch = AllToAll(config, max_tokens=8192, pair_capacity=4096)    # static shapes, no host sync
+        dispatch = AllToAll(config, padded=False)                           # the host reads the counts
+
+    Padded, `pair_capacity` rows travel between every two ranks; a rank that has more for another sets its
+    layer's `over_capacity`. None makes room for the worst case, `max_tokens` × min(top_k, experts here). Both
+    numbers are the same on every rank; `max_tokens` is the most tokens that any rank brings to one forward.
+    Exact, shapes follow the batch: the eager baseline.
+
+    `config.capacity` bounds the rows that arrive here from all ranks; None makes room for all that can.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: Any = None,
+        *,
+        padded: bool = True,
+        max_tokens: int | None = None,
+        pair_capacity: int | None = None,
+    ) -> None:
+        if padded and (max_tokens is None or max_tokens < 1):
+            raise ValueError(
+                f"max_tokens={max_tokens}: a padded AllToAll needs the most tokens any rank brings"
+            )
+        if not padded and pair_capacity is not None:
+            raise ValueError(
+                f"pair_capacity={pair_capacity}: an exact AllToAll (padded=False) has no use for it"
+            )
+        if pair_capacity is not None and pair_capacity < 1:
+            raise ValueError(f"pair_capacity={pair_capacity}: expected at least 1 row")
+        self.ranks = Ranks(group, config.experts)
+        self.experts, self.padded, self.max_tokens = self.ranks.experts, padded, max_tokens
+        self._fan = min(config.top_k, self.experts)  # rows that one token can have for one rank
+        self._pair, self._rows = Capacity(pair_capacity), Capacity(config.capacity)
+
+    @property
+    def capacity(self) -> int | None:
+        return self._rows.rows
+
+    @property
+    def pair_capacity(self) -> int | None:
+        """Rows that travel between every two ranks; None where the dispatch is exact."""
+        return self._pair.limit(self.max_tokens * self._fan) if self.padded and self.max_tokens else None
+
+    def send(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, over: torch.Tensor | None
+    ) -> Received:
+        wire = self._lay_out_padded(x, ids, over) if self.padded else self._lay_out_exact(ids)
+        slots = ops.gather(x, wire.place, wire.slots)
+        slots, slot_weights, slot_ids, wanted = _ToExperts.apply(
+            slots, weights.float(), ids, wire, self.ranks
+        )
+        # At least one row: a rank that receives nothing runs the same kernels over no valid rows.
+        capacity = max(1, self._rows.limit(slot_ids.numel()))
+        routing = route(slot_ids.view(-1, 1), self.experts, capacity=capacity, over=over)
+        self._rows.observe(wanted)
+        inverse = routing.inverse
+        rows_RD = ops.gather(slots, inverse, capacity)
+        row_weights = ops.gather(slot_weights.view(-1, 1), inverse, capacity).view(-1)
+        return Received(rows_RD, row_weights, routing.offsets, state=(inverse, wire))
+
+    def collect(self, rows_RD: torch.Tensor, received: Received) -> torch.Tensor:
+        inverse, wire = received.state
+        slots = _ToTokens.apply(ops.combine(rows_RD, inverse), wire, self.ranks)
+        return ops.combine(slots, wire.place)
+
+    def grow_capacity(self, *, headroom: float = HEADROOM, alignment: int = ALIGNMENT) -> bool:
+        """Make room on every rank for the most that any rank wanted. Every rank calls it; it waits."""
+        grew = False
+        for capacity, share in ((self._pair, 1), (self._rows, self.ranks.count)):
+            if capacity.peak is not None:
+                wanted = int(self.ranks.maximum(capacity.peak))
+                most = wanted if self.max_tokens is None else share * self.max_tokens * self._fan
+                grew |= capacity.grow(wanted, most, headroom=headroom, alignment=alignment)
+        return grew
+
+    def _lay_out_padded(self, x: torch.Tensor, ids: torch.Tensor, over: torch.Tensor | None) -> "_Wire":
+        assert self.max_tokens is not None
+        if x.shape[0] > self.max_tokens:
+            raise ValueError(f"{x.shape[0]} tokens on rank {self.ranks.rank}: max_tokens={self.max_tokens}")
+        pair = self._pair.limit(self.max_tokens * self._fan)
+        owner = torch.div(ids, self.experts, rounding_mode="floor")
+        routing = route(owner, self.ranks.count)
+        if self._pair.rows is not None:
+            most = routing.counts.max()
+            self._pair.observe(most)
+            if over is not None:
+                over.masked_fill_(most > pair, 1.0)
+        starts = routing.offsets - routing.counts
+        slot = routing.inverse - starts[owner.to(torch.int64)]
+        fits = (routing.inverse >= 0) & (slot < pair)
+        place = torch.where(fits, owner * pair + slot, -1).to(torch.int32)
+        return _Wire(place, self.ranks.count * pair, routing.counts, pair=pair)
+
+    def _lay_out_exact(self, ids: torch.Tensor) -> "_Wire":
+        owner = torch.div(ids, self.experts, rounding_mode="floor")
+        routing = route(owner, self.ranks.count)
+        coming = self.ranks.all_to_all(routing.counts)
+        # The one wait of a forward, for both.
+        sent, arriving = torch.stack([routing.counts, coming]).tolist()
+        return _Wire(routing.inverse, sum(sent), routing.counts, coming, sent=sent, arriving=arriving)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wire:
+    """How slots are laid out: `pair` for every rank, or as many for each as the lists say."""
+
+    place: torch.Tensor  # int32 [T, K]
+    slots: int
+    counts: torch.Tensor  # int32 [W]: rows for each rank; padded: also beyond the pair's capacity
+    coming: torch.Tensor | None = None  # int32 [W]: rows from each rank; padded, that is known on arrival
+    pair: int = 0  # slots for each rank; 0: exact
+    sent: list[int] | None = None
+    arriving: list[int] | None = None
+
+
+class _ToExperts(torch.autograd.Function):
+    """Slots [S, d], and the weights and ids [T, K] of their choices, to the experts' ranks.
+
+    Gives the slots that arrive, their weights and experts (counted from this rank's first; -1 where a slot is
+    padding), and how many rows each rank wanted to send here. One node for both gradients: their collectives
+    then come in the same order on every rank.
+    """
+
+    @staticmethod
+    def forward(ctx, slots, weights, ids, wire, ranks):
+        ctx.wire, ctx.ranks = wire, ranks
+        slots = ranks.all_to_all(slots, wire.sent, wire.arriving)
+        about = ranks.all_to_all(_describe(weights, ids, wire, ranks), wire.sent, wire.arriving)
+        if wire.pair:
+            parts = about.view(ranks.count, wire.pair + 1, 2)
+            wanted, about = parts[:, 0, 0].contiguous(), parts[:, 1:].reshape(-1, 2)
+        else:
+            wanted = wire.coming.clone()
+        slot_ids, slot_weights = (column.contiguous() for column in about.unbind(1))
+        ctx.mark_non_differentiable(slot_ids, wanted)
+        return slots, slot_weights.view(torch.float32), slot_ids, wanted
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dslots, dslot_weights, _ids, _wanted):
+        wire, ranks = ctx.wire, ctx.ranks
+        if ctx.needs_input_grad[0]:
+            dslots = ranks.all_to_all(dslots, wire.arriving, wire.sent)
+        dweights = None
+        if ctx.needs_input_grad[1]:
+            back = ranks.all_to_all(dslot_weights, wire.arriving, wire.sent)
+            dweights = torch.where(wire.place >= 0, back[wire.place.clamp(min=0).to(torch.int64)], 0.0)
+        return dslots, dweights, None, None, None
+
+
+def _describe(weights: torch.Tensor, ids: torch.Tensor, wire: _Wire, ranks: Ranks) -> torch.Tensor:
+    """Int32 [lines, 2]: expert and weight of each slot. Padded, a rank's lines begin with what was wanted."""
+    place = wire.place.view(-1).to(torch.int64)
+    lines = wire.slots + (ranks.count if wire.pair else 0)
+    # One line more, cut off again, for the choices that have no slot.
+    about = torch.full((lines + 1, 2), -1, dtype=torch.int32, device=ids.device)
+    at = place
+    if wire.pair:
+        about[:-1].view(ranks.count, wire.pair + 1, 2)[:, 0, 0] = wire.counts
+        at = place + torch.div(place, wire.pair, rounding_mode="floor") + 1
+    expert = torch.remainder(ids.reshape(-1).to(torch.int32), ranks.experts)
+    told = torch.stack([expert, weights.reshape(-1).view(torch.int32)], dim=1)
+    about[torch.where(place >= 0, at, lines)] = told
+    return about[:-1]
+
+
+class _ToTokens(torch.autograd.Function):
+    """Results [S, d] from the experts' ranks to the slots they came from."""
+
+    @staticmethod
+    def forward(ctx, slots, wire, ranks):
+        ctx.wire, ctx.ranks = wire, ranks
+        return ranks.all_to_all(slots, wire.arriving, wire.sent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dslots):
+        return ctx.ranks.all_to_all(dslots, ctx.wire.sent, ctx.wire.arriving), None, None

@@ -1,0 +1,508 @@
+"""Expert parallelism over 2 and 4 processes gives what one process with all experts gives.
+
+A module-wide spawn for each number of ranks runs every case under every dispatch and writes down what it got;
+the tests compare. Cases, tensors and expectations come from the same seeds on both sides.
+"""
+
+import os
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from pagestash.kernels import backend
+from pagestash.moe import AllGather, AllToAll, MoE, MoEConfig
+from pagestash.moe.layer import Experts
+from pagestash.pages.pool import PagePool
+
+# Rows are multiples of 64 bytes: a BLAS may add in another order where alignment differs.
+D, N, E = 32, 32, 8
+MAX_TOKENS = 14
+WORLDS = [2, 4]
+KINDS = ["gather", "padded", "exact"]
+
+# Routing, and what is special about a case. `tokens` are cut to the number of ranks.
+CASES = {
+    "random": {"choose": "random", "top_k": 3},
+    "two_choices": {"choose": "random", "top_k": 2},
+    "skewed": {"choose": "skewed", "top_k": 3},
+    "one_hot": {"choose": "one_hot", "top_k": 1},
+    "first_rank_only": {"choose": "first", "top_k": 2},
+    "uneven": {"choose": "random", "top_k": 3, "tokens": [14, 0, 5, 9]},
+    "bias": {"choose": "random", "top_k": 2, "bias": True, "activation": "clamped", "tokens": [3, 11, 14, 1]},
+}
+
+
+def make_config(case, **changes):
+    made = {"width": D, "expert_width": N, "experts": E, "top_k": case["top_k"]}
+    made |= {key: case[key] for key in ("bias", "activation") if key in case}
+    return MoEConfig(**made | changes)
+
+
+def problem(name, world):
+    """Tokens of each rank, their choices, the weights of all experts, and the gradient of the result."""
+    case = CASES[name]
+    generator = torch.Generator().manual_seed(sorted(CASES).index(name) * 10 + world)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    tokens = case.get("tokens", [12] * 4)[:world]
+    total, choices = sum(tokens), case["top_k"]
+    likely = torch.ones(E)
+    if case["choose"] == "skewed":
+        likely = torch.tensor([100.0, 50.0, 10.0, 1.0] + [1e-3] * (E - 4))
+    elif case["choose"] == "one_hot":
+        likely = torch.tensor([0.0] * 3 + [1.0] + [0.0] * (E - 4))
+    elif case["choose"] == "first":
+        likely = torch.tensor([1.0] * (E // world) + [0.0] * (E - E // world))
+    ids = torch.multinomial(likely.expand(total, -1), choices, generator=generator).to(torch.int32)
+    parameters = {"up": normal(E, 2 * N, D) / D**0.5, "down": normal(E, D, N) / N**0.5}
+    if case.get("bias"):
+        parameters |= {"up_bias": normal(E, 2 * N), "down_bias": normal(E, D)}
+    weights = torch.rand(total, choices, generator=generator)
+    return {
+        "tokens": tokens, "x": normal(total, D), "ids": ids, "weights": weights, "dy": normal(total, D),
+        "parameters": parameters,
+    }  # fmt: skip
+
+
+def run(experts, x, weights, ids, dy, *, retain=False):
+    """Result and gradients, by name."""
+    experts.zero_grad()
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    y = experts(x, weights, ids)
+    if retain:
+        y.backward(dy, retain_graph=True)
+        experts.zero_grad()
+        x.grad = weights.grad = None
+    y.backward(dy)
+    grads = {name: p.grad.clone() for name, p in experts.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, "weights": weights.grad} | grads
+
+
+def load(experts, parameters, rank=0, world=1):
+    with torch.no_grad():
+        for name, value in parameters.items():
+            getattr(experts, name).copy_(value.chunk(world)[rank])
+
+
+@contextmanager
+def one_thread_of_references():
+    """As in the processes: then the products have the same bits."""
+    threads, was = torch.get_num_threads(), backend.interpreted
+    torch.set_num_threads(1)
+    backend.interpreted = lambda: False
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        backend.interpreted = was
+
+
+def alone(name, world, weights=None):
+    """What one process with all experts gives."""
+    given = problem(name, world)
+    experts = Experts(make_config(CASES[name]))
+    load(experts, given["parameters"])
+    with one_thread_of_references():
+        return run(
+            experts,
+            given["x"],
+            given["weights"] if weights is None else weights,
+            given["ids"],
+            given["dy"],
+        )
+
+
+# --- in the processes ---------------------------------------------------------------------------------------
+
+
+def make_dispatch(kind, config, **changes):
+    if kind == "gather":
+        return AllGather(config, max_tokens=MAX_TOKENS)
+    if kind == "padded":
+        return AllToAll(config, max_tokens=MAX_TOKENS, **changes)
+    return AllToAll(config, padded=False)
+
+
+class Rank:
+    """One process's part of every case."""
+
+    def __init__(self, rank, world):
+        self.rank, self.world = rank, world
+
+    def setup(self, name, kind, *, pair_capacity=None, **changes):
+        config = make_config(CASES[name], **changes)
+        pair = {"pair_capacity": pair_capacity} if pair_capacity and kind == "padded" else {}
+        experts = Experts(config, dispatch=make_dispatch(kind, config, **pair))
+        given = problem(name, self.world)
+        load(experts, given["parameters"], self.rank, self.world)
+        mine = [given[part].split(given["tokens"])[self.rank] for part in ("x", "weights", "ids", "dy")]
+        return experts, mine
+
+    def plain(self, name, kind):
+        experts, mine = self.setup(name, kind)
+        first = run(experts, *mine)
+        assert experts.over_capacity == 0
+        return first | {"again": run(experts, *mine, retain=True)}
+
+    def stashed(self, kind):
+        """Through a pool that has room for all, for the received rows alone, and for less."""
+        experts, mine = self.setup("skewed", kind)
+        given, here = problem("skewed", self.world), E // self.world
+        rows = int((given["ids"] // here == self.rank).sum())
+        rows_pages, all_pages = -(-rows * D * 4 // 256), -(-rows * D * 4 // 256) + -(-rows * 2 * N * 4 // 256)
+        found = {"rows": rows, "plain": run(experts, *mine)}
+        for label, pages in (("all", all_pages), ("received", rows_pages), ("less", rows_pages - 1)):
+            experts.pool = PagePool("cpu", 256, max(pages, 1))
+            found[label] = run(experts, *mine)
+            stats = experts.pool.stats()
+            found[label + "_stats"] = (
+                stats.overflow,
+                stats.device.in_use,
+                stats.device.peak,
+                stats.refused_groups,
+            )
+        experts.pool = PagePool("cpu", 256, all_pages + 1)
+        with torch.no_grad():
+            found["no_grad"] = experts(*mine[:3])
+        found["no_grad_peak"] = experts.pool.stats().device.peak
+        return found
+
+    def over_rows(self, kind):
+        """Everything goes to rank 0, which has room for fewer."""
+        experts, mine = self.setup("first_rank_only", kind, capacity=7)
+        short = run(experts, *mine)
+        found = {"short": short, "flag": float(experts.over_capacity), "before": experts.capacity}
+        found["grew"] = experts.grow_capacity(headroom=1.0, alignment=1)
+        found["after"] = experts.capacity
+        found["again"] = experts.grow_capacity(headroom=1.0, alignment=1)
+        found["still"] = float(experts.over_capacity)
+        experts.clear_over_capacity()
+        found["run"] = run(experts, *mine)
+        found["cleared"] = float(experts.over_capacity)
+        return found
+
+    def over_pair(self):
+        """The pair capacity is short on rank 1 alone: the others choose evenly among the ranks."""
+        experts, (x, weights, ids, dy) = self.setup("one_hot", "padded", pair_capacity=5, capacity=8)
+        if self.rank != 1:
+            ids = (torch.arange(ids.numel()) % E).to(torch.int32).view(ids.shape)
+        run(experts, x, weights, ids, dy)
+        dispatch = experts.dispatch
+        found = {"flag": float(experts.over_capacity), "before": (dispatch.pair_capacity, dispatch.capacity)}
+        found["grew"] = experts.grow_capacity(headroom=1.0, alignment=1)
+        found["after"] = (dispatch.pair_capacity, dispatch.capacity)
+        experts.clear_over_capacity()
+        found["run"] = run(experts, x, weights, ids, dy) | {"ids": ids}
+        found["cleared"] = float(experts.over_capacity)
+        return found
+
+    def dropping(self, kind):
+        experts, mine = self.setup("first_rank_only", kind, capacity=7, drop=True)
+        found = {"run": run(experts, *mine), "flag": float(experts.over_capacity)}
+        return found | {"grew": experts.grow_capacity(), "capacity": experts.capacity}
+
+    def errors(self):
+        found = []
+        config = MoEConfig(width=D, expert_width=N, experts=self.world * 3 + 1, top_k=1)
+        for make in (
+            lambda: AllGather(config, max_tokens=4),
+            lambda: AllToAll(config, max_tokens=4),
+            lambda: AllToAll(config, padded=False),
+        ):
+            with pytest.raises(ValueError, match="experts=") as caught:
+                make()
+            found.append(str(caught.value))
+        return found
+
+    def whole_layer(self, kind):
+        """Router, shared experts and auxiliary losses around the dispatch, in bf16 too."""
+        found = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            moe, x, dy = whole(dtype, self.world, self.rank, kind)
+            x.requires_grad_()
+            y, aux = moe(x)
+            (y.float() * dy).sum().backward()
+            grads = {name: p.grad for name, p in moe.named_parameters()}
+            found[dtype] = {"y": y.detach(), "x": x.grad, "aux": aux.detach()} | grads
+        return found
+
+
+def whole(dtype, world, rank=None, kind=None):
+    """The layer of one rank with its tokens, or (rank None) of a single process with all."""
+    torch.manual_seed(5)
+    config = MoEConfig(width=D, expert_width=N, experts=E, top_k=3, shared_experts=1, score="sigmoid")
+    moe = MoE(config, dtype=dtype)
+    tokens = [14, 9, 0, 12][:world]
+    x, dy = torch.randn(sum(tokens), D).to(dtype), torch.randn(sum(tokens), D)
+    if rank is None:
+        return moe, x, dy
+    part = MoE(config, dtype=dtype, dispatch=make_dispatch(kind, config))
+    state = moe.state_dict()
+    for name in ("experts.up", "experts.down"):
+        state[name] = state[name].chunk(world)[rank]
+    part.load_state_dict(state)
+    return part, x.split(tokens)[rank].clone(), dy.split(tokens)[rank]
+
+
+def work(rank, world, folder):
+    torch.set_num_threads(1)
+    assert not backend.interpreted()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    me, found = Rank(rank, world), {}
+    for kind in KINDS:
+        for name in CASES:
+            found[name, kind] = me.plain(name, kind)
+        for name in ("stashed", "over_rows", "dropping", "whole_layer"):
+            found[name, kind] = getattr(me, name)(kind)
+    found["over_pair"], found["errors"] = me.over_pair(), me.errors()
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# --- the tests ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world} ranks")
+def ranks(request, tmp_path_factory):
+    """What each rank found, in order."""
+    world, folder = request.param, tmp_path_factory.mktemp("ranks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")  # the torch references: the processes test the wire
+        mp.spawn(work, (world, str(folder)), nprocs=world)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def joined(parts):
+    """Tokens by rank, experts by rank: both are the single process's order."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0] if name != "again"}
+
+
+def error(got, wanted):
+    got, wanted = got.double(), wanted.double()
+    return float((got - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+def same_bits(kind, name):
+    """The parts of a case whose sums have the same order as on a single process.
+
+    A row goes through the same products whoever holds its expert, and all-to-all adds a token's rows at the
+    token, in the order of its choices. AllGather adds by rank first: the same for up to two choices.
+    """
+    everything = {"y", "x", "weights", "up", "down", "up_bias", "down_bias"}
+    if kind == "gather" and CASES[name]["top_k"] > 2:
+        everything -= {"y", "x"}
+    if CASES[name].get("bias"):
+        # A single process sums the biases of a token in another place.
+        everything -= {"y", "x", "weights", "down_bias"}
+    return everything
+
+
+def check(got, wanted, bits):
+    assert got.keys() == wanted.keys()
+    for part in wanted:
+        assert error(got[part], wanted[part]) < 1e-5, part
+        if part in bits:
+            assert torch.equal(got[part], wanted[part]), part
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients_are_those_of_one_process(ranks, name, kind):
+    wanted = alone(name, len(ranks))
+    parts = [rank[name, kind] for rank in ranks]
+    check(joined(parts), wanted, same_bits(kind, name))
+    # A second backward through a kept graph, and a second run, give the same bits.
+    for part in parts:
+        for key, value in part["again"].items():
+            assert torch.equal(value, part[key]), key
+
+
+def test_the_cases_leave_ranks_without_rows_and_without_tokens(ranks):
+    """That what the cases are for happens in them."""
+    world = len(ranks)
+    owners = problem("one_hot", world)["ids"] // (E // world)
+    assert owners.unique().tolist() == [3 // (E // world)]
+    for rank in ranks[1:]:
+        for part in ("up", "down"):
+            assert not rank["first_rank_only", "gather"][part].any()
+    assert ranks[1]["uneven", "padded"]["y"].shape == (0, D)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_received_rows_go_to_pages_and_cannot_be_had_again(ranks, kind):
+    for rank in ranks:
+        found = rank["stashed", kind]
+        rows_pages, h_pages = -(-found["rows"] * D * 4 // 256), -(-found["rows"] * 2 * N * 4 // 256)
+        for label, peak in (("all", rows_pages + h_pages), ("received", rows_pages)):
+            for part, value in found["plain"].items():
+                assert torch.equal(found[label][part], value), (label, part)
+            overflow, in_use, most, refused = found[label + "_stats"]
+            assert not overflow
+            assert in_use == 0
+            assert most == peak
+            assert refused == (label == "received" and found["rows"] > 0)
+        assert found["less_stats"][0] == (found["rows"] > 2)
+        assert torch.equal(found["no_grad"], found["plain"]["y"])
+        assert found["no_grad_peak"] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_rows_than_capacity_raise_the_flag_there_and_growing_mends_it(ranks, kind):
+    world = len(ranks)
+    wanted_rows = problem("first_rank_only", world)["ids"].numel()
+    for number, rank in enumerate(ranks):
+        found = rank["over_rows", kind]
+        assert found["before"] == 7
+        assert found["flag"] == found["still"] == (1.0 if number == 0 else 0.0)
+        assert found["grew"]
+        assert not found["again"]
+        assert found["after"] == wanted_rows
+        assert found["cleared"] == 0.0
+        for value in found["short"].values():
+            assert value.isfinite().all()
+    got = joined([rank["over_rows", kind]["run"] for rank in ranks])
+    check(got, alone("first_rank_only", world), same_bits(kind, "first_rank_only"))
+
+
+def test_more_rows_than_a_pair_holds_raise_the_senders_flag(ranks):
+    world = len(ranks)
+    given = problem("one_hot", world)
+    owner = 3 // (E // world)
+    pairs = [torch.bincount(rank["over_pair"]["run"]["ids"].view(-1) // (E // world), minlength=world)
+             for rank in ranks]  # fmt: skip
+    # Rank 1 has all its rows for one rank; elsewhere no pair has more than it may, except among two ranks.
+    for number, rank in enumerate(ranks):
+        found = rank["over_pair"]
+        rows_here = sum(int(pair.clamp(max=5)[number]) for pair in pairs)
+        assert found["flag"] == float(pairs[number].max() > 5 or rows_here > 8)
+        assert found["before"] == (5, 8)
+        assert found["grew"]
+        # One growth is enough: rows that a pair had no room for were counted where they were going.
+        rows = max(int(sum(pair[w] for pair in pairs)) for w in range(world))
+        assert found["after"] == (int(torch.stack(pairs).max()), rows)
+        assert found["cleared"] == 0.0
+    assert pairs[1][owner] == given["tokens"][1]
+    experts = Experts(make_config(CASES["one_hot"]))
+    load(experts, given["parameters"])
+    ids = torch.cat([rank["over_pair"]["run"].pop("ids") for rank in ranks])
+    with one_thread_of_references():
+        wanted = run(experts, given["x"], given["weights"], ids, given["dy"])
+    check(joined([rank["over_pair"]["run"] for rank in ranks]), wanted, set(wanted))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_dropped_only_by_name(ranks, kind):
+    world = len(ranks)
+    given = problem("first_rank_only", world)
+    # The first seven in the order of experts and tokens stay; without its weight a row adds nothing.
+    flat = given["ids"].view(-1)
+    kept = torch.zeros(flat.shape, dtype=torch.bool)
+    kept[torch.argsort(flat, stable=True)[:7]] = True
+    kept = kept.view(given["ids"].shape)
+    wanted = alone("first_rank_only", world, torch.where(kept, given["weights"], 0.0))
+    wanted["weights"] = torch.where(kept, wanted["weights"], 0.0)
+    got = joined([rank["dropping", kind]["run"] for rank in ranks])
+    check(got, wanted, {"weights"})
+    for rank in ranks:
+        assert rank["dropping", kind]["flag"] == 0.0
+        assert not rank["dropping", kind]["grew"]
+        assert rank["dropping", kind]["capacity"] == 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_the_whole_layer_trains_alike(ranks, kind, dtype, most):
+    moe, x, dy = whole(dtype, len(ranks))
+    x.requires_grad_()
+    with one_thread_of_references():
+        y, _ = moe(x)
+        (y.float() * dy).sum().backward()
+    parts = [rank["whole_layer", kind][dtype] for rank in ranks]
+    for name, wanted in {"y": y, "x": x.grad, "experts.up": moe.experts.up.grad}.items():
+        assert error(torch.cat([part[name] for part in parts]), wanted.detach()) < most, name
+    for name in ("router.weight", "shared.up", "shared.down"):
+        # Replicated parameters: data parallelism adds these up.
+        total = sum(part[name].double() for part in parts)
+        assert error(total, moe.get_parameter(name).grad) < most, name
+
+
+def test_experts_that_ranks_do_not_divide_are_named(ranks):
+    world = len(ranks)
+    for rank in ranks:
+        for message in rank["errors"]:
+            assert f"experts={world * 3 + 1}" in message
+            assert f"{world} ranks" in message
+
+
+@pytest.fixture
+def lone_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("lone_rank")
+def test_one_rank_alone_with_the_kernels_interpreted(kind):
+    assert backend.interpreted() or not backend.HAS_TRITON
+    given = problem("uneven", 2)
+    config = make_config(CASES["uneven"])
+    local = Experts(config)
+    spread = Experts(config, dispatch=make_dispatch(kind, config))
+    for experts in (local, spread):
+        load(experts, given["parameters"])
+    given = [given[part][:MAX_TOKENS] for part in ("x", "weights", "ids", "dy")]
+    check(run(spread, *given), run(local, *given), {"y", "x", "up", "down", "weights"})
+
+
+@pytest.mark.usefixtures("lone_rank")
+def test_bad_arguments_are_named():
+    config = make_config(CASES["random"])
+    for make, match in [
+        (lambda: AllGather(config, max_tokens=0), "max_tokens=0"),
+        (lambda: AllToAll(config), "max_tokens=None"),
+        (lambda: AllToAll(config, max_tokens=4, pair_capacity=0), "pair_capacity=0"),
+        (lambda: AllToAll(config, padded=False, pair_capacity=3), "pair_capacity=3"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            make()
+    for dispatch in (AllGather(config, max_tokens=4), AllToAll(config, max_tokens=4)):
+        with pytest.raises(ValueError, match="5 tokens on rank 0: max_tokens=4"):
+            MoE(config, dispatch=dispatch)(torch.randn(5, D))
+
+
+@pytest.mark.usefixtures("lone_rank")
+def test_a_grown_capacity_has_headroom_is_aligned_and_stops_at_the_worst_case():
+    for kind, dispatched in [*((kind, True) for kind in KINDS), ("local", False)]:
+        config = make_config(CASES["random"], capacity=5)
+        experts = Experts(config, dispatch=make_dispatch(kind, config) if dispatched else None)
+        x, weights, ids = torch.randn(10, D), torch.rand(10, 3), torch.rand(10, E).argsort(1)[:, :3].int()
+        assert not experts.grow_capacity(), kind  # nothing was wanted yet
+        experts(x, weights, ids)
+        assert experts.over_capacity == 1, kind
+        assert experts.grow_capacity(headroom=1.1, alignment=4), kind
+        # 30 rows and a tenth are 33, in fours 36; ten tokens (or what any rank may bring) want no more.
+        most = {"local": 30, "exact": 30, "gather": 3 * MAX_TOKENS, "padded": 3 * MAX_TOKENS}[kind]
+        assert experts.capacity == min(36, most), kind
+        experts.clear_over_capacity()
+        experts(x, weights, ids)
+        assert experts.over_capacity == 0, kind
+        assert not experts.grow_capacity(), kind
+
+
+def test_environment_is_that_of_the_kernels():
+    """The spawned processes' setting must not have leaked into this one."""
+    assert os.environ.get("TRITON_INTERPRET") != "0"

@@ -4,14 +4,16 @@ A module-wide spawn for each number of ranks runs every case under every dispatc
 the tests compare. Cases, tensors and expectations come from the same seeds on both sides.
 """
 
-import os
+import re
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagestash.kernels import backend
 from pagestash.moe import AllGather, AllToAll, MoE, MoEConfig
@@ -236,7 +238,8 @@ class Rank:
 def whole(dtype, world, rank=None, kind=None):
     """The layer of one rank with its tokens, or (rank None) of a single process with all."""
     torch.manual_seed(5)
-    config = MoEConfig(width=D, expert_width=N, experts=E, top_k=3, shared_experts=1, score="sigmoid")
+    extras = {"shared_experts": 1, "score": "sigmoid", "balance_loss": 0.1, "z_loss": 0.1}
+    config = MoEConfig(width=D, expert_width=N, experts=E, top_k=3, **extras)
     moe = MoE(config, dtype=dtype)
     tokens = [14, 9, 0, 12][:world]
     x, dy = torch.randn(sum(tokens), D).to(dtype), torch.randn(sum(tokens), D)
@@ -431,6 +434,7 @@ def test_the_whole_layer_trains_alike(ranks, kind, dtype, most):
         y, _ = moe(x)
         (y.float() * dy).sum().backward()
     parts = [rank["whole_layer", kind][dtype] for rank in ranks]
+    assert all(part["aux"].isfinite() for part in parts)  # also of the rank that has no tokens
     for name, wanted in {"y": y, "x": x.grad, "experts.up": moe.experts.up.grad}.items():
         assert error(torch.cat([part[name] for part in parts]), wanted.detach()) < most, name
     for name in ("router.weight", "shared.up", "shared.down"):
@@ -503,6 +507,54 @@ def test_a_grown_capacity_has_headroom_is_aligned_and_stops_at_the_worst_case():
         assert not experts.grow_capacity(), kind
 
 
-def test_environment_is_that_of_the_kernels():
-    """The spawned processes' setting must not have leaked into this one."""
-    assert os.environ.get("TRITON_INTERPRET") != "0"
+class HostReads(TorchDispatchMode):
+    """Raises where a value on the device would have to be known on the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("lone_rank")
+def test_only_the_exact_dispatch_reads_a_value_on_the_host(kind, monkeypatch):
+    """With the kernels, as on a GPU: the references read counts, and so do the experts' products on a CPU."""
+    pytest.importorskip("triton")
+
+    def refuse(*_):
+        raise AssertionError("waits for the device")
+
+    config = make_config(CASES["random"], capacity=20)
+    dispatch = make_dispatch(kind, config, **({"pair_capacity": 9} if kind == "padded" else {}))
+    x, weights = torch.randn(5, D, requires_grad=True), torch.rand(5, 3, requires_grad=True)
+    ids, over = torch.rand(5, E).argsort(1)[:, :3].int(), torch.zeros(())
+
+    def there_and_back():
+        received = dispatch.send(x, ids, weights, over)
+        y = dispatch.collect(received.rows_RD * received.weights[:, None], received)
+        with HostReads():
+            y.backward(torch.ones_like(y))
+
+    monkeypatch.setattr(torch.Tensor, "tolist", refuse)
+    with HostReads():
+        if kind == "exact":
+            with pytest.raises(AssertionError, match="waits for the device"):
+                there_and_back()
+            return
+        there_and_back()
+    assert x.grad is not None
+    assert weights.grad is not None
+    assert over == (kind == "padded")
+
+
+@pytest.mark.usefixtures("lone_rank")
+def test_the_example_in_the_docs_runs(monkeypatch, capsys):
+    """On one rank here; `torchrun` runs it on more."""
+    page = Path(__file__).parents[2] / "docs" / "expert-parallel.md"
+    (example,) = re.findall(r"```python\n(import .*?)```", page.read_text(), re.DOTALL)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda *_, **__: None)
+    with one_thread_of_references():
+        exec(compile(example, str(page), "exec"), {"__name__": "__main__"})
+    assert "loss" in capsys.readouterr().out

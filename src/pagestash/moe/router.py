@@ -91,12 +91,14 @@ def weigh(
     else:
         weights = torch.softmax(logits, dim=1).gather(1, at)
     aux = logits.new_zeros(())
+    if not ids.shape[0]:  # a rank without tokens: means over nothing would be NaN
+        return weights * config.route_scale, aux
     if config.balance_loss:
         shares = torch.softmax(logits, dim=1)
         if config.score == "sigmoid":
             shares = torch.sigmoid(logits)
             shares = shares / (shares.sum(1, keepdim=True) + 1e-20)
-        taken = counts * (config.experts / max(ids.numel(), 1))
+        taken = counts * (config.experts / ids.numel())
         aux = aux + config.balance_loss * (taken * shares.mean(0)).sum()
     if config.z_loss:
         aux = aux + config.z_loss * (torch.logsumexp(logits, dim=1) ** 2).mean()

@@ -44,7 +44,9 @@ class UpdateGuard:
     ) -> None:
         self.flag = torch.zeros((), dtype=torch.float32, device=device)
         self.optimizers = optimizers
-        self.bounded = [cast(Bounded, m) for m in keeper.modules() if hasattr(m, "grow_capacity")]
+        found = [cast(Bounded, module) for module in keeper.modules() if hasattr(module, "grow_capacity")]
+        # A layer and the part of it that is bounded may both answer, with one flag between them.
+        self.bounded = list({id(module.over_capacity): module for module in found}.values())
         self._keeper = keeper
         self._group = group
         self._eager = False

@@ -106,7 +106,7 @@ def test_forward_and_backward_in_a_cuda_graph_without_a_sync(kind, pages):
         assert not stats.overflow
         assert stats.device.in_use == 0
         # The received rows alone are T·K·d·2 bytes, 16 pages; both with the first projection 40.
-        assert (stats.refused_groups > 0) == (pages == 20)
+        assert (stats.given_up_groups > 0) == (pages == 20)
     torch.cuda.set_sync_debug_mode("error")
     try:
         gradients(moe, x, dy)

@@ -167,7 +167,7 @@ class Rank:
                 stats.overflow,
                 stats.device.in_use,
                 stats.device.peak,
-                stats.refused_groups,
+                stats.given_up_groups,
             )
         experts.pool = PagePool("cpu", 256, all_pages + 1)
         with torch.no_grad():

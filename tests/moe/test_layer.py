@@ -176,7 +176,7 @@ def test_a_short_pool_costs_time_and_not_a_bit(dtype):
         stats = moe.experts.pool.stats()
         assert not stats.overflow
         assert stats.device.in_use == 0
-        assert stats.refused_groups == (pages < needed)
+        assert stats.given_up_groups == (pages < needed)
         assert stats.device.wanted == needed
 
 

@@ -33,4 +33,4 @@ def test_exact_kept_and_stashed_steps_agree(monkeypatch, share):
         assert torch.equal(one, two)
     assert not pool.overflow
     assert pool.stats().device.in_use == 0
-    assert pool.stats().refused_groups == (0 if share == 1.0 else 1)
+    assert pool.stats().given_up_groups == (0 if share == 1.0 else 1)

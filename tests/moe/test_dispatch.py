@@ -4,16 +4,13 @@ A module-wide spawn for each number of ranks runs every case under every dispatc
 the tests compare. Cases, tensors and expectations come from the same seeds on both sides.
 """
 
-import re
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagestash.kernels import backend
 from pagestash.moe import AllGather, AllToAll, MoE, MoEConfig
@@ -284,7 +281,9 @@ def ranks(request, tmp_path_factory):
     world, folder = request.param, tmp_path_factory.mktemp("ranks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "0")  # the torch references: the processes test the wire
-        mp.spawn(work, (world, str(folder)), nprocs=world)
+        # A server that has imported torch once, and forks: half the time of importing it in every process.
+        mp.set_forkserver_preload(["torch", "pagestash.moe", "pytest"])
+        mp.start_processes(work, (world, str(folder)), nprocs=world, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
@@ -449,112 +448,3 @@ def test_experts_that_ranks_do_not_divide_are_named(ranks):
         for message in rank["errors"]:
             assert f"experts={world * 3 + 1}" in message
             assert f"{world} ranks" in message
-
-
-@pytest.fixture
-def lone_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("lone_rank")
-def test_one_rank_alone_with_the_kernels_interpreted(kind):
-    assert backend.interpreted() or not backend.HAS_TRITON
-    given = problem("uneven", 2)
-    config = make_config(CASES["uneven"])
-    local = Experts(config)
-    spread = Experts(config, dispatch=make_dispatch(kind, config))
-    for experts in (local, spread):
-        load(experts, given["parameters"])
-    given = [given[part][:MAX_TOKENS] for part in ("x", "weights", "ids", "dy")]
-    check(run(spread, *given), run(local, *given), {"y", "x", "up", "down", "weights"})
-
-
-@pytest.mark.usefixtures("lone_rank")
-def test_bad_arguments_are_named():
-    config = make_config(CASES["random"])
-    for make, match in [
-        (lambda: AllGather(config, max_tokens=0), "max_tokens=0"),
-        (lambda: AllToAll(config), "max_tokens=None"),
-        (lambda: AllToAll(config, max_tokens=4, pair_capacity=0), "pair_capacity=0"),
-        (lambda: AllToAll(config, padded=False, pair_capacity=3), "pair_capacity=3"),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            make()
-    for dispatch in (AllGather(config, max_tokens=4), AllToAll(config, max_tokens=4)):
-        with pytest.raises(ValueError, match="5 tokens on rank 0: max_tokens=4"):
-            MoE(config, dispatch=dispatch)(torch.randn(5, D))
-
-
-@pytest.mark.usefixtures("lone_rank")
-def test_a_grown_capacity_has_headroom_is_aligned_and_stops_at_the_worst_case():
-    for kind, dispatched in [*((kind, True) for kind in KINDS), ("local", False)]:
-        config = make_config(CASES["random"], capacity=5)
-        experts = Experts(config, dispatch=make_dispatch(kind, config) if dispatched else None)
-        x, weights, ids = torch.randn(10, D), torch.rand(10, 3), torch.rand(10, E).argsort(1)[:, :3].int()
-        assert not experts.grow_capacity(), kind  # nothing was wanted yet
-        experts(x, weights, ids)
-        assert experts.over_capacity == 1, kind
-        assert experts.grow_capacity(headroom=1.1, alignment=4), kind
-        # 30 rows and a tenth are 33, in fours 36; ten tokens (or what any rank may bring) want no more.
-        most = {"local": 30, "exact": 30, "gather": 3 * MAX_TOKENS, "padded": 3 * MAX_TOKENS}[kind]
-        assert experts.capacity == min(36, most), kind
-        experts.clear_over_capacity()
-        experts(x, weights, ids)
-        assert experts.over_capacity == 0, kind
-        assert not experts.grow_capacity(), kind
-
-
-class HostReads(TorchDispatchMode):
-    """Raises where a value on the device would have to be known on the host."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
-            raise AssertionError(f"{func} waits for the device")
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("lone_rank")
-def test_only_the_exact_dispatch_reads_a_value_on_the_host(kind, monkeypatch):
-    """With the kernels, as on a GPU: the references read counts, and so do the experts' products on a CPU."""
-    pytest.importorskip("triton")
-
-    def refuse(*_):
-        raise AssertionError("waits for the device")
-
-    config = make_config(CASES["random"], capacity=20)
-    dispatch = make_dispatch(kind, config, **({"pair_capacity": 9} if kind == "padded" else {}))
-    x, weights = torch.randn(5, D, requires_grad=True), torch.rand(5, 3, requires_grad=True)
-    ids, over = torch.rand(5, E).argsort(1)[:, :3].int(), torch.zeros(())
-
-    def there_and_back():
-        received = dispatch.send(x, ids, weights, over)
-        y = dispatch.collect(received.rows_RD * received.weights[:, None], received)
-        with HostReads():
-            y.backward(torch.ones_like(y))
-
-    monkeypatch.setattr(torch.Tensor, "tolist", refuse)
-    with HostReads():
-        if kind == "exact":
-            with pytest.raises(AssertionError, match="waits for the device"):
-                there_and_back()
-            return
-        there_and_back()
-    assert x.grad is not None
-    assert weights.grad is not None
-    assert over == (kind == "padded")
-
-
-@pytest.mark.usefixtures("lone_rank")
-def test_the_example_in_the_docs_runs(monkeypatch, capsys):
-    """On one rank here; `torchrun` runs it on more."""
-    page = Path(__file__).parents[2] / "docs" / "expert-parallel.md"
-    (example,) = re.findall(r"```python\n(import .*?)```", page.read_text(), re.DOTALL)
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda *_, **__: None)
-    with one_thread_of_references():
-        exec(compile(example, str(page), "exec"), {"__name__": "__main__"})
-    assert "loss" in capsys.readouterr().out

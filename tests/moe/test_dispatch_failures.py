@@ -67,8 +67,10 @@ def ended(tmp_path_factory):
     folder = tmp_path_factory.mktemp("failures")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "0")
+        mp.set_forkserver_preload(["torch", "pagestash.moe", "pytest"])
         # Not mp.spawn: that one ends the others itself when one has raised.
-        processes = [mp.get_context("spawn").Process(target=work, args=(r, str(folder))) for r in range(2)]
+        make_process = mp.get_context("forkserver").Process
+        processes = [make_process(target=work, args=(rank, str(folder))) for rank in range(2)]
         for process in processes:
             process.start()
     try:

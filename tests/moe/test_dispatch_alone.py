@@ -27,8 +27,7 @@ from test_dispatch import (
     one_thread_of_references,
     problem,
     run,
-)  # fmt: skip
-
+)
 
 with_kernels = pytest.mark.skipif(
     not backend.interpreted(),

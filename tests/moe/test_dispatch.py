@@ -351,11 +351,11 @@ def test_received_rows_go_to_pages_and_cannot_be_had_again(ranks, kind):
         for label, peak in (("all", rows_pages + h_pages), ("received", rows_pages)):
             for part, value in found["plain"].items():
                 assert torch.equal(found[label][part], value), (label, part)
-            overflow, in_use, most, refused = found[label + "_stats"]
+            overflow, in_use, most, given_up = found[label + "_stats"]
             assert not overflow
             assert in_use == 0
             assert most == peak
-            assert refused == (label == "received" and found["rows"] > 0)
+            assert given_up == (label == "received" and found["rows"] > 0)
         assert found["less_stats"][0] == (found["rows"] > 2)
         assert torch.equal(found["no_grad"], found["plain"]["y"])
         assert found["no_grad_peak"] == 0

@@ -1,0 +1,136 @@
+"""Causal self-attention: grouped queries, and DeepSeek's latent attention.
+
+Shapes: B sequences of S tokens, H heads, G heads of keys and values, D dimensions a head. Both kinds are a
+`qkv_linear`, a `core_attn` and an `attn_proj`, so that one rule fits both.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pagestash.models.config import DecoderConfig
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines [S, D / 2], float32."""
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm whose weight follows its input's precision."""
+
+    def __init__(self, width: int, eps: float, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+def rotation(length: int, dim: int, theta: float, device: Any = None) -> Rotation:
+    """The angles of positions 0 to `length` - 1: pair i of a head turns by position · theta^(-2i/dim)."""
+    pair = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
+    position = torch.arange(length, dtype=torch.float32, device=device)
+    angle = torch.outer(position, theta ** (-pair / dim))
+    return angle.cos(), angle.sin()
+
+
+def rotate(x_BSHD: torch.Tensor, by: Rotation) -> torch.Tensor:
+    """Turn the pairs (x[i], x[i + D/2]) of each head by its position's angles, in float32."""
+    cos, sin = (part[:, None, :] for part in by)
+    # The products are with constants, so backward keeps the angles and nothing of x's size.
+    first, second = x_BSHD.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BSHD.dtype)
+
+
+class CoreAttention(nn.Module):
+    """Softmax attention over earlier tokens and the token itself: [B, S, H, D] queries to [B, S, H · D]."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        shared = q.shape[2] != k.shape[2]
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+        return out.transpose(1, 2).flatten(2)
+
+
+class GroupedAttention(nn.Module):
+    """Grouped-query attention: each head of keys and values serves H / G heads of queries."""
+
+    def __init__(self, config: DecoderConfig, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        made: Any = {"device": device, "dtype": dtype}
+        self.dim = config.head_size
+        self.heads, self.kv_heads = config.heads, config.kv_heads or config.heads
+        bias = config.attention_bias
+        rows = (self.heads + 2 * self.kv_heads) * self.dim
+        self.qkv_linear = nn.Linear(config.width, rows, bias=bias, **made)
+        self.q_norm = RMSNorm(self.dim, config.norm_eps, **made) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.dim, config.norm_eps, **made) if config.qk_norm else None
+        self.core_attn = CoreAttention()
+        self.attn_proj = nn.Linear(self.heads * self.dim, config.width, bias=bias, **made)
+
+    def forward(self, x: torch.Tensor, by: Rotation) -> torch.Tensor:
+        qkv = self.qkv_linear(x).unflatten(-1, (-1, self.dim))
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.attn_proj(self.core_attn(rotate(q, by), rotate(k, by), v))
+
+
+class LatentQKV(nn.Module):
+    """Queries, keys and values by way of narrow latents; one turned key part serves all heads."""
+
+    def __init__(self, config: DecoderConfig, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        made: Any = {"device": device, "dtype": dtype}
+        self.config = config
+        heads, width, bias = config.heads, config.width, config.attention_bias
+        q_rows = heads * (config.nope_dim + config.rope_dim)
+        self.q_down = nn.Linear(width, config.q_rank, bias=bias, **made) if config.q_rank else None
+        self.q_norm = RMSNorm(config.q_rank, config.norm_eps, **made) if config.q_rank else None
+        self.q_up = nn.Linear(config.q_rank or width, q_rows, bias=False, **made)
+        self.kv_down = nn.Linear(width, config.kv_rank + config.rope_dim, bias=bias, **made)
+        self.kv_norm = RMSNorm(config.kv_rank, config.norm_eps, **made)
+        self.kv_up = nn.Linear(config.kv_rank, heads * (config.nope_dim + config.v_dim), bias=False, **made)
+
+    def forward(self, x: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        config, heads = self.config, self.config.heads
+        latent = x
+        if self.q_down is not None and self.q_norm is not None:
+            latent = self.q_norm(self.q_down(x))
+        q_nope, q_rope = (
+            self.q_up(latent).unflatten(-1, (heads, -1)).split([config.nope_dim, config.rope_dim], dim=-1)
+        )
+        latent, k_rope = self.kv_down(x).split([config.kv_rank, config.rope_dim], dim=-1)
+        k_nope, v = (
+            self.kv_up(self.kv_norm(latent))
+            .unflatten(-1, (heads, -1))
+            .split([config.nope_dim, config.v_dim], dim=-1)
+        )
+        k_rope = rotate(k_rope.unsqueeze(2), by).expand(-1, -1, heads, -1)
+        return torch.cat([q_nope, rotate(q_rope, by)], dim=-1), torch.cat([k_nope, k_rope], dim=-1), v
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2 and V3)."""
+
+    def __init__(self, config: DecoderConfig, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        made: Any = {"device": device, "dtype": dtype}
+        self.qkv_linear = LatentQKV(config, **made)
+        self.core_attn = CoreAttention()
+        self.attn_proj = nn.Linear(
+            config.heads * config.v_dim, config.width, bias=config.attention_bias, **made
+        )
+
+    def forward(self, x: torch.Tensor, by: Rotation) -> torch.Tensor:
+        return self.attn_proj(self.core_attn(*self.qkv_linear(x, by)))
+
+
+def make_attention(
+    config: DecoderConfig, device: Any = None, dtype: torch.dtype | None = None
+) -> GroupedAttention | LatentAttention:
+    """The attention that the configuration names."""
+    kind = LatentAttention if config.attention == "mla" else GroupedAttention
+    return kind(config, device, dtype)

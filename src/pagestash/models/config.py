@@ -1,0 +1,229 @@
+"""What a decoder is made of, and the published shapes."""
+
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from pagestash.kernels.swiglu import Activation
+from pagestash.moe.config import MoEConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """Shapes and choices of a `Decoder`; the defaults are those of most models."""
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+
+    attention: Literal["gqa", "mla"] = "gqa"
+    attention_bias: bool = False
+    kv_heads: int = 0
+    """Grouped-query attention: heads of keys and values, 0 for as many as there are queries."""
+    head_dim: int = 0
+    """Grouped-query attention: 0 for width / heads."""
+    qk_norm: bool = False
+    q_rank: int = 0
+    """Latent attention: the width queries are made from; 0 makes them from the input."""
+    kv_rank: int = 0
+    nope_dim: int = 0
+    """Latent attention: the part of a head that no position turns, beside `rope_dim` that one does."""
+    rope_dim: int = 0
+    v_dim: int = 0
+
+    dense_layers: int = 0
+    """The first layers have a dense MLP of `dense_width` instead of experts."""
+    dense_width: int = 0
+    experts: int
+    top_k: int
+    expert_width: int
+    shared_experts: int = 0
+    activation: Activation = "silu"
+    expert_bias: bool = False
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True
+    route_scale: float = 1.0
+    correction_bias: bool = False
+    groups: int = 1
+    group_limit: int = 1
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+    capacity: int | None = None
+    """Rows that a layer's expert buffers hold; None: as many as can arrive."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "width", "layers", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.attention == "gqa":
+            self._check_grouped()
+        elif self.attention == "mla":
+            for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
+                if getattr(self, name) < 1:
+                    raise ValueError(f"{name}={getattr(self, name)}: latent attention needs at least 1")
+        else:
+            raise ValueError(f"attention={self.attention!r}: expected 'gqa' or 'mla'")
+        turned = self.rope_dim if self.attention == "mla" else self.head_size
+        if turned % 2:
+            raise ValueError(f"{turned} of a head's dimensions are turned by position: expected an even number")
+        if not 0 <= self.dense_layers <= self.layers:
+            raise ValueError(f"dense_layers={self.dense_layers}: there are layers={self.layers}")
+        if self.dense_layers and self.dense_width < 1:
+            raise ValueError(f"dense_width={self.dense_width}: {self.dense_layers} dense layers need at least 1")
+        _ = self.moe  # its own checks
+
+    def _check_grouped(self) -> None:
+        if self.kv_heads < 0 or self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}")
+        if not self.head_dim and self.width % self.heads:
+            raise ValueError(f"heads={self.heads} does not divide width={self.width}; give head_dim")
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.width // self.heads
+
+    @property
+    def moe(self) -> MoEConfig:
+        """The configuration of every MoE layer."""
+        return MoEConfig(
+            width=self.width,
+            expert_width=self.expert_width,
+            experts=self.experts,
+            top_k=self.top_k,
+            shared_experts=self.shared_experts,
+            activation=self.activation,
+            bias=self.expert_bias,
+            score=self.score,
+            normalise=self.normalise,
+            route_scale=self.route_scale,
+            correction_bias=self.correction_bias,
+            groups=self.groups,
+            group_limit=self.group_limit,
+            balance_loss=self.balance_loss,
+            z_loss=self.z_loss,
+            capacity=self.capacity,
+        )
+
+
+PRESETS: dict[str, DecoderConfig] = {
+    # Small enough for a CPU: 0.9 M parameters.
+    "tiny": DecoderConfig(
+        vocab=256,
+        width=128,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        qk_norm=True,
+        dense_layers=1,
+        dense_width=256,
+        experts=8,
+        top_k=2,
+        expert_width=64,
+        balance_loss=1e-2,
+    ),
+    "qwen3-30b-a3b": DecoderConfig(
+        vocab=151_936,
+        width=2048,
+        layers=48,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        qk_norm=True,
+        rope_theta=1e6,
+        experts=128,
+        top_k=8,
+        expert_width=768,
+        balance_loss=1e-3,
+    ),
+    "deepseek-v2-lite": DecoderConfig(
+        vocab=102_400,
+        width=2048,
+        layers=27,
+        heads=16,
+        attention="mla",
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        v_dim=128,
+        dense_layers=1,
+        dense_width=10_944,
+        experts=64,
+        top_k=6,
+        expert_width=1408,
+        shared_experts=2,
+        normalise=False,
+        balance_loss=1e-3,
+    ),
+    "deepseek-v3": DecoderConfig(
+        vocab=129_280,
+        width=7168,
+        layers=61,
+        heads=128,
+        attention="mla",
+        q_rank=1536,
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        v_dim=128,
+        dense_layers=3,
+        dense_width=18_432,
+        experts=256,
+        top_k=8,
+        expert_width=2048,
+        shared_experts=1,
+        score="sigmoid",
+        route_scale=2.5,
+        correction_bias=True,
+        groups=8,
+        group_limit=4,
+        balance_loss=1e-4,
+    ),
+    # The shapes; attention is causal over the whole sequence and has no sinks.
+    "gpt-oss-20b": DecoderConfig(
+        vocab=201_088,
+        width=2880,
+        layers=24,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        attention_bias=True,
+        norm_eps=1e-5,
+        rope_theta=150_000.0,
+        experts=32,
+        top_k=4,
+        expert_width=2880,
+        expert_bias=True,
+        activation="clamped",
+        balance_loss=1e-3,
+    ),
+}
+"""Shapes as published, under the models' names."""
+
+
+def preset(name: str, layers: int | None = None, **changes: Any) -> DecoderConfig:
+    """The preset `name`, cut to `layers` layers (one of them with experts), with other `changes`.
+
+    >>> preset("qwen3-30b-a3b", layers=2).layers
+    2
+    """
+    if name not in PRESETS:
+        raise ValueError(f"unknown preset {name!r}{_meant(name, list(PRESETS))}")
+    known = [field.name for field in fields(DecoderConfig)]
+    for key in changes:
+        if key not in known:
+            raise ValueError(f"model: unknown key {key!r}{_meant(key, known)}")
+    found = PRESETS[name]
+    if layers is not None:
+        if layers < 1:
+            raise ValueError(f"layers={layers}: expected at least 1")
+        # Most of what a cut model is for happens in the layers with experts.
+        found = replace(found, layers=layers, dense_layers=min(found.dense_layers, layers - 1))
+    return replace(found, **changes)
+
+
+def _meant(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; expected one of {', '.join(known)}"

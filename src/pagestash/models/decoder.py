@@ -1,0 +1,182 @@
+"""`Decoder`: a pre-norm language model in the style of Qwen3-MoE and DeepSeek-V3."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pagestash.models.attention import RMSNorm, Rotation, make_attention, rotation
+from pagestash.models.config import DecoderConfig
+from pagestash.moe.config import MoEConfig
+from pagestash.moe.dispatch import Dispatch
+from pagestash.moe.layer import Experts, MoE, SharedExperts
+from pagestash.moe.ops import cross_entropy
+from pagestash.moe.router import Router
+
+MakeDispatch = Callable[[MoEConfig], Dispatch | None]
+
+
+class DenseMLP(SharedExperts):
+    """A gated MLP that keeps its input and first projection alone, as the experts do."""
+
+    def __init__(self, config: DecoderConfig, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        shape = replace(config.moe, expert_width=config.dense_width, shared_experts=1)
+        super().__init__(shape, device=device, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            return super().forward(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
+
+
+class Block(nn.Module):
+    """One layer: `attn_norm`, `attn`, `mlp_norm`, and `mlp` or `moe`."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dense: bool,
+        make_dispatch: MakeDispatch | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        made: Any = {"device": device, "dtype": dtype}
+        self.attn_norm = RMSNorm(config.width, config.norm_eps, **made)
+        self.attn = make_attention(config, **made)
+        self.mlp_norm = RMSNorm(config.width, config.norm_eps, **made)
+        self.mlp: DenseMLP | None = None
+        self.moe: MoE | None = None
+        if dense:
+            self.mlp = DenseMLP(config, **made)
+        else:
+            dispatch = make_dispatch(config.moe) if make_dispatch else None
+            self.moe = MoE(config.moe, dispatch=dispatch, **made)
+
+    def forward(self, x: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The layer's output, and its auxiliary loss where it has experts."""
+        x = x + self.attn(self.attn_norm(x), by)
+        normed, aux = self.mlp_norm(x), None
+        if self.moe is not None:
+            y, aux = self.moe(normed)
+        else:
+            assert self.mlp is not None
+            y = self.mlp(normed)
+        return x + y, aux
+
+
+class Decoder(nn.Module):
+    """A decoder of dense and MoE layers whose logits never exist whole.
+
+        model = Decoder(preset("tiny"))
+        loss, aux = model(tokens, labels)        # [B, S] integers both; train on loss + aux
+        logits = model(tokens)                   # [B, S, vocab], for looking at
+
+    `make_dispatch` gives each MoE layer its expert parallelism (None: all experts are here).
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        make_dispatch: MakeDispatch | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        made: Any = {"device": device, "dtype": dtype}
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.width, **made)
+        self.layers = nn.ModuleList(
+            Block(config, dense=index < config.dense_layers, make_dispatch=make_dispatch, **made)
+            for index in range(config.layers)
+        )
+        self.norm = RMSNorm(config.width, config.norm_eps, **made)
+        self.head = nn.Linear(config.width, config.vocab, bias=False, **made)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        config = self.config
+        turned = config.rope_dim if config.attention == "mla" else config.head_size
+        by = rotation(tokens.shape[1], turned, config.rope_theta, tokens.device)
+        x = self.embed(tokens)
+        aux = x.new_zeros((), dtype=torch.float32)
+        for layer in self.layers:
+            x, more = layer(x, by)
+            if more is not None:
+                aux = aux + more
+        x = self.norm(x)
+        if labels is None:
+            return self.head(x)
+        weight, device = self.head.weight, x.device.type
+        if torch.is_autocast_enabled(device):
+            x, weight = (part.to(torch.get_autocast_dtype(device)) for part in (x, weight))
+        with torch.autocast(device, enabled=False):
+            return cross_entropy(x, weight, labels), aux
+
+    @torch.no_grad()
+    def initialise(self, seed: int, first_expert: int = 0) -> None:
+        """Fill all parameters from `seed`.
+
+        A parameter's values depend on its name, an expert's on its number too, and on nothing else: ranks that
+        hold other experts, `first_expert` on, together have the weights of one process.
+        """
+        for prefix, module in self.named_modules():
+            for short, value in module.named_parameters(recurse=False):
+                name = f"{prefix}.{short}" if prefix else short
+                if value.ndim == 1 or "bias" in short:
+                    value.fill_(1.0 if short == "weight" else 0.0)
+                    continue
+                deviation = self._deviation(module, short, value)
+                if isinstance(module, Experts):
+                    for index, expert in enumerate(value):
+                        _fill(expert, deviation, f"{seed}/{name}/{first_expert + index}")
+                else:
+                    _fill(value, deviation, f"{seed}/{name}")
+
+    def _deviation(self, module: nn.Module, short: str, value: torch.Tensor) -> float:
+        if module is self.embed or module is self.head:
+            return 0.02
+        into_residual = short == "down" or (
+            isinstance(module, nn.Linear) and value.shape[0] == self.config.width
+        )
+        deviation = value.shape[-1] ** -0.5
+        return deviation * (2 * self.config.layers) ** -0.5 if into_residual else deviation
+
+    def routers(self) -> Iterator[Router]:
+        """The routers of the MoE layers."""
+        return (module for module in self.modules() if isinstance(module, Router))
+
+    @torch.no_grad()
+    def update_router_bias(self, rate: float, group: Any = None) -> None:
+        """Move every selection bias towards an even load over the tokens of all ranks of `group`."""
+        for router in self.routers():
+            if router.correction is not None:
+                if group is not None:
+                    dist.all_reduce(router.load, group=group)
+                router.update_bias(rate)
+
+
+def count_parameters(config: DecoderConfig) -> tuple[int, int]:
+    """Parameters in all, and those that one token meets; nothing is allocated."""
+    model = Decoder(config, device="meta")
+    total = sum(value.numel() for value in model.parameters())
+    routed = sum(
+        value.numel()
+        for module in model.modules()
+        if isinstance(module, Experts)
+        for value in module.parameters()
+    )
+    return total, total - routed + routed * config.top_k // config.experts
+
+
+def _fill(value: torch.Tensor, deviation: float, name: str) -> None:
+    digest = hashlib.sha256(name.encode()).digest()
+    generator = torch.Generator(value.device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    value.normal_(0.0, deviation, generator=generator)

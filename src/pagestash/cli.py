@@ -1,13 +1,17 @@
 """The command line."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 import pagestash
 
 app = typer.Typer(
-    help="Activation memory for Mixture-of-Experts training.", no_args_is_help=True, add_completion=False
+    help="Activation memory for Mixture-of-Experts training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
 )
 
 
@@ -27,16 +31,60 @@ def _options(
 
 
 @app.command()
-def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 12,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the stack.")] = 6,
-    capacity: Annotated[int, typer.Option(min=64, help="Rows of every buffer; a quarter are valid.")] = 4096,
-    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
+def train(
+    out: Annotated[Path, typer.Option(help="The run's folder: metrics.jsonl and checkpoints.")],
+    preset: Annotated[str | None, typer.Option(help="The model's shape.  [default: tiny]")] = None,
+    layers: Annotated[int | None, typer.Option(help="Cut the preset to this many layers.")] = None,
+    steps: Annotated[int | None, typer.Option(help="The last step.  [default: 200]")] = None,
+    policy: Annotated[str | None, typer.Option(help="none, or a policy file.  [default: none]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and data.  [default: 0]")] = None,
+    corpus: Annotated[
+        list[str] | None, typer.Option(help="Text files or folders.  [default: Python's standard library]")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Settings in a TOML file.")] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting; model.KEY for the model's.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
 ) -> None:
-    """Train a small stack with and without the stash: equal losses, fewer bytes until backward."""
-    from pagestash.demo import DemoConfig, main
+    """Train a decoder on the bytes of text files.
 
-    if not main(DemoConfig(steps=steps, layers=layers, capacity=capacity, seed=seed)):
+    Options win over --set, --set over --config. Ctrl-C ends the run with a checkpoint.
+    """
+    given: dict[str, Any] = {
+        "preset": preset,
+        "layers": layers,
+        "steps": steps,
+        "policy": policy,
+        "seed": seed,
+        "corpus": tuple(corpus) if corpus else None,
+    }
+    try:
+        from pagestash.train.command import run
+    except ModuleNotFoundError as error:
+        if error.name != "safetensors":
+            raise
+        typer.echo("error: pagestash train needs safetensors: pip install 'pagestash[train]'", err=True)
+        raise typer.Exit(2) from None
+    code = run(
+        {key: value for key, value in given.items() if value is not None},
+        out,
+        config=config,
+        assignments=assignments or [],
+        resume=resume,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 40,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
+) -> None:
+    """Train the tiny preset with and without the stash: equal losses, and a table of bytes by home."""
+    from pagestash.demo import main
+
+    if not main(steps, seed):
         raise typer.Exit(1)
 
 

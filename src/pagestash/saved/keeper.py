@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagestash.kernels.layout import Counter
 from pagestash.pages.pool import PagePool
 from pagestash.pages.telemetry import PoolStats
 from pagestash.policy import HomeName, Policy, format_bytes
@@ -274,6 +275,16 @@ class Keeper:
         self._keep.reset_peak()
         if self.pool is not None:
             self.pool.reset()
+
+    def held(self) -> dict[HomeName, int | torch.Tensor]:
+        """Valid bytes that wait in each home now; a pool's is a device integer, so that nothing waits for it."""
+        stash = self._stash
+        waiting: int | torch.Tensor
+        if isinstance(stash, MeasuredStash):
+            waiting = stash.bytes
+        else:
+            waiting = stash.pool.memory.state[Counter.BYTES].clone()
+        return {"keep": self._keep.bytes, "stash": waiting}
 
     def stats(self) -> KeeperStats:
         """Bytes and peak by home and region, and the pool's tiers. Waits for the device."""

@@ -1,0 +1,69 @@
+"""`pagestash train`, behind the command line."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pagestash.policy import format_bytes
+from pagestash.train.config import checked, merge, parse_assignments, read_toml
+from pagestash.train.loop import train
+from pagestash.train.metrics import Display, Listener, display
+from pagestash.train.prepare import Plan, prepare
+
+WRONG_INPUT = 2
+INTERRUPTED = 130
+
+
+def run(
+    given: Mapping[str, Any],
+    out: Path,
+    *,
+    config: Path | None = None,
+    assignments: Sequence[str] = (),
+    resume: bool = False,
+) -> int:
+    """Prepare and train; the exit code. What is wrong with the input is one line on stderr."""
+    try:
+        sources = [read_toml(config) if config else {}, parse_assignments(assignments), checked(given)]
+        plan = prepare(_settings(sources), out, resume=resume)
+    except ValueError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return WRONG_INPUT
+    console = Console()
+    with ExitStack() as stack:
+        listeners: list[Listener] = []
+        if plan.world.leads:
+            _announce(plan, console)
+            progress = stack.enter_context(display(console))
+            done = int(plan.start.name.removeprefix("step-")) if plan.start else 0
+            listeners.append(Display(progress, plan.config.preset, plan.config.steps, done))
+        result = train(plan, listeners)
+    if plan.world.leads:
+        if result.stopped:
+            console.print(f"Stopped after step {result.step}, with a checkpoint; --resume goes on from there.")
+        else:
+            console.print(f"Done: {result.step} steps, in {plan.out}")
+    return INTERRUPTED if result.stopped else 0
+
+
+def _settings(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What was given, the later sources winning; settings nobody gave stay open for the run that is resumed."""
+    merged = merge(*sources)
+    return {key: getattr(merged, key) for source in sources for key in source}
+
+
+def _announce(plan: Plan, console: Console) -> None:
+    config, decoder, world = plan.config, plan.decoder, plan.world
+    ranks = f", {world.size} ranks ({world.expert_parallel} share the experts)" if world.size > 1 else ""
+    console.print(
+        f"{config.preset}: {decoder.layers} layers, {decoder.experts} experts of which {decoder.top_k}; "
+        f"{plan.corpus.files:,} files, {format_bytes(plan.corpus.data.numel())}; on {plan.device}{ranks}"
+    )
+    if plan.start is not None:
+        console.print(f"Going on from {plan.start}")
+
+

@@ -1,0 +1,177 @@
+"""The settings of a training run: defaults, a TOML file, the command line; the later wins."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+from pagestash.models.config import DecoderConfig, preset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """A run of `pagestash train`. What stands above `policy` decides its numbers; the rest does not."""
+
+    preset: str = "tiny"
+    layers: int | None = None
+    """Cut the preset to this many layers."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the preset to change; the vocabulary is 256 bytes unless it is among them."""
+    seed: int = 0
+    corpus: tuple[str, ...] = ()
+    """Files and folders of text; empty: the source of Python's standard library."""
+    batch: int = 4
+    """Sequences a step and rank."""
+    sequence: int = 128
+
+    lr: float = 3e-3
+    min_lr: float = 3e-4
+    warmup: int = 10
+    decay_steps: int = 2000
+    """The step at which the cosine reaches `min_lr`. It does not follow `steps`, so that a run can be extended
+    to the same bits."""
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0
+    """The norm that gradients are cut to; 0 leaves them."""
+    bias_rate: float = 1e-3
+    """How far the routers' selection biases move a step, where the model has them."""
+    capacity_factor: float = 0.0
+    """Rows of a layer's expert buffers, times the average that arrives; 0: as many as can arrive."""
+    expert_parallel: int = 0
+    """Ranks that share a layer's experts; 0: all. The others are data parallel."""
+    dispatch: str = "all_gather"
+    """How rows reach the ranks of their experts: all_gather, all_to_all, all_to_all_exact."""
+
+    policy: str = "none"
+    """A policy file, or none."""
+    steps: int = 200
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    log_every: int = 0
+    """Steps between looks at the device; 0: 1 on a CPU, 10 on a GPU. Every step has its line either way."""
+    tensorboard: bool = False
+    device: str = "auto"
+    graph: bool = True
+    """Whether a step on a single GPU is a CUDA graph."""
+
+    def __post_init__(self) -> None:
+        least = {"steps": 1, "batch": 1, "sequence": 1, "decay_steps": 1, "keep_checkpoints": 1}
+        least |= dict.fromkeys(("warmup", "checkpoint_every", "log_every", "expert_parallel", "clip"), 0)
+        least |= dict.fromkeys(("lr", "min_lr", "weight_decay", "capacity_factor", "bias_rate", "seed"), 0)
+        for name, low in least.items():
+            if not getattr(self, name) >= low:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least {low}")
+        if self.dispatch not in DISPATCHES:
+            raise ValueError(f"dispatch={self.dispatch!r}: expected one of {', '.join(DISPATCHES)}")
+
+    def decoder(self) -> DecoderConfig:
+        """The model that is trained."""
+        return preset(self.preset, self.layers, **{"vocab": 256, **self.model})
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+DISPATCHES = ("all_gather", "all_to_all", "all_to_all_exact")
+
+
+def merge(*layers: Mapping[str, Any]) -> TrainConfig:
+    """One configuration from several sources, of which the later win; `model` merges by key."""
+    values: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            if key == "model":
+                value = {**values.get("model", {}), **value}
+            values[key] = value
+    return TrainConfig(**values)
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The settings in a TOML file; a wrong one is named with the file."""
+    try:
+        return checked(tomllib.loads(Path(path).read_text()))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
+    """The settings in `key=value` words; `model.key=value` changes the model.
+
+    >>> parse_assignments(["lr=1e-3", "model.experts=4"])
+    {'lr': 0.001, 'model': {'experts': 4}}
+    """
+    values: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise ValueError(f"--set {assignment}: expected key=value")
+        value = _value(text.strip())
+        table, dot, inner = key.strip().partition(".")
+        if dot and table == "model":
+            values.setdefault("model", {})[inner] = value
+        else:
+            values[key.strip()] = value
+    return checked(values)
+
+
+def checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, each with a known name and the right type."""
+    settings = _check_table(values, TrainConfig, "")
+    if not isinstance(settings.get("model", {}), Mapping):
+        raise ValueError(f"model={settings['model']!r}: expected a table")
+    if "model" in settings:
+        settings["model"] = _check_table(settings["model"], DecoderConfig, "model.")
+    return settings
+
+
+def _check_table(values: Mapping[str, Any], kind: type, where: str) -> dict[str, Any]:
+    types = {item.name: item.type for item in fields(kind)}
+    result = {}
+    for key, value in values.items():
+        if key not in types:
+            near = get_close_matches(key, types, n=1)
+            meant = f"; did you mean {where}{near[0]}?" if near else f"; expected one of {', '.join(types)}"
+            raise ValueError(f"unknown key {where}{key}{meant}")
+        result[key] = _check_type(value, types[key], f"{where}{key}")
+    return result
+
+
+def _check_type(value: Any, kind: Any, name: str) -> Any:
+    """`value` as `kind`; whole numbers may stand for floats, one string for a tuple of them."""
+    origin = get_origin(kind)
+    if origin is UnionType:
+        if value is None:
+            return None
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    elif origin is tuple:
+        many = [value] if isinstance(value, str) else value
+        if not isinstance(many, Sequence) or not all(isinstance(part, str) for part in many):
+            raise ValueError(f"{name}={value!r}: expected a list of strings")
+        return tuple(many)
+    elif origin is Mapping:
+        return value
+    elif origin is not None:  # a literal: the class checks its values
+        kind = str
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"{name}={value!r}: expected {_NAMES[kind]}")
+    return value
+
+
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+
+
+def _value(text: str) -> Any:
+    """A TOML value, or the text itself where it is none: paths and names need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

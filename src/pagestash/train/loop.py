@@ -1,0 +1,238 @@
+"""`train`: from a plan to a trained model, a step at a time."""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagestash.models.decoder import Decoder
+from pagestash.moe.config import MoEConfig
+from pagestash.moe.dispatch import Dispatch
+from pagestash.saved.keeper import Keeper
+from pagestash.step.graphed import GraphedStep
+from pagestash.train import checkpoint
+from pagestash.train.config import TrainConfig
+from pagestash.train.metrics import JsonLines, Listener, TensorBoard
+from pagestash.train.parallel import Ranks, clip_gradients, make_dispatch
+from pagestash.train.prepare import Plan
+from pagestash.train.state import TrainState, make_optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """Where a run ended: its last step, and whether it was asked to stop before the last of its plan."""
+
+    step: int
+    stopped: bool
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """The rate of `step` (the first is 1): a straight rise over `warmup` steps, then half a cosine down."""
+    if step <= config.warmup:
+        return config.lr * step / config.warmup
+    done = min(1.0, (step - config.warmup) / max(1, config.decay_steps - config.warmup))
+    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def train(plan: Plan, listeners: Sequence[Listener] = (), *, backend: str = "auto") -> TrainResult:
+    """Run a plan to its last step, or until Ctrl-C; ends with a checkpoint either way."""
+    with ExitStack() as stack:
+        stack.enter_context(_deterministic(plan.device))
+        ranks = Ranks(plan.world, plan.device)
+        stack.callback(ranks.close)
+        run = _Run(plan, ranks, backend)
+        stack.callback(run.keeper.detach)
+        stop = stack.enter_context(_stop_when_asked())
+        heard: list[Listener] = []
+        if plan.world.leads:
+            plan.out.mkdir(parents=True, exist_ok=True)
+            run.lines = JsonLines(plan.out, run.done)
+            stack.callback(run.lines.close)
+            heard = [run.lines, *listeners]
+            if plan.config.tensorboard:
+                board = TensorBoard(plan.out)
+                stack.callback(board.close)
+                heard.append(board)
+        return run.to_the_end(heard, stop)
+
+
+class _Run:
+    """One training run: what it changes, and where it is."""
+
+    def __init__(self, plan: Plan, ranks: Ranks, backend: str) -> None:
+        config, world = plan.config, plan.world
+        self.plan, self.config, self.ranks = plan, config, ranks
+        self.lines: JsonLines | None = None
+        self.done = 0
+        torch.manual_seed(config.seed)
+        model = Decoder(plan.decoder, make_dispatch=self._make_dispatch, device=plan.device)
+        here = plan.decoder.experts // world.expert_parallel
+        model.initialise(config.seed, world.expert_rank * here)
+        ranks.shard(model)
+        self.model = model
+        self.parameters = list(model.parameters())
+        self.optimizer = make_optimizer(model, config)
+        self.state = TrainState(model, self.optimizer, ranks)
+        if plan.start is not None:
+            self.state.load(plan.start)
+            self.done = int(checkpoint.read_state(plan.start)["step"])
+        self.keeper = Keeper(plan.policy, backend=backend).attach(model)
+        # Counts every run of a step, also of one that is run again: the host learns of it from the results.
+        self.runs = torch.zeros((), dtype=torch.int64, device=plan.device)
+        self.step = GraphedStep(
+            self._train_step,
+            self.keeper,
+            optimizer=self.optimizer,
+            # FSDP's collectives come and go with the host's bookkeeping; a graph holds the steps of one GPU.
+            graph=config.graph and plan.device.type == "cuda" and world.size == 1,
+        )
+
+    def _make_dispatch(self, config: MoEConfig) -> Dispatch | None:
+        if self.plan.world.expert_parallel == 1:
+            return None
+        tokens = self.config.batch * self.config.sequence
+        return make_dispatch(config, self.config.dispatch, self.ranks.experts, tokens)
+
+    def _train_step(self, tokens: torch.Tensor) -> dict[str, Any]:
+        self.runs.add_(1)
+        with self._autocast():
+            loss, aux = self.model(tokens[:, :-1], tokens[:, 1:])
+        held = self.keeper.held()
+        (loss + aux).backward()
+        norm = clip_gradients(self.parameters, self.config.clip, self.ranks)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.model.update_router_bias(self.config.bias_rate, self.ranks.everyone)
+        return {
+            "loss": self.ranks.mean(loss),
+            "grad_norm": norm,
+            "held": held,
+            "runs": self.runs.clone(),
+        }
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.plan.device.type != "cuda":
+            return nullcontext()
+        # Without its cache: in a captured step a cached copy of a weight would outlive the weight's update.
+        return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
+
+    def to_the_end(self, listeners: Sequence[Listener], stop: "_Stop") -> TrainResult:
+        config = self.config
+        every = config.log_every or (1 if self.plan.device.type == "cpu" else 10)
+        waiting: list[tuple[int, float, dict[str, Any]]] = []
+        since, runs = time.perf_counter(), 0
+        while self.done < config.steps:
+            number = self.done + 1
+            rate = learning_rate(number, config)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            waiting.append((number, rate, self.step(self._batch(number))))
+            self.done = number
+            due = config.checkpoint_every and number % config.checkpoint_every == 0
+            if due or number == config.steps or number % every == 0:
+                self.step.wait()
+                seconds = (time.perf_counter() - since) / len(waiting)
+                for finished in waiting:
+                    line, runs = self._line(*finished, seconds, runs)
+                    for listener in listeners:
+                        listener.step(line)
+                waiting.clear()
+                since = time.perf_counter()
+                # All ranks look at the same step, so that they stop together.
+                if self.ranks.any(stop.asked):
+                    self._save()
+                    return TrainResult(number, number < config.steps)
+            if due or number == config.steps:
+                self._save()
+                since = time.perf_counter()
+        return TrainResult(self.done, False)
+
+    def _batch(self, step: int) -> torch.Tensor:
+        config, world = self.config, self.plan.world
+        first = world.rank * config.batch
+        tokens = self.plan.corpus.windows(
+            step, config.seed, config.batch * world.size, config.sequence + 1, first, first + config.batch
+        )
+        return tokens.to(self.plan.device)
+
+    def _line(
+        self, step: int, rate: float, result: dict[str, Any], seconds: float, runs: int
+    ) -> tuple[dict[str, Any], int]:
+        """A step's line, and how many runs of a step there had been when it was done."""
+        total = int(result["runs"])
+        again = total - runs - 1
+        line = {
+            "step": step,
+            "loss": float(result["loss"]),
+            "grad_norm": float(result["grad_norm"]),
+            "lr": rate,
+            "tokens": self.config.batch * self.config.sequence * self.plan.world.size,
+            "seconds": seconds,
+            "saved_bytes": {home: int(size) for home, size in result["held"].items()},
+            "overflow": again > 0,
+            "rerun": again,
+        }
+        return line, total
+
+    def _save(self) -> None:
+        tensors = self.state.gather()
+        if self.lines is None:
+            return
+        self.lines.sync()
+        counters = {
+            "step": self.done,
+            "tokens": self.done * self.config.batch * self.config.sequence * self.plan.world.size,
+            "corpus": self.plan.corpus.digest,
+            "config": self.config.to_json(),
+        }
+        checkpoint.save(self.plan.out, self.done, tensors, counters, self.config.keep_checkpoints)
+
+
+@dataclass(slots=True)
+class _Stop:
+    asked: bool = False
+
+
+@contextmanager
+def _stop_when_asked() -> Iterator[_Stop]:
+    """The first Ctrl-C (or SIGTERM) asks the run to stop after its step; the second ends it at once."""
+    stop = _Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, frame: Any) -> None:
+        stop.asked = True
+        signal.signal(number, before[signal.Signals(number)])
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """On a GPU, attention's backward adds in a fixed order: without it no two runs have the same bits."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled

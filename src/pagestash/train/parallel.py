@@ -1,0 +1,190 @@
+"""Ranks: who holds which experts, and how everything else is sharded.
+
+`expert_parallel` ranks that stand side by side share the experts of every layer; groups of them are data
+parallel. Each rank has tokens of its own. All parameters but the experts are sharded over all ranks by FSDP2,
+an expert's over the ranks that hold the same experts.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pagestash.models.decoder import Decoder
+from pagestash.moe.config import MoEConfig
+from pagestash.moe.dispatch import Dispatch
+from pagestash.moe.layer import Experts
+from pagestash.train.config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This rank's place, from what torchrun puts into the environment."""
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+    expert_parallel: int = 1
+
+    @classmethod
+    def from_environment(cls, config: TrainConfig, experts: int) -> "World":
+        """Read and check it; no process group is made yet."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        ranks = config.expert_parallel or size
+        if size % ranks:
+            raise ValueError(f"expert_parallel={ranks} does not divide the {size} ranks there are")
+        if experts % ranks:
+            raise ValueError(f"{ranks} ranks do not divide experts={experts}; set expert_parallel")
+        return cls(
+            int(os.environ.get("RANK", "0")), size, int(os.environ.get("LOCAL_RANK", "0")), ranks
+        )
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes and speaks."""
+        return self.rank == 0
+
+    @property
+    def expert_rank(self) -> int:
+        return self.rank % self.expert_parallel
+
+
+class Ranks:
+    """The process groups of a run; in a single process there are none and everything here is a no-op."""
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world, self.device = world, device
+        self.everyone: Any = None
+        self.experts: Any = None
+        self._mesh: Any = None
+        self._expert_mesh: Any = None
+        self._mine = False
+        if world.size == 1:
+            return
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if not dist.is_initialized():
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(minutes=10))
+            self._mine = True
+        ways = (world.size // world.expert_parallel, world.expert_parallel)
+        self._mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("all",))
+        self._expert_mesh = init_device_mesh(device.type, ways, mesh_dim_names=("data", "experts"))
+        self.everyone = self._mesh.get_group()
+        self.experts = self._expert_mesh.get_group("experts")
+
+    def close(self) -> None:
+        if self._mine:
+            dist.destroy_process_group()
+
+    def shard(self, model: Decoder) -> None:
+        """Shard the model over the ranks (FSDP2)."""
+        world = self.world
+        if world.size == 1:
+            return
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.layers:
+            apart: set[nn.Parameter] = set()
+            for module in block.modules():
+                if isinstance(module, Experts) and world.expert_parallel > 1:
+                    apart |= self._shard_experts(module)
+            fully_shard(block, mesh=self._mesh, ignored_params=apart)
+        fully_shard(model, mesh=self._mesh, ignored_params=self._local_experts(model))
+
+    def _shard_experts(self, module: Experts) -> set[nn.Parameter]:
+        """Experts of this rank: over the ranks that have the same ones, or not at all; returns what stays whole.
+
+        A row's gradient comes from the rank it belongs to, whose loss is a mean of its own: the sum over all
+        ranks is divided by their number, as FSDP does for everything else.
+        """
+        from torch.distributed.fsdp import fully_shard
+
+        size = self.world.size
+        if size > self.world.expert_parallel:
+            fully_shard(module, mesh=self._expert_mesh["data"])
+            module.set_gradient_divide_factor(float(size))  # type: ignore[operator]
+            return set()
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.div_(size))
+        return set(module.parameters())
+
+    def _local_experts(self, model: Decoder) -> set[nn.Parameter]:
+        if self.world.expert_parallel < self.world.size:
+            return set()
+        experts = (module for module in model.modules() if isinstance(module, Experts))
+        return {parameter for module in experts for parameter in module.parameters()}
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place."""
+        if self.everyone is not None:
+            dist.all_reduce(value, group=self.everyone)
+        return value
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over all ranks, in a new tensor."""
+        return self.sum(value.detach().clone()) / self.world.size
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so on any rank."""
+        if self.everyone is None:
+            return here
+        return bool(self.sum(torch.tensor(float(here), device=self.device)))
+
+    # --- whole tensors, for checkpoints ---
+
+    def whole(self, value: torch.Tensor, *, expert: bool) -> torch.Tensor:
+        """The full tensor on the host; every rank must ask."""
+        value = value.detach()
+        if hasattr(value, "full_tensor"):
+            value = value.full_tensor()
+        if expert and self.world.expert_parallel > 1 and value.ndim:
+            parts = [torch.empty_like(value) for _ in range(self.world.expert_parallel)]
+            dist.all_gather(parts, value.contiguous(), group=self.experts)
+            value = torch.cat(parts)
+        return value.cpu()
+
+    def part(self, whole: torch.Tensor, like: torch.Tensor, *, expert: bool) -> torch.Tensor:
+        """This rank's part of a full tensor, placed as `like` is."""
+        if expert and self.world.expert_parallel > 1 and whole.ndim:
+            whole = whole.chunk(self.world.expert_parallel)[self.world.expert_rank]
+        whole = whole.to(self.device)
+        if hasattr(like, "device_mesh") and whole.ndim:
+            from torch.distributed.tensor import distribute_tensor
+
+            return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+        return whole
+
+
+def make_dispatch(config: MoEConfig, kind: str, group: Any, tokens: int) -> Dispatch:
+    """Expert parallelism for one layer: `tokens` a rank and step."""
+    from pagestash import moe
+
+    name = {"all_gather": "AllGather"}.get(kind, "AllToAll")
+    found = getattr(moe, name, None)
+    if found is None:
+        raise ValueError(f"dispatch={kind!r}: this version has no {name}; set expert_parallel=1")
+    options = {"exact": True} if kind == "all_to_all_exact" else {}
+    return found(config, group, max_tokens=tokens, **options)
+
+
+@torch.no_grad()
+def clip_gradients(parameters: list[nn.Parameter], most: float, ranks: Ranks) -> torch.Tensor:
+    """Scale all gradients so that their norm is at most `most` (0: leave them); returns the norm before.
+
+    The host waits for nothing. Every rank holds other parts, so the squares add up over all of them.
+    """
+    locals_ = [_local(p.grad) for p in parameters if p.grad is not None]
+    norms = torch.stack(torch._foreach_norm(locals_)).float()
+    total = ranks.sum(norms.square().sum()).sqrt() if ranks.everyone is not None else norms.norm()
+    if most:
+        torch._foreach_mul_(locals_, (most / (total + 1e-6)).clamp(max=1.0))
+    return total
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value

@@ -1,0 +1,95 @@
+"""Everything that can be wrong with a run is found here, before anything is written."""
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagestash.models.config import DecoderConfig
+from pagestash.models.decoder import Decoder
+from pagestash.policy import Policy
+from pagestash.train import checkpoint
+from pagestash.train.config import TrainConfig, checked, merge
+from pagestash.train.data import Corpus, load_corpus
+from pagestash.train.metrics import METRICS
+from pagestash.train.parallel import World
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run whose settings fit together."""
+
+    config: TrainConfig
+    decoder: DecoderConfig
+    policy: Policy
+    corpus: Corpus
+    world: World
+    device: torch.device
+    out: Path
+    start: Path | None
+    """The checkpoint to go on from."""
+
+
+def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = False) -> Plan:
+    """Check `settings` (as `checked` returns them) against each other, the machine and what `out` holds.
+
+    A wrong one is a `ValueError` of one line. With `resume`, settings that are not given are those of the run.
+    """
+    out = Path(out)
+    start = _start(out, resume)
+    saved = checkpoint.read_state(start) if start else {}
+    config = merge(checked(saved.get("config", {})), settings)
+    decoder = config.decoder()
+    world = World.from_environment(config, decoder.experts)
+    if config.capacity_factor:
+        rows = config.batch * config.sequence * decoder.top_k
+        decoder = config_with_capacity(config, max(1, round(config.capacity_factor * rows)))
+    policy = Policy() if config.policy == "none" else Policy.load(config.policy)
+    skeleton = Decoder(decoder, device="meta")
+    policy.check([name for name, _ in skeleton.named_modules()])
+    if start is not None:
+        shapes = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
+        checkpoint.check_shapes(start, shapes)
+    device = _device(config.device, world)
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("tensorboard=true: the tensorboard package is not installed")
+    corpus = load_corpus(config.corpus, config.sequence + 1)
+    if saved and saved["corpus"] != corpus.digest and "corpus" not in settings:
+        raise ValueError(f"{out}: the corpus has changed since this run began; name it to go on with another")
+    if saved and saved["step"] > config.steps:
+        raise ValueError(f"{out}: the run is at step {saved['step']}, past steps={config.steps}")
+    return Plan(config, decoder, policy, corpus, world, device, out, start)
+
+
+def config_with_capacity(config: TrainConfig, rows: int) -> DecoderConfig:
+    """The model with expert buffers of `rows` rows."""
+    return merge(config.to_json(), {"model": {"capacity": rows}}).decoder()
+
+
+def _start(out: Path, resume: bool) -> Path | None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out}: it is a file")
+    if not resume:
+        if any((out / name).exists() for name in (METRICS, checkpoint.FOLDER)):
+            raise ValueError(f"--out {out} holds another run; --resume goes on with it")
+        return None
+    if not out.is_dir():
+        raise ValueError(f"--resume: there is no run in {out}")
+    return checkpoint.latest(out)
+
+
+def _device(name: str, world: World) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device={name!r}: expected auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name!r}: there is no GPU here")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", world.local)
+    return device

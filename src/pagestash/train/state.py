@@ -1,0 +1,83 @@
+"""Everything that a step changes, as named tensors: out to a checkpoint, and back to the same bits."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from pagestash.models.decoder import Decoder
+from pagestash.moe.layer import Experts
+from pagestash.train.parallel import Ranks
+
+
+@dataclass(slots=True)
+class TrainState:
+    """The model, its optimizer and the random state of a run."""
+
+    model: Decoder
+    optimizer: torch.optim.Optimizer
+    ranks: Ranks
+
+    def gather(self) -> dict[str, dict[str, torch.Tensor]]:
+        """All tensors, whole and on the host; every rank must ask, the first one gets them."""
+        leads, ranks = self.ranks.world.leads, self.ranks
+        model, optimizer = {}, {}
+        experts = self._expert_names()
+        for name, value in self.model.state_dict().items():
+            whole = ranks.whole(value, expert=name in experts)
+            if leads:
+                model[name] = whole
+        for name, parameter in self.model.named_parameters():
+            for key, value in sorted(self.optimizer.state[parameter].items()):
+                whole = ranks.whole(value, expert=name in experts)
+                if leads:
+                    optimizer[f"{key}/{name}"] = whole
+        return {"model": model, "optimizer": optimizer, "random": dict(self._random())}
+
+    @torch.no_grad()
+    def load(self, checkpoint: Path) -> None:
+        """Take the tensors of a checkpoint, each rank its part."""
+        experts, device = self._expert_names(), str(self.ranks.device)
+        with safe_open(checkpoint / "model.safetensors", "pt") as file:
+            for name, value in self.model.state_dict().items():
+                value.copy_(self.ranks.part(file.get_tensor(name), value, expert=name in experts))
+        names = dict(self.model.named_parameters())
+        with safe_open(checkpoint / "optimizer.safetensors", "pt") as file:
+            for entry in file.keys():  # noqa: SIM118
+                key, _, name = entry.partition("/")
+                part = self.ranks.part(file.get_tensor(entry), names[name], expert=name in experts)
+                self.optimizer.state[names[name]][key] = part
+        with safe_open(checkpoint / "random.safetensors", "pt") as file:
+            torch.set_rng_state(file.get_tensor("cpu"))
+            if "cuda" in file.keys() and device.startswith("cuda"):  # noqa: SIM118
+                torch.cuda.set_rng_state(file.get_tensor("cuda"), self.ranks.device)
+
+    def _expert_names(self) -> set[str]:
+        """The parameters of which every expert-parallel rank has its own."""
+        return {
+            f"{prefix}.{name}"
+            for prefix, module in self.model.named_modules()
+            if isinstance(module, Experts)
+            for name, _ in module.named_parameters(recurse=False)
+        }
+
+    def _random(self) -> Iterator[tuple[str, torch.Tensor]]:
+        # A step draws no numbers of its own, so all ranks have the first one's.
+        yield "cpu", torch.get_rng_state()
+        if self.ranks.device.type == "cuda":
+            yield "cuda", torch.cuda.get_rng_state(self.ranks.device)
+
+
+def make_optimizer(model: Decoder, config: Any) -> torch.optim.AdamW:
+    """AdamW, fused where it can be; norms and biases do not decay."""
+    decayed = [p for name, p in model.named_parameters() if p.ndim > 1 and "bias" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim <= 1 or "bias" in name]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    fused = next(model.parameters()).device.type in ("cpu", "cuda")
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=fused)

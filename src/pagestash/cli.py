@@ -43,7 +43,8 @@ def train(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="Settings in a TOML file.")] = None,
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting; model.KEY for the model's.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="One setting; model.KEY for the model's."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
 ) -> None:

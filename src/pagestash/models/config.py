@@ -68,11 +68,15 @@ class DecoderConfig:
             raise ValueError(f"attention={self.attention!r}: expected 'gqa' or 'mla'")
         turned = self.rope_dim if self.attention == "mla" else self.head_size
         if turned % 2:
-            raise ValueError(f"{turned} of a head's dimensions are turned by position: expected an even number")
+            raise ValueError(
+                f"{turned} of a head's dimensions are turned by position: expected an even number"
+            )
         if not 0 <= self.dense_layers <= self.layers:
             raise ValueError(f"dense_layers={self.dense_layers}: there are layers={self.layers}")
         if self.dense_layers and self.dense_width < 1:
-            raise ValueError(f"dense_width={self.dense_width}: {self.dense_layers} dense layers need at least 1")
+            raise ValueError(
+                f"dense_width={self.dense_width}: {self.dense_layers} dense layers need at least 1"
+            )
         _ = self.moe  # its own checks
 
     def _check_grouped(self) -> None:

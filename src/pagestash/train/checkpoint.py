@@ -19,7 +19,9 @@ FOLDER = "checkpoints"
 _PARTIAL = ".partial-"
 
 
-def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Any, keep: int) -> Path:
+def save(
+    run: Path, step: int, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Any, keep: int
+) -> Path:
     """Write `step-N` with one file for each group of tensors, then let all but the last `keep` go."""
     folder = run / FOLDER
     final = folder / f"step-{step:08d}"

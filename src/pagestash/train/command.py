@@ -44,7 +44,9 @@ def run(
         result = train(plan, listeners)
     if plan.world.leads:
         if result.stopped:
-            console.print(f"Stopped after step {result.step}, with a checkpoint; --resume goes on from there.")
+            console.print(
+                f"Stopped after step {result.step}, with a checkpoint; --resume goes on from there."
+            )
         else:
             console.print(f"Done: {result.step} steps, in {plan.out}")
     return INTERRUPTED if result.stopped else 0
@@ -65,5 +67,3 @@ def _announce(plan: Plan, console: Console) -> None:
     )
     if plan.start is not None:
         console.print(f"Going on from {plan.start}")
-
-

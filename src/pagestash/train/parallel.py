@@ -39,9 +39,7 @@ class World:
             raise ValueError(f"expert_parallel={ranks} does not divide the {size} ranks there are")
         if experts % ranks:
             raise ValueError(f"{ranks} ranks do not divide experts={experts}; set expert_parallel")
-        return cls(
-            int(os.environ.get("RANK", "0")), size, int(os.environ.get("LOCAL_RANK", "0")), ranks
-        )
+        return cls(int(os.environ.get("RANK", "0")), size, int(os.environ.get("LOCAL_RANK", "0")), ranks)
 
     @property
     def leads(self) -> bool:
@@ -148,7 +146,7 @@ class Ranks:
             value = torch.cat(parts)
         return value.cpu()
 
-    def part(self, whole: torch.Tensor, like: torch.Tensor, *, expert: bool) -> torch.Tensor:
+    def part(self, whole: torch.Tensor, like: Any, *, expert: bool) -> torch.Tensor:
         """This rank's part of a full tensor, placed as `like` is."""
         if expert and self.world.expert_parallel > 1 and whole.ndim:
             whole = whole.chunk(self.world.expert_parallel)[self.world.expert_rank]

@@ -166,8 +166,9 @@ def make_dispatch(config: MoEConfig, kind: str, group: Any, tokens: int) -> Disp
     found = getattr(moe, name, None)
     if found is None:
         raise ValueError(f"dispatch={kind!r}: this version has no {name}; set expert_parallel=1")
-    options = {"exact": True} if kind == "all_to_all_exact" else {}
-    return found(config, group, max_tokens=tokens, **options)
+    if kind == "all_to_all_exact":
+        return found(config, group, padded=False)
+    return found(config, group, max_tokens=tokens)
 
 
 @torch.no_grad()

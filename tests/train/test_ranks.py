@@ -1,0 +1,85 @@
+"""`torchrun … -m pagestash train`: several ranks train what one process does, and share its checkpoints."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small import MODEL, run, settings, words
+
+import pagestash.moe
+from pagestash.train import read_metrics
+from pagestash.train.checkpoint import latest
+
+STEPS = 3
+needs_dispatch = pytest.mark.skipif(
+    not hasattr(pagestash.moe, "AllGather"), reason="this version has no expert-parallel dispatch"
+)
+
+
+def torchrun(ranks, given, out, *more):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*launch, "-m", "pagestash", "train", *words(given, out), *more],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def few(folder, batch, **changes):
+    # The balance loss is of each rank's own tokens; without it, ranks differ from one process by rounding.
+    return settings(folder, batch=batch, steps=STEPS, **changes) | {"model": {**MODEL, "balance_loss": 0.0}}
+
+
+def close(first, second):
+    """Metrics and weights of two runs, up to the order of sums."""
+    for a, b in zip(read_metrics(first), read_metrics(second), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert a["tokens"] == b["tokens"]
+    a, b = (load_file(latest(out) / "model.safetensors") for out in (first, second))
+    assert a.keys() == b.keys()
+    for name in a:
+        # AdamW's first updates have the size of the rate whatever the gradient's: rounding shows where it is ~0.
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-3, msg=name)
+        assert (a[name] - b[name]).abs().mean() < 1e-5, name
+
+
+LAYOUTS = [
+    pytest.param(2, {"expert_parallel": 1}, id="fsdp"),
+    pytest.param(2, {"dispatch": "all_gather"}, id="all_gather", marks=needs_dispatch),
+    pytest.param(2, {"dispatch": "all_to_all"}, id="all_to_all", marks=[needs_dispatch, pytest.mark.slow]),
+    pytest.param(2, {"dispatch": "all_to_all_exact"}, id="exact", marks=[needs_dispatch, pytest.mark.slow]),
+    pytest.param(4, {"expert_parallel": 2}, id="both", marks=[needs_dispatch, pytest.mark.slow]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+def test_ranks_train_what_one_process_does(tmp_path, ranks, layout):
+    whole = few(tmp_path, 4)
+    run(whole, tmp_path / "whole")
+    parts = few(tmp_path, 4 // ranks, policy=str(tmp_path / "stash.toml"), **layout)
+    torchrun(ranks, parts, tmp_path / "ranks")
+    close(tmp_path / "whole", tmp_path / "ranks")
+    assert all(line["saved_bytes"]["stash"] > 0 for line in read_metrics(tmp_path / "ranks"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS[:2])
+def test_a_checkpoint_fits_any_number_of_ranks(tmp_path, ranks, layout):
+    whole = few(tmp_path, 4)
+    run({**whole, "steps": STEPS + 2}, tmp_path / "whole")
+    run(whole, tmp_path / "run")
+    parts = few(tmp_path, 4 // ranks, **layout) | {"steps": STEPS + 1}
+    torchrun(ranks, parts, tmp_path / "run", "--resume")
+    run({"steps": STEPS + 2, "batch": 4}, tmp_path / "run", resume=True)
+    close(tmp_path / "whole", tmp_path / "run")

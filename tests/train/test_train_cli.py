@@ -1,0 +1,137 @@
+"""`pagestash train` as a user types it: bad input is one line, exit code 2, and nothing overwritten."""
+
+import hashlib
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small import run, settings, words
+
+from pagestash.cli import app
+from pagestash.train import read_metrics
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["train", *map(str, arguments)])
+
+
+def snapshot(folder):
+    return {
+        path: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def refused(tmp_path, *arguments):
+    """Run with bad input: the one line, once it is sure that nothing was touched."""
+    before = snapshot(tmp_path)
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert snapshot(tmp_path) == before
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+def test_the_command_writes_metrics_and_a_checkpoint(tmp_path):
+    result = invoke(*words(settings(tmp_path, steps=2), tmp_path / "run"), "--preset", "tiny", "--seed", "5")
+    assert result.exit_code == 0, result.output
+    assert "Done: 2 steps" in " ".join(result.stdout.split())
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2]
+    assert (tmp_path / "run/checkpoints/step-00000002/model.safetensors").exists()
+    again = invoke("--resume", "--out", tmp_path / "run", "--steps", "3")
+    assert again.exit_code == 0, again.output
+    assert "Going on from" in again.stdout
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "tinny"], "unknown preset 'tinny'; did you mean 'tiny'?"),
+        (["--set", "leyers=2"], "unknown key leyers; did you mean layers?"),
+        (["--set", "model.expert=2"], "unknown key model.expert"),
+        (["--set", "model.top_k=9"], "top_k=9: there are only experts=8"),
+        (["--layers", "0"], "layers=0"),
+        (["--steps", "0"], "steps=0"),
+        (["--corpus", "nowhere"], "corpus nowhere: no such file"),
+        (["--policy", "nowhere.toml"], "nowhere.toml"),
+        (["--config", "nowhere.toml"], "nowhere.toml: No such file"),
+        (["--set", "device=tpu9"], "device='tpu9'"),
+        (["--set", "expert_parallel=2"], "expert_parallel=2 does not divide the 1 ranks"),
+        (["--set", "dispatch=mail"], "dispatch='mail'"),
+        (["--resume"], "there is no run in"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(tmp_path, arguments, message):
+    assert message in refused(tmp_path, "--out", tmp_path / "run", *arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_corpus_is_refused(tmp_path):
+    (tmp_path / "nothing.txt").touch()
+    (tmp_path / "folder").mkdir()
+    for name in ("nothing.txt", "folder"):
+        line = refused(tmp_path, "--out", tmp_path / "run", "--corpus", tmp_path / name)
+        assert "it is empty" in line
+
+
+def test_a_policy_that_matches_nothing_is_refused(tmp_path):
+    (tmp_path / "policy.toml").write_text('[[rule]]\nmatch = "layers.*.experts"\nhome = "stash"\n')
+    line = refused(tmp_path, "--out", tmp_path / "run", "--policy", tmp_path / "policy.toml")
+    assert "rule 'layers.*.experts' matches no region" in line
+    assert "layers.1.moe.experts" in line
+
+
+def test_a_wrong_key_in_a_file_is_named_with_the_file(tmp_path):
+    (tmp_path / "run.toml").write_text("stepps = 3\n")
+    line = refused(tmp_path, "--out", tmp_path / "run", "--config", tmp_path / "run.toml")
+    assert "run.toml: unknown key stepps; did you mean steps?" in line
+
+
+@pytest.mark.parametrize(("ranks", "given"), [("3", []), ("4", ["--set", "expert_parallel=3"])])
+def test_ranks_that_do_not_divide_are_refused(tmp_path, monkeypatch, ranks, given):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    line = refused(tmp_path, "--out", tmp_path / "run", *given)
+    assert ("3 ranks do not divide experts=8" if not given else "does not divide the 4 ranks") in line
+
+
+@pytest.fixture
+def finished(tmp_path):
+    run(settings(tmp_path, steps=2), tmp_path / "run")
+    return tmp_path
+
+
+def test_another_run_is_never_overwritten(finished):
+    line = refused(finished, *words(settings(finished), finished / "run"))
+    assert "holds another run; --resume goes on with it" in line
+
+
+def test_a_file_is_no_place_for_a_run(tmp_path):
+    (tmp_path / "run").write_text("mine")
+    assert "it is a file" in refused(tmp_path, "--out", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--layers", "3"], "is of another shape: layers.2."),
+        (["--set", "model.width=64"], "is of another shape"),
+        (["--set", "model.experts=8"], "experts.down is 4×32×16 there and 8×32×16 in this model"),
+        (["--steps", "1"], "the run is at step 2, past steps=1"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(finished, change, message):
+    assert message in refused(finished, "--out", finished / "run", "--resume", "--steps", "9", *change)
+
+
+def test_a_corpus_that_changed_is_refused_unless_named(finished):
+    corpus = finished / "corpus.txt"
+    corpus.write_text(corpus.read_text().replace("return", "yield"))
+    line = refused(finished, "--out", finished / "run", "--resume", "--steps", "3")
+    assert "the corpus has changed" in line
+    result = invoke("--out", finished / "run", "--resume", "--steps", "3", "--corpus", corpus)
+    assert result.exit_code == 0, result.output

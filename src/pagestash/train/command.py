@@ -1,5 +1,6 @@
 """`pagestash train`, behind the command line."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -31,7 +32,8 @@ def run(
         sources = [read_toml(config) if config else {}, parse_assignments(assignments), checked(given)]
         plan = prepare(_settings(sources), out, resume=resume)
     except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # every rank finds it, one says so
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return WRONG_INPUT
     console = Console()
     with ExitStack() as stack:

@@ -107,8 +107,13 @@ class Ranks:
             fully_shard(module, mesh=self._expert_mesh["data"])
             module.set_gradient_divide_factor(float(size))  # type: ignore[operator]
             return set()
+
+        def average(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad.div_(size)
+
         for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.div_(size))
+            parameter.register_post_accumulate_grad_hook(average)
         return set(module.parameters())
 
     def _local_experts(self, model: Decoder) -> set[nn.Parameter]:

@@ -106,6 +106,7 @@ class _Run:
             loss, aux = self.model(tokens[:, :-1], tokens[:, 1:])
         held = self.keeper.held()
         (loss + aux).backward()
+        self.ranks.average_experts(self.model)
         norm = clip_gradients(self.parameters, self.config.clip, self.ranks)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -86,41 +86,30 @@ class Ranks:
             return
         from torch.distributed.fsdp import fully_shard
 
+        shared = self._experts(model) if world.expert_parallel > 1 else []
+        apart = {parameter for module in shared for parameter in module.parameters()}
+        if world.size > world.expert_parallel:
+            for module in shared:
+                fully_shard(module, mesh=self._expert_mesh["data"])
+            apart = set()
         for block in model.layers:
-            apart: set[nn.Parameter] = set()
-            for module in block.modules():
-                if isinstance(module, Experts) and world.expert_parallel > 1:
-                    apart |= self._shard_experts(module)
             fully_shard(block, mesh=self._mesh, ignored_params=apart)
-        fully_shard(model, mesh=self._mesh, ignored_params=self._local_experts(model))
+        fully_shard(model, mesh=self._mesh, ignored_params=apart)
 
-    def _shard_experts(self, module: Experts) -> set[nn.Parameter]:
-        """Experts of this rank: over the ranks that have the same ones, or not at all; returns what stays whole.
+    @torch.no_grad()
+    def average_experts(self, model: Decoder) -> None:
+        """Turn the gradients of shared experts into those of the ranks' mean loss, as FSDP does for all else.
 
-        A row's gradient comes from the rank it belongs to, whose loss is a mean of its own: the sum over all
-        ranks is divided by their number, as FSDP does for everything else.
+        What an expert made of another rank's rows is a part of that rank's loss, so the dispatch has added up
+        the gradients of all ranks that share it.
         """
-        from torch.distributed.fsdp import fully_shard
+        ways = self.world.expert_parallel
+        if ways > 1:
+            parameters = [p for module in self._experts(model) for p in module.parameters()]
+            torch._foreach_div_([_local(p.grad) for p in parameters if p.grad is not None], ways)
 
-        size = self.world.size
-        if size > self.world.expert_parallel:
-            fully_shard(module, mesh=self._expert_mesh["data"])
-            module.set_gradient_divide_factor(float(size))  # type: ignore[operator]
-            return set()
-
-        def average(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            parameter.grad.div_(size)
-
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(average)
-        return set(module.parameters())
-
-    def _local_experts(self, model: Decoder) -> set[nn.Parameter]:
-        if self.world.expert_parallel < self.world.size:
-            return set()
-        experts = (module for module in model.modules() if isinstance(module, Experts))
-        return {parameter for module in experts for parameter in module.parameters()}
+    def _experts(self, model: Decoder) -> list[Experts]:
+        return [module for module in model.modules() if isinstance(module, Experts)]
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place."""

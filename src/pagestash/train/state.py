@@ -73,11 +73,15 @@ class TrainState:
 
 def make_optimizer(model: Decoder, config: Any) -> torch.optim.AdamW:
     """AdamW, fused where it can be; norms and biases do not decay."""
-    decayed = [p for name, p in model.named_parameters() if p.ndim > 1 and "bias" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim <= 1 or "bias" in name]
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            decays = parameter.ndim > 1 and "bias" not in name
+            # Experts may be sharded over other ranks than the rest, and a fused update takes one kind.
+            groups.setdefault((decays, isinstance(module, Experts)), []).append(parameter)
+    settings: list[dict[str, Any]] = [
+        {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
+        for (decays, _), parameters in groups.items()
     ]
     fused = next(model.parameters()).device.type in ("cpu", "cuda")
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=fused)
+    return torch.optim.AdamW(settings, lr=config.lr, betas=(config.beta1, config.beta2), fused=fused)

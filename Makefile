@@ -38,7 +38,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.base: pyproject.toml constraints/cpu.txt | $(VENV)/bin/python
 	$(PY) -m pip install -q $(CONSTRAINTS) torch || { echo $(NO_TORCH) >&2; exit 1; }
-	$(PY) -m pip install -q $(CONSTRAINTS) -e .
+	$(PY) -m pip install -q $(CONSTRAINTS) -e ".[train]"
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base

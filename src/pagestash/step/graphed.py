@@ -179,7 +179,7 @@ class GraphedStep:
     def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Capture the step for batches like this one."""
         self._guard.arm()
-        if not self._keeper.size_pool():
+        if not self._keeper.size_pool() and self._keeper.policy.rules:
             log.warning("the warm-up stashed nothing: does a rule's region run?")
         self._static = StaticBatch(args, kwargs, self._device)
         self._static.fill(self._static.copies(args, kwargs))

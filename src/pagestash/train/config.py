@@ -46,6 +46,8 @@ class TrainConfig:
     """Ranks that share a layer's experts; 0: all. The others are data parallel."""
     dispatch: str = "all_gather"
     """How rows reach the ranks of their experts: all_gather, all_to_all, all_to_all_exact."""
+    deterministic: bool = True
+    """On a GPU: sums in a fixed order, without which no two runs have the same bits (attention's backward)."""
 
     policy: str = "none"
     """A policy file, or none."""

@@ -1,6 +1,7 @@
 """`train`: from a plan to a trained model, a step at a time."""
 
 import math
+import os
 import signal
 import threading
 import time
@@ -44,7 +45,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 def train(plan: Plan, listeners: Sequence[Listener] = (), *, backend: str = "auto") -> TrainResult:
     """Run a plan to its last step, or until Ctrl-C; ends with a checkpoint either way."""
     with ExitStack() as stack:
-        stack.enter_context(_deterministic(plan.device))
+        stack.enter_context(_deterministic(plan.config.deterministic and plan.device.type == "cuda"))
         ranks = Ranks(plan.world, plan.device)
         stack.callback(ranks.close)
         run = _Run(plan, ranks, backend)
@@ -237,11 +238,13 @@ def _stop_when_asked() -> Iterator[_Stop]:
 
 
 @contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
-    """On a GPU, attention's backward adds in a fixed order: without it no two runs have the same bits."""
-    if device.type != "cuda":
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """Operations that add in a fixed order; one that cannot raises."""
+    if not wanted:
         yield
         return
+    # cuBLAS reads it once, at the first product on a GPU; torch refuses deterministic products without it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -249,7 +252,8 @@ def _deterministic(device: torch.device) -> Iterator[None]:
     # Else every new tensor would be filled with NaN first.
     memory: Any = torch.utils.deterministic
     filled, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Not as warnings: attention stays as it was when it may only warn.
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:

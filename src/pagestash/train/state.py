@@ -74,7 +74,7 @@ class TrainState:
 def make_optimizer(model: Decoder, config: Any) -> torch.optim.AdamW:
     """AdamW, fused where it can be; norms and biases do not decay."""
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
-    for prefix, module in model.named_modules():
+    for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             decays = parameter.ndim > 1 and "bias" not in name
             # Experts may be sharded over other ranks than the rest, and a fused update takes one kind.

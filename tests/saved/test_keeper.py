@@ -521,3 +521,21 @@ def test_stats_tell_regions_apart(sized):
     assert set(peaks) == {f"layers.{i}.experts" for i in range(3)}
     assert len(set(peaks.values())) == 1
     assert sum(peaks.values()) == keeper.stats().homes["stash"].peak
+
+
+def test_held_tells_each_home_without_waiting():
+    torch.manual_seed(0)
+    model = Stack()
+    keeper = ps.Keeper(policy(), backend="torch").attach(model)
+    x, rows = batch(20)
+    told = []
+    for _ in range(2):  # measured, then in pages
+        with keeper.step():
+            loss = model(x, rows)
+            held, stats = keeper.held(), keeper.stats()
+            told.append({home: int(size) for home, size in held.items()})
+            assert told[-1] == {home: each.bytes for home, each in stats.homes.items()}
+            loss.backward()
+    assert told[0] == told[1]
+    assert told[0]["stash"] > 0
+    assert int(keeper.held()["stash"]) == 0

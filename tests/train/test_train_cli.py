@@ -1,6 +1,7 @@
 """`pagestash train` as a user types it: bad input is one line, exit code 2, and nothing overwritten."""
 
 import hashlib
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -69,6 +70,12 @@ def test_the_command_writes_metrics_and_a_checkpoint(tmp_path):
 def test_bad_input_is_one_line_and_code_2(tmp_path, arguments, message):
     assert message in refused(tmp_path, "--out", tmp_path / "run", *arguments)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="tensorboard is installed")
+def test_tensorboard_that_is_not_there_is_named(tmp_path):
+    line = refused(tmp_path, "--out", tmp_path / "run", "--set", "tensorboard=true")
+    assert "the tensorboard package is not installed" in line
 
 
 def test_an_empty_corpus_is_refused(tmp_path):

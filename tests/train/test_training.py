@@ -108,6 +108,24 @@ def test_a_longer_run_is_a_shorter_one_resumed(whole, tmp_path):
     assert same(out, tmp_path / "run")
 
 
+def test_rows_without_room_are_never_left_out_in_silence(tmp_path):
+    with pytest.raises(RuntimeError, match=r"step 1: more rows arrived .* capacity_factor than 0\.5"):
+        run(settings(tmp_path, capacity_factor=0.5), tmp_path / "run")
+    assert latest(tmp_path / "run") is None
+
+
+def test_room_to_spare_changes_no_bit(whole, tmp_path):
+    lines = run(settings(tmp_path, capacity_factor=3.0), tmp_path / "run")
+    assert [line["loss"] for line in lines] == [line["loss"] for line in read_metrics(whole[1])]
+    assert same(whole[1], tmp_path / "run")
+
+
+def test_lines_wait_for_the_next_look_and_are_all_there(whole, tmp_path):
+    lines = run(settings(tmp_path, log_every=4, checkpoint_every=0), tmp_path / "run")
+    assert without_time(lines) == without_time(read_metrics(whole[1]))
+    assert len({line["seconds"] for line in lines}) == 2
+
+
 def test_ctrl_c_ends_with_a_checkpoint_of_the_step(whole, tmp_path):
     given, out = whole
 

@@ -146,7 +146,8 @@ class _Run:
             waiting.append((number, rate, self.step(self._batch(number))))
             self.done = number
             due = config.checkpoint_every and number % config.checkpoint_every == 0
-            if due or number == config.steps or number % every == 0:
+            alone = self.plan.world.size == 1
+            if due or number == config.steps or number % every == 0 or (alone and stop.asked):
                 self.step.wait()
                 seconds = (time.perf_counter() - since) / len(waiting)
                 for finished in waiting:

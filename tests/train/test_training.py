@@ -108,10 +108,12 @@ def test_a_longer_run_is_a_shorter_one_resumed(whole, tmp_path):
     assert same(out, tmp_path / "run")
 
 
-def test_rows_without_room_are_never_left_out_in_silence(tmp_path):
-    with pytest.raises(RuntimeError, match=r"step 1: more rows arrived .* capacity_factor than 0\.5"):
-        run(settings(tmp_path, capacity_factor=0.5), tmp_path / "run")
-    assert latest(tmp_path / "run") is None
+def test_rows_without_room_are_told_and_change_no_bit(whole, tmp_path):
+    lines = run(settings(tmp_path, capacity_factor=0.5), tmp_path / "run")
+    assert lines[0]["overflow"]
+    assert lines[0]["rerun"] >= 1
+    assert [line["loss"] for line in lines] == [line["loss"] for line in read_metrics(whole[1])]
+    assert same(whole[1], tmp_path / "run")
 
 
 def test_room_to_spare_changes_no_bit(whole, tmp_path):

@@ -15,7 +15,6 @@ import torch
 from pagestash.models.decoder import Decoder
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.dispatch import Dispatch
-from pagestash.moe.layer import Experts
 from pagestash.saved.keeper import Keeper
 from pagestash.step.graphed import GraphedStep
 from pagestash.train import checkpoint
@@ -117,15 +116,7 @@ class _Run:
             "grad_norm": norm,
             "held": held,
             "runs": self.runs.clone(),
-            "over": self._over_capacity(),
         }
-
-    def _over_capacity(self) -> torch.Tensor | float:
-        """1 where a layer had more rows than room for them."""
-        if self.plan.decoder.capacity is None:
-            return 0.0
-        over = [module.over_capacity for module in self.model.modules() if isinstance(module, Experts)]
-        return torch.stack(over).max()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.plan.device.type != "cuda":
@@ -179,11 +170,6 @@ class _Run:
         """A step's line, and how many runs of a step there had been when it was done."""
         total = int(result["runs"])
         again = total - runs - 1
-        if float(result["over"]):
-            raise RuntimeError(
-                f"step {step}: more rows arrived than the experts' buffers hold, and its update missed them; "
-                f"set a larger capacity_factor than {self.config.capacity_factor:g}"
-            )
         line = {
             "step": step,
             "loss": float(result["loss"]),

@@ -81,11 +81,12 @@ def train(
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 40,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
+    ranks: Annotated[int, typer.Option(min=1, max=4, help="Processes that share the experts.")] = 2,
 ) -> None:
     """Train the tiny preset with and without the stash: equal losses, and a table of bytes by home."""
     from pagestash.demo import main
 
-    if not main(steps, seed):
+    if not main(steps, seed, ranks):
         raise typer.Exit(1)
 
 

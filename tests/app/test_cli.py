@@ -1,6 +1,7 @@
 """The command line as a user types it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,12 +25,21 @@ def test_demo_shows_equal_losses_and_bytes_by_home():
     text = " ".join(result.output.split())
     assert "equal to the last bit: yes" in text
     assert "together" in text
+    assert 0.3 < float(re.search(r"backward: (\d\.\d\d) of before", text)[1]) < 0.95
+
+
+def test_demo_says_when_its_training_fails(monkeypatch, capfd):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    result = CliRunner().invoke(app, ["demo", "--steps", "1", "--ranks", "1"])
+    assert result.exit_code != 0
+    assert "3 ranks do not divide experts=8" in result.stderr
+    assert "ended with code 2" in str(result.stderr) + str(result.exception)
 
 
 def test_demo_fails_when_a_loss_differs(monkeypatch):
     import pagestash.demo as demo
 
-    def skewed(steps, seed, folder, console):
+    def skewed(steps, seed, ranks, folder):
         line = {"loss": 3.0, "tokens": 8, "seconds": 1.0, "saved_bytes": {"keep": 9, "stash": 4}}
         return {"no stash": [line], "stash": [{**line, "loss": 3.0 + 1e-7}]}
 

@@ -30,10 +30,14 @@ _FOUND_IN = {
     "region": "pagestash.saved.region",
 }
 
-__all__ = ["__version__", *sorted(_FOUND_IN)]
+_SUBPACKAGES = ("models", "moe")
+
+__all__ = ["__version__", *sorted(_FOUND_IN), *_SUBPACKAGES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return import_module(f"{__name__}.{name}")
     try:
         module = _FOUND_IN[name]
     except KeyError:

@@ -101,3 +101,17 @@ def test_a_short_pool_costs_time_and_no_bit(made, pages):
     assert not stats.overflow
     assert (stats.pool.given_up_groups > 0) == (pages < 3 * 18)
     assert keeper.pool.device_pages == pages
+
+
+def test_casts_of_weights_under_autocast_are_neither_kept_nor_stashed(made):
+    model, x, _ = made
+    keeper = ps.Keeper(policy(), backend="torch").attach(model)
+    for _ in range(2):
+        with keeper.step(), torch.autocast("cpu", torch.bfloat16):
+            loss = model(x)
+            loss.backward()
+    stats = keeper.stats()
+    assert stats.homes["stash"].peak == DEPTH * TOKENS * TOP_K * 2 * INNER * 2  # the projections, in bf16
+    # What is kept is the norms' and the router's; copies of the experts' weights alone would be more.
+    copies = sum(p.nbytes // 2 for layer in model.layers for p in layer.moe.experts.parameters())
+    assert stats.homes["keep"].peak < copies

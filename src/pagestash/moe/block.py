@@ -72,6 +72,15 @@ def _project_again(x_RD: torch.Tensor, up: torch.Tensor, lease: Lease, offsets: 
     return grouped_mm(x_RD, up.transpose(-2, -1), missing)
 
 
+def _in_dtype_of(like: torch.Tensor, *weights: torch.Tensor | None) -> tuple[Any, ...]:
+    """Weights in the activations' dtype.
+
+    Cast here, and again in backward, rather than by the caller: what autograd keeps is then the parameter
+    itself, and not a copy of it that lives until backward.
+    """
+    return tuple(None if weight is None else weight.to(like.dtype) for weight in weights)
+
+
 def _needs(ctx: Any, name: str) -> bool:
     return ctx.needs_input_grad[ctx.inputs.index(name)]
 
@@ -87,13 +96,14 @@ class LocalExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weights, up, down, up_bias, down_bias, ids, routing, options):
         offsets = routing.offsets
-        info = RowInfo(routing.rows, weights, routing.order, up_bias, offsets)
+        up_x, down_x, up_bias_x, down_bias_x = _in_dtype_of(x, up, down, up_bias, down_bias)
+        info = RowInfo(routing.rows, weights, routing.order, up_bias_x, offsets)
         capacity = routing.order.numel()
-        y_RD, kept = _through(spread(x, routing.inverse, capacity), up, down, info, offsets, options)
+        y_RD, kept = _through(spread(x, routing.inverse, capacity), up_x, down_x, info, offsets, options)
         y = combine(
             y_RD,
             routing.inverse,
-            bias=down_bias,
+            bias=down_bias_x,
             bias_ids=ids,
             bias_weights=weights if down_bias is not None else None,
         )
@@ -108,6 +118,7 @@ class LocalExperts(torch.autograd.Function):
     def backward(ctx, dy):
         x, weights, up, down, up_bias, down_bias, ids, offsets, order, inverse, h = ctx.saved_tensors
         lease, capacity, again = ctx.lease, order.numel(), graph_is_kept()
+        up, down, up_bias, down_bias = _in_dtype_of(x, up, down, up_bias, down_bias)
         info = RowInfo(offsets[-1:], weights, order, up_bias, offsets)
         dy = dy.contiguous()
         x_RD = None
@@ -160,13 +171,14 @@ class ReceivedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_RD, weights, up, down, up_bias, down_bias, offsets, received, options):
-        info = RowInfo(offsets[-1:], weights, None, up_bias, offsets)
+        up_x, down_x, up_bias_x, down_bias_x = _in_dtype_of(x_RD, up, down, up_bias, down_bias)
+        info = RowInfo(offsets[-1:], weights, None, up_bias_x, offsets)
         if received is None and options.pool is not None and options.kept:
             received = Lease(options.pool, tuple(x_RD.shape), x_RD.dtype, info.rows, account=options.account)
             received.write(x_RD)
-        y_RD, kept = _through(x_RD, up, down, info, offsets, options)
-        if down_bias is not None:
-            y_RD = y_RD + _row_bias(down_bias, offsets, weights, y_RD)
+        y_RD, kept = _through(x_RD, up_x, down_x, info, offsets, options)
+        if down_bias_x is not None:
+            y_RD = y_RD + _row_bias(down_bias_x, offsets, weights, y_RD)
         ctx.save_for_backward(
             None if received else x_RD, weights, up, down, up_bias, down_bias, offsets, kept.h
         )
@@ -179,8 +191,9 @@ class ReceivedExperts(torch.autograd.Function):
     def backward(ctx, dy_RD):
         x_RD, weights, up, down, up_bias, down_bias, offsets, h = ctx.saved_tensors
         lease, received, again = ctx.lease, ctx.received, graph_is_kept()
-        info = RowInfo(offsets[-1:], weights, None, up_bias, offsets)
         dy_RD = dy_RD.contiguous()
+        up, down, up_bias, down_bias = _in_dtype_of(dy_RD, up, down, up_bias, down_bias)
+        info = RowInfo(offsets[-1:], weights, None, up_bias, offsets)
         if received is not None:
             x_RD = received.restore()
         if lease is not None:

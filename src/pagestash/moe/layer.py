@@ -56,9 +56,7 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         over = None if self.config.drop else self.over_capacity
-        up, down, up_bias, down_bias = (
-            None if p is None else p.to(x.dtype) for p in (self.up, self.down, self.up_bias, self.down_bias)
-        )
+        up, down, up_bias, down_bias = self.up, self.down, self.up_bias, self.down_bias
         options = BlockOptions(
             activation=self.config.activation,
             pool=self.pool,
@@ -126,9 +124,8 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-        up, down = self.up.to(x.dtype), self.down.to(x.dtype)
         options = BlockOptions(activation=self.config.activation)
-        return ReceivedExperts.apply(x, None, up, down, None, None, ends, None, options)
+        return ReceivedExperts.apply(x, None, self.up, self.down, None, None, ends, None, options)
 
 
 class MoE(nn.Module):

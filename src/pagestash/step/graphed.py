@@ -201,7 +201,10 @@ class GraphedStep:
         self._constants = self._rates.constants()
         random = _random_state(self._device)
         graph = torch.cuda.CUDAGraph()
-        with self._rates.on_device(), torch.cuda.graph(graph, stream=self._stream):
+        # thread_local: NCCL's watchdog asks for its events from a thread of its own, which a capture in the
+        # default mode takes as an error.
+        capture = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
+        with self._rates.on_device(), capture:
             args, kwargs = self._static.arguments
             self._guard.begin(eager=False)
             with self._keeper.step(check=False):

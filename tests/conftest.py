@@ -11,6 +11,8 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Read when a kernel is decorated, so before anything imports pagestash: the real kernels, on the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# JAX would take three quarters of a GPU for itself, beside the torch tests of the same process.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 torch.set_num_threads(2)
 
 HERE = Path(__file__).parent

@@ -1,9 +1,10 @@
 """`GraphedStep`: a training step as one CUDA graph, run again on the same batch when the pool overflows."""
 
+import gc
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,7 +205,7 @@ class GraphedStep:
         # thread_local: NCCL's watchdog asks for its events from a thread of its own, which a capture in the
         # default mode takes as an error.
         capture = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
-        with self._rates.on_device(), capture:
+        with self._rates.on_device(), _no_garbage_collection(), capture:
             args, kwargs = self._static.arguments
             self._guard.begin(eager=False)
             with self._keeper.step(check=False):
@@ -310,6 +311,19 @@ class GraphedStep:
             result = run(*args)
         current.wait_stream(self._stream)
         return result
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What the collector frees may be an old graph or a communicator, and freeing that ends a capture."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _report(leaf: Any, flag: torch.Tensor) -> Any:

@@ -1,6 +1,7 @@
 """What every test shares: kernels that run without a GPU, few threads, and hypothesis' budget."""
 
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -16,6 +17,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 torch.set_num_threads(2)
 
 HERE = Path(__file__).parent
+if not HAS_CUDA:
+    # Before any file imports jax, wherever it stands: XLA reads its flags once.
+    runpy.run_path(str(HERE / "jax" / "conftest.py"))
 # `benchmarks` from the root, and the operation sequences that CPU and GPU tests have in common.
 sys.path[:0] = [str(HERE.parent), str(HERE / "pages")]
 

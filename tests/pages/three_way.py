@@ -258,6 +258,8 @@ class ThreeWays:
             valid_bytes_peak=self.valid_bytes_peak,
             spilled_bytes=ring.spilled * self.page_bytes,
             refused_groups=ring.refused,
+            required=ring.required_peak,
+            given_up_groups=ring.given_up,
             overflow=ring.overflow,
         )
 

@@ -517,10 +517,15 @@ def test_stats_tell_regions_apart(sized):
     model, keeper, _ = sized
     keeper.reset_peaks()
     run(model, *batch(20), keeper)
-    peaks = {name: stats.peak for name, stats in keeper.stats().regions.items()}
+    stats = keeper.stats()
+    peaks = {name: region.peak for name, region in stats.regions.items()}
+    outside = peaks.pop("(outside all regions)")
     assert set(peaks) == {f"layers.{i}.experts" for i in range(3)}
     assert len(set(peaks.values())) == 1
-    assert sum(peaks.values()) == keeper.stats().homes["stash"].peak
+    # Every byte waits in one region: those outside are kept, the experts' are stashed.
+    assert sum(peaks.values()) == stats.homes["stash"].peak
+    assert outside == stats.homes["keep"].peak
+    assert all(region.bytes == 0 for region in stats.regions.values())
 
 
 def test_held_tells_each_home_without_waiting():

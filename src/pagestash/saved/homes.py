@@ -34,7 +34,8 @@ class Keep:
     def __init__(self) -> None:
         self.bytes = 0
         self.peak = 0
-        self.by_region: dict[str, int] = {}
+        self.by_region: dict[str, tuple[int, int]] = {}
+        """Bytes now and at their peak."""
         self._held: dict[int, _Held] = {}
 
     def put(self, group: Sequence[Entry]) -> None:
@@ -60,11 +61,13 @@ class Keep:
 
     def reset_peak(self) -> None:
         self.peak = self.bytes
+        self.by_region = {region: (now, now) for region, (now, _) in self.by_region.items() if now}
 
     def _count(self, region: str, change: int) -> None:
         self.bytes += change
         self.peak = max(self.peak, self.bytes)
-        self.by_region[region] = self.by_region.get(region, 0) + change
+        now, peak = self.by_region.get(region, (0, 0))
+        self.by_region[region] = (now + change, max(peak, now + change))
 
 
 @dataclass(slots=True)

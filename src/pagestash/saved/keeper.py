@@ -20,6 +20,9 @@ from pagestash.saved.region import Region, enter, frames, leave, set_frames
 from pagestash.saved.stash import MeasuredStash, Stash
 
 
+OUTSIDE = "(outside all regions)"
+
+
 class PoolOverflow(RuntimeError):
     """The pool had fewer free pages than a group needed: the gradients of this step are not valid."""
 
@@ -34,7 +37,10 @@ class HomeStats:
 
 @dataclass(frozen=True, slots=True)
 class KeeperStats:
-    """Where saved tensors wait: by home, by region, and the pool's tiers (None before there is a pool)."""
+    """Where saved tensors wait: by home, by region (whatever the home), and the pool's tiers.
+
+    What no rule matches is in `regions["(outside all regions)"]`; `pool` is None before there is one.
+    """
 
     homes: dict[HomeName, HomeStats]
     regions: dict[str, HomeStats]
@@ -288,7 +294,7 @@ class Keeper:
 
     def stats(self) -> KeeperStats:
         """Bytes and peak by home and region, and the pool's tiers. Waits for the device."""
-        regions = {name: HomeStats(size, size) for name, size in self._keep.by_region.items() if size}
+        regions = {name or OUTSIDE: HomeStats(*sizes) for name, sizes in self._keep.by_region.items()}
         keep = HomeStats(self._keep.bytes, self._keep.peak)
         stash = self._stash
         if isinstance(stash, MeasuredStash):
@@ -297,7 +303,10 @@ class Keeper:
             )
         stash.flush()
         counts = stash.pool.memory.accounts.tolist()
-        regions |= {name: HomeStats(*counts[index]) for name, index in stash.accounts.items()}
+        for name, index in stash.accounts.items():
+            kept = regions.get(name, HomeStats(0, 0))
+            now, peak = counts[index]
+            regions[name] = HomeStats(kept.bytes + now, kept.peak + peak)
         pool = stash.pool.stats()
         held = HomeStats(pool.valid_bytes, pool.valid_bytes_peak)
         return KeeperStats({"keep": keep, "stash": held}, regions, pool)

@@ -19,7 +19,6 @@ from pagestash.saved.identity import storage_keys
 from pagestash.saved.region import Region, enter, frames, leave, set_frames
 from pagestash.saved.stash import MeasuredStash, Stash
 
-
 OUTSIDE = "(outside all regions)"
 
 

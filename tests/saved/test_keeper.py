@@ -1,6 +1,7 @@
 """The keeper: same bits with and without it, and a pool that is empty again after every kind of step."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
+from pagestash.saved.capture import Untouched
 
 POOLS = {
     "measured": {},
@@ -140,7 +142,7 @@ def test_weights_stay_where_they_are(sized):
 
     def spy(tensor):
         out = original(tensor)
-        packed.append((tensor.untyped_storage()._cdata in weights, isinstance(out, torch.Tensor)))
+        packed.append((tensor.untyped_storage()._cdata in weights, isinstance(out, Untouched)))
         return out
 
     keeper._capture.pack = spy
@@ -245,6 +247,82 @@ def test_a_tensor_changed_in_place_after_it_was_saved_is_refused(sized):
         x = torch.randn(64, 16, requires_grad=True)
         with keeper.step(), pytest.raises(RuntimeError, match="changed in place"):
             model(x).backward()
+
+
+def test_a_weight_changed_between_forward_and_backward_is_refused(sized):
+    model, keeper, _ = sized
+    x, rows = batch(20)
+    with keeper.step():
+        loss = model(x, rows)
+        with torch.no_grad():
+            model.layers[1].experts.down.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
+def test_a_row_count_refilled_between_two_regions_is_not_taken_for_the_old_one(pool):
+    class Twice(nn.Module):
+        def forward(self, x, count):
+            y = x * 2
+            total = 0.0
+            for rows in (2, 8):
+                count.fill_(rows)
+                with ps.region(rows=count, capacity=8):
+                    total = total + y[:rows].square().sum() + (y * y)[:rows].sum()  # y is saved in both
+            return total
+
+    model = nn.Sequential(Twice())
+    rule = ps.Rule("0", "stash", min_bytes=16)
+    x = torch.randn(8, 64, requires_grad=True)
+    (plain,) = torch.autograd.grad(model[0](x, torch.tensor(0)), x)
+    keeper = ps.Keeper(ps.Policy([rule], ps.PoolConfig(page=256, **pool)), backend="torch").attach(model)
+    for _ in range(2):
+        with keeper.step():
+            (grad,) = torch.autograd.grad(model[0](x, torch.tensor(0)), x)
+        assert torch.equal(grad, plain)
+
+
+def test_a_row_count_refilled_before_its_region_ends_is_refused():
+    class Early(nn.Module):
+        def forward(self, x, count):
+            with ps.region(rows=count, capacity=8):
+                y = (x * 2).square().sum()
+                count.fill_(3)
+            return y
+
+    model = nn.Sequential(Early())
+    keeper = ps.Keeper(ps.Policy([ps.Rule("0", "stash", min_bytes=16)], ps.PoolConfig(page=256))).attach(
+        model
+    )
+    with keeper.step(), pytest.raises(RuntimeError, match="row count"):
+        model[0](torch.randn(8, 64, requires_grad=True), torch.tensor(8)).backward()
+
+
+def test_a_forward_in_another_thread_is_left_alone(sized):
+    """As when autograd runs a checkpointed forward again, in a thread of its own on a GPU."""
+    model, keeper, _ = sized
+    x, rows = batch(20)
+    results = []
+    with keeper.step():
+        thread = threading.Thread(target=lambda: results.append(model(x, rows)))
+        thread.start()
+        thread.join()
+    assert len(results) == 1
+
+
+def test_an_overflow_of_a_step_that_failed_is_not_the_next_ones(sized):
+    model, keeper, plain = sized
+
+    def overflow_and_fail():
+        with keeper.step():
+            model(*batch(64))
+            assert keeper.stats().overflow
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        overflow_and_fail()
+    assert same(run(model, *batch(20), keeper), plain)
 
 
 def test_a_tensor_changed_in_place_after_its_region_is_as_it_was_when_saved():

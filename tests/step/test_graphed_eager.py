@@ -302,3 +302,41 @@ def test_a_buffer_over_its_capacity_reruns_the_batch_like_a_pool():
         assert model.inner.seen == 4
     # The last two buffers aside (the flag and the count), every number is the same.
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("second", ["another optimizer", "the same again"])
+def test_saving_tensors_after_an_update_is_refused(second):
+    """An overflow there could no longer leave the first update out."""
+    torch.manual_seed(0)
+    model = Stack()
+    halves = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model.layers[:2]]
+    keeper = ps.Keeper(policy(), backend="torch").attach(model)
+
+    def train_step(x, rows):
+        model(x, rows).backward()
+        halves[0].step()
+        model(x, rows).backward()
+        halves[1 if second == "another optimizer" else 0].step()
+
+    step = ps.GraphedStep(train_step, keeper, optimizer=halves)
+    with pytest.raises(ValueError, match="after an optimizer's step"):
+        step(*batch(8))
+
+
+def test_several_optimizers_after_all_backwards_are_fine():
+    torch.manual_seed(0)
+    model = Stack()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in model.layers]
+    keeper = ps.Keeper(policy(headroom=1.0), backend="torch").attach(model)
+
+    def train_step(x, rows):
+        model(x, rows).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step = ps.GraphedStep(train_step, keeper, optimizer=optimizers)
+    for rows in (8, 60, 8):
+        step(*batch(rows))
+    assert step.reruns == 1
+    assert model.seen == 3

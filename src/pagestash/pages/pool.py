@@ -60,6 +60,8 @@ class PagePool:
         self._id = next(_pool_ids)
         self._live = 0
         self._dying: deque[Ticket] = deque()
+        self.reservations = 0
+        """Groups that asked for pages so far, as the host counts them."""
         state = torch.zeros(len(Counter), dtype=torch.int64, device=self.device)
         state[Counter.DEVICE_FREE].fill_(on_device)
         state[Counter.HOST_FREE].fill_(on_host)
@@ -124,6 +126,7 @@ class PagePool:
         """
         fixed, on_device = check_stash(self.device, tensors, rows, account)
         self.flush()
+        self.reservations += 1
         sources = [_flat(tensor) for tensor in tensors]
         spans, length = lay_out(tensors, self.page_bytes)
         book = torch.empty(length, dtype=torch.int64, device=self.device)
@@ -158,6 +161,7 @@ class PagePool:
         book = torch.empty(length, dtype=torch.int64, device=self.device)
         check_rows(self.device, rows)
         self.flush()
+        self.reservations += 1
         stash.reserve(self.memory, spans, [-1], rows, book, account, expendable=expendable)
         self._live += 1
         return Ticket(TicketGroup(self._id, book, spans, account), 0, template.shape, dtype)

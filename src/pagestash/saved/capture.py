@@ -30,6 +30,14 @@ class Handle:
             entry.home.drop(entry)
 
 
+@dataclass(slots=True, eq=False)
+class Untouched:
+    """A weight, or what has no plain memory: kept as it is. Autograd checks no versions under hooks; we do."""
+
+    tensor: torch.Tensor
+    version: int
+
+
 class Capture:
     """Packs and unpacks for one keeper: storage identity, versions, and which entry a region's tensor is."""
 
@@ -42,18 +50,21 @@ class Capture:
 
     # --- pack: forward saves a tensor ---
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Handle:
-        """A handle for an activation; weights and what has no plain memory go through as they are."""
+    def pack(self, tensor: torch.Tensor) -> Untouched | Handle:
+        """A handle for an activation; weights and what has no plain memory stay as they are."""
+        return self._handle(tensor) or Untouched(tensor, tensor._version)
+
+    def _handle(self, tensor: torch.Tensor) -> Handle | None:
         region = next((frame for frame in reversed(frames()) if frame.capture is self), None)
         if region is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return tensor
+            return None
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            return tensor
+            return None
         if tensor.numel() == 0:
-            return tensor
+            return None
         key = tensor.untyped_storage()._cdata
         if key in self.weights or key in region.weights:
-            return tensor
+            return None
         rule = region.rule
         home: HomeName = "keep"
         if rule is not None and self._worth_moving(tensor, rule):
@@ -112,6 +123,7 @@ class Capture:
             last=last,
             origin=tensor.detach(),
             rows=rows,
+            rows_version=0 if rows is None else rows._version,
             capacity=0 if rows is None else region.capacity,
             covered=last - first,
             home=self.homes[home],
@@ -149,7 +161,7 @@ class Capture:
         for entry in group:
             # Autograd would refuse this in backward. Taking the new content would be a silent wrong gradient.
             assert entry.origin is not None
-            entry.spoiled = entry.origin._version != entry.version
+            entry.spoiled = entry.origin._version != entry.version or entry.rows_moved()
         if group:
             group[0].home.put(group)
 
@@ -160,18 +172,16 @@ class Capture:
 
     # --- unpack: backward asks for it ---
 
-    def unpack(self, packed: torch.Tensor | Handle) -> torch.Tensor:
-        if not isinstance(packed, Handle):
-            return packed
+    def unpack(self, packed: Untouched | Handle) -> torch.Tensor:
+        if isinstance(packed, Untouched):
+            if packed.tensor._version != packed.version:
+                raise _changed(packed.tensor.shape, "a weight or buffer", "")
+            return packed.tensor
         entry = packed.entry
         if entry.origin is not None and not entry.spoiled:
             entry.spoiled = entry.origin._version != entry.version
         if entry.spoiled:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(packed.recipe.size)} saved for backward in region "
-                f"{entry.region or '(outside all regions)'!r} was changed in place afterwards, as it would be "
-                "refused without a keeper; clone it before changing it"
-            )
+            raise _changed(packed.recipe.size, "a tensor, or its row count,", entry.region)
         if not packed.asked:
             packed.asked = True
             entry.waiting -= 1
@@ -182,3 +192,11 @@ class Capture:
         packed_rows = flat.view(recipe.dtype).view(recipe.size)
         out = torch.empty_strided(recipe.size, recipe.stride, dtype=recipe.dtype, device=flat.device)
         return out.copy_(packed_rows)
+
+
+def _changed(shape: torch.Size, what: str, region: str) -> RuntimeError:
+    where = f" in region {region!r}" if region else ""
+    return RuntimeError(
+        f"{what} of shape {tuple(shape)} saved for backward{where} was changed in place afterwards, which would be "
+        "refused without a keeper, too; clone it before changing it"
+    )

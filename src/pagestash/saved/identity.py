@@ -46,6 +46,7 @@ class Entry:
     last: int
     origin: torch.Tensor | None  # a view that keeps the storage alive and its version in sight
     rows: torch.Tensor | None = None
+    rows_version: int = 0
     capacity: int = 0
     covered: int = 0
     handles: int = 0
@@ -72,8 +73,12 @@ class Entry:
             self.version == version
             and self.first <= first
             and last <= self.last
-            and (self.rows is None or self.rows is rows)
+            and (self.rows is None or (self.rows is rows and not self.rows_moved()))
         )
+
+    def rows_moved(self) -> bool:
+        """Whether the row count was refilled since the entry was made."""
+        return self.rows is not None and self.rows._version != self.rows_version
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:

@@ -119,7 +119,8 @@ class Keeper:
         open_regions: list[Region | None] = []
 
         def before(module: nn.Module, args: Any) -> None:
-            if not self._in_step or not torch.is_grad_enabled():
+            # No frames: another thread, such as autograd's when it runs a checkpointed forward again.
+            if not self._in_step or not torch.is_grad_enabled() or not frames():
                 open_regions.append(None)
                 return
             outer = frames()[-1]
@@ -170,6 +171,11 @@ class Keeper:
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._capture.pack, self._capture.unpack):
                 yield
+        except BaseException:
+            # The step is lost in any case; its overflow must not be taken for the next one's.
+            if check and self.pool is not None:
+                self.pool.reset()
+            raise
         finally:
             self._in_step = False
             set_frames(outer)
@@ -229,6 +235,11 @@ class Keeper:
     def overflow(self) -> torch.Tensor | None:
         """The pool's overflow flag, for an optimizer's `found_inf`; None before there is a pool."""
         return None if self.pool is None else self.pool.overflow
+
+    @property
+    def reservations(self) -> int:
+        """Groups that were stashed so far; does not wait for the device."""
+        return self._stash.pool.reservations if isinstance(self._stash, Stash) else self._stash.reservations
 
     def size_pool(self) -> bool:
         """Make the pool from what was measured, times the headroom; False if nothing was stashed yet."""

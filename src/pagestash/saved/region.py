@@ -72,7 +72,8 @@ def region(
 
     The name is appended to the enclosing module's; without a matching rule the enclosing rule holds. `rows` is
     a one-element integer tensor on the device: every tensor of `capacity` rows that is saved inside has valid
-    data in its first `rows` rows only. Outside a keeper's step this does nothing.
+    data in its first `rows` rows only. It must keep its value until the region ends. Outside a keeper's step
+    this does nothing.
     """
     if (rows is None) != (capacity is None):
         raise ValueError(f"rows={rows}, capacity={capacity}: give both or neither")

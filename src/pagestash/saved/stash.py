@@ -40,7 +40,7 @@ class Stash:
         self._out = SideStream(pool.device)
         self._in = SideStream(pool.device)
         self._groups: list[StashedGroup] = []  # in the order of forward; backward asks from the end
-        self._leaving: tuple[torch.cuda.Event | None, list[torch.Tensor]] | None = None
+        self._leaving: tuple[torch.cuda.Event | None, list[tuple[Entry, torch.Tensor]]] | None = None
 
     def put(self, group: Sequence[Entry]) -> None:
         self.flush()
@@ -58,7 +58,10 @@ class Stash:
             with self._out.after():
                 self.pool.spill(tickets, sources)
             stashed.spilled = self._out.mark()
-            self._leaving = (stashed.spilled, sources)
+            self._leaving = (
+                stashed.spilled,
+                [(entry, entry.origin) for entry in group if entry.origin is not None],
+            )
         for entry in group:
             entry.place = stashed
             entry.origin = None
@@ -116,6 +119,9 @@ class Stash:
         compute.
         """
         if self._leaving is not None:
+            for entry, origin in self._leaving[1]:
+                # Written over while the spill may have been reading it.
+                entry.spoiled |= origin._version != entry.version
             wait_here(self._leaving[0])
             self._leaving = None
 
@@ -166,12 +172,14 @@ class MeasuredStash:
 
     def __init__(self, page_bytes: int) -> None:
         self.page_bytes = page_bytes
+        self.reservations = 0
         self.pages = 0
         self.peak_pages = 0
         self.bytes = 0
         self.peak_bytes = 0
 
     def put(self, group: Sequence[Entry]) -> None:
+        self.reservations += 1
         for entry in group:
             source = entry.source()
             if entry.rows is not None:

@@ -21,7 +21,10 @@ class StaticBatch:
         return tree_unflatten(self._leaves, self._tree)
 
     def copies(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The batch's tensors, copied to the device, so that the caller may reuse its own; checks the shapes."""
+        """The batch's tensors, copied to the device; checks the shapes.
+
+        From pinned memory the copy is asynchronous: refill it only after an event, as with any such copy.
+        """
         leaves, tree = tree_flatten((args, kwargs))
         if tree != self._tree:
             raise ValueError(f"the batch has the structure {tree}, the captured step {self._tree}")

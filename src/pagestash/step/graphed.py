@@ -28,13 +28,16 @@ ATTEMPTS = 4
 something else each time."""
 
 
+_Random = tuple[torch.Tensor, torch.Tensor | None]
+
+
 @dataclass(slots=True, eq=False)
 class _InFlight:
     """A launched step whose flag the host has not seen: what it takes to run it again."""
 
     batch: list[torch.Tensor]
     rates: list[torch.Tensor | float]
-    random: torch.Tensor
+    random: _Random
     outputs: list[Any]
     flag: torch.Tensor
     done: torch.cuda.Event
@@ -98,7 +101,7 @@ class GraphedStep:
         self._guard = UpdateGuard(keeper, optimizers, device, group)
         self._rates = LearningRates(optimizers)
         self._constants: list[dict[str, Any]] = []
-        self._grads: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        self._grads: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: StaticBatch | None = None
@@ -118,11 +121,16 @@ class GraphedStep:
         elif self._constants != self._rates.constants():
             self.wait()
             self._capture()
+        elif self._graph is None:  # an earlier recovery ended in an exception
+            self.wait()
+            if self._graph is None:
+                self._capture()
         while len(self._in_flight) > LAG:
             self._look_at_oldest()
         result = self._launch(args, kwargs)
         if not self._guard.optimizers:
             self.wait()  # the caller is about to use the gradients
+            self._hand_over_gradients()
         return result
 
     def wait(self) -> None:
@@ -185,20 +193,17 @@ class GraphedStep:
         self._static = StaticBatch(args, kwargs, self._device)
         self._static.fill(self._static.copies(args, kwargs))
         self._flags.extend(torch.zeros((), pin_memory=True) for _ in range(LAG + 2))
-        # With an optimizer inside, gradients begin and end with the step: the graph makes its own. Without one
-        # they are the caller's, who may be adding up several calls.
-        mine = bool(self._guard.optimizers)
-        self._grads = {p: None if mine else p.grad for p in self._keeper.parameters()}
-        kept_grads = [grad for grad in self._grads.values() if grad is not None]
-        self._guard.protect([*self._keeper.buffers(), *self._extra_state, *kept_grads])
+        self._guard.protect([*self._keeper.buffers(), *self._extra_state])
         self._capture()
 
     def _capture(self) -> None:
         assert self._static is not None
         assert self._stream is not None
         self._graph = self._outputs = None  # their memory goes first
-        for parameter, grad in self._grads.items():
-            parameter.grad = grad
+        # The graph makes gradients of its own, anew in each replay.
+        theirs = {parameter: parameter.grad for parameter in self._keeper.parameters()}
+        for parameter in theirs:
+            parameter.grad = None
         self._constants = self._rates.constants()
         random = _random_state(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -221,6 +226,10 @@ class GraphedStep:
             )
         _set_random_state(self._device, random)
         self._graph = graph
+        if not self._guard.optimizers:
+            self._grads = {p: p.grad for p in theirs if p.grad is not None}
+            for parameter, grad in theirs.items():
+                parameter.grad = grad
 
     def _launch(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         assert self._static is not None
@@ -233,6 +242,14 @@ class GraphedStep:
         done.record()
         self._in_flight.append(_InFlight(batch, rates, random, outputs, flag, done))
         return tree_unflatten(outputs, tree)
+
+    def _hand_over_gradients(self) -> None:
+        """Without an optimizer in the step, add the graph's gradients to the caller's, as backward would."""
+        for parameter, grad in self._grads.items():
+            if parameter.grad is None:
+                parameter.grad = grad.clone()
+            else:
+                parameter.grad.add_(grad)
 
     def _replay(self, batch: list[torch.Tensor], rates: list[torch.Tensor | float]) -> tuple[list[Any], Any]:
         assert self._static is not None
@@ -260,13 +277,14 @@ class GraphedStep:
         The flag is sticky: the steps launched since then have changed nothing either.
         """
         torch.cuda.synchronize(self._device)
-        skipped = list(self._in_flight)
-        self._in_flight.clear()
         ahead = _random_state(self._device)
-        for step in skipped:
+        # A step leaves the queue only when it has been run again: an exception on the way (no memory to grow
+        # into, say) loses no batch, and the next call begins here again.
+        for number in range(len(self._in_flight)):
+            step = self._in_flight[0]
             for attempt in range(ATTEMPTS):
-                if (attempt or step is skipped[0]) and self._grow():
-                    self._capture()
+                if attempt or number == 0:
+                    self._grow_and_capture()
                 _set_random_state(self._device, step.random)
                 outputs, _ = self._replay(step.batch, step.rates)
                 self.reruns += 1
@@ -277,8 +295,16 @@ class GraphedStep:
             for given, right in zip(step.outputs, outputs):
                 if isinstance(given, torch.Tensor):
                     given.copy_(right)
-            self._flags.append(step.flag)
+            self._flags.append(self._in_flight.popleft().flag)
         _set_random_state(self._device, ahead)
+
+    def _grow_and_capture(self) -> None:
+        """Grow, and capture again if anything moved; until then the old graph's memory may be another's."""
+        graph, self._graph = self._graph, None
+        if self._grow() or graph is None:
+            self._capture()
+        else:
+            self._graph = graph
 
     def _grow(self) -> bool:
         """Give the pool and bounded modules what was wanted and clear their flags; whether anything moved."""
@@ -341,12 +367,14 @@ def _no_end() -> RuntimeError:
     )
 
 
-def _random_state(device: torch.device) -> torch.Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+def _random_state(device: torch.device) -> _Random:
+    """The host's generator and, on a GPU, the device's."""
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), on_device
 
 
-def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+def _set_random_state(device: torch.device, state: _Random) -> None:
+    on_host, on_device = state
+    torch.set_rng_state(on_host)
+    if on_device is not None:
+        torch.cuda.set_rng_state(on_device, device)

@@ -50,7 +50,7 @@ class UpdateGuard:
         self._keeper = keeper
         self._group = group
         self._eager = False
-        self._reduced = False
+        self._reduced_at: int | None = None
         self._state: list[torch.Tensor] = []
         self._shadow: list[torch.Tensor] = []
         for optimizer in optimizers:
@@ -65,7 +65,7 @@ class UpdateGuard:
     def begin(self, *, eager: bool) -> None:
         """Remember protected state at the start of a step; in a graph these are launches of the graph."""
         self._eager = eager
-        self._reduced = False
+        self._reduced_at = None
         for shadow, tensor in zip(self._shadow, self._state):
             shadow.copy_(tensor)
 
@@ -106,9 +106,15 @@ class UpdateGuard:
 
     def _reduce(self) -> None:
         """The flag over all ranks. Every stash of the step is behind us: updates come after backward."""
-        if self._reduced:
+        if self._reduced_at is not None:
+            if self._keeper.reservations != self._reduced_at:
+                raise ValueError(
+                    "train_step saves tensors after an optimizer's step: had they overflowed, that update could no "
+                    "longer be left out. Put all forwards and backwards before the updates, or use one "
+                    "GraphedStep for each update"
+                )
             return
-        self._reduced = True
+        self._reduced_at = self._keeper.reservations
         overflow = self._keeper.overflow
         if overflow is None:
             self.flag.zero_()

@@ -1,0 +1,156 @@
+"""The graphed step's launching and recovery, on a CPU: a stand-in for a CUDA graph runs the step at each replay.
+
+What a GPU does differently (streams, captured memory) is tested in tests/gpu; what the host does is the same.
+"""
+
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import pagestash as ps
+from pagestash.step import graphed
+from pagestash.step.graphed import GraphedStep
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "saved"))
+from stack import Stack, batch, policy
+
+ROWS = [8, 8, 8, 50, 12, 64, 64, 3]  # the fourth and the sixth need more pages than any before
+
+
+class Nothing:
+    """A stream or an event where all work is in order."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
+class Replayed:
+    """Runs the step with the graph's inputs, and writes its outputs and gradients where the graph's are."""
+
+    step: GraphedStep
+
+    def replay(self):
+        step = self.step
+        args, kwargs = step._static.arguments
+        theirs = {p: p.grad for p in step._keeper.parameters()}
+        for parameter in theirs:
+            parameter.grad = None
+        with step._rates.on_device():
+            step._guard.begin(eager=False)
+            with step._keeper.step(check=False):
+                result = step._train_step(*args, **kwargs)
+                step._guard.end()
+        step._outputs.copy_(graphed._report(result, step._guard.flag))
+        for parameter, grad in step._grads.items():
+            grad.copy_(parameter.grad)
+        for parameter, grad in theirs.items():
+            parameter.grad = grad
+
+
+@pytest.fixture
+def fake_graphs(monkeypatch):
+    """Captures that run the step and then undo it, and graphs that are `Replayed`."""
+    real = GraphedStep._capture
+    zeros = torch.zeros
+
+    def capture(self):
+        state = [v for o in self._guard.optimizers for s in o.state.values() for v in s.values()]
+        state += [*self._keeper.parameters(), *self._keeper.buffers(), self._keeper.pool.overflow]
+        before = [tensor.detach().clone() for tensor in state]
+        real(self)
+        self._graph.step = self
+        with torch.no_grad():
+            for tensor, value in zip(state, before):
+                tensor.copy_(value)
+
+    @contextmanager
+    def no_capture(graph, **_):
+        yield
+
+    monkeypatch.setattr(GraphedStep, "_capture", capture)
+    monkeypatch.setattr(GraphedStep, "_on_stream", lambda self, run, *args: run(*args))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph", no_capture)
+    monkeypatch.setattr(torch.cuda, "Event", Nothing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **how: zeros(*size, **how))
+
+
+def train(*, inside: bool, replayed: bool = True, fail=None, **pool):
+    """Losses, parameters and gradients after all batches; gradients are zeroed once, by the caller."""
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    keeper = ps.Keeper(policy(headroom=1.0, **pool), backend="torch").attach(model)
+
+    def train_step(x, rows):
+        loss = model(x, rows)
+        loss.backward()
+        if inside:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    step = GraphedStep(train_step, keeper, **({"optimizer": optimizer} if inside else {}))
+    if replayed:
+        step._graphed, step._stream = True, Nothing()
+    torch.manual_seed(5)
+    losses = []
+    for number, rows in enumerate(ROWS):
+        if fail is not None and number == fail[0]:
+            fail[1](step, batch(rows, number), losses)
+        else:
+            losses.append(step(*batch(rows, number)))
+        if number == 4 and not inside:
+            optimizer.zero_grad()
+    step.wait()
+    assert model.seen == len(ROWS)
+    grads = [] if inside else [p.grad for p in model.parameters()]
+    return [torch.stack(losses), *(p.detach() for p in model.parameters()), *grads], step
+
+
+def equal(left, right) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize("inside", [True, False], ids=["with its optimizer", "gradients only"])
+def test_a_short_pool_ends_with_the_bits_of_a_large_one(inside):
+    short, large = train(inside=inside), train(inside=inside, device="4MiB")
+    assert equal(short[0], large[0])
+    assert short[1].reruns >= 2
+    assert large[1].reruns == 0
+
+
+@pytest.mark.usefixtures("fake_graphs")
+def test_gradients_add_up_as_in_eager_steps_also_after_zero_grad():
+    replayed, eager = train(inside=False, device="4MiB"), train(inside=False, replayed=False, device="4MiB")
+    assert equal(replayed[0], eager[0])
+
+
+@pytest.mark.usefixtures("fake_graphs")
+def test_a_recovery_that_fails_loses_no_batch():
+    """No memory to grow into, once: the caller frees some and goes on."""
+
+    def out_of_memory(step, arguments, losses):
+        grow = step._keeper.grow_pool
+
+        def fail():
+            step._keeper.grow_pool = grow
+            raise torch.OutOfMemoryError("no room")
+
+        step._keeper.grow_pool = fail
+        with pytest.raises(torch.OutOfMemoryError):
+            step(*arguments)
+        assert step._graph is None  # it would write where the pool was
+        losses.append(step(*arguments))
+
+    # The fourth batch overflows; the host sees it at the sixth call.
+    failed, large = train(inside=True, fail=(5, out_of_memory)), train(inside=True, device="4MiB")
+    assert equal(failed[0], large[0])

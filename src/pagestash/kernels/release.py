@@ -47,7 +47,7 @@ def release(
         return
     for start in range(0, len(spans), FUSED):
         part = slice(start, start + FUSED)
-        # One program: the appends of one release must follow each other, and 1,024 pages take 2 µs.
+        # One program: the appends of one release must follow each other, and 1,024 pages take 2.6 µs.
         with launching_on(memory.state.device):
             _release_kernel[(1,)](
                 tuple(span.table for span in spans[part]),

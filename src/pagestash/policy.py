@@ -1,5 +1,6 @@
 """The user's rules: which region's saved tensors go to which home, and how large the pool is."""
 
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any, Literal, get_args
 
 HomeName = Literal["keep", "stash", "offload", "recompute"]
 HOMES: tuple[HomeName, ...] = get_args(HomeName)
-AVAILABLE: tuple[HomeName, ...] = ("keep", "stash")
+MIN_BYTES: dict[str, int] = {"offload": 1 << 20, "recompute": 0}
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     f"{letter}iB": 1 << (10 * power) for power, letter in enumerate("KMGT", start=1)
@@ -35,6 +36,11 @@ def parse_bytes(text: str | int, what: str = "size") -> int:
     return round(amount * _UNITS[unit])
 
 
+def machine_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def format_bytes(size: float) -> str:
     """A size for people: `format_bytes(1536)` is `'1.5 KiB'`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -50,12 +56,16 @@ class Rule:
 
     `*` stands for one part of a dotted name, `**` for any number of parts: `layers.*.experts` matches
     `layers.3.experts` and not `layers.3.experts.act`; `layers.**` matches both. Tensors below `min_bytes`
-    stay where they are: moving them costs more than it frees.
+    (64 KiB; 1 MiB for `offload`, below which the link is not used well) stay where they are: moving them costs
+    more than it frees. For `offload`: `fraction` of the bytes leave the device, and `prefetch_bytes` are on it or
+    on their way back while backward runs (None: as much as the two largest neighbours in backward need).
     """
 
     match: str
     home: HomeName
-    min_bytes: int = 65536
+    min_bytes: int | None = None
+    fraction: float = 1.0
+    prefetch_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.match:
@@ -64,11 +74,27 @@ class Rule:
             hint = get_close_matches(str(self.home), HOMES, n=1)
             meant = f"; did you mean {hint[0]!r}?" if hint else ""
             raise ValueError(f"rule {self.match!r}: home={self.home!r} is none of {', '.join(HOMES)}{meant}")
-        if self.home not in AVAILABLE:
+        if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):
             raise ValueError(
-                f"rule {self.match!r}: home={self.home!r} is not in this version; it has {', '.join(AVAILABLE)}"
+                f"rule {self.match!r}: fraction={self.fraction!r}: expected a number from 0 to 1"
             )
-        object.__setattr__(self, "min_bytes", parse_bytes(self.min_bytes, f"rule {self.match!r}: min_bytes"))
+        if not 0 <= self.fraction <= 1:
+            raise ValueError(f"rule {self.match!r}: fraction={self.fraction!r}: expected 0 to 1")
+        if self.home != "offload" and (self.fraction != 1.0 or self.prefetch_bytes is not None):
+            raise ValueError(
+                f"rule {self.match!r}: fraction and prefetch_bytes belong to home='offload', not to {self.home!r}"
+            )
+        object.__setattr__(self, "fraction", float(self.fraction))
+        least = MIN_BYTES.get(self.home, 65536) if self.min_bytes is None else self.min_bytes
+        object.__setattr__(self, "min_bytes", parse_bytes(least, f"rule {self.match!r}: min_bytes"))
+        if self.prefetch_bytes is not None:
+            ahead = parse_bytes(self.prefetch_bytes, f"rule {self.match!r}: prefetch_bytes")
+            object.__setattr__(self, "prefetch_bytes", ahead)
+
+    @property
+    def least_bytes(self) -> int:
+        """`min_bytes`, or what stands for it where none was given."""
+        return int(self.min_bytes or 0)
 
     def matches(self, name: str) -> bool:
         """Whether a region of this dotted name falls under the rule."""
@@ -77,18 +103,26 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """The pool: page size, device pages (`"auto"` measures the first steps), host pages to spill to."""
+    """Memory: page size, device pages (`"auto"` measures the first steps), and pinned host memory.
+
+    `host` bounds all pinned memory: of a policy that offloads, the slabs, which grow to what is needed; of one
+    that does not, the pages to spill to. `spill` sets some of it aside for spilling in both cases. `"auto"` is
+    no page to spill to, and up to half of the machine's memory for offload.
+    """
 
     page: int | str = 65536
     device: int | str = "auto"
-    host: int | str = 0
+    host: int | str = "auto"
+    spill: int | str = "auto"
     headroom: float = 1.10
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "page", parse_bytes(self.page, "pool page"))
-        object.__setattr__(self, "host", parse_bytes(self.host, "pool host"))
-        if self.device != "auto":
-            object.__setattr__(self, "device", parse_bytes(self.device, "pool device"))
+        for name in ("device", "host", "spill"):
+            if getattr(self, name) != "auto":
+                object.__setattr__(self, name, parse_bytes(getattr(self, name), f"pool {name}"))
+        if self.spill != "auto" and self.host != "auto" and int(self.spill) > int(self.host):
+            raise ValueError(f"pool spill={self.spill}: more than host={self.host}, of which it is a part")
         if self.page_bytes == 0 or self.page_bytes % 16:
             raise ValueError(f"pool page={self.page}: expected a positive multiple of 16 bytes")
         if not self.headroom >= 1.0:
@@ -97,10 +131,6 @@ class PoolConfig:
     @property
     def page_bytes(self) -> int:
         return int(self.page)
-
-    @property
-    def host_bytes(self) -> int:
-        return int(self.host)
 
     @property
     def device_bytes(self) -> int | None:
@@ -120,12 +150,40 @@ class Policy:
     rules: Sequence[Rule] = ()
     pool: PoolConfig = field(default_factory=PoolConfig)
 
+    @property
+    def spill_bytes(self) -> int:
+        """Pinned bytes for host pages, which a stash spills to."""
+        if self.pool.spill != "auto":
+            return int(self.pool.spill)
+        return 0 if self.pool.host == "auto" or self._offloads else int(self.pool.host)
+
+    @property
+    def offload_bytes(self) -> int:
+        """The most pinned bytes that offload may take."""
+        if not self._offloads:
+            return 0
+        host = machine_memory() // 2 if self.pool.host == "auto" else int(self.pool.host)
+        return max(0, host - self.spill_bytes)
+
+    @property
+    def _offloads(self) -> bool:
+        return any(rule.home == "offload" for rule in self.rules)
+
     def rule_for(self, name: str) -> Rule | None:
         """The first rule that matches the region `name`."""
         return next((rule for rule in self.rules if rule.matches(name)), None)
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse a rule that matches none of `names`, or only names that an earlier rule takes."""
+        """Refuse a rule that matches none of `names`, or only names that an earlier rule takes.
+
+        And a limit of pinned memory that this machine cannot have.
+        """
+        for limit in ("host", "spill"):
+            size, most = getattr(self.pool, limit), machine_memory()
+            if size != "auto" and int(size) > most:
+                raise ValueError(
+                    f"pool {limit}={format_bytes(int(size))}: this machine has {format_bytes(most)} of memory"
+                )
         known = [name for name in names if name]
         for rule in self.rules:
             matched = [name for name in known if rule.matches(name)]
@@ -167,18 +225,18 @@ class Policy:
 
     def to_toml(self) -> str:
         """The policy as TOML that `load` reads back to an equal one."""
-        device = f'"{self.pool.device}"' if self.pool.device == "auto" else self.pool.device
-        lines = [
-            "[pool]",
-            f"page = {self.pool.page}",
-            f"device = {device}",
-            f"host = {self.pool.host}",
-            f"headroom = {self.pool.headroom}",
-        ]
+        lines = ["[pool]"]
+        for item in fields(PoolConfig):
+            value = getattr(self.pool, item.name)
+            lines.append(f'{item.name} = "{value}"' if value == "auto" else f"{item.name} = {value}")
         for rule in self.rules:
             match = rule.match.replace("\\", "\\\\").replace('"', '\\"')
             lines += ["", "[[rule]]", f'match = "{match}"', f'home = "{rule.home}"']
             lines += [f"min_bytes = {rule.min_bytes}"]
+            if rule.fraction != 1.0:
+                lines += [f"fraction = {rule.fraction}"]
+            if rule.prefetch_bytes is not None:
+                lines += [f"prefetch_bytes = {rule.prefetch_bytes}"]
         return "\n".join(lines) + "\n"
 
 

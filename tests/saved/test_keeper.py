@@ -5,12 +5,13 @@ import threading
 
 import pytest
 import torch
-from stack import CAPACITY, Experts, Stack, batch, policy, run, same
+from stack import CAPACITY, WIDTH, Experts, Stack, batch, policy, run, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
 from pagestash.saved.capture import Untouched
+from pagestash.saved.region import claim
 
 POOLS = {
     "measured": {},
@@ -523,6 +524,49 @@ def test_a_region_has_a_rule_of_its_own_when_its_name_is_declared():
     stats = keeper.stats()
     assert stats.homes["stash"].peak == x.nbytes  # y; z is saved outside
     assert stats.regions["0.inner"].peak == x.nbytes
+
+
+class Fused(torch.autograd.Function):
+    """Two projections in one node; what it saves of the second belongs to another module."""
+
+    @staticmethod
+    def forward(ctx, x, weight, owner):
+        h = x @ weight
+        claim(owner, h)
+        ctx.save_for_backward(x, h, weight)
+        return h.relu()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, h, weight = ctx.saved_tensors
+        grad = grad * (h > 0)
+        return grad @ weight.t(), x.t() @ grad, None
+
+
+class FusedPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.act = nn.Identity()
+
+    def forward(self, x):
+        return Fused.apply(x * 1.0, self.weight, self.act)
+
+
+def test_a_fused_operation_claims_what_it_saves_for_another_module():
+    model = nn.ModuleDict({"pair": FusedPair()})
+    x = torch.randn(8, WIDTH)
+    (plain,) = torch.autograd.grad(model["pair"](x).sum(), model["pair"].weight)
+    rules = [ps.Rule("pair.act", "stash", min_bytes=1), ps.Rule("pair", "keep")]
+    keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page=256, device=8 * 1024)), backend="torch")
+    keeper.attach(model)
+    with keeper.step():
+        loss = model["pair"](x).sum()
+        held = keeper.stats()
+        (gradient,) = torch.autograd.grad(loss, model["pair"].weight)
+    assert torch.equal(gradient, plain)
+    assert held.regions["pair.act"].bytes == held.homes["stash"].bytes == 8 * WIDTH * 4
+    assert held.regions["pair"].bytes == 8 * WIDTH * 4
 
 
 def test_region_outside_a_step_does_nothing_and_checks_its_arguments():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagestash.policy import Policy, PoolConfig, Rule, format_bytes, parse_bytes
+from pagestash.policy import Policy, PoolConfig, Rule, format_bytes, machine_memory, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,53 @@ def test_an_unknown_home_is_refused_with_the_nearest_name():
         Rule("layers.*", "stach")
 
 
-def test_a_home_that_is_not_built_yet_is_refused():
-    with pytest.raises(ValueError, match="'offload' is not in this version"):
-        Rule("layers.*", "offload")
+@pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan"), "half", True])
+def test_a_fraction_outside_0_to_1_is_refused_with_its_rule(fraction):
+    with pytest.raises(ValueError, match=r"rule 'layers\.\*': fraction=.*0 to 1"):
+        Rule("layers.*", "offload", fraction=fraction)
+
+
+@pytest.mark.parametrize("extra", [{"fraction": 0.5}, {"prefetch_bytes": "1GiB"}])
+def test_what_only_offload_understands_is_refused_elsewhere(extra):
+    with pytest.raises(
+        ValueError, match=r"'layers\.\*': fraction and prefetch_bytes belong to home='offload'"
+    ):
+        Rule("layers.*", "stash", **extra)
+
+
+def test_a_host_limit_larger_than_the_machine_is_refused():
+    policy = Policy(rules=[Rule("a", "offload")], pool=PoolConfig(host="900TiB"))
+    with pytest.raises(ValueError, match=r"pool host=900\.0 TiB: this machine has"):
+        policy.check(["a"])
+
+
+def test_pinned_memory_goes_to_offload_or_to_spilling():
+    stash, offload = Rule("a", "stash"), Rule("b", "offload")
+    assert Policy([stash], PoolConfig(host=1000)).spill_bytes == 1000
+    assert Policy([stash], PoolConfig(host=1000)).offload_bytes == 0
+    both = Policy([stash, offload], PoolConfig(host=1000))
+    assert (both.spill_bytes, both.offload_bytes) == (0, 1000)
+    parted = Policy([stash, offload], PoolConfig(host=1000, spill=300))
+    assert (parted.spill_bytes, parted.offload_bytes) == (300, 700)
+    assert Policy([stash, offload]).spill_bytes == 0
+    assert Policy([stash, offload]).offload_bytes == machine_memory() // 2
+    with pytest.raises(ValueError, match="pool spill=2000: more than host=1000"):
+        PoolConfig(host=1000, spill=2000)
+
+
+def test_offload_has_a_least_size_of_its_own():
+    assert Rule("a", "offload").min_bytes == 1 << 20
+    assert Rule("a", "stash").min_bytes == 1 << 16
+    assert Rule("a", "offload", min_bytes=0).min_bytes == 0
 
 
 def test_a_policy_comes_back_from_its_own_toml(tmp_path):
     policy = Policy(
-        rules=[Rule("layers.*.experts", "stash", min_bytes=4096), Rule('od"d\\', "keep")],
+        rules=[
+            Rule("layers.*.experts", "stash", min_bytes=4096),
+            Rule("attn", "offload", fraction=0.5, prefetch_bytes="64MiB"),
+            Rule('od"d\\', "keep"),
+        ],
         pool=PoolConfig(page="4KiB", device="8GiB", host="1GiB", headroom=1.25),
     )
     path = tmp_path / "policy.toml"
@@ -87,7 +126,7 @@ def test_units_are_read_in_toml(tmp_path):
         '[pool]\ndevice = "auto"\nhost = "32GiB"\n[[rule]]\nmatch = "a"\nhome = "stash"\nmin_bytes = "1MiB"\n'
     )
     policy = Policy.load(path)
-    assert policy.pool.host_bytes == 32 << 30
+    assert policy.spill_bytes == 32 << 30
     assert policy.pool.device_bytes is None
     assert policy.rules[0].min_bytes == 1 << 20
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import HomeName, Policy, Rule
@@ -46,6 +48,7 @@ class Capture:
         self.homes = homes
         self.device = device
         self.weights: set[int] = set()
+        self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._entries: dict[tuple[int, HomeName], list[Entry]] = {}
 
     # --- pack: forward saves a tensor ---
@@ -65,6 +68,7 @@ class Capture:
         key = tensor.untyped_storage()._cdata
         if key in self.weights or key in region.weights:
             return None
+        region = region.claims.get(key, region)
         rule = region.rule
         home: HomeName = "keep"
         if rule is not None and self._worth_moving(tensor, rule):
@@ -88,7 +92,7 @@ class Capture:
             self.device = tensor.device
         first, last = byte_range(tensor)
         # An expanded view is as small as what it repeats.
-        return tensor.device == self.device and min(tensor.nbytes, last - first) >= rule.min_bytes
+        return tensor.device == self.device and min(tensor.nbytes, last - first) >= rule.least_bytes
 
     def _entry(self, key: int, tensor: torch.Tensor, region: Region, home: HomeName) -> Entry:
         """The entry that holds the tensor's bytes, or a new one in the region's group."""
@@ -155,7 +159,11 @@ class Capture:
         return True
 
     def close(self, region: Region) -> None:
-        """The region is over: its group goes to its home together."""
+        """The region is over: its group goes to its home together, and so do those of claimed tensors."""
+        claimed = list(dict.fromkeys(region.claims.values()))  # in the order of the claims
+        region.claims = {}
+        for other in claimed:
+            self.close(other)
         group = [entry for entry in region.entries if entry.handles]
         region.entries = []
         for entry in group:

@@ -74,6 +74,9 @@ class Keeper:
         self._keep = Keep()
         self._stash: Stash | MeasuredStash = MeasuredStash(policy.pool.page_bytes)
         self._homes: dict[HomeName, Home] = {"keep": self._keep, "stash": self._stash}
+        for rule in policy.rules:
+            if rule.home not in self._homes:
+                raise ValueError(f"rule {rule.match!r}: home={rule.home!r} is not in this version")
         self._capture = Capture(policy, self._homes, None)
         self._models: list[nn.Module] = []
         self._hooks: list[Any] = []
@@ -97,6 +100,7 @@ class Keeper:
         for name, module in names.items():
             rule = self.policy.rule_for(name)
             if rule is not None:
+                self._capture.names[module] = name
                 self._watch(name, module)
                 if rule.home == "stash" and hasattr(module, "use_pool"):
                     self._own_stash[name] = module
@@ -111,6 +115,7 @@ class Keeper:
         for module in self._own_stash.values():
             module.use_pool(None, 0)
         self._hooks.clear()
+        self._capture.names.clear()
         self._own_stash.clear()
         self._models.clear()
 
@@ -265,7 +270,7 @@ class Keeper:
             self._capture.device,
             self.policy.pool.page_bytes,
             device_pages=device_pages,
-            host_bytes=self.policy.pool.host_bytes,
+            host_bytes=self.policy.spill_bytes,
             backend=self._backend,
         )
         self._stash = self._homes["stash"] = Stash(pool)

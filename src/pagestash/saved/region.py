@@ -5,8 +5,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from pagestash.policy import Policy, Rule
 from pagestash.saved.identity import Entry
@@ -16,6 +18,8 @@ class RegionOwner(Protocol):
     """What a region belongs to: the capture of one keeper."""
 
     policy: Policy
+    names: WeakKeyDictionary[nn.Module, str]
+    """Watched modules: those that a rule names."""
 
     def close(self, region: "Region") -> None:
         """The region is over."""
@@ -33,6 +37,8 @@ class Region:
     capacity: int = 0
     weights: set[int] = field(default_factory=set)
     entries: list[Entry] = field(default_factory=list)
+    claims: dict[int, "Region"] = field(default_factory=dict)
+    """Storages whose bytes, when saved in here, belong to another region."""
 
 
 # The innermost last. Scoped to the running step and thread, not to the process: a keeper that is not in a step
@@ -59,6 +65,25 @@ def leave(region: Region) -> bool:
         return False
     _frames.set(current[: current.index(region)])
     return True
+
+
+def claim(module: nn.Module, tensor: torch.Tensor) -> None:
+    """What is saved of `tensor` in the region we are in belongs to `module`, if a rule names that.
+
+    For a fused operation that stands for several modules: its autograd node saves the inputs of all of them.
+    """
+    current = _frames.get()
+    if not current:
+        return
+    inner = current[-1]
+    name = inner.capture.names.get(module)
+    if name is None:
+        return
+    owner = next((claimed for claimed in inner.claims.values() if claimed.name == name), None)
+    if owner is None:
+        rule = inner.capture.policy.rule_for(name)
+        owner = Region(inner.capture, name, rule, inner.rows, inner.capacity, inner.weights)
+    inner.claims[tensor.untyped_storage()._cdata] = owner
 
 
 @contextmanager

@@ -132,6 +132,7 @@ class Capture:
             covered=last - first,
             home=self.homes[home],
             region=region.name,
+            rule=region.rule,
         )
         known.append(entry)
         if home == "keep":

@@ -26,16 +26,33 @@ class Home(Protocol):
     def drop(self, entry: Entry) -> None: ...
 
 
-class Keep:
-    """Leaves tensors where they are, and counts the storages it keeps alive."""
-
-    name: HomeName = "keep"
+class Tally:
+    """Bytes that wait in a home now and at their peak, in all and by region."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self.peak = 0
         self.by_region: dict[str, tuple[int, int]] = {}
         """Bytes now and at their peak."""
+
+    def count(self, region: str, change: int) -> None:
+        self.bytes += change
+        self.peak = max(self.peak, self.bytes)
+        now, peak = self.by_region.get(region, (0, 0))
+        self.by_region[region] = (now + change, max(peak, now + change))
+
+    def reset_peak(self) -> None:
+        self.peak = self.bytes
+        self.by_region = {region: (now, now) for region, (now, _) in self.by_region.items() if now}
+
+
+class Keep:
+    """Leaves tensors where they are, and counts the storages it keeps alive."""
+
+    name: HomeName = "keep"
+
+    def __init__(self) -> None:
+        self.tally = Tally()
         self._held: dict[int, _Held] = {}
 
     def put(self, group: Sequence[Entry]) -> None:
@@ -46,7 +63,7 @@ class Keep:
             held = self._held.setdefault(entry.place, _Held(entry.region, storage.nbytes()))
             held.entries += 1
             if held.entries == 1:
-                self._count(held.region, held.size)
+                self.tally.count(held.region, held.size)
 
     def get(self, entry: Entry) -> torch.Tensor:
         return entry.source().view(-1)
@@ -56,18 +73,8 @@ class Keep:
         held.entries -= 1
         if not held.entries:
             del self._held[entry.place]
-            self._count(held.region, -held.size)
+            self.tally.count(held.region, -held.size)
         entry.origin = None
-
-    def reset_peak(self) -> None:
-        self.peak = self.bytes
-        self.by_region = {region: (now, now) for region, (now, _) in self.by_region.items() if now}
-
-    def _count(self, region: str, change: int) -> None:
-        self.bytes += change
-        self.peak = max(self.peak, self.bytes)
-        now, peak = self.by_region.get(region, (0, 0))
-        self.by_region[region] = (now + change, max(peak, now + change))
 
 
 @dataclass(slots=True)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from pagestash.policy import Rule
+
 SPARSE = 2
 """A view that spans more than this many times its own bytes is packed densely rather than by range."""
 
@@ -55,6 +57,7 @@ class Entry:
     place: Any = None
     home: Any = field(default=None, repr=False)
     region: str = ""
+    rule: Rule | None = None
 
     @property
     def length(self) -> int:

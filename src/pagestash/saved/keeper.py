@@ -11,13 +11,18 @@ from torch import nn
 
 from pagestash.kernels.layout import Counter
 from pagestash.pages.pool import PagePool
+from pagestash.pages.slabs import HostSlabs
 from pagestash.pages.telemetry import PoolStats
 from pagestash.policy import HomeName, Policy, format_bytes
 from pagestash.saved.capture import Capture
-from pagestash.saved.homes import Home, Keep
+from pagestash.saved.homes import Home, Keep, Tally
 from pagestash.saved.identity import storage_keys
+from pagestash.saved.measured import MeasuredOffload, Outlook
+from pagestash.saved.offload import Offload
+from pagestash.saved.order import Recorder
 from pagestash.saved.region import Region, enter, frames, leave, set_frames
 from pagestash.saved.stash import MeasuredStash, Stash
+from pagestash.saved.streams import capturing
 
 OUTSIDE = "(outside all regions)"
 
@@ -35,15 +40,27 @@ class HomeStats:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadStats:
+    """Pinned memory of the `offload` home, and the bytes that found no room in it and stayed on the device."""
+
+    host_bytes: int
+    limit: int
+    refused: int
+    refused_peak: int
+
+
+@dataclass(frozen=True, slots=True)
 class KeeperStats:
     """Where saved tensors wait: by home, by region (whatever the home), and the pool's tiers.
 
-    What no rule matches is in `regions["(outside all regions)"]`; `pool` is None before there is one.
+    What no rule matches is in `regions["(outside all regions)"]`; `pool` is None before there is one, and so is
+    `offload`. What an offload rule leaves on the device counts as kept, or as stashed where it has valid rows.
     """
 
     homes: dict[HomeName, HomeStats]
     regions: dict[str, HomeStats]
     pool: PoolStats | None
+    offload: OffloadStats | None = None
 
     @property
     def overflow(self) -> bool:
@@ -73,7 +90,13 @@ class Keeper:
         self._backend = backend
         self._keep = Keep()
         self._stash: Stash | MeasuredStash = MeasuredStash(policy.pool.page_bytes)
-        self._homes: dict[HomeName, Home] = {"keep": self._keep, "stash": self._stash}
+        self._recorder = Recorder()
+        self._offload: Offload | MeasuredOffload = MeasuredOffload(self._recorder)
+        self._homes: dict[HomeName, Home] = {
+            "keep": self._keep,
+            "stash": self._stash,
+            "offload": self._offload,
+        }
         for rule in policy.rules:
             if rule.home not in self._homes:
                 raise ValueError(f"rule {rule.match!r}: home={rule.home!r} is not in this version")
@@ -169,6 +192,7 @@ class Keeper:
         if self._in_step:
             raise RuntimeError("keeper.step() is already open; a keeper runs one step at a time")
         self._in_step = True
+        self._offload.start()
         self._capture.weights = storage_keys([*self.parameters(), *self.buffers()])
         outer = frames()
         root = Region(self._capture, "", None)
@@ -185,15 +209,23 @@ class Keeper:
             self._in_step = False
             set_frames(outer)
             self._capture.forget()
-            if isinstance(self._stash, Stash):
-                self._stash.settle()
+            self._settle()
         if check:
             self._after_step()
 
+    def _settle(self) -> None:
+        # Offload first: it gives back pages, too.
+        if isinstance(self._offload, Offload):
+            self._offload.settle()
+        if isinstance(self._stash, Stash):
+            self._stash.settle()
+        # A captured step is what it is; and pinning memory is no part of it.
+        if isinstance(self._offload, Offload) and not capturing():
+            self._offload.learn()
+
     def _after_step(self) -> None:
-        if isinstance(self._stash, MeasuredStash):
-            self.size_pool()
-        elif bool(self._stash.pool.overflow):
+        self.size_pool()
+        if isinstance(self._stash, Stash) and bool(self._stash.pool.overflow):
             wanted, had = self.grow_pool()
             self._stash.pool.reset()
             raise PoolOverflow(
@@ -247,22 +279,48 @@ class Keeper:
         return self._stash.pool.reservations if isinstance(self._stash, Stash) else self._stash.reservations
 
     def size_pool(self) -> bool:
-        """Make the pool from what was measured, times the headroom; False if nothing was stashed yet."""
+        """Make the pool, and the plan of what is offloaded, from what was measured; whether there is a pool.
+
+        Nothing happens while a backward is still to come, or where nothing was measured.
+        """
+        outlook = self._outlook()
+        if isinstance(self._stash, MeasuredStash):
+            pages = self._pages_wanted(self._stash, outlook)
+            if pages:
+                self._make_pool(pages)
+        if outlook is not None and (self.pool is not None or not outlook.pages):
+            self._plan_offload(outlook)
+        return self.pool is not None
+
+    def _pages_wanted(self, measured: MeasuredStash, outlook: Outlook | None) -> int:
         config = self.policy.pool
-        measured = self._stash
-        if isinstance(measured, Stash):
-            return True
-        if config.device_bytes is None and not measured.peak_pages:
-            return False
-        if measured.pages:
-            return False  # a backward is still to come
-        assert self._capture.device is not None
         if config.device_bytes is not None:
-            pages = -(-config.device_bytes // config.page_bytes)
-        else:
-            pages = math.ceil(measured.peak_pages * config.headroom)
-        self._make_pool(pages)
-        return True
+            return -(-config.device_bytes // config.page_bytes)
+        if measured.pages or (isinstance(self._offload, MeasuredOffload) and self._offload.live):
+            return 0
+        rest = 0 if outlook is None else outlook.pages
+        return math.ceil((measured.peak_pages + rest) * config.headroom)
+
+    def _outlook(self) -> Outlook | None:
+        measured = self._offload
+        return (
+            measured.outlook(self.policy.pool.page_bytes) if isinstance(measured, MeasuredOffload) else None
+        )
+
+    def _plan_offload(self, outlook: Outlook) -> None:
+        assert self._capture.device is not None
+        slabs = HostSlabs(self._capture.device, self.policy.offload_bytes)
+        slabs.fit(outlook.host_bytes)
+        self._offload = self._homes["offload"] = Offload(
+            self._capture.device,
+            slabs,
+            outlook.plan,
+            outlook.split,
+            self._keep,
+            lambda: self._stash,
+            self._recorder,
+            backend=self._backend,
+        )
 
     def _make_pool(self, device_pages: int) -> None:
         assert self._capture.device is not None
@@ -293,7 +351,8 @@ class Keeper:
 
     def reset_peaks(self) -> None:
         """Count peaks from now on; also clears the overflow flag."""
-        self._keep.reset_peak()
+        for tally in (self._keep.tally, self._offload.tally):
+            tally.reset_peak()
         if self.pool is not None:
             self.pool.reset()
 
@@ -305,29 +364,47 @@ class Keeper:
             waiting = stash.bytes
         else:
             waiting = stash.pool.memory.state[Counter.BYTES].clone()
-        return {"keep": self._keep.bytes, "stash": waiting}
+        return {"keep": self._keep.tally.bytes, "stash": waiting, "offload": self._offload.tally.bytes}
 
     def stats(self) -> KeeperStats:
         """Bytes and peak by home and region, and the pool's tiers. Waits for the device."""
-        regions = {name or OUTSIDE: HomeStats(*sizes) for name, sizes in self._keep.by_region.items()}
-        keep = HomeStats(self._keep.bytes, self._keep.peak)
-        stash = self._stash
+        stash, pool = self._stash, None
+        homes: dict[HomeName, HomeStats] = {
+            "keep": _totals(self._keep.tally),
+            "stash": HomeStats(0, 0),
+            "offload": _totals(self._offload.tally),
+        }
+        regions: dict[str, HomeStats] = {}
+        for tally in (self._keep.tally, self._offload.tally):
+            for name, sizes in tally.by_region.items():
+                _add(regions, name or OUTSIDE, *sizes)
         if isinstance(stash, MeasuredStash):
-            return KeeperStats(
-                {"keep": keep, "stash": HomeStats(stash.bytes, stash.peak_bytes)}, regions, None
-            )
-        stash.flush()
-        counts = stash.pool.memory.accounts.tolist()
-        for name, index in stash.accounts.items():
-            kept = regions.get(name, HomeStats(0, 0))
-            now, peak = counts[index]
-            regions[name] = HomeStats(kept.bytes + now, kept.peak + peak)
-        pool = stash.pool.stats()
-        held = HomeStats(pool.valid_bytes, pool.valid_bytes_peak)
-        return KeeperStats({"keep": keep, "stash": held}, regions, pool)
+            homes["stash"] = HomeStats(stash.bytes, stash.peak_bytes)
+        else:
+            stash.flush()
+            counts = stash.pool.memory.accounts.tolist()
+            for name, index in stash.accounts.items():
+                _add(regions, name, *counts[index])
+            pool = stash.pool.stats()
+            homes["stash"] = HomeStats(pool.valid_bytes, pool.valid_bytes_peak)
+        offload = None
+        if isinstance(self._offload, Offload):
+            slabs, refused = self._offload.slabs, self._offload.refused
+            offload = OffloadStats(slabs.size, slabs.limit, refused.bytes, refused.peak)
+        return KeeperStats(homes, regions, pool, offload)
 
     def __repr__(self) -> str:
         size = (
             "unmeasured" if self.pool is None else format_bytes(self.pool.device_pages * self.pool.page_bytes)
         )
         return f"Keeper({len(self.policy.rules)} rules, pool {size})"
+
+
+def _totals(tally: Tally) -> HomeStats:
+    return HomeStats(tally.bytes, tally.peak)
+
+
+def _add(regions: dict[str, HomeStats], name: str, now: int, peak: int) -> None:
+    """Count a region's bytes in one more home; peaks of several homes need not have been at one time."""
+    known = regions.get(name, HomeStats(0, 0))
+    regions[name] = HomeStats(known.bytes + now, known.peak + peak)

@@ -85,6 +85,13 @@ class Stash:
         # Not released here: this may run in any thread, on any stream. `flush` does it in the order of compute.
         self.pool.release_later(group.tickets.pop(entry))
 
+    def restore_into(self, entry: Entry, buffer: torch.Tensor) -> None:
+        """Restore one entry to memory of the caller's, of its own shape."""
+        self.flush()
+        group: StashedGroup = entry.place
+        wait_here(group.spilled)
+        self.pool.restore_into([group.tickets[entry]], [buffer])
+
     def flush(self) -> None:
         """Give back the pages of dropped entries, on the current stream.
 
@@ -192,6 +199,9 @@ class MeasuredStash:
         flat = torch.zeros(entry.length, dtype=torch.uint8, device=entry.place.device)
         flat[: entry.place.numel()].copy_(entry.place.view(-1))
         return flat
+
+    def restore_into(self, entry: Entry, buffer: torch.Tensor) -> None:
+        buffer.view(-1).copy_(self.get(entry))
 
     def drop(self, entry: Entry) -> None:
         self._count(entry.place.nbytes, -1)

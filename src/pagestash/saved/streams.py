@@ -49,3 +49,13 @@ def wait_here(event: torch.cuda.Event | None) -> None:
     """The current stream goes on only after `event`; the host does not wait."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
+
+
+def is_done(event: torch.cuda.Event | None) -> bool:
+    """Whether `event` is known to be over; in a capture nothing is."""
+    return event is None or (not capturing() and event.query())
+
+
+def capturing() -> bool:
+    """Whether the current stream's work is recorded for a CUDA graph rather than run."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,131 @@
+"""The `offload` home of the first steps, which have no plan: exact copies to ordinary host memory, one by one.
+
+It waits for the device at every group. What it writes down, the order of the step and the rows that were valid,
+is what the plan of the steps to come is made from.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pagestash.pages.slabs import aligned
+from pagestash.policy import HomeName, Rule
+from pagestash.saved.homes import Tally
+from pagestash.saved.identity import Entry
+from pagestash.saved.order import Group, Key, Plan, Recorder, make_plan
+from pagestash.saved.split import Shape, Split
+
+
+@dataclass(slots=True, eq=False)
+class Measured:
+    """What was seen of one group: each entry's shape and valid bytes, under which rule."""
+
+    rule: Rule
+    entries: list[tuple[Shape, int]]
+    left: int = 0
+
+
+@dataclass(slots=True)
+class Outlook:
+    """What a measured step says about those to come."""
+
+    plan: Plan
+    split: Split
+    host_bytes: int
+    pages: int
+    """Pages for rows that do not leave."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    copy: torch.Tensor
+    key: Key
+    device: torch.device
+
+
+class MeasuredOffload:
+    """Takes everything to the host and brings it back when asked."""
+
+    name: HomeName = "offload"
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.tally = Tally()
+        self._recorder = recorder
+        self._seen: dict[Key, Measured] = {}
+
+    @property
+    def live(self) -> bool:
+        """Whether a backward is still to come."""
+        return any(seen.left for seen in self._seen.values())
+
+    def start(self) -> None:
+        """A new step begins; what was seen before is forgotten, unless its backward is still to come."""
+        if not self.live:
+            self._recorder.start()
+            self._seen = {}
+
+    def put(self, group: Sequence[Entry]) -> None:
+        rule = group[0].rule
+        assert rule is not None
+        key = self._recorder.key(group[0].region)
+        seen = self._seen[key] = Measured(rule, [], len(group))
+        for entry in group:
+            source = entry.source()
+            if entry.rows is not None:
+                source = source[: min(max(int(entry.rows.item()), 0), entry.capacity)]
+            seen.entries.append((Shape.of(entry), source.nbytes))
+            # A clone where the device is the host: the source may be written over.
+            entry.place = _Waiting(source.detach().cpu().clone(), key, source.device)
+            entry.origin = None
+            self.tally.count(entry.region, source.nbytes)
+        self._recorder.put(key, Group(0, 0, rule.prefetch_bytes))
+
+    def get(self, entry: Entry) -> torch.Tensor:
+        waiting: _Waiting = entry.place
+        self._recorder.get(waiting.key)
+        flat = torch.zeros(entry.length, dtype=torch.uint8, device=waiting.device)
+        flat[: waiting.copy.numel()].copy_(waiting.copy.view(-1))
+        return flat
+
+    def drop(self, entry: Entry) -> None:
+        waiting: _Waiting = entry.place
+        self.tally.count(entry.region, -waiting.copy.nbytes)
+        entry.place = None
+        seen = self._seen[waiting.key]
+        seen.left -= 1
+        if not seen.left:
+            self._recorder.drop(waiting.key)
+
+    def outlook(self, page_bytes: int) -> Outlook | None:
+        """The plan that follows from the last step; None if it moved nothing, or is not over."""
+        if not self._seen or self.live:
+            return None
+        split = Split(self._expected_rows())
+        events = self._recorder.events
+        groups = {}
+        shares: dict[Key, list[int]] = {}
+        for key, seen in self._seen.items():
+            shares[key] = [split.share(seen.rule, shape) for shape, _ in seen.entries]
+            room = sum(shape.length for shape, _ in seen.entries)
+            groups[key] = Group(sum(map(aligned, shares[key])), room, seen.rule.prefetch_bytes)
+        plan = make_plan(events, groups)
+        now = most = 0
+        for kind, key in events:
+            pages = 0
+            for (shape, valid), share in zip(self._seen[key].entries, shares[key]):
+                if shape.capacity:
+                    rest = valid - (0 if key in plan.stays else share)
+                    pages += max(1, -(-rest // page_bytes))
+            now += pages * {"put": 1, "get": 0, "drop": -1}[kind]
+            most = max(most, now)
+        return Outlook(plan, split, plan.peak_bytes(events), most)
+
+    def _expected_rows(self) -> dict[tuple[str, int], float]:
+        """The mean over a rule's tensors of one capacity: they vary from step to step as from layer to layer."""
+        found: dict[tuple[str, int], list[int]] = {}
+        for seen in self._seen.values():
+            for shape, valid in seen.entries:
+                if shape.capacity:
+                    found.setdefault((seen.rule.match, shape.capacity), []).append(valid // shape.row_bytes)
+        return {which: sum(rows) / len(rows) for which, rows in found.items()}

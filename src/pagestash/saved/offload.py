@@ -1,0 +1,350 @@
+"""The `offload` home: saved tensors wait in pinned host memory, moved by the copy engine beside compute.
+
+Two streams of their own: out during forward, in during backward. The hand-overs, and why each is safe:
+
+- *compute to out*: the out stream waits for the compute stream's present, so a source is complete when it is read.
+- *source to allocator*: a source is let go only after its copy is done, or after the compute stream was told to
+  wait for it; memory that the allocator hands on is then written behind the copy.
+- *out to in*: a copy back waits for the event of its own copy out.
+- *compute to in*: a copy back waits for the compute stream's present, which may still use the memory that its
+  buffer is made of.
+- *in to compute*: whoever asks for a tensor makes the compute stream wait for the event of its copy back.
+- *host memory to its next tensor*: a block is given back only after the compute stream was told to wait for the
+  copy back that reads it; the next copy out waits for the compute stream, and follows all copies out before it.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from pagestash.kernels.backend import choose
+from pagestash.kernels.tail import zero_tail
+from pagestash.pages.slabs import HostBlock, HostSlabs, aligned
+from pagestash.policy import HomeName, format_bytes
+from pagestash.saved.homes import Keep, Tally
+from pagestash.saved.identity import Entry
+from pagestash.saved.order import Event, Group, Key, Plan, Recorder, make_plan
+from pagestash.saved.split import Shape, Split
+from pagestash.saved.stash import MeasuredStash, Stash
+from pagestash.saved.streams import SideStream, capturing, is_done, wait_here
+
+log = logging.getLogger("pagestash")
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One entry of a group: its leading bytes in host memory, and the rows behind them in pages."""
+
+    share: int = 0
+    block: HostBlock | None = None
+    refused: int = 0
+    rest: Entry | None = None
+    rows: torch.Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class OffloadedGroup:
+    """The entries of one region in one microbatch, on their way out, on the host, and on their way back."""
+
+    key: Key
+    members: dict[Entry, Member] = field(default_factory=dict)
+    left: torch.cuda.Event | None = None
+    incoming: dict[Entry, torch.Tensor] = field(default_factory=dict)
+    arrived: torch.cuda.Event | None = None
+    restored: dict[Entry, torch.Tensor] = field(default_factory=dict)
+
+
+class Offload:
+    """Moves groups out as forward ends them and back ahead of backward, by a plan made from an earlier step."""
+
+    name: HomeName = "offload"
+
+    def __init__(
+        self,
+        device: torch.device,
+        slabs: HostSlabs,
+        plan: Plan,
+        split: Split,
+        keep: Keep,
+        stash: Callable[[], Stash | MeasuredStash],
+        recorder: Recorder,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        self.slabs = slabs
+        self.plan = plan
+        self.tally = Tally()
+        self.refused = Tally()
+        """Bytes that should have left, but found no room on the host, and stayed."""
+        self._device = device
+        self._backend = choose(device, backend)
+        self._split = split
+        self._keep = keep
+        self._stash = stash
+        self._recorder = recorder
+        self._out = SideStream(device)
+        self._in = SideStream(device)
+        self._live: dict[Key, OffloadedGroup] = {}
+        self._kept: dict[Entry, OffloadedGroup] = {}
+        self._on_device: dict[Key, int] = {}
+        self._leaving: deque[tuple[torch.cuda.Event | None, list[tuple[Entry, torch.Tensor]], int]] = deque()
+        self._dead: deque[tuple[OffloadedGroup, Entry]] = deque()
+
+    # --- a step ---
+
+    def start(self) -> None:
+        """A new step begins."""
+        self._recorder.start()
+        self._split.start()
+        self.refused.reset_peak()
+
+    def settle(self) -> None:
+        """End of a step: the current stream has waited for both side streams, and the host knows what is free."""
+        self._sweep()
+        self._let_go(0)
+        self._out.join()
+        self._in.join()
+
+    def learn(self) -> None:
+        """Between steps: plan anew if the step went another way, and make the room that was missing."""
+        recorder, slabs = self._recorder, self.slabs
+        if not recorder.groups:
+            return  # nothing was saved: an evaluation
+        if not self.plan.agrees_with(recorder):
+            self.plan = make_plan(recorder.events, recorder.groups)
+        if slabs.wanted > slabs.size:
+            slabs.fit(slabs.wanted)
+        if self.refused.peak and slabs.wanted > slabs.limit:
+            log.warning(
+                "offload: %s stayed on the device, since host memory is limited to %s; raise [pool] host",
+                format_bytes(self.refused.peak),
+                format_bytes(slabs.limit),
+            )
+
+    # --- out: forward saves a group ---
+
+    def put(self, group: Sequence[Entry]) -> None:
+        self._sweep()
+        rule = group[0].rule
+        assert rule is not None
+        key = self._recorder.key(group[0].region)
+        shares = {entry: self._split.share(rule, Shape.of(entry)) for entry in group}
+        size, room = sum(map(aligned, shares.values())), sum(entry.length for entry in group)
+        self._recorder.put(key, Group(size, room, rule.prefetch_bytes))
+        stays = key in self.plan.stays
+        offloaded = OffloadedGroup(key)
+        for entry, share in shares.items():
+            self._admit(offloaded, entry, 0 if stays else share)
+        self._live[key] = offloaded
+        moved = [entry for entry, member in offloaded.members.items() if member.block is not None]
+        if moved:
+            self.slabs.fixed |= capturing()
+            self._move_out(offloaded, moved)
+        else:
+            self._on_device[key] = room
+        for entry in group:
+            if entry not in self._kept:
+                entry.place = offloaded
+                entry.origin = None
+        self._let_go(self.plan.window)
+        self._prefetch(("put", key))
+
+    def _admit(self, group: OffloadedGroup, entry: Entry, share: int) -> None:
+        """Decide what becomes of an entry's bytes, and put away those that do not leave."""
+        member = group.members[entry] = Member()
+        if share:
+            member.block = self.slabs.take(share)
+            if member.block is None:
+                member.refused = share
+                self.refused.count(entry.region, share)
+                share = 0
+        member.share = share
+        if entry.rows is not None:
+            # Its buffer has room for the worst case: rows that do not leave are better off in pages.
+            member.rows = entry.rows.detach().clone()
+            if share < entry.length:
+                member.rest = _rest(entry, share)
+                self._stash().put([member.rest])
+        elif not share:
+            self._keep.put([entry])
+            self._kept[entry] = group
+            return
+        self.tally.count(entry.region, share)
+
+    def _move_out(self, group: OffloadedGroup, moved: list[Entry]) -> None:
+        with self._out.after():
+            for entry in moved:
+                source, start = entry.source().view(-1), 0
+                for piece in _pieces(group.members[entry]):
+                    part = source[start : min(start + piece.numel(), group.members[entry].share)]
+                    piece[: part.numel()].copy_(part, non_blocking=True)
+                    start += part.numel()
+        group.left = self._out.mark()
+        sources = [(entry, entry.origin) for entry in moved if entry.origin is not None]
+        size = sum(origin.untyped_storage().nbytes() for _, origin in sources)
+        self._leaving.append((group.left, sources, size))
+
+    def _let_go(self, limit: int) -> None:
+        """Let go of sources whose copy is done, and of the oldest until no more than `limit` bytes are leaving.
+
+        The allocator gives freed memory to the next operation of the compute stream, which is therefore told
+        to wait for the copy unless that is known to be over.
+        """
+        leaving = sum(size for _, _, size in self._leaving)
+        while self._leaving:
+            event, sources, size = self._leaving[0]
+            if not is_done(event):
+                if leaving <= limit:
+                    return
+                wait_here(event)
+            for entry, origin in sources:
+                # Written over while the copy may have been reading it.
+                entry.spoiled |= origin._version != entry.version
+            leaving -= size
+            self._leaving.popleft()
+
+    # --- in: backward asks for an entry ---
+
+    def get(self, entry: Entry) -> torch.Tensor:
+        self._sweep()
+        kept = self._kept.get(entry)
+        if kept is not None:
+            self._asked(kept)
+            return self._keep.get(entry)
+        group: OffloadedGroup = entry.place
+        if entry not in group.restored:
+            if entry not in group.incoming:
+                self._fetch(group, entry)
+            self._take_in(group)
+        self._asked(group)
+        flat = group.restored[entry]
+        if not entry.waiting:
+            # All who saved it have it now; whoever asks again (retain_graph, split backward) fetches again.
+            del group.restored[entry]
+        return flat
+
+    def _asked(self, group: OffloadedGroup) -> None:
+        self._recorder.get(group.key)
+        # Forward is over here: what still leaves is memory that backward can use.
+        self._let_go(0)
+        self._prefetch(("get", group.key))
+
+    def _fetch(self, group: OffloadedGroup, asked: Entry | None = None) -> None:
+        """Start to bring back what of the group will be asked for."""
+        entries = [
+            entry
+            for entry in group.members
+            if entry not in self._kept
+            and entry not in group.restored
+            and entry not in group.incoming
+            and (entry is asked or entry.waiting)
+        ]
+        buffers = {
+            entry: torch.empty(entry.length, dtype=torch.uint8, device=self._device) for entry in entries
+        }
+        with self._in.after(group.left):
+            for entry, buffer in buffers.items():
+                member, start = group.members[entry], 0
+                for piece in _pieces(member):
+                    part = buffer[start : min(start + piece.numel(), member.share)]
+                    part.copy_(piece[: part.numel()], non_blocking=True)
+                    start += part.numel()
+        group.arrived = self._in.mark()
+        group.incoming |= buffers
+        self._on_device[group.key] = sum(entry.length for entry in group.members)
+
+    def _take_in(self, group: OffloadedGroup) -> None:
+        """From here on the compute stream may read what came back; the rest of it comes from pages."""
+        wait_here(group.arrived)
+        for entry, buffer in group.incoming.items():
+            member = group.members[entry]
+            if member.rows is not None:
+                rows = buffer.view(entry.capacity, -1)
+                lead = member.share // rows.shape[1]
+                zero_tail(rows[:lead], member.rows, self._backend)
+                if member.rest is not None:
+                    self._stash().restore_into(member.rest, rows[lead:])
+        group.restored |= group.incoming
+        group.incoming = {}
+
+    def _prefetch(self, event: Event) -> None:
+        """Fetch what backward asks for next, as long as all that is on the device then fits in its window.
+
+        Groups that stay, and groups still to be put, take their part of it. So while the last groups of a
+        forward are there nothing is fetched, and as backward uses them up others take their place.
+        """
+        there = sum(self._on_device.values())
+        seen: set[Key] = set()
+        for kind, key in self.plan.after(event):
+            if key in seen or key in self._on_device:
+                continue
+            seen.add(key)
+            group = self._live.get(key)
+            there += self.plan.groups[key].room
+            if kind == "put" or key in self.plan.stays:
+                if there > self.plan.window:
+                    return
+            elif there > self.plan.ahead(key):
+                return
+            elif group is not None:  # or the step has left the plan
+                self._fetch(group)
+
+    # --- over: nothing can ask any more ---
+
+    def drop(self, entry: Entry) -> None:
+        kept = self._kept.pop(entry, None)
+        if kept is not None:
+            self._keep.drop(entry)
+        group = entry.place if kept is None else kept
+        group.restored.pop(entry, None)
+        # This may run in any thread, on any stream: the rest is done in the order of compute.
+        self._dead.append((group, entry))
+
+    def _sweep(self) -> None:
+        """Give back the host memory and pages of dropped entries."""
+        while self._dead:
+            group, entry = self._dead.popleft()
+            member = group.members.pop(entry)
+            if entry in group.incoming:
+                # Nobody asked for it, and its copy back may still be under way: the buffer's memory and the
+                # block's are used again only behind it.
+                wait_here(group.arrived)
+                del group.incoming[entry]
+            if member.rest is not None:
+                self._stash().drop(member.rest)
+            if member.refused:
+                self.slabs.forget(member.refused)
+                self.refused.count(entry.region, -member.refused)
+            if member.block is not None:
+                self.slabs.give(member.block)
+                self.tally.count(entry.region, -member.share)
+            if not group.members:
+                self._recorder.drop(group.key)
+                self._on_device.pop(group.key, None)
+                self._live.pop(group.key, None)
+
+
+def _pieces(member: Member) -> tuple[torch.Tensor, ...]:
+    return () if member.block is None else member.block.pieces
+
+
+def _rest(entry: Entry, share: int) -> Entry:
+    """The rows of a valid-row entry behind its first `share` bytes, as an entry of its own."""
+    assert entry.rows is not None
+    lead = share // (entry.length // entry.capacity)
+    rows = (entry.rows.detach() - lead).clamp_(min=0)
+    return Entry(
+        storage=entry.storage,
+        version=entry.version,
+        first=entry.first + share,
+        last=entry.last,
+        origin=entry.origin,
+        rows=rows,
+        rows_version=rows._version,
+        capacity=entry.capacity - lead,
+        region=entry.region,
+        rule=entry.rule,
+    )

@@ -1,0 +1,53 @@
+"""How many of an entry's bytes leave the device: all of a tensor or none, or a valid-row tensor's leading rows.
+
+The copy engine takes its sizes from the host, and only the device knows how many rows are valid. So a valid-row
+tensor is split at a fixed row, `fraction` of the rows that are expected; if fewer are valid, some garbage
+travels, harmlessly, and if more, they wait in pages.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pagestash.policy import Rule
+from pagestash.saved.identity import Entry
+
+
+class Shape(NamedTuple):
+    """What an entry looks like to the split: its bytes, and its rows where only some may be valid."""
+
+    length: int
+    capacity: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        return self.length // self.capacity
+
+    @classmethod
+    def of(cls, entry: Entry) -> "Shape":
+        return cls(entry.length, 0 if entry.rows is None else entry.capacity)
+
+
+class Split:
+    """Decides on one entry after the other, so that `fraction` of a rule's bytes leave, to within one tensor."""
+
+    def __init__(self, expected: Mapping[tuple[str, int], float]) -> None:
+        self.expected = expected
+        """Valid rows that are expected of a rule's tensors of a certain capacity."""
+        self._owed: dict[str, float] = {}
+
+    def start(self) -> None:
+        """A new step, which decides as the last one did."""
+        self._owed.clear()
+
+    def share(self, rule: Rule, shape: Shape) -> int:
+        """Bytes from the start of the entry that leave the device."""
+        if shape.capacity:
+            expected = self.expected.get((rule.match, shape.capacity), 0.0)
+            rows = min(int(rule.fraction * expected), shape.capacity)
+            share = rows * shape.row_bytes
+            return share if share >= rule.least_bytes else 0
+        owed = self._owed.get(rule.match, 0.0) + rule.fraction * shape.length
+        # Half a tensor owed is enough: the bytes that leave stay nearest to the fraction.
+        share = shape.length if owed >= shape.length / 2 and rule.fraction else 0
+        self._owed[rule.match] = owed - share
+        return share

@@ -1,0 +1,324 @@
+"""Offload on a GPU: the same bits with either side of each hand-over held back, and memory that really goes."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import pagestash as ps
+from pagestash.pages.slabs import HostSlabs
+from pagestash.saved import offload as module
+from pagestash.saved.homes import Keep
+from pagestash.saved.identity import Entry
+from pagestash.saved.offload import Offload
+from pagestash.saved.order import Plan, Recorder
+from pagestash.saved.split import Split
+from pagestash.saved.stash import MeasuredStash
+from pagestash.saved.streams import SideStream
+
+pytestmark = pytest.mark.gpu
+WIDTH, TOKENS, DEPTH = 1024, 4096, 8
+LAYER = TOKENS * (WIDTH + 4 * WIDTH + 4 * WIDTH) * 4
+LONG = 20_000_000  # cycles: about 10 ms, far longer than any copy or layer here
+
+
+class MLP(nn.Module):
+    def __init__(self, depth: int = DEPTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(depth)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+@pytest.fixture
+def model():
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    return MLP().cuda()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(TOKENS, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+
+
+def keeper_for(model, prefetch=None, fraction=1.0, **pool):
+    rule = ps.Rule("layers.*", "offload", prefetch_bytes=prefetch, fraction=fraction)
+    return ps.Keeper(ps.Policy([rule], ps.PoolConfig(**pool))).attach(model)
+
+
+def gradients(model, x, keeper=None):
+    model.zero_grad()
+    if keeper is None:
+        model(x).backward()
+    else:
+        with keeper.step():
+            model(x).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def same(left, right) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("prefetch", [0, LAYER, None, 3 * LAYER])
+def test_gradients_are_the_same_to_the_last_bit(model, x, prefetch):
+    plain = gradients(model, x)
+    keeper = keeper_for(model, prefetch)
+    for _ in range(4):
+        assert same(gradients(model, x, keeper), plain)
+    assert keeper.stats().homes["offload"].peak > 0
+    assert keeper.stats().homes["offload"].bytes == 0
+
+
+@pytest.mark.parametrize("prefetch", [0, LAYER, None])
+def test_in_a_graph_gradients_are_the_same_to_the_last_bit(model, x, prefetch):
+    other = torch.randn_like(x)
+    plain = [gradients(model, batch) for batch in (x, other, x)]
+    keeper = keeper_for(model, prefetch)
+
+    def train_step(batch):
+        loss = model(batch)
+        loss.backward()
+        return loss
+
+    step = ps.GraphedStep(train_step, keeper)
+    for _ in range(2):
+        step(x)
+    for batch, expected in zip((x, other, x), plain):
+        model.zero_grad()
+        step(batch)
+        step.wait()
+        assert same([p.grad for p in model.parameters()], expected)
+    assert isinstance(keeper._offload, Offload)
+
+
+def test_tensors_with_valid_rows_in_a_graph():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(512, 1024, bias=False)
+            self.down = nn.Linear(1024, 512, bias=False)
+
+        def forward(self, x, rows):
+            with ps.region(rows=rows, capacity=x.shape[0]):
+                return self.down(torch.nn.functional.gelu(self.up(x)))
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Experts() for _ in range(5))
+
+        def forward(self, x, rows):
+            for layer in self.layers:
+                x = x + layer(x, rows)
+            valid = torch.arange(x.shape[0], device=x.device) < rows
+            return torch.where(valid[:, None], x, 0.0).square().sum()
+
+    torch.manual_seed(0)
+    model = Stack().cuda()
+    x = torch.randn(8192, 512, device="cuda")
+    counts = [torch.tensor([n], device="cuda") for n in (4000, 4000, 3000, 6000, 100, 8192)]
+
+    def plain(rows):
+        model.zero_grad()
+        model(x, rows).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = [plain(rows) for rows in counts]
+    rule = ps.Rule("layers.*", "offload", prefetch_bytes=0)
+    keeper = ps.Keeper(ps.Policy([rule])).attach(model)
+    poisoned = x.clone()
+    step = ps.GraphedStep(lambda x, rows: model(x, rows).backward(), keeper)
+    for rows, right in zip(counts, expected):
+        model.zero_grad()
+        step(poisoned, rows)
+        step.wait()
+        assert same([p.grad for p in model.parameters()], right)
+    assert step.reruns > 0  # 6000 rows were more than the pages that 4000 needed
+
+
+# --- one side held back -------------------------------------------------------------------------------------
+
+
+def hold_back(monkeypatch, which):
+    """Everything that the out or in stream does comes late."""
+    entered = SideStream.after
+
+    def late(self, *events):
+        with torch.cuda.stream(self._stream):
+            if self._late:
+                torch.cuda._sleep(LONG)
+        return entered(self, *events)
+
+    monkeypatch.setattr(SideStream, "_late", False, raising=False)
+    monkeypatch.setattr(SideStream, "after", late)
+    return lambda keeper: setattr(getattr(keeper._offload, which), "_late", True)
+
+
+@pytest.mark.parametrize("which", ["_out", "_in"])
+@pytest.mark.parametrize("prefetch", [0, LAYER])
+def test_a_side_stream_that_is_late_changes_nothing(model, x, monkeypatch, which, prefetch):
+    plain = gradients(model, x)
+    keeper = keeper_for(model, prefetch)
+    gradients(model, x, keeper)
+    hold_back(monkeypatch, which)(keeper)
+    for _ in range(2):
+        assert same(gradients(model, x, keeper), plain)
+
+
+def test_a_compute_stream_that_is_late_changes_nothing(model, x):
+    plain = gradients(model, x)
+    keeper = keeper_for(model, LAYER)
+    gradients(model, x, keeper)
+    for layer in model.layers:
+        layer[1].register_forward_hook(lambda *_: torch.cuda._sleep(LONG // 10))
+        layer[1].register_full_backward_hook(lambda *_: torch.cuda._sleep(LONG // 10))
+    assert same(gradients(model, x, keeper), plain)
+
+
+def broken_let_go(monkeypatch):
+    """A source is let go without the compute stream waiting for its copy."""
+    right = Offload._let_go
+
+    def wrong(self, limit):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "wait_here", lambda event: None)
+            right(self, 0)
+
+    monkeypatch.setattr(Offload, "_let_go", wrong)
+
+
+def broken_reload(monkeypatch):
+    """A copy back that does not wait for its own copy out."""
+    right = Offload._fetch
+
+    def wrong(self, group, asked=None):
+        left, group.left = group.left, None
+        right(self, group, asked)
+        group.left = left
+
+    monkeypatch.setattr(Offload, "_fetch", wrong)
+
+
+def broken_arrival(monkeypatch):
+    """A reader that does not wait for the copy back."""
+    right = Offload._take_in
+
+    def wrong(self, group):
+        arrived, group.arrived = group.arrived, None
+        right(self, group)
+        group.arrived = arrived
+
+    monkeypatch.setattr(Offload, "_take_in", wrong)
+
+
+@pytest.mark.parametrize(
+    ("which", "fault"),
+    [("_out", broken_let_go), ("_out", broken_reload), ("_in", broken_arrival)],
+    ids=["source let go early", "reload before its copy out", "read before its copy back"],
+)
+def test_without_the_event_the_late_stream_would_be_noticed(model, x, monkeypatch, which, fault):
+    plain = gradients(model, x)
+    keeper = keeper_for(model, 0)
+    gradients(model, x, keeper)
+    hold_back(monkeypatch, which)(keeper)
+    fault(monkeypatch)
+    assert not same(gradients(model, x, keeper), plain)
+    torch.cuda.synchronize()
+
+
+def alone(size: int) -> Offload:
+    """An offload home without a keeper, whose host memory holds one tensor of `size` bytes."""
+    device = torch.device("cuda", 0)
+    slabs = HostSlabs(device, size)
+    slabs.fit(size)
+    return Offload(device, slabs, Plan({}), Split({}), Keep(), lambda: MeasuredStash(65536), Recorder())
+
+
+def entry_of(tensor: torch.Tensor) -> Entry:
+    return Entry(
+        storage=StorageWeakRef(tensor.untyped_storage()),
+        version=tensor._version,
+        first=0,
+        last=tensor.nbytes,
+        origin=tensor,
+        handles=1,
+        waiting=1,
+        region="r",
+        rule=ps.Rule("r", "offload"),
+    )
+
+
+@pytest.mark.parametrize("right", [True, False], ids=["with the event", "without the event"])
+def test_host_memory_is_not_written_before_its_copy_back_is_done(monkeypatch, right):
+    """The first tensor is on its way back, late, when its host memory goes to the second."""
+    size = 64 << 20
+    home = alone(size)
+    first = entry_of(torch.full((size,), 1, dtype=torch.uint8, device="cuda"))
+    second = entry_of(torch.full((size,), 2, dtype=torch.uint8, device="cuda"))
+    home.put([first])
+    with torch.cuda.stream(home._in._stream):
+        torch.cuda._sleep(LONG)
+    home._fetch(first.place)
+    arriving = first.place.incoming[first]
+    home.drop(first)
+    if not right:
+        monkeypatch.setattr(module, "wait_here", lambda event: None)
+    home.put([second])
+    assert second.place.members[second].block is not None  # the only block there is
+    torch.cuda.synchronize()
+    assert bool((arriving == 1).all()) is right
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def peak(run) -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("prefetch", [LAYER, 2 * LAYER])
+def test_peak_memory_falls_by_the_bytes_that_moved(model, x, prefetch):
+    gradients(model, x)
+    before = peak(lambda: model(x).backward())
+    keeper = keeper_for(model, prefetch)
+    for _ in range(2):
+        gradients(model, x, keeper)
+
+    def step():
+        with keeper.step():
+            model(x).backward()
+
+    after = peak(step)
+    moved = keeper.stats().homes["offload"].peak
+    assert moved >= (DEPTH - 3) * LAYER
+    assert before - after >= 0.99 * moved
+
+
+def test_pinned_memory_is_what_lives_in_it(model, x):
+    keeper = keeper_for(model, LAYER)
+    for tokens in (TOKENS, TOKENS - 100, TOKENS // 2 + 3, TOKENS - 17):
+        for _ in range(2):
+            gradients(model, x[:tokens], keeper)
+    stats = keeper.stats()
+    most = stats.homes["offload"].peak
+    keeper.reset_peaks()
+    gradients(model, x, keeper)
+    most = keeper.stats().homes["offload"].peak
+    assert most <= stats.offload.host_bytes <= 1.03 * most
+    assert stats.offload.refused_peak == 0

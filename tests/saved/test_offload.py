@@ -1,0 +1,382 @@
+"""Offload: the same bits, memory that really goes, and steps that do not go by the plan."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from stack import CAPACITY, INNER, WIDTH, Stack, batch, run, same
+from torch import nn
+
+import pagestash as ps
+from pagestash.saved.offload import Offload
+
+RULE = {"min_bytes": 256}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def keeper_for(model, *rules, **pool) -> ps.Keeper:
+    pool = {"page": 256, "headroom": 2.0, **pool}
+    return ps.Keeper(ps.Policy(list(rules), ps.PoolConfig(**pool)), backend="torch").attach(model)
+
+
+def offload_of(keeper) -> Offload:
+    assert isinstance(keeper._offload, Offload)
+    return keeper._offload
+
+
+def nothing_left(keeper) -> None:
+    gc.collect()
+    offload = offload_of(keeper)
+    offload._sweep()
+    stats = keeper.stats()
+    assert {home: size.bytes for home, size in stats.homes.items() if size.bytes} == {}
+    assert offload.slabs.used == 0
+    assert not offload._live
+    assert not offload._on_device
+    assert not offload._leaving
+    if stats.pool is not None:
+        assert stats.pool.device.in_use == 0
+
+
+class MLP(nn.Module):
+    """Plain layers of fixed size; `middle` saves its input and the activation's."""
+
+    def __init__(self, depth: int = 4, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(depth)
+        )
+
+    def forward(self, x, layers=None):
+        for layer in self.layers if layers is None else [self.layers[i] for i in layers]:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def losses_and_grads(model, batches, keeper=None, **kwargs):
+    model.zero_grad()
+    losses = []
+    if keeper is None:
+        for x in batches:
+            loss = model(x, **kwargs)
+            loss.backward()
+            losses.append(loss.detach())
+    else:
+        with keeper.step():
+            for x in batches:
+                loss = model(x, **kwargs)
+                loss.backward()
+                losses.append(loss.detach())
+    return losses, [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def equal(left, right) -> bool:
+    return all(
+        (a is None and b is None) or torch.equal(a, b)
+        for one, other in zip(left, right)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("prefetch", [0, 100_000, None, 10**9])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_losses_and_gradients_are_the_same_to_the_last_bit(fraction, prefetch):
+    model, x = MLP(), [torch.randn(32, 64)]
+    plain = losses_and_grads(model, x)
+    rule = ps.Rule("layers.*", "offload", fraction=fraction, prefetch_bytes=prefetch, **RULE)
+    keeper = keeper_for(model, rule)
+    for _ in range(4):
+        assert equal(losses_and_grads(model, x, keeper), plain)
+        if isinstance(keeper._offload, Offload):
+            nothing_left(keeper)
+
+
+@pytest.mark.parametrize("fraction", [0.3, 1.0])
+@pytest.mark.parametrize("rows", [0, 1, 20, CAPACITY])
+def test_valid_rows_are_split_at_a_fixed_row(backend, fraction, rows):
+    model = Stack(depth=3)
+    rule = ps.Rule("layers.*.experts", "offload", fraction=fraction, prefetch_bytes=0, **RULE)
+    policy = ps.Policy([rule], ps.PoolConfig(page=256, headroom=6.0))
+    keeper = ps.Keeper(policy, backend=backend).attach(model)
+    x, count = batch(24)
+    assert same(run(model, x, count, keeper), run(model, x, count))
+    # Then another number of rows than was expected, fewer and more.
+    x, count = batch(rows)
+    plain = run(model, x, count)
+    for _ in range(2):
+        assert same(run(model, x, count, keeper), plain)
+    nothing_left(keeper)
+
+
+def test_the_leading_rows_go_to_the_host_and_the_others_to_pages():
+    model = Stack(depth=3)
+    rule = ps.Rule("layers.*.experts", "offload", fraction=0.5, prefetch_bytes=0, **RULE)
+    keeper = keeper_for(model, rule)
+    x, count = batch(24)
+    run(model, x, count, keeper)
+    with keeper.step():
+        loss = model(x, count)
+        stats = keeper.stats()
+        loss.backward()
+    # The experts save their input, both halves of the projection in one entry, silu's output and the product.
+    row = 4 * (WIDTH + 2 * INNER + INNER + INNER)
+    assert stats.homes["offload"].bytes == 2 * 12 * row
+    assert stats.homes["stash"].bytes == 2 * 12 * row + 24 * row  # the last layer stays
+    nothing_left(keeper)
+
+
+def test_rows_that_did_not_travel_come_back_as_zero():
+    """Garbage rows between the valid ones and the split are no news to code that reads whole buffers."""
+    seen = []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(ctx.saved_tensors[0].clone())
+            return grad
+
+    class Buffer(nn.Module):
+        def forward(self, x, rows):
+            filled = torch.full((CAPACITY, WIDTH), torch.nan)
+            with ps.region(rows=rows, capacity=CAPACITY):
+                filled = torch.cat([x[: int(rows)], filled[int(rows) :]]) * 1.0
+                return Watch.apply(filled)[: int(rows)].sum()
+
+    model = nn.ModuleDict({"a": Buffer(), "b": Buffer()})
+    rule = ps.Rule("*", "offload", prefetch_bytes=0, **RULE)
+    keeper = keeper_for(model, rule, device=1 << 20)
+    x = torch.randn(CAPACITY, WIDTH, requires_grad=True)
+    for rows in (40, 10, 60):
+        count = torch.tensor([rows])
+        seen.clear()
+        with keeper.step():
+            (model["a"](x, count) + model["b"](x, count)).backward()
+        for value in seen:
+            assert torch.equal(value[:rows], x[:rows])
+            assert not value[rows:].any()
+
+
+def test_the_last_groups_stay_and_the_rest_leaves():
+    model, x = MLP(depth=4), torch.randn(32, 64)
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE))
+    losses_and_grads(model, [x], keeper)
+    with keeper.step():
+        loss = model(x)
+        stats = keeper.stats()
+        loss.backward()
+    layer = 32 * (64 + 128 + 128) * 4  # the input, and what GELU and the second projection take
+    assert stats.homes["offload"].bytes == 3 * layer
+    assert stats.regions["layers.3"].bytes == layer
+    assert stats.offload.host_bytes == 3 * layer
+
+
+def test_a_moved_tensor_is_gone_from_the_device():
+    model = MLP(depth=3)
+    alive = []
+
+    def note(module, args, output):
+        alive.append(weakref.ref(output.untyped_storage()))
+
+    for layer in model.layers:
+        layer[0].register_forward_hook(note)
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE))
+    x = torch.randn(32, 64)
+    losses_and_grads(model, [x], keeper)
+    alive.clear()
+    with keeper.step():
+        loss = model(x)
+        assert [reference() is not None for reference in alive] == [False, False, True]
+        loss.backward()
+
+
+def test_a_fraction_is_of_bytes():
+    for fraction in (0.25, 0.5, 0.75):
+        model, x = MLP(depth=8), torch.randn(32, 64)
+        rule = ps.Rule("layers.*", "offload", fraction=fraction, prefetch_bytes=0, **RULE)
+        keeper = keeper_for(model, rule)
+        losses_and_grads(model, [x], keeper)
+        with keeper.step():
+            loss = model(x)
+            moved = keeper.stats().homes["offload"].bytes
+            loss.backward()
+        total, largest = 8 * 32 * (64 + 128 + 128) * 4, 32 * 128 * 4
+        last = 32 * (64 + 128 + 128) * 4  # of which the last group may have been one
+        assert fraction * total - largest - last <= moved <= fraction * total + largest
+
+
+def test_small_tensors_stay():
+    model, x = MLP(depth=3), torch.randn(32, 64)
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload"))
+    assert keeper.policy.rules[0].min_bytes == 1 << 20
+    losses_and_grads(model, [x], keeper)
+    assert keeper.stats().homes["offload"].peak == 0
+
+
+def test_a_full_host_keeps_tensors_on_the_device_and_says_so(caplog):
+    model, x = MLP(depth=4), [torch.randn(32, 64)]
+    plain = losses_and_grads(model, x)
+    layer = 32 * (64 + 128 + 128) * 4
+    rule = ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE)
+    keeper = keeper_for(model, rule, host=layer + layer // 2)
+    for _ in range(3):
+        assert equal(losses_and_grads(model, x, keeper), plain)
+    stats = keeper.stats()
+    assert stats.offload.limit == layer + layer // 2
+    assert stats.offload.host_bytes <= stats.offload.limit
+    assert 0 < stats.homes["offload"].peak <= stats.offload.limit
+    assert stats.offload.refused == 0
+    assert stats.offload.refused_peak + stats.homes["offload"].peak == 3 * layer
+    assert "raise [pool] host" in caplog.text
+    nothing_left(keeper)
+
+
+def test_no_host_memory_at_all_keeps_everything():
+    model, x = MLP(), [torch.randn(32, 64)]
+    plain = losses_and_grads(model, x)
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload", **RULE), host=0)
+    for _ in range(3):
+        assert equal(losses_and_grads(model, x, keeper), plain)
+    assert keeper.stats().homes["offload"].peak in (
+        0,
+        4 * 32 * 320 * 4,
+    )  # the measured step, which is no limit's
+
+
+STEPS = {
+    "more microbatches": (
+        [torch.randn(32, 64, generator=torch.Generator().manual_seed(i)) for i in range(3)],
+        {},
+    ),
+    "fewer layers": ([torch.randn(32, 64)], {"layers": [0, 2]}),
+    "another order": ([torch.randn(32, 64)], {"layers": [3, 1, 0, 2]}),
+    "a layer twice": ([torch.randn(32, 64)], {"layers": [0, 1, 1, 2, 3]}),
+    "larger": ([torch.randn(80, 64)], {}),
+    "smaller": ([torch.randn(8, 64)], {}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("prefetch", [0, 50_000, None])
+def test_a_step_that_leaves_the_plan_is_right_and_recorded_anew(name, prefetch):
+    model, x = MLP(depth=4), [torch.randn(32, 64)]
+    batches, kwargs = STEPS[name]
+    plain, other = losses_and_grads(model, x), losses_and_grads(model, batches, **kwargs)
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=prefetch, **RULE))
+    for _ in range(2):
+        assert equal(losses_and_grads(model, x, keeper), plain)
+    before = offload_of(keeper).plan
+    assert equal(losses_and_grads(model, batches, keeper, **kwargs), other)
+    nothing_left(keeper)
+    if name not in ("larger", "smaller"):
+        assert offload_of(keeper).plan is not before
+    planned = offload_of(keeper).plan
+    assert equal(losses_and_grads(model, batches, keeper, **kwargs), other)
+    assert offload_of(keeper).plan is planned
+    assert equal(losses_and_grads(model, x, keeper), plain)
+    nothing_left(keeper)
+
+
+def test_room_that_was_missing_is_there_in_the_next_step():
+    model = MLP(depth=4)
+    small, large = torch.randn(32, 64), torch.randn(64, 64)
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE))
+    losses_and_grads(model, [small], keeper)
+    layer = 32 * 320 * 4
+    for expected in (3 * layer, 6 * layer):
+        keeper.reset_peaks()
+        losses_and_grads(model, [large], keeper)
+        assert keeper.stats().homes["offload"].peak <= 2 * expected
+    assert keeper.stats().homes["offload"].peak == 6 * layer
+    assert keeper.stats().offload.host_bytes == 6 * layer
+
+
+def test_an_evaluation_does_not_count():
+    model, x = MLP(), [torch.randn(32, 64)]
+    plain = losses_and_grads(model, x)
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE))
+    with keeper.step(), torch.no_grad():
+        model(x[0])
+    assert not isinstance(keeper._offload, Offload)
+    assert equal(losses_and_grads(model, x, keeper), plain)
+    planned = offload_of(keeper).plan
+    with keeper.step(), torch.no_grad():
+        model(x[0])
+    assert offload_of(keeper).plan is planned
+    assert equal(losses_and_grads(model, x, keeper), plain)
+
+
+def test_backward_twice_and_a_graph_that_is_never_used():
+    model, x = MLP(), torch.randn(32, 64)
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE))
+    losses_and_grads(model, [x], keeper)
+    weight = model.layers[0][0].weight
+    with keeper.step():
+        loss = model(x)
+        first = torch.autograd.grad(loss, weight, retain_graph=True)[0]
+        second = torch.autograd.grad(loss, weight)[0]
+        model(x)
+    assert torch.equal(first, second)
+    del loss
+    nothing_left(keeper)
+
+
+def test_an_exception_in_forward_leaves_nothing():
+    model, x = MLP(), torch.randn(32, 64)
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE))
+    plain = losses_and_grads(model, [x])
+    losses_and_grads(model, [x], keeper)
+
+    def fail(module, args):
+        raise KeyError("no")
+
+    hook = model.layers[2].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError), keeper.step():
+        model(x)
+    hook.remove()
+    nothing_left(keeper)
+    assert equal(losses_and_grads(model, [x], keeper), plain)
+
+
+def test_a_tensor_changed_in_place_after_its_region_is_refused_or_as_it_was():
+    """Autograd would refuse it without a keeper; a copy under way might have read either."""
+    model, x = MLP(depth=2), torch.randn(32, 64)
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE))
+    losses_and_grads(model, [x], keeper)
+    taken = []
+    model.layers[0][0].register_forward_hook(lambda module, args, output: taken.append(output))
+    with keeper.step():
+        loss = model(x)
+        with torch.no_grad():
+            taken[0].zero_()
+        loss.backward()
+    (wrong, *_), _ = losses_and_grads(model, [x])
+    assert torch.equal(wrong, loss.detach())
+
+
+def test_homes_mix():
+    model = Stack(depth=3)
+    x, count = batch(20)
+    plain = run(model, x, count)
+    rules = [
+        ps.Rule("layers.0.experts", "offload", prefetch_bytes=0, **RULE),
+        ps.Rule("layers.1.experts", "stash", min_bytes=256),
+        ps.Rule("layers.*.norm", "offload", prefetch_bytes=0, **RULE),
+    ]
+    keeper = keeper_for(model, *rules)
+    for _ in range(3):
+        assert same(run(model, x, count, keeper), plain)
+    stats = keeper.stats()
+    assert stats.homes["offload"].peak > 0
+    assert stats.homes["stash"].peak > 0
+    nothing_left(keeper)

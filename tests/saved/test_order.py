@@ -1,0 +1,104 @@
+"""The plan of a step: what stays, what comes next, and how much has left at one time."""
+
+import pytest
+
+from pagestash.saved.order import Group, Recorder, make_plan
+
+
+def events(text: str) -> list:
+    """`F0 F1 B1 B0`: puts and gets; a get is followed by its drop."""
+    found = []
+    for word in text.split():
+        key = (word[1:],)
+        found += [("put", key)] if word[0] == "F" else [("get", key), ("drop", key)]
+    return found
+
+
+def plan(text: str, size: int = 10, ahead: int | None = None, **sizes: int):
+    steps = events(text)
+    groups = {
+        key: Group(sizes.get(f"g{key[0]}", size), sizes.get(f"g{key[0]}", size), ahead) for _, key in steps
+    }
+    return make_plan(steps, groups), steps
+
+
+def stays(made) -> set[str]:
+    return {key[0] for key in made.stays}
+
+
+@pytest.mark.parametrize(
+    ("ahead", "expected"),
+    [(0, {"4"}), (19, {"4"}), (20, {"3", "4"}), (30, {"2", "3", "4"}), (1000, {"0", "1", "2", "3", "4"})],
+)
+def test_the_last_groups_of_a_forward_stay_as_far_as_the_window_reaches(ahead, expected):
+    made, _ = plan("F0 F1 F2 F3 F4 B4 B3 B2 B1 B0", ahead=ahead)
+    assert stays(made) == expected
+
+
+def test_without_a_window_it_is_twice_the_largest_group():
+    made, _ = plan("F0 F1 F2 F3 B3 B2 B1 B0", g0=50)
+    assert made.window == 100
+    assert stays(made) == {"0", "1", "2", "3"}
+    made, _ = plan("F0 F1 F2 F3 B3 B2 B1 B0")
+    assert stays(made) == {"2", "3"}
+
+
+def test_a_last_group_larger_than_the_window_stays_too():
+    made, _ = plan("F0 F1 B1 B0", ahead=5)
+    assert stays(made) == {"1"}
+
+
+def test_every_microbatch_has_its_own_turn():
+    made, _ = plan("F00 F01 B01 B00 F10 F11 B11 B10", ahead=0)
+    assert stays(made) == {"01", "11"}
+
+
+def test_one_forward_one_backward_keeps_the_microbatch_whose_backward_comes_next():
+    # The last stage of 1F1B: a forward, its backward, and so on. The first stage: four in flight.
+    made, _ = plan("F0 B0 F1 B1 F2 B2", ahead=0)
+    assert stays(made) == {"0", "1", "2"}
+    made, _ = plan("F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5", ahead=0)
+    assert stays(made) == set()
+
+
+def test_a_group_that_is_never_asked_for_and_one_that_is_empty():
+    made, _ = plan("F0 F1 B1", ahead=1000)
+    assert stays(made) == {"1"}
+    made, _ = plan("F0 F1 F2 B2 B1 B0", ahead=0, g0=0)
+    assert stays(made) == {"0", "2"}
+
+
+def test_what_has_left_at_one_time():
+    made, steps = plan("F0 F1 F2 B2 B1 B0", ahead=0)
+    assert made.peak_bytes(steps) == 20
+    made, steps = plan("F0 F1 B1 B0 F2 F3 B3 B2", ahead=0)
+    assert made.peak_bytes(steps) == 10
+
+
+def test_what_comes_after_an_event():
+    made, _ = plan("F0 F1 B1 B0")
+    assert list(made.after(("put", ("1",)))) == [("get", ("1",)), ("get", ("0",))]
+    assert list(made.after(("get", ("0",)))) == []
+    assert list(made.after(("get", ("unknown",)))) == []
+
+
+def test_a_recorder_tells_groups_of_one_region_apart():
+    recorder = Recorder()
+    first, second = recorder.key("a"), recorder.key("a")
+    recorder.place = ("stage 1", 0)
+    third = recorder.key("a")
+    assert len({first, second, third}) == 3
+    for key in (first, second):
+        recorder.put(key, Group(1, 1))
+    recorder.get(second)
+    recorder.get(second)
+    recorder.drop(second)
+    assert recorder.events == [("put", first), ("put", second), ("get", second), ("drop", second)]
+    made = make_plan(recorder.events, recorder.groups)
+    assert made.agrees_with(recorder)
+    recorder.get(first)
+    assert not made.agrees_with(recorder)
+    recorder.start()
+    recorder.place = ()
+    assert recorder.key("a") == first
+    assert recorder.events == []

@@ -149,7 +149,7 @@ class Offload:
             if entry not in self._kept:
                 entry.place = offloaded
                 entry.origin = None
-        self._let_go(self.plan.window)
+        self._let_go(self._may_be_leaving(key))
         self._prefetch(("put", key))
 
     def _admit(self, group: OffloadedGroup, entry: Entry, share: int) -> None:
@@ -186,6 +186,20 @@ class Offload:
         sources = [(entry, entry.origin) for entry in moved if entry.origin is not None]
         size = sum(origin.untyped_storage().nbytes() for _, origin in sources)
         self._leaving.append((group.left, sources, size))
+
+    def _may_be_leaving(self, key: Key) -> int:
+        """Bytes that may still be on their way out now that `key` was put: a window of them.
+
+        Towards the end of a forward, where memory peaks, the groups that stay take their part of the window.
+        """
+        next_kind, next_key = next(self.plan.after(("put", key)), ("put", None))
+        if next_key is None:
+            return self.plan.window
+        window = self.plan.ahead(key)
+        if next_kind == "put" and next_key not in self.plan.stays:
+            return window
+        coming = self.plan.groups[next_key].room if next_kind == "put" else 0
+        return max(0, window - sum(self._on_device.values()) - coming)
 
     def _let_go(self, limit: int) -> None:
         """Let go of sources whose copy is done, and of the oldest until no more than `limit` bytes are leaving.

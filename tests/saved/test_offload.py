@@ -9,6 +9,7 @@ from stack import CAPACITY, INNER, WIDTH, Stack, batch, run, same
 from torch import nn
 
 import pagestash as ps
+from pagestash.saved import offload
 from pagestash.saved.offload import Offload
 
 RULE = {"min_bytes": 256}
@@ -348,20 +349,42 @@ def test_an_exception_in_forward_leaves_nothing():
     assert equal(losses_and_grads(model, [x], keeper), plain)
 
 
-def test_a_tensor_changed_in_place_after_its_region_is_refused_or_as_it_was():
-    """Autograd would refuse it without a keeper; a copy under way might have read either."""
+def test_a_tensor_changed_in_place_after_it_left_is_as_it_was_when_saved():
     model, x = MLP(depth=2), torch.randn(32, 64)
+    _, plain = losses_and_grads(model, [x])
     keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE))
     losses_and_grads(model, [x], keeper)
     taken = []
     model.layers[0][0].register_forward_hook(lambda module, args, output: taken.append(output))
+    model.zero_grad()
     with keeper.step():
         loss = model(x)
         with torch.no_grad():
             taken[0].zero_()
         loss.backward()
-    (wrong, *_), _ = losses_and_grads(model, [x])
-    assert torch.equal(wrong, loss.detach())
+    assert all(torch.equal(p.grad, right) for p, right in zip(model.parameters(), plain))
+
+
+def test_a_tensor_changed_in_place_while_it_leaves_is_refused(monkeypatch):
+    """As autograd would without a keeper: the copy may have read either."""
+    model, x = MLP(depth=3), torch.randn(32, 64)
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload", **RULE))
+    losses_and_grads(model, [x], keeper)
+    monkeypatch.setattr(offload, "is_done", lambda event: False)
+    taken = []
+    model.layers[0][0].register_forward_hook(lambda module, args, output: taken.append(output))
+    model.layers[1].register_forward_pre_hook(_zeroing(taken))
+    with keeper.step():
+        loss = model(x)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            loss.backward()
+
+
+def _zeroing(taken):
+    def hook(module, args):
+        taken[0].detach().zero_()
+
+    return hook
 
 
 def test_homes_mix():

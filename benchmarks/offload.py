@@ -1,0 +1,241 @@
+"""Offload and recompute on slices of published decoders: time and peak memory beside keeping everything."""
+
+import gc
+import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.graph import save_on_cpu
+
+import pagestash as ps
+from benchmarks.harness import Claim, write
+from pagestash.models import Decoder, preset
+from pagestash.policy import Policy, Rule, format_bytes
+
+GIB = 2**30
+MARGIN = 0.9
+"""Of the largest fraction that hides by the profile's estimate: times of a step vary by some percent."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A preset cut to some layers, and its batch."""
+
+    preset: str
+    layers: int
+    batch: int
+    length: int
+
+
+SLICES = (Slice("qwen3-30b-a3b", 8, 2, 4096), Slice("deepseek-v3", 4, 1, 4096))
+QUICK = Slice("tiny", 4, 2, 256)
+
+EXPERTS = ("layers.*.moe.expert_fc1", "layers.*.moe.moe_act", "layers.*.attn_norm", "layers.*.mlp_norm")
+ATTENTION = ("layers.*.attn.core_attn", "layers.*.attn.attn_proj")
+CHEAP = ("layers.*.moe.moe_act", "layers.*.attn_norm", "layers.*.mlp_norm")
+
+
+def rules(home: Any, names: tuple[str, ...], **options: Any) -> list[Rule]:
+    return [Rule(name, home, **options) for name in names]
+
+
+def policies() -> dict[str, list[Rule]]:
+    """Rules by the name of the policy; `offload` ones also run with the fraction that hides."""
+    return {
+        "offload experts and norms": rules("offload", EXPERTS),
+        "offload attention": rules("offload", ATTENTION),
+        "recompute moe_act and norms, offload the rest": [
+            *rules("recompute", CHEAP),
+            *rules("offload", ("layers.*.moe.expert_fc1", *ATTENTION, "layers.*.attn.qkv_linear")),
+        ],
+        "recompute layers": rules("recompute", ("layers.*",)),
+        "offload everything": rules("offload", ("layers.**",)),
+    }
+
+
+class Bench:
+    """One model, and the ways to run its step."""
+
+    def __init__(self, which: Slice, device: torch.device) -> None:
+        config = replace(preset(which.preset), layers=which.layers)
+        torch.manual_seed(0)
+        self.slice = which
+        self.model = Decoder(config, device=device, dtype=torch.bfloat16)
+        self.tokens = torch.randint(config.vocab, (which.batch, which.length), device=device)
+        self.labels = torch.randint(config.vocab, (which.batch, which.length), device=device)
+
+    def step(self) -> torch.Tensor:
+        loss, aux = self.model(self.tokens, self.labels)
+        (loss + aux).backward()
+        return loss.detach()
+
+    def profile(self, chosen: list[Rule]) -> ps.Profile:
+        return ps.profile(self.model, (self.tokens, self.labels), policy=Policy(chosen), repeats=2)
+
+    def measure(self, name: str, chosen: list[Rule] | None, steps: int) -> dict[str, Any]:
+        """Time and peak of an eager step. Gradients are there before, and so no part of the peak's place."""
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        keeper = None
+        if name == "save_on_cpu":
+            around = lambda: save_on_cpu(pin_memory=True)  # noqa: E731
+        elif chosen:
+            keeper = ps.Keeper(Policy(chosen)).attach(self.model)
+            around = keeper.step
+        for _ in range(3):
+            with around():
+                loss = self.step()
+        _quiet()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(steps):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            with around():
+                self.step()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        row: dict[str, Any] = {
+            "preset": self.slice.preset,
+            "policy": name,
+            "ms": statistics.median(times),
+            "peak_bytes": torch.cuda.max_memory_allocated() - before,
+            "loss": loss.item(),
+        }
+        if keeper is not None:
+            stats = keeper.stats()
+            row["moved_bytes"] = stats.homes["offload"].peak
+            row["host_bytes"] = 0 if stats.offload is None else stats.offload.host_bytes
+            row["refused_bytes"] = 0 if stats.offload is None else stats.offload.refused_peak
+            keeper.detach()
+        return row
+
+    def measure_graph(self, name: str, chosen: list[Rule], steps: int) -> dict[str, Any]:
+        """Time of the same step as one CUDA graph."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        keeper = ps.Keeper(Policy(chosen)).attach(self.model)
+
+        def train_step(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            loss, aux = self.model(tokens, labels)
+            (loss + aux).backward()
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            return loss
+
+        graphed = ps.GraphedStep(train_step, keeper)
+        for _ in range(4):
+            loss = graphed(self.tokens, self.labels)
+        times = []
+        for _ in range(steps):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            loss = graphed(self.tokens, self.labels)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        keeper.detach()
+        return {
+            "preset": self.slice.preset,
+            "policy": f"{name}, in a CUDA graph",
+            "ms": statistics.median(times),
+            "loss": loss.item(),
+        }
+
+
+def fitting(bench: Bench, chosen: list[Rule]) -> tuple[list[Rule], float]:
+    """The rules with the fraction that the profile says will hide, and that fraction."""
+    fraction = bench.profile(chosen).fit().fraction
+    fraction = 1.0 if fraction == 1.0 else round(MARGIN * fraction, 2)
+    return [replace(rule, fraction=fraction) for rule in chosen], fraction
+
+
+def run_slice(which: Slice, steps: int) -> tuple[list[dict[str, Any]], list[Claim]]:
+    bench = Bench(which, torch.device("cuda"))
+    rows = [bench.measure("keep", None, steps)]
+    keep = rows[0]
+    claims = []
+    _tell(keep, keep)
+    link = bench.profile([]).link
+    for name, chosen in policies().items():
+        rows.append(bench.measure(name, chosen, steps))
+        _tell(rows[-1], keep)
+    for name in ("offload experts and norms", "offload attention"):
+        chosen, fraction = fitting(bench, policies()[name])
+        if not fraction:
+            print(f"{which.preset}: nothing of {name!r} hides")
+            continue
+        row = bench.measure(f"{name}, {fraction:g} of it", chosen, steps) | {"fraction": fraction}
+        row["saved_over_moved"] = (keep["peak_bytes"] - row["peak_bytes"]) / row["moved_bytes"]
+        rows.append(row)
+        _tell(row, keep)
+        what = f"{which.preset}, {name} as far as it hides ({fraction:g}, {format_bytes(row['moved_bytes'])})"
+        claims += [
+            _at_most(f"{what}: step time over keep", row["ms"] / keep["ms"], 1.01),
+            _at_least(f"{what}: fall of the peak over the bytes moved", row["saved_over_moved"], 0.99),
+        ]
+        if name == "offload experts and norms":
+            pair = [
+                bench.measure_graph("keep", [Rule("layers.*", "keep")], steps),
+                bench.measure_graph(row["policy"], chosen, steps),
+            ]
+            rows += pair
+            for each in pair:
+                _tell(each, keep)
+            ratio = pair[1]["ms"] / pair[0]["ms"]
+            claims.append(_at_most(f"{what}: step time over keep, both in a CUDA graph", ratio, 1.01))
+    everything = next(row for row in rows if row["policy"] == "offload everything")
+    alone = everything["moved_bytes"] * (1 / link.out + 1 / link.back) * 1e3
+    everything["link_ms"] = alone
+    claims.append(
+        _at_most(
+            f"{which.preset}, everything offloaded ({format_bytes(everything['moved_bytes'])}): step time over "
+            "that of its bytes on the link alone, or of the step without them",
+            everything["ms"] / max(alone, keep["ms"]),
+            1.10,
+        )
+    )
+    rows.append(bench.measure("save_on_cpu", None, 2))
+    _tell(rows[-1], keep)
+    if len({row["loss"] for row in rows}) != 1:
+        raise RuntimeError(f"losses differ: { {row['policy']: row['loss'] for row in rows} }")
+    return rows, claims
+
+
+def run(out: Path | None = None, quick: bool = False) -> Path:
+    """Measure all policies on both slices and write the result."""
+    rows, claims = [], []
+    for which in (QUICK,) if quick else SLICES:
+        found, promised = run_slice(which, 3 if quick else 8)
+        rows += found
+        claims += promised
+        _quiet()
+    config = {"slices": [vars(which) for which in SLICES], "dtype": "bfloat16", "margin": MARGIN}
+    return write("offload", config=config, rows=rows, claims=claims, out=out)
+
+
+def _tell(row: dict[str, Any], keep: dict[str, Any]) -> None:
+    peak = f"{row['peak_bytes'] / GIB:6.2f} GiB peak" if "peak_bytes" in row else ""
+    moved = f", {row['moved_bytes'] / GIB:.2f} GiB moved" if row.get("moved_bytes") else ""
+    print(
+        f"{row['preset']:14} {row['ms']:8.1f} ms ({row['ms'] / keep['ms']:.3f}) {peak}{moved}  {row['policy']}"
+    )
+
+
+def _quiet() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def _at_most(what: str, value: float, bar: float) -> Claim:
+    return Claim(what=what, value=round(value, 4), bar=bar, better="at most")
+
+
+def _at_least(what: str, value: float, bar: float) -> Claim:
+    return Claim(what=what, value=round(value, 4), bar=bar, better="at least")

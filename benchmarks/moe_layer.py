@@ -38,9 +38,9 @@ def plain_layer(moe: MoE, x: torch.Tensor) -> torch.Tensor:
     offsets = torch.histc(ids.view(-1).float(), moe.config.experts, 0, moe.config.experts - 1)
     offsets = offsets.cumsum(0).to(torch.int32)
     token = order // top_k
-    h = F.grouped_mm(x[token], moe.experts.up.transpose(-2, -1), offs=offsets)
+    h = F.grouped_mm(x[token], moe.expert_fc1.weight.transpose(-2, -1), offs=offsets)
     gate, linear = h.chunk(2, dim=1)
-    rows = F.grouped_mm(F.silu(gate) * linear, moe.experts.down.transpose(-2, -1), offs=offsets)
+    rows = F.grouped_mm(F.silu(gate) * linear, moe.expert_fc2.weight.transpose(-2, -1), offs=offsets)
     rows = rows * weights.view(-1)[order][:, None]
     return torch.zeros_like(x).index_add(0, token, rows)
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from benchmarks.harness import Claim, write
 from pagestash.kernels.gather import combine, spread
-from pagestash.moe.block import BlockOptions, ReceivedExperts
+from pagestash.moe.block import BlockOptions, Place, ReceivedExperts
 from pagestash.moe.grouped import grouped_mm
 from pagestash.moe.lease import Lease
 from pagestash.pages.pool import PagePool
@@ -153,7 +153,7 @@ class Stack:
     def padded(self, batch: Batch, pool: PagePool | None) -> torch.Tensor:
         """The library's block on buffers of full capacity, kept or stashed."""
         x = self.x.detach().requires_grad_()
-        options = BlockOptions(pool=pool)
+        options = BlockOptions(h=Place(pool=pool))
         buffer = self.preset.buffer
         for layer in range(self.preset.layers):
             offsets, inverse = batch.offsets[layer], batch.inverse[layer]

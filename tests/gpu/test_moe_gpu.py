@@ -147,8 +147,8 @@ def test_the_layer_is_that_of_the_cpu(changes):
     torch.manual_seed(0)
     here = MoE(MoEConfig(**SHAPE, **changes), dtype=torch.bfloat16)
     if here.config.bias:
-        here.experts.up_bias.data.normal_()
-        here.experts.down_bias.data.normal_()
+        here.expert_fc1.bias.data.normal_()
+        here.expert_fc2.bias.data.normal_()
     there = MoE(MoEConfig(**SHAPE, **changes), dtype=torch.bfloat16, device=CUDA)
     there.load_state_dict(here.state_dict())
     x, dy = torch.randn(500, 256).bfloat16(), torch.randn(500, 256).bfloat16()

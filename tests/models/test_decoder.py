@@ -65,21 +65,21 @@ def test_weights_come_from_the_seed_and_their_names():
     a, b, c = make(seed=1), make(seed=1), make(seed=2)
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters()))
     assert not torch.equal(a.head.weight, c.head.weight)
-    assert not torch.equal(a.layers[1].moe.experts.up, a.layers[2].moe.experts.up)
+    assert not torch.equal(a.layers[1].moe.expert_fc1.weight, a.layers[2].moe.expert_fc1.weight)
 
 
 def test_ranks_together_have_the_experts_of_one_process():
     class Half:
         experts = 2
 
-    whole = make(seed=3).layers[1].moe.experts
+    whole = make(seed=3).layers[1].moe
     for rank in range(2):
         config = preset("tiny", layers=3, **SMALL)
         model = Decoder(config, make_dispatch=lambda config: Half())
         model.initialise(3, first_expert=2 * rank)
-        part = model.layers[1].moe.experts
-        assert torch.equal(part.up, whole.up[2 * rank :][:2])
-        assert torch.equal(part.down, whole.down[2 * rank :][:2])
+        part = model.layers[1].moe
+        assert torch.equal(part.expert_fc1.weight, whole.expert_fc1.weight[2 * rank :][:2])
+        assert torch.equal(part.expert_fc2.weight, whole.expert_fc2.weight[2 * rank :][:2])
 
 
 def test_selection_biases_move_towards_an_even_load():

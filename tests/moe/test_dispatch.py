@@ -14,7 +14,6 @@ import torch.multiprocessing as mp
 
 from pagestash.kernels import backend
 from pagestash.moe import AllGather, AllToAll, MoE, MoEConfig
-from pagestash.moe.layer import Experts
 from pagestash.pages.pool import PagePool
 
 # Rows are multiples of 64 bytes: a BLAS may add in another order where alignment differs.
@@ -69,24 +68,30 @@ def problem(name, world):
     }  # fmt: skip
 
 
-def run(experts, x, weights, ids, dy, *, retain=False):
-    """Result and gradients, by name."""
-    experts.zero_grad()
+PARTS = {"up": "expert_fc1.weight", "down": "expert_fc2.weight"} | {
+    "up_bias": "expert_fc1.bias", "down_bias": "expert_fc2.bias"
+}  # fmt: skip
+
+
+def run(moe, x, weights, ids, dy, *, retain=False):
+    """Result and gradients of the experts alone, by name."""
+    moe.zero_grad()
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    y = experts(x, weights, ids)
+    y = moe.experts(x, weights, ids)
     if retain:
         y.backward(dy, retain_graph=True)
-        experts.zero_grad()
+        moe.zero_grad()
         x.grad = weights.grad = None
     y.backward(dy)
-    grads = {name: p.grad.clone() for name, p in experts.named_parameters()}
+    found = dict(moe.named_parameters())
+    grads = {name: found[full].grad.clone() for name, full in PARTS.items() if full in found}
     return {"y": y.detach(), "x": x.grad, "weights": weights.grad} | grads
 
 
-def load(experts, parameters, rank=0, world=1):
+def load(moe, parameters, rank=0, world=1):
     with torch.no_grad():
         for name, value in parameters.items():
-            getattr(experts, name).copy_(value.chunk(world)[rank])
+            moe.get_parameter(PARTS[name]).copy_(value.chunk(world)[rank])
 
 
 @contextmanager
@@ -105,11 +110,11 @@ def one_thread_of_references():
 def alone(name, world, weights=None):
     """What one process with all experts gives."""
     given = problem(name, world)
-    experts = Experts(make_config(CASES[name]))
-    load(experts, given["parameters"])
+    moe = MoE(make_config(CASES[name]))
+    load(moe, given["parameters"])
     with one_thread_of_references():
         return run(
-            experts,
+            moe,
             given["x"],
             given["weights"] if weights is None else weights,
             given["ids"],
@@ -137,74 +142,74 @@ class Rank:
     def setup(self, name, kind, *, pair_capacity=None, **changes):
         config = make_config(CASES[name], **changes)
         pair = {"pair_capacity": pair_capacity} if pair_capacity and kind == "padded" else {}
-        experts = Experts(config, dispatch=make_dispatch(kind, config, **pair))
+        moe = MoE(config, dispatch=make_dispatch(kind, config, **pair))
         given = problem(name, self.world)
-        load(experts, given["parameters"], self.rank, self.world)
+        load(moe, given["parameters"], self.rank, self.world)
         mine = [given[part].split(given["tokens"])[self.rank] for part in ("x", "weights", "ids", "dy")]
-        return experts, mine
+        return moe, mine
 
     def plain(self, name, kind):
-        experts, mine = self.setup(name, kind)
-        first = run(experts, *mine)
-        assert experts.over_capacity == 0
-        return first | {"again": run(experts, *mine, retain=True)}
+        moe, mine = self.setup(name, kind)
+        first = run(moe, *mine)
+        assert moe.over_capacity == 0
+        return first | {"again": run(moe, *mine, retain=True)}
 
     def stashed(self, kind):
         """Through a pool that has room for all, for the received rows alone, and for less."""
-        experts, mine = self.setup("skewed", kind)
+        moe, mine = self.setup("skewed", kind)
         given, here = problem("skewed", self.world), E // self.world
         rows = int((given["ids"] // here == self.rank).sum())
         rows_pages, all_pages = -(-rows * D * 4 // 256), -(-rows * D * 4 // 256) + -(-rows * 2 * N * 4 // 256)
-        found = {"rows": rows, "plain": run(experts, *mine)}
+        found = {"rows": rows, "plain": run(moe, *mine)}
         for label, pages in (("all", all_pages), ("received", rows_pages), ("less", rows_pages - 1)):
-            experts.pool = PagePool("cpu", 256, max(pages, 1))
-            found[label] = run(experts, *mine)
-            stats = experts.pool.stats()
+            moe.experts.pool = PagePool("cpu", 256, max(pages, 1))
+            found[label] = run(moe, *mine)
+            stats = moe.experts.pool.stats()
             found[label + "_stats"] = (
                 stats.overflow,
                 stats.device.in_use,
                 stats.device.peak,
                 stats.given_up_groups,
             )
-        experts.pool = PagePool("cpu", 256, all_pages + 1)
+        moe.experts.pool = PagePool("cpu", 256, all_pages + 1)
         with torch.no_grad():
-            found["no_grad"] = experts(*mine[:3])
-        found["no_grad_peak"] = experts.pool.stats().device.peak
+            found["no_grad"] = moe.experts(*mine[:3])
+        found["no_grad_peak"] = moe.experts.pool.stats().device.peak
         return found
 
     def over_rows(self, kind):
         """Everything goes to rank 0, which has room for fewer."""
-        experts, mine = self.setup("first_rank_only", kind, capacity=7)
-        short = run(experts, *mine)
-        found = {"short": short, "flag": float(experts.over_capacity), "before": experts.capacity}
-        found["grew"] = experts.grow_capacity(headroom=1.0, alignment=1)
-        found["after"] = experts.capacity
-        found["again"] = experts.grow_capacity(headroom=1.0, alignment=1)
-        found["still"] = float(experts.over_capacity)
-        experts.clear_over_capacity()
-        found["run"] = run(experts, *mine)
-        found["cleared"] = float(experts.over_capacity)
+        moe, mine = self.setup("first_rank_only", kind, capacity=7)
+        short = run(moe, *mine)
+        found = {"short": short, "flag": float(moe.over_capacity), "before": moe.experts.capacity}
+        found["grew"] = moe.grow_capacity(headroom=1.0, alignment=1)
+        found["after"] = moe.experts.capacity
+        found["again"] = moe.grow_capacity(headroom=1.0, alignment=1)
+        found["still"] = float(moe.over_capacity)
+        moe.clear_over_capacity()
+        found["run"] = run(moe, *mine)
+        found["cleared"] = float(moe.over_capacity)
         return found
 
     def over_pair(self):
         """The pair capacity is short on rank 1 alone: the others choose evenly among the ranks."""
-        experts, (x, weights, ids, dy) = self.setup("one_hot", "padded", pair_capacity=5, capacity=8)
+        moe, (x, weights, ids, dy) = self.setup("one_hot", "padded", pair_capacity=5, capacity=8)
         if self.rank != 1:
             ids = (torch.arange(ids.numel()) % E).to(torch.int32).view(ids.shape)
-        run(experts, x, weights, ids, dy)
-        dispatch = experts.dispatch
-        found = {"flag": float(experts.over_capacity), "before": (dispatch.pair_capacity, dispatch.capacity)}
-        found["grew"] = experts.grow_capacity(headroom=1.0, alignment=1)
+        run(moe, x, weights, ids, dy)
+        dispatch = moe.experts.dispatch
+        found = {"flag": float(moe.over_capacity), "before": (dispatch.pair_capacity, dispatch.capacity)}
+        found["grew"] = moe.grow_capacity(headroom=1.0, alignment=1)
         found["after"] = (dispatch.pair_capacity, dispatch.capacity)
-        experts.clear_over_capacity()
-        found["run"] = run(experts, x, weights, ids, dy) | {"ids": ids}
-        found["cleared"] = float(experts.over_capacity)
+        moe.clear_over_capacity()
+        found["run"] = run(moe, x, weights, ids, dy) | {"ids": ids}
+        found["cleared"] = float(moe.over_capacity)
         return found
 
     def dropping(self, kind):
-        experts, mine = self.setup("first_rank_only", kind, capacity=7, drop=True)
-        found = {"run": run(experts, *mine), "flag": float(experts.over_capacity)}
-        return found | {"grew": experts.grow_capacity(), "capacity": experts.capacity}
+        moe, mine = self.setup("first_rank_only", kind, capacity=7, drop=True)
+        found = {"run": run(moe, *mine), "flag": float(moe.over_capacity)}
+        return found | {"grew": moe.grow_capacity(), "capacity": moe.experts.capacity}
 
     def errors(self):
         found = []
@@ -244,7 +249,7 @@ def whole(dtype, world, rank=None, kind=None):
         return moe, x, dy
     part = MoE(config, dtype=dtype, dispatch=make_dispatch(kind, config))
     state = moe.state_dict()
-    for name in ("experts.up", "experts.down"):
+    for name in ("expert_fc1.weight", "expert_fc2.weight"):
         state[name] = state[name].chunk(world)[rank]
     part.load_state_dict(state)
     return part, x.split(tokens)[rank].clone(), dy.split(tokens)[rank]
@@ -397,11 +402,11 @@ def test_more_rows_than_a_pair_holds_raise_the_senders_flag(ranks):
         assert found["after"] == (int(torch.stack(pairs).max()), rows)
         assert found["cleared"] == 0.0
     assert pairs[1][owner] == given["tokens"][1]
-    experts = Experts(make_config(CASES["one_hot"]))
-    load(experts, given["parameters"])
+    moe = MoE(make_config(CASES["one_hot"]))
+    load(moe, given["parameters"])
     ids = torch.cat([rank["over_pair"]["run"].pop("ids") for rank in ranks])
     with one_thread_of_references():
-        wanted = run(experts, given["x"], given["weights"], ids, given["dy"])
+        wanted = run(moe, given["x"], given["weights"], ids, given["dy"])
     check(joined([rank["over_pair"]["run"] for rank in ranks]), wanted, set(wanted))
 
 
@@ -434,9 +439,9 @@ def test_the_whole_layer_trains_alike(ranks, kind, dtype, most):
         (y.float() * dy).sum().backward()
     parts = [rank["whole_layer", kind][dtype] for rank in ranks]
     assert all(part["aux"].isfinite() for part in parts)  # also of the rank that has no tokens
-    for name, wanted in {"y": y, "x": x.grad, "experts.up": moe.experts.up.grad}.items():
+    for name, wanted in {"y": y, "x": x.grad, "expert_fc1.weight": moe.expert_fc1.weight.grad}.items():
         assert error(torch.cat([part[name] for part in parts]), wanted.detach()) < most, name
-    for name in ("router.weight", "shared.up", "shared.down"):
+    for name in ("router.weight", "shared_experts.up", "shared_experts.down"):
         # Replicated parameters: data parallelism adds these up.
         total = sum(part[name].double() for part in parts)
         assert error(total, moe.get_parameter(name).grad) < most, name

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagestash.kernels import backend
 from pagestash.moe import AllGather, AllToAll, MoE
-from pagestash.moe.layer import Experts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_dispatch import (
@@ -48,10 +47,10 @@ def lone_rank(tmp_path):
 def test_one_rank_alone_with_the_kernels_interpreted(kind):
     given = problem("uneven", 2)
     config = make_config(CASES["uneven"])
-    local = Experts(config)
-    spread = Experts(config, dispatch=make_dispatch(kind, config))
-    for experts in (local, spread):
-        load(experts, given["parameters"])
+    local = MoE(config)
+    spread = MoE(config, dispatch=make_dispatch(kind, config))
+    for moe in (local, spread):
+        load(moe, given["parameters"])
     given = [given[part][:MAX_TOKENS] for part in ("x", "weights", "ids", "dy")]
     check(run(spread, *given), run(local, *given), {"y", "x", "up", "down", "weights"})
 
@@ -76,7 +75,7 @@ def test_bad_arguments_are_named():
 def test_a_grown_capacity_has_headroom_is_aligned_and_stops_at_the_worst_case():
     for kind, dispatched in [*((kind, True) for kind in KINDS), ("local", False)]:
         config = make_config(CASES["random"], capacity=5)
-        experts = Experts(config, dispatch=make_dispatch(kind, config) if dispatched else None)
+        experts = MoE(config, dispatch=make_dispatch(kind, config) if dispatched else None).experts
         x, weights, ids = torch.randn(10, D), torch.rand(10, 3), torch.rand(10, E).argsort(1)[:, :3].int()
         assert not experts.grow_capacity(), kind  # nothing was wanted yet
         experts(x, weights, ids)

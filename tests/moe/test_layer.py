@@ -48,15 +48,18 @@ def plain(moe, x):
     weights, aux = weigh(logits, ids, counts, c)
     y = 0
     for e in range(c.experts):
-        h = x @ get["experts.up"][e].t()
+        h = x @ get["expert_fc1.weight"][e].t()
         if c.bias:
-            h = h + get["experts.up_bias"][e]
-        out = activate(h, c.activation) @ get["experts.down"][e].t()
+            h = h + get["expert_fc1.bias"][e]
+        out = activate(h, c.activation) @ get["expert_fc2.weight"][e].t()
         if c.bias:
-            out = out + get["experts.down_bias"][e]
+            out = out + get["expert_fc2.bias"][e]
         y = y + out * (weights * (ids == e)).sum(1, keepdim=True)
     if c.shared_experts:
-        y = y + activate(x @ get["shared.up"][0].t(), c.activation) @ get["shared.down"][0].t()
+        y = (
+            y
+            + activate(x @ get["shared_experts.up"][0].t(), c.activation) @ get["shared_experts.down"][0].t()
+        )
     return y, aux, x, get
 
 
@@ -93,8 +96,8 @@ def test_values_and_gradients_are_those_of_plain_code(changes):
     if moe.router.correction is not None:
         moe.router.correction.normal_(std=0.1)
     if moe.config.bias:
-        moe.experts.up_bias.data.normal_()
-        moe.experts.down_bias.data.normal_()
+        moe.expert_fc1.bias.data.normal_()
+        moe.expert_fc2.bias.data.normal_()
     compare(moe, torch.randn(T, D), 2e-5)
 
 
@@ -111,9 +114,9 @@ def test_experts_without_rows_get_zero_gradients():
     moe.router.weight.data.zero_()  # ties go to the lowest id: every token to expert 0
     y, _ = moe(torch.randn(T, D))
     y.sum().backward()
-    assert moe.experts.up.grad[0].any()
-    assert not moe.experts.up.grad[1:].any()
-    assert not moe.experts.down.grad[1:].any()
+    assert moe.expert_fc1.weight.grad[0].any()
+    assert not moe.expert_fc1.weight.grad[1:].any()
+    assert not moe.expert_fc2.weight.grad[1:].any()
 
 
 def saved_bytes(moe, x):
@@ -255,8 +258,8 @@ def test_received_rows_give_the_result_of_local_ones(bias):
     torch.manual_seed(1)
     local = MoE(config(bias=bias))
     if bias:
-        local.experts.up_bias.data.normal_()
-        local.experts.down_bias.data.normal_()
+        local.expert_fc1.bias.data.normal_()
+        local.expert_fc2.bias.data.normal_()
     remote = MoE(config(bias=bias), dispatch=Loopback())
     remote.load_state_dict(local.state_dict())
     x, dy = torch.randn(T, D), torch.randn(T, D)
@@ -286,7 +289,7 @@ def test_autocast_computes_in_bf16_with_float32_parameters():
         y, _ = moe(x)
     assert y.dtype == torch.bfloat16
     y.sum().backward()
-    assert moe.experts.up.grad.dtype == torch.float32
+    assert moe.expert_fc1.weight.grad.dtype == torch.float32
     assert x.grad.dtype == torch.float32
 
 
@@ -300,7 +303,7 @@ def test_routing_in_backward_is_that_of_forward():
     moe.router.correction = None
     y.sum().backward()
     used = torch.bincount(ids.view(-1), minlength=E) > 0
-    assert torch.equal(moe.experts.up.grad.abs().sum((1, 2)) > 0, used)
+    assert torch.equal(moe.expert_fc1.weight.grad.abs().sum((1, 2)) > 0, used)
 
 
 @pytest.mark.usefixtures("reference")

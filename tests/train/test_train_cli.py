@@ -127,7 +127,7 @@ def test_a_file_is_no_place_for_a_run(tmp_path):
     [
         (["--layers", "3"], "is of another shape: layers.2."),
         (["--set", "model.width=64"], "is of another shape"),
-        (["--set", "model.experts=8"], "experts.down is 4×32×16 there and 8×32×16 in this model"),
+        (["--set", "model.experts=8"], "expert_fc1.weight is 4×32×32 there and 8×32×32 in this model"),
         (["--steps", "1"], "the run is at step 2, past steps=1"),
     ],
 )

@@ -13,8 +13,10 @@ from pagestash.models.attention import RMSNorm, Rotation, make_attention, rotati
 from pagestash.models.config import DecoderConfig
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.dispatch import Dispatch
-from pagestash.moe.layer import Experts, MoE, SharedExperts
+from pagestash.moe.experts import SharedExperts
+from pagestash.moe.layer import MoE
 from pagestash.moe.ops import cross_entropy
+from pagestash.moe.parts import ExpertFC2, ExpertLinear
 from pagestash.moe.router import Router
 
 MakeDispatch = Callable[[MoEConfig], Dispatch | None]
@@ -134,7 +136,7 @@ class Decoder(nn.Module):
                     value.fill_(1.0 if short == "weight" else 0.0)
                     continue
                 deviation = self._deviation(module, short, value)
-                if isinstance(module, Experts):
+                if isinstance(module, ExpertLinear):
                     for index, expert in enumerate(value):
                         _fill(expert, deviation, f"{seed}/{name}/{first_expert + index}")
                 else:
@@ -143,8 +145,10 @@ class Decoder(nn.Module):
     def _deviation(self, module: nn.Module, short: str, value: torch.Tensor) -> float:
         if module is self.embed or module is self.head:
             return 0.02
-        into_residual = short == "down" or (
-            isinstance(module, nn.Linear) and value.shape[0] == self.config.width
+        into_residual = (
+            isinstance(module, ExpertFC2)
+            or (isinstance(module, SharedExperts) and short == "down")
+            or (isinstance(module, nn.Linear) and value.shape[0] == self.config.width)
         )
         deviation = value.shape[-1] ** -0.5
         return deviation * (2 * self.config.layers) ** -0.5 if into_residual else deviation
@@ -170,7 +174,7 @@ def count_parameters(config: DecoderConfig) -> tuple[int, int]:
     routed = sum(
         value.numel()
         for module in model.modules()
-        if isinstance(module, Experts)
+        if isinstance(module, ExpertLinear)
         for value in module.parameters()
     )
     return total, total - routed + routed * config.top_k // config.experts

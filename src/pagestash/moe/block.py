@@ -6,14 +6,16 @@ one's result, `a` [R, n] the activation with the routing weight in it.
 
 Two autograd functions share one body. `LocalExperts` takes tokens, gathers them itself and keeps the tokens
 and `h`: `2·T·d + 4·T·K·n` bytes in bf16. `ReceivedExperts` takes rows that came over a wire and keeps those
-and `h`. With a pool, `h` goes to pages from inside the activation kernel; it is expendable: where the pool
-has none to give, backward makes it again by a product whose offsets are zero unless the pages are missing.
+and `h`. Each of the two has a `Place`. With a pool, `h` goes to pages from inside the activation kernel; it is
+expendable: where the pool has none to give, backward makes it again by a product whose offsets are zero unless
+the pages are missing. Under recompute the same product makes all of it.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 
 from pagestash.kernels import swiglu
@@ -23,6 +25,19 @@ from pagestash.kernels.swiglu import Activation, RowInfo
 from pagestash.moe.grouped import grouped_mm
 from pagestash.moe.lease import Lease, graph_is_kept
 from pagestash.pages.pool import PagePool
+from pagestash.saved.region import claim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one tensor waits for backward: in pages, where autograd saves it, or nowhere."""
+
+    pool: PagePool | None = None
+    account: int = 0
+    again: bool = False
+    """Whether backward makes it again, so that nothing waits."""
+    module: nn.Module | None = None
+    """Whose rule gives what autograd saves a home; None: that of the region we are in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +45,15 @@ class BlockOptions:
     """What a block needs to know besides its tensors."""
 
     activation: Activation = "silu"
-    pool: PagePool | None = None
-    account: int = 0
+    rows: Place = Place()
+    h: Place = Place()
     kept: bool = True
     """Whether a backward may follow."""
 
 
 @dataclass(slots=True)
 class _Kept:
-    """What backward finds: `h` itself, or the lease of its pages."""
+    """What backward finds: `h` itself, the lease of its pages, or neither, where it makes `h` again."""
 
     h: torch.Tensor | None
     lease: Lease | None
@@ -56,19 +71,29 @@ def _through(
     h = grouped_mm(x_RD, up.transpose(-2, -1), offsets)
     del x_RD
     lease = None
-    if options.pool is not None and options.kept:
-        lease = Lease(
-            options.pool, tuple(h.shape), h.dtype, info.rows, account=options.account, expendable=True
-        )
+    place = options.h
+    if place.pool is not None and options.kept and not place.again:
+        lease = Lease(place.pool, tuple(h.shape), h.dtype, info.rows, account=place.account, expendable=True)
     a = swiglu.forward(h, info, options.activation, lease.pages if lease else None)
-    kept = _Kept(None if lease else h, lease)
+    kept = _Kept(None if lease or place.again else h, lease)
+    _claim(place, kept.h)
     del h
     return grouped_mm(a, down.transpose(-2, -1), offsets), kept
 
 
-def _project_again(x_RD: torch.Tensor, up: torch.Tensor, lease: Lease, offsets: torch.Tensor) -> torch.Tensor:
+def _claim(place: Place, tensor: torch.Tensor | None) -> None:
+    """What autograd saves of `tensor` falls under the rule of the place's module."""
+    if place.module is not None and tensor is not None:
+        claim(place.module, tensor)
+
+
+def _project_again(
+    x_RD: torch.Tensor, up: torch.Tensor, lease: Lease | None, offsets: torch.Tensor
+) -> torch.Tensor:
     """`h` for the rows whose pages are missing, in a buffer for all: no row where they are there."""
-    missing = torch.where(lease.pages.granted, torch.zeros_like(offsets), offsets)
+    missing = offsets
+    if lease is not None:
+        missing = torch.where(lease.pages.granted, torch.zeros_like(offsets), offsets)
     return grouped_mm(x_RD, up.transpose(-2, -1), missing)
 
 
@@ -107,6 +132,7 @@ class LocalExperts(torch.autograd.Function):
             bias_ids=ids,
             bias_weights=weights if down_bias is not None else None,
         )
+        _claim(options.rows, x)
         ctx.save_for_backward(
             x, weights, up, down, up_bias, down_bias, ids, offsets, routing.order, routing.inverse, kept.h
         )
@@ -121,20 +147,20 @@ class LocalExperts(torch.autograd.Function):
         up, down, up_bias, down_bias = _in_dtype_of(x, up, down, up_bias, down_bias)
         info = RowInfo(offsets[-1:], weights, order, up_bias, offsets)
         dy = dy.contiguous()
-        x_RD = None
-        if lease is not None:
+        x_RD, made_here = None, h is None
+        if made_here:
             x_RD = spread(x, inverse, capacity)
             h = _project_again(x_RD, up, lease, offsets)
         dy_RD = spread(dy, inverse, capacity)
         da = grouped_mm(dy_RD, down, offsets)
-        # h is this node's own: unless backward may come again, its gradient takes its place.
+        # h is this node's own: unless backward will want it again, its gradient takes its place.
         dh, a, dweights = swiglu.backward(
             h,
             da,
             info,
             ctx.options.activation,
             lease.pages if lease else None,
-            in_place=lease is not None or not again,
+            in_place=made_here or not again,
         )
         del h, da
         if lease is not None and not again:
@@ -173,9 +199,12 @@ class ReceivedExperts(torch.autograd.Function):
     def forward(ctx, x_RD, weights, up, down, up_bias, down_bias, offsets, received, options):
         up_x, down_x, up_bias_x, down_bias_x = _in_dtype_of(x_RD, up, down, up_bias, down_bias)
         info = RowInfo(offsets[-1:], weights, None, up_bias_x, offsets)
-        if received is None and options.pool is not None and options.kept:
-            received = Lease(options.pool, tuple(x_RD.shape), x_RD.dtype, info.rows, account=options.account)
+        place = options.rows
+        if received is None and place.pool is not None and options.kept:
+            received = Lease(place.pool, tuple(x_RD.shape), x_RD.dtype, info.rows, account=place.account)
             received.write(x_RD)
+        elif received is None:
+            _claim(place, x_RD)
         y_RD, kept = _through(x_RD, up_x, down_x, info, offsets, options)
         if down_bias_x is not None:
             y_RD = y_RD + _row_bias(down_bias_x, offsets, weights, y_RD)
@@ -196,7 +225,8 @@ class ReceivedExperts(torch.autograd.Function):
         info = RowInfo(offsets[-1:], weights, None, up_bias, offsets)
         if received is not None:
             x_RD = received.restore()
-        if lease is not None:
+        made_here = h is None
+        if made_here:
             h = _project_again(x_RD, up, lease, offsets)
         da = grouped_mm(dy_RD, down, offsets)
         dh, a, dweights = swiglu.backward(
@@ -205,7 +235,7 @@ class ReceivedExperts(torch.autograd.Function):
             info,
             ctx.options.activation,
             lease.pages if lease else None,
-            in_place=lease is not None or not again,
+            in_place=made_here or not again,
         )
         del h, da
         if not again:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pagestash.policy import Policy, Rule
-from pagestash.saved.identity import Entry
+from pagestash.saved.identity import Entry, storage_keys
 
 
 class RegionOwner(Protocol):
@@ -84,6 +84,22 @@ def claim(module: nn.Module, tensor: torch.Tensor) -> None:
         rule = inner.capture.policy.rule_for(name)
         owner = Region(inner.capture, name, rule, inner.rows, inner.capacity, inner.weights)
     inner.claims[tensor.untyped_storage()._cdata] = owner
+
+
+def named(module: nn.Module) -> bool:
+    """Whether a rule names `module`, in the step that we are in."""
+    current = _frames.get()
+    return bool(current) and module in current[-1].capture.names
+
+
+def note_weights(*tensors: torch.Tensor | None) -> None:
+    """These are weights, which stay where they are, in the region that we are in.
+
+    For an operation whose parameters are those of other modules: the region's own are known without it.
+    """
+    current = _frames.get()
+    if current:
+        current[-1].weights |= storage_keys(tensor for tensor in tensors if tensor is not None)
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from torch import nn
 from pagestash.models.decoder import Decoder
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.dispatch import Dispatch
-from pagestash.moe.layer import Experts
+from pagestash.moe.layer import MoE
+from pagestash.moe.parts import ExpertLinear
 from pagestash.train.config import TrainConfig
 
 
@@ -86,11 +87,12 @@ class Ranks:
             return
         from torch.distributed.fsdp import fully_shard
 
-        shared = self._experts(model) if world.expert_parallel > 1 else []
-        apart = {parameter for module in shared for parameter in module.parameters()}
-        if world.size > world.expert_parallel:
-            for module in shared:
-                fully_shard(module, mesh=self._expert_mesh["data"])
+        apart = set(self._experts(model)) if world.expert_parallel > 1 else set()
+        if apart and world.size > world.expert_parallel:
+            for moe in model.modules():
+                if isinstance(moe, MoE):
+                    # One unit: `experts` runs, and asks the two projections for their parameters meanwhile.
+                    fully_shard([moe.experts, moe.expert_fc1, moe.expert_fc2], mesh=self._expert_mesh["data"])
             apart = set()
         for block in model.layers:
             fully_shard(block, mesh=self._mesh, ignored_params=apart)
@@ -105,11 +107,13 @@ class Ranks:
         """
         ways = self.world.expert_parallel
         if ways > 1:
-            parameters = [p for module in self._experts(model) for p in module.parameters()]
-            torch._foreach_div_([_local(p.grad) for p in parameters if p.grad is not None], ways)
+            torch._foreach_div_([_local(p.grad) for p in self._experts(model) if p.grad is not None], ways)
 
-    def _experts(self, model: Decoder) -> list[Experts]:
-        return [module for module in model.modules() if isinstance(module, Experts)]
+    def _experts(self, model: Decoder) -> list[nn.Parameter]:
+        """The parameters of the routed experts."""
+        return [
+            p for module in model.modules() if isinstance(module, ExpertLinear) for p in module.parameters()
+        ]
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place."""

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from pagestash.models.decoder import Decoder
-from pagestash.moe.layer import Experts
+from pagestash.moe.parts import ExpertLinear
 from pagestash.train.parallel import Ranks
 
 
@@ -60,7 +60,7 @@ class TrainState:
         return {
             f"{prefix}.{name}"
             for prefix, module in self.model.named_modules()
-            if isinstance(module, Experts)
+            if isinstance(module, ExpertLinear)
             for name, _ in module.named_parameters(recurse=False)
         }
 
@@ -78,7 +78,7 @@ def make_optimizer(model: Decoder, config: Any) -> torch.optim.AdamW:
         for name, parameter in module.named_parameters(recurse=False):
             decays = parameter.ndim > 1 and "bias" not in name
             # Experts may be sharded over other ranks than the rest, and a fused update takes one kind.
-            groups.setdefault((decays, isinstance(module, Experts)), []).append(parameter)
+            groups.setdefault((decays, isinstance(module, ExpertLinear)), []).append(parameter)
     settings: list[dict[str, Any]] = [
         {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
         for (decays, _), parameters in groups.items()

@@ -1,0 +1,142 @@
+"""`Experts`: the routed experts of one rank, run as one fused block; and `SharedExperts`, which see every token."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagestash.kernels.gather import ALIGNMENT
+from pagestash.kernels.route import route
+from pagestash.moe.block import BlockOptions, LocalExperts, Place, ReceivedExperts
+from pagestash.moe.capacity import HEADROOM, Capacity
+from pagestash.moe.config import MoEConfig
+from pagestash.moe.dispatch import Dispatch
+from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct, Placed
+from pagestash.pages.pool import PagePool
+from pagestash.saved.region import named, note_weights, region
+
+
+class Experts(Placed):
+    """Runs the routed experts of one rank: the parts it is given, which the layer has as its own modules.
+
+    A rule for this module is one for `expert_fc1` and `moe_act` together, as far as they have none of their own.
+    Under `recompute` the first projection is made again; rows that came over a wire stay.
+
+    `over_capacity`, a float32 on the device, becomes 1 when more rows arrived than `capacity`; whoever runs
+    the step reads it, calls `grow_capacity` and `clear_over_capacity`, and runs the batch again, as with a
+    pool's `overflow`. With a `dispatch` the parts hold this rank's experts, and the capacity is the dispatch's.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        parts: tuple[ExpertFC1, MoEAct, ExpertFC2],
+        *,
+        pool: PagePool | None = None,
+        dispatch: Dispatch | None = None,
+        account: int = 0,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.dispatch = config, dispatch
+        self.use_pool(pool, account)
+        # In a tuple, where they are not registered: they have one name each, in the layer.
+        self._parts = parts
+        self._rows = Capacity(config.capacity)
+        self._most = 0
+        self.over_capacity: torch.Tensor
+        self.register_buffer("over_capacity", torch.zeros((), device=device), persistent=False)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        over = None if self.config.drop else self.over_capacity
+        fc1, act, fc2 = self._parts
+        (up, up_bias), (down, down_bias) = fc1(), fc2()
+        options = BlockOptions(
+            activation=self.config.activation,
+            rows=self._place_of(fc1),
+            h=self._place_of(act),
+            kept=_backward_may_follow(x, up, down),
+        )
+        if self.dispatch is None:
+            self._most = max(self._most, ids.numel())
+            capacity = self._rows.limit(ids.numel())
+            routing = route(ids, self.config.experts, capacity=capacity, over=over)
+            self._rows.observe(routing.counts)
+            with region(rows=routing.rows, capacity=routing.order.numel()):
+                note_weights(up, up_bias, down, down_bias)
+                return LocalExperts.apply(x, weights, up, down, up_bias, down_bias, ids, routing, options)
+        received = self.dispatch.send(x, ids, weights, over)
+        with region(rows=received.offsets[-1:], capacity=received.rows_RD.shape[0]):
+            note_weights(up, up_bias, down, down_bias)
+            rows = ReceivedExperts.apply(
+                received.rows_RD,
+                received.weights,
+                up,
+                down,
+                up_bias,
+                down_bias,
+                received.offsets,
+                received.lease,
+                options,
+            )
+        return self.dispatch.collect(rows, received)
+
+    def _place_of(self, part: Placed) -> Place:
+        """By the part's own rule, where it has one, else by that of this module."""
+        own = part.place()
+        if own.pool is not None or own.again or named(part):
+            return own
+        return Place(module=part, pool=self.pool, account=self.account, again=self.made_again)
+
+    @property
+    def capacity(self) -> int | None:
+        """Rows that the experts' buffers hold, read at each forward; None: as many as can arrive."""
+        return self._rows.rows if self.dispatch is None else self.dispatch.capacity
+
+    def grow_capacity(self, *, headroom: float = HEADROOM, alignment: int = ALIGNMENT) -> bool:
+        """Make room for the most rows that were wanted, times `headroom`, in multiples of `alignment`.
+
+        Whether anything grew: if so, a graph must be captured again. With a dispatch all its ranks must call
+        this, and all grow alike. It waits for the device. A layer that drops rows was told to, and stays.
+        """
+        if self.config.drop:
+            return False
+        if self.dispatch is not None:
+            return self.dispatch.grow_capacity(headroom=headroom, alignment=alignment)
+        if self._rows.peak is None:
+            return False
+        return self._rows.grow(int(self._rows.peak), self._most, headroom=headroom, alignment=alignment)
+
+    def clear_over_capacity(self) -> None:
+        """Take the flag down again."""
+        self.over_capacity.zero_()
+
+
+class SharedExperts(Placed):
+    """Experts that see every token: one gated projection, saving its input and first projection alone.
+
+    Its home is that of both; under `recompute` the input stays and the projection is made again.
+    """
+
+    def __init__(self, config: MoEConfig, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config = config
+        inner = config.expert_width * config.shared_experts
+        self.up = nn.Parameter(torch.empty(1, 2 * inner, config.width, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(1, config.width, inner, device=device, dtype=dtype))
+        nn.init.normal_(self.up, std=config.width**-0.5)
+        nn.init.normal_(self.down, std=inner**-0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+        options = BlockOptions(
+            activation=self.config.activation,
+            # The input is left to autograd: it is no kernel's result here, and the router has it, too.
+            h=self.place(),
+            kept=_backward_may_follow(x, self.up, self.down),
+        )
+        return ReceivedExperts.apply(x, None, self.up, self.down, None, None, ends, None, options)
+
+
+def _backward_may_follow(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -1,0 +1,98 @@
+"""The modules that rules name inside the fused experts: `expert_fc1`, `moe_act`, `expert_fc2`.
+
+The block is one autograd node, so these compute nothing. They hold the parameters, and the home of what their
+backward needs, which is their input: the rows for `expert_fc1`, the first projection for `moe_act`. The input of
+`expert_fc2`, the activation, is made again by the kernel of the activation's gradient and never saved.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagestash.moe.block import Place
+from pagestash.pages.pool import PagePool
+
+
+class Placed(nn.Module):
+    """A module that sees to its saved tensor itself, where a keeper asks for it.
+
+    The two requests are those of a keeper: `use_pool` under a stash rule, `use_recompute` under a recompute rule.
+    Without either, autograd saves the tensor, and the hook gives it the home of the module's rule.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool: PagePool | None = None
+        self.account = 0
+        self.made_again = False
+
+    def use_pool(self, pool: PagePool | None, account: int = 0) -> None:
+        """Stash in `pool` from here on, straight from the kernels; None leaves it to autograd."""
+        self.pool, self.account = pool, account
+
+    def use_recompute(self, again: bool) -> None:
+        """Whether backward makes it again, so that forward saves nothing."""
+        self.made_again = again
+
+    def place(self) -> Place:
+        """Where the saved tensor waits."""
+        return Place(module=self, pool=self.pool, account=self.account, again=self.made_again)
+
+
+class ExpertLinear(Placed):
+    """A projection of each expert: `weight` [E, rows, columns] and perhaps `bias` [E, rows].
+
+    Calling it gives both, for the fused block to multiply with. It is a call, and not a look at attributes, so
+    that what hangs on a module's forward (FSDP2 brings the parameters there) happens.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        rows: int,
+        columns: int,
+        *,
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, rows, columns, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(experts, rows, device=device, dtype=dtype)) if bias else None
+        nn.init.normal_(self.weight, std=columns**-0.5)
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.weight, self.bias
+
+
+class ExpertFC1(ExpertLinear):
+    """The first projection, gate and then linear: `weight` [E, 2n, d]. Its home is that of the rows.
+
+    Rows that came over a wire are saved as they arrived. Without expert parallelism (`wired=False`) they are
+    gathered from the layer's input again, and the home is that input's.
+    """
+
+    def __init__(self, experts: int, inner: int, width: int, *, wired: bool = False, **made: Any) -> None:
+        super().__init__(experts, 2 * inner, width, **made)
+        self.wired = wired
+
+    def use_recompute(self, again: bool) -> None:
+        """Nothing more than is done anyway; refused where the rows came from other ranks."""
+        if again and self.wired:
+            raise ValueError(
+                "home='recompute' for expert_fc1: its input came from other ranks and cannot be made again here; "
+                "use home='stash' or home='offload'"
+            )
+        super().use_recompute(again)
+
+
+class MoEAct(Placed):
+    """The gated activation. Its home is that of the first projection, made again by one product."""
+
+
+class ExpertFC2(ExpertLinear):
+    """The second projection: `weight` [E, d, n]. It saves nothing, so every home means the same."""
+
+    def __init__(self, experts: int, width: int, inner: int, **made: Any) -> None:
+        super().__init__(experts, width, inner, **made)

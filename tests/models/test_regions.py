@@ -1,0 +1,175 @@
+"""Ten names in every MoE layer of a decoder: any home for any of them, with the bits of no policy."""
+
+import re
+import sys
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pagestash as ps
+from pagestash.models import Decoder, preset
+from pagestash.moe import AllGather
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ten_names import MORE, NAMES, TABLE, TINY, covering, pairs_of, table
+
+HOMES = list(ps.Keeper(ps.Policy()).held())
+SMALL = {"width": 32, "heads": 4, "kv_heads": 2, "experts": 4, "expert_width": 16, "shared_experts": 1}
+MLA = {"attention": "mla", "q_rank": 16, "kv_rank": 16, "nope_dim": 8, "rope_dim": 8, "v_dim": 8}
+
+
+def run(model, batch, keeper=None, retain=False):
+    """The loss and the gradients of all parameters; `retain`: of the second backward through one graph."""
+
+    def forward_and_backward():
+        loss = sum(model(batch[:, :-1], batch[:, 1:]))
+        if retain:
+            loss.backward(retain_graph=True)
+            model.zero_grad()
+        loss.backward()
+        return loss
+
+    model.zero_grad()
+    if keeper is None:
+        loss = forward_and_backward()
+    else:
+        with keeper.step():
+            loss = forward_and_backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+class Made:
+    """A decoder of two MoE layers, a batch, and what they give without a policy."""
+
+    def __init__(self, **changes) -> None:
+        self.model = Decoder(preset("tiny", layers=2, dense_layers=0, **SMALL | changes))
+        self.model.initialise(0)
+        self.batch = torch.randint(0, 256, (2, 13), generator=torch.Generator().manual_seed(0))
+        self.plain = run(self.model, self.batch)
+
+    def differs(self, rules):
+        """The steps under the rules whose loss or gradients are not those of no policy.
+
+        The first is measured; the second goes by what was, and backward comes twice.
+        """
+        rules = [ps.Rule(f"layers.*.{name}", home, min_bytes=0) for name, home in rules]
+        keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page=1024)), backend="torch")
+        keeper.attach(self.model)
+        try:
+            got = [run(self.model, self.batch, keeper, retain=retain) for retain in (False, True)]
+            held = {home: int(size) for home, size in keeper.held().items()}
+            assert not any(held.values()), held
+            return [step for step, values in enumerate(got) if not equal(values, self.plain)]
+        finally:
+            keeper.detach()
+
+
+def equal(left, right) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture(scope="module")
+def made():
+    # The references, as in all tests here; a fixture of a module is older than those of a test.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+        return {"gqa": Made(), "mla": Made(**MLA)}
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_every_layer_has_a_module_of_each_name(made, kind):
+    modules = dict(made[kind].model.named_modules())
+    for layer in range(2):
+        for name in [*NAMES, "moe.experts"]:
+            assert isinstance(modules[f"layers.{layer}.{name}"], nn.Module)
+    assert {name for name, _ in modules["layers.0.moe.expert_fc1"].named_parameters()} == {"weight"}
+    assert modules["layers.0.moe.expert_fc1"].weight.shape == (4, 32, 32)  # gate and linear, each 16 × 32
+    assert modules["layers.0.moe.expert_fc2"].weight.shape == (4, 32, 16)
+    assert not list(modules["layers.0.moe.moe_act"].parameters())
+    # One name each, in named_modules, state_dict and parameters alike.
+    model = made[kind].model
+    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
+
+
+def test_all_pairs_of_homes_over_all_pairs_of_regions_give_the_same_bits(made):
+    """Ten homes at a time: each pair of regions has had each pair of homes in the end."""
+    policies = list(covering(HOMES))
+    assert len(set().union(*map(pairs_of, policies))) == 45 * len(HOMES) ** 2
+    assert len(policies) < 50
+    wrong = [homes for homes in policies if made["gqa"].differs(zip(NAMES, homes))]
+    assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("homes", [*product(HOMES, HOMES)])
+def test_a_pair_of_homes_for_every_pair_of_regions_alone_gives_the_same_bits(made, homes):
+    pairs = [list(zip(names, homes)) for names in combinations(NAMES, 2)]
+    wrong = [pair for pair in pairs if made["gqa"].differs(pair)]
+    assert not wrong
+
+
+EXPERTS = "moe.experts"
+SETS = [*([name] for name in NAMES), NAMES, [EXPERTS], [EXPERTS, "moe.moe_act"], [*NAMES, EXPERTS]]
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize(("kind", "sets"), [("gqa", SETS), ("mla", SETS[10:])], ids=["gqa", "mla"])
+def test_a_home_for_one_region_and_for_all(made, kind, sets, home):
+    wrong = [names for names in sets if made[kind].differs([(name, home) for name in names])]
+    assert not wrong
+
+
+# --- the documentation's table ---
+
+TOKENS = 256
+
+
+def held(home, names, **made):
+    """Bytes of the second layer, by region, at their peak."""
+    model = Decoder(preset("tiny", layers=2, dense_layers=0, shared_experts=1), **made)
+    rules = [ps.Rule(f"layers.*.{name}", home, min_bytes=0) for name in names]
+    keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page=1024, device=1 << 24)), backend="torch").attach(
+        model
+    )
+    run(model, torch.randint(0, 256, (4, TOKENS // 4 + 1)), keeper)
+    regions = keeper.stats().regions
+    return {name: regions[f"layers.1.{name}"].peak for name in names if f"layers.1.{name}" in regions}
+
+
+@pytest.fixture
+def lone_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("lone_rank")
+def test_the_documented_bytes_are_those_of_a_step(made):
+    local = held("keep", NAMES + MORE)
+
+    def gather(config):
+        return AllGather(config, max_tokens=2 * TOKENS)  # twice the rows that arrive
+
+    wired = held("stash", ["moe.expert_fc1"], make_dispatch=gather)
+    found = set()
+    for region, needs, new, measured in table():
+        names = re.findall("`([^`]+)`", region)
+        found |= {*names}
+        size = sum((wired if "parallel" in region else local).get(name, 0) for name in names)
+        # Beside what grows with the tokens there are a few numbers for each expert.
+        assert 0 <= size - new * TOKENS <= 8 * 8, region
+        assert new == measured <= needs, region
+    assert found == {*NAMES, *MORE}
+
+
+def test_the_documented_bytes_of_latent_attention_are_those_of_a_step():
+    [formula] = re.findall(r"`(b·\(d \+ .*rope_dim\) \+ 8)`", TABLE.read_text())
+    made = Made(**MLA, width=128)
+    keeper = ps.Keeper(ps.Policy([ps.Rule("layers.1.attn.qkv_linear", "keep")])).attach(made.model)
+    run(made.model, made.batch, keeper)
+    size = keeper.stats().regions["layers.1.attn.qkv_linear"].peak
+    assert size == made.batch[:, 1:].numel() * eval(formula.replace("·", "*"), TINY | MLA)

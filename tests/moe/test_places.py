@@ -1,0 +1,171 @@
+"""Rows and first projections of the fused experts: a home for each, valid rows only, always the same bits."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+import pagestash as ps
+from pagestash.kernels.route import route
+from pagestash.moe import MoE, MoEConfig, Received
+from pagestash.pages.pool import PagePool
+
+D, N, E, K, T, TAIL = 32, 24, 4, 2, 40, 17
+ROWS, PROJECTION = T * K * D * 4, T * K * 2 * N * 4
+HOMES = list(ps.Keeper(ps.Policy()).held())
+
+
+class Loopback:
+    """A dispatch whose wire ends where it starts: rows in a buffer with room to spare and a tail of NaN."""
+
+    experts = E
+
+    def send(self, x, ids, weights, over):
+        routing = route(ids, E, over=over)
+        at = routing.order.long()
+        rows = torch.cat([x[at // K], x.new_full((TAIL, D), torch.nan)])
+        row_weights = torch.cat([weights.reshape(-1)[at], torch.full((TAIL,), torch.nan)])
+        return Received(rows, row_weights, routing.offsets, state=at)
+
+    def collect(self, rows, received):
+        at = received.state
+        return torch.zeros(T, D, dtype=rows.dtype).index_add(0, at // K, rows[: at.numel()])
+
+
+class Made:
+    """One layer as `moe`, its input, and its gradients without a policy."""
+
+    def __init__(self, dispatch=None, **changes) -> None:
+        torch.manual_seed(0)
+        config = MoEConfig(width=D, expert_width=N, experts=E, top_k=K, **changes)
+        self.moe = MoE(config, dispatch=dispatch)
+        self.model = nn.ModuleDict({"moe": self.moe})
+        self.x, self.dy = torch.randn(T, D), torch.randn(T, D)
+        self.plain = self.run()
+
+    def run(self, retain=False):
+        self.model.zero_grad()
+        x = self.x.clone().requires_grad_()
+        y, _ = self.moe(x)
+        if retain:
+            y.backward(self.dy, retain_graph=True)
+            self.model.zero_grad()
+            x.grad = None
+        y.backward(self.dy)
+        return [y.detach(), x.grad, *(p.grad.clone() for p in self.model.parameters())]
+
+    def under(self, **homes):
+        """Stats after a measured step and one whose backward comes twice, both with the plain bits."""
+        rules = [ps.Rule(f"moe.{name}", home, min_bytes=0) for name, home in homes.items()]
+        keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page=256)), backend="torch").attach(self.model)
+        for retain in (False, True):
+            keeper.reset_peaks()
+            with keeper.step():
+                got = self.run(retain)
+            assert equal(got, self.plain), (homes, retain)
+        stats = keeper.stats()
+        assert not any(size.bytes for size in stats.homes.values())
+        keeper.detach()
+        return stats
+
+
+def equal(left, right) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def reference_kernels(monkeypatch):
+    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+
+
+@pytest.fixture
+def wired():
+    return Made(Loopback())
+
+
+@pytest.fixture
+def local():
+    return Made()
+
+
+@pytest.mark.parametrize(("rows", "h"), [*product(HOMES, HOMES)])
+def test_received_rows_and_projections_have_homes_of_their_own(wired, rows, h):
+    if rows == "recompute":
+        with pytest.raises(ValueError, match=r"expert_fc1.*use home='stash' or home='offload'"):
+            wired.under(expert_fc1=rows, moe_act=h)
+        return
+    stats = wired.under(expert_fc1=rows, moe_act=h)
+    # What is kept has its whole buffer kept; elsewhere wait the valid rows.
+    whole = {"keep": 1 + TAIL / (T * K), "recompute": 0}
+    wanted = {"moe.expert_fc1": ROWS * whole.get(rows, 1), "moe.moe_act": PROJECTION * whole.get(h, 1)}
+    assert {name: stats.regions[name].peak if size else 0 for name, size in wanted.items()} == wanted
+    moved = {home: (rows == home) * ROWS + (h == home) * PROJECTION for home in ("stash", "offload")}
+    # A plan leaves the end of forward, which is all of a lone layer, in device pages.
+    assert stats.homes["stash"].peak + stats.homes["offload"].peak == sum(moved.values())
+    if "offload" not in (rows, h) and "stash" in (rows, h):
+        # The projection alone could have been given up, had there been no room.
+        assert stats.pool.required == (rows == "stash") * -(-ROWS // 256)
+
+
+def test_a_rule_for_the_experts_is_one_for_both_where_they_have_none(wired):
+    both = wired.under(experts="stash")
+    assert both.regions["moe.experts"].peak >= ROWS + PROJECTION
+    assert "moe.moe_act" not in both.regions
+    but_one = wired.under(moe_act="keep", experts="stash")
+    assert but_one.homes["stash"].peak == both.homes["stash"].peak - PROJECTION
+    assert but_one.regions["moe.moe_act"].peak > PROJECTION
+    but_one = wired.under(expert_fc1="keep", experts="stash")
+    assert but_one.homes["stash"].peak == both.homes["stash"].peak - ROWS
+    assert but_one.regions["moe.expert_fc1"].peak > ROWS
+
+
+def test_the_input_of_the_second_projection_is_never_saved(local, wired):
+    for home in HOMES:
+        for made in (local, wired):
+            assert "moe.expert_fc2" not in made.under(expert_fc2=home).regions
+
+
+def test_a_local_layers_rows_are_gathered_from_its_input_again(local):
+    """The input is the router's, too: it leaves when both rules say so, and then once."""
+    alone, both = local.under(expert_fc1="stash"), local.under(expert_fc1="stash", router="stash")
+    assert alone.homes["stash"].peak == 0
+    # Besides the input, the router's choices and their number by expert.
+    assert both.homes["stash"].peak == T * D * 4 + T * K * 4 + E * 4
+    local.moe.expert_fc1.use_recompute(True)
+    assert equal(local.run(retain=True), local.plain)
+
+
+@pytest.mark.parametrize("made", ["local", "wired"])
+@pytest.mark.parametrize("part", ["moe_act", "experts"])
+def test_a_projection_that_is_made_again_is_not_saved(request, made, part):
+    made = request.getfixturevalue(made)
+    getattr(made.moe, part).use_recompute(True)
+    saved = []
+
+    def note(tensor):
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        assert equal(made.run(), made.plain)
+    assert not [shape for shape in saved if shape[-1:] == (2 * N,)]
+    assert equal(made.run(retain=True), made.plain)
+    # A pool is not asked for what is made again.
+    getattr(made.moe, part).use_pool(pool := PagePool("cpu", 256, 1000))
+    assert equal(made.run(), made.plain)
+    assert pool.stats().device.wanted == (
+        -(-ROWS // 256) if part == "experts" and made.moe.experts.dispatch else 0
+    )
+    getattr(made.moe, part).use_recompute(False)
+    assert equal(made.run(), made.plain)
+    assert pool.stats().device.wanted >= -(-PROJECTION // 256)
+
+
+def test_shared_experts_save_under_their_own_rule():
+    made, projection = Made(shared_experts=1), T * 2 * N * 4
+    assert made.under(shared_experts="stash").homes["stash"].peak == projection + 4  # and where the rows end
+    assert made.under(shared_experts="offload").regions["moe.shared_experts"].peak >= projection
+    kept = made.under(shared_experts="keep").homes["keep"].peak
+    made.moe.shared_experts.use_recompute(True)
+    assert made.under(router="keep").homes["keep"].peak == kept - projection

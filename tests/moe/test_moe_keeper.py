@@ -84,7 +84,6 @@ def test_what_the_router_keeps_is_not_stashed_again(made):
     model, x, _ = made
     keeper = ps.Keeper(policy(), backend="torch").attach(model)
     run(model, x, keeper)
-    assert set(keeper.stats().homes) == {"keep", "stash"}
     measured = keeper.stats()
     run(model, x, keeper)
     # In the measured step, too, only the projections were taken: the layer's input is alive in any case.

@@ -34,8 +34,8 @@ class Hlo:
         assert bodies, "no while loop found: the text of compiled HLO has changed"
         return [line for name in self._reach(bodies, frozenset()) for line in self.computations[name]]
 
-    def matmuls(self, *, without_branch=None):
-        """Matmuls in the program; with `without_branch=0`, not those of a conditional's false branch."""
+    def lines(self, *, without_branch=None):
+        """Every line that can run; with `without_branch=0`, not those of any conditional's false branch."""
         skipped = set()
         if without_branch is not None:
             for lines in self.computations.values():
@@ -43,8 +43,12 @@ class Hlo:
                     skipped |= {_branches(line)[without_branch]} if _branches(line) else set()
             assert skipped, "no conditional found: the text of compiled HLO has changed"
         names = self._reach([self.entry], frozenset(skipped))
+        return [line for name in names for line in self.computations[name]]
+
+    def matmuls(self, *, without_branch=None):
+        """Matmuls in the program, or outside the branches left out."""
         return sum(
-            bool(re.search(r"= \S+ dot\(", line)) for name in names for line in self.computations[name]
+            bool(re.search(r"= \S+ dot\(", line)) for line in self.lines(without_branch=without_branch)
         )
 
     def _reach(self, roots, skipped):

@@ -1,5 +1,6 @@
 """What the compiler made of it: one buffer, updated in place, nothing computed twice, few bytes a layer."""
 
+import re
 from functools import partial
 
 import jax
@@ -81,6 +82,22 @@ def test_nothing_is_recomputed_while_pages_last(stashed):
     assert Hlo.of(compile_step(with_stash(policy(expected_rows=None)))).matmuls() == plain
     # And the measure can tell: without a policy every matmul of forward is there twice.
     assert Hlo.of(compile_step(partial(plain_scan, names=()))).matmuls() > plain
+
+
+def assembled(hlo, width):
+    """Where a loop writes a full-size tensor of this width piece by piece, or a branch hands one out."""
+    shape = re.escape(f"f32[{CAPACITY},{width}]")
+    piecewise = re.compile(rf"= {shape}\S* dynamic-update-slice\(")
+    handed_out = re.compile(rf"= .*{shape}.* conditional\(")
+    return [line for line in hlo.lines(without_branch=0) if piecewise.search(line) or handed_out.search(line)]
+
+
+def test_backward_reads_the_buffer_where_it_lies(stashed):
+    """Tensors are put together again only on their way from the host, where nothing can be read in place."""
+    on_host = Hlo.of(compile_step(with_stash(policy(memory="pinned_host"))))
+    for width in (32, 48):
+        assert assembled(stashed, width) == []
+        assert assembled(on_host, width) != []
 
 
 def test_a_microbatch_loop_does_not_multiply_the_buffer():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pagestash.jax import Rows
 from pagestash.jax.geometry import Tag, from_words, lay_out, to_words
 from pagestash.jax.pages import place, pop, push
+from pagestash.jax.shards import HOST
 
 CAPACITY, LAYERS = 48, 4
 SHAPES = {
@@ -44,14 +45,14 @@ def geometry_of(kind, page, factor):
 
 
 @cache
-def programs(kind, page, factor):
+def programs(kind, page, factor, space):
     geometry = geometry_of(kind, page, factor)
     group = geometry.groups[0]
     return (
         geometry,
         jax.jit(partial(place, geometry, group)),
-        jax.jit(lambda b, at, tensors: push(geometry, group, b, at, tensors, None)),
-        jax.jit(lambda b, at: pop(geometry, group, b, at, None)),
+        jax.jit(lambda b, at, tensors: push(geometry, group, b, at, tensors, space)),
+        jax.jit(lambda b, at: pop(geometry, group, b, at, space)),
     )
 
 
@@ -65,15 +66,17 @@ windows = st.tuples(st.integers(0, CAPACITY), st.integers(0, CAPACITY)).map(
     kind=st.sampled_from(list(SHAPES)),
     page=st.sampled_from([1, 8]),
     factor=st.sampled_from([0.6, 2.0]),
+    space=st.sampled_from([None, HOST]),
     layers=st.lists(windows, min_size=LAYERS, max_size=LAYERS),
     seed=st.integers(0, 2**16),
 )
-def test_what_fits_comes_back_and_the_rest_is_zero(kind, page, factor, layers, seed):
-    geometry, place_, push_, pop_ = programs(kind, page, factor)
+def test_what_fits_comes_back_and_the_rest_is_zero(kind, page, factor, space, layers, seed):
+    geometry, place_, push_, pop_ = programs(kind, page, factor, space)
     if geometry.never_fits(geometry.groups[0]):
         return
     garbage = 0xFF if np.dtype(geometry.word).kind == "u" else np.nan
     buffer, pointer, held = jnp.full(geometry.shape, garbage, geometry.word), jnp.int32(0), []
+    buffer = buffer if space is None else jax.device_put(buffer, space)
     random = np.random.default_rng(seed)
     for start, count in layers:
         tensors = [_random(random, tag) for tag in tags_of(kind)]

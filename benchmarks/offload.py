@@ -73,8 +73,8 @@ class Bench:
         (loss + aux).backward()
         return loss.detach()
 
-    def profile(self, chosen: list[Rule]) -> ps.Profile:
-        return ps.profile(self.model, (self.tokens, self.labels), policy=Policy(chosen), repeats=2)
+    def profile(self) -> ps.Profile:
+        return ps.profile(self.model, (self.tokens, self.labels), repeats=2)
 
     def measure(self, name: str, chosen: list[Rule] | None, steps: int) -> dict[str, Any]:
         """Time and peak of an eager step. Gradients are there before, and so no part of the peak's place."""
@@ -148,9 +148,9 @@ class Bench:
         }
 
 
-def fitting(bench: Bench, chosen: list[Rule]) -> tuple[list[Rule], float]:
+def fitting(found: ps.Profile, chosen: list[Rule]) -> tuple[list[Rule], float]:
     """The rules with the fraction that the profile says will hide, and that fraction."""
-    fraction = bench.profile(chosen).fit().fraction
+    fraction = found.fits(Policy(chosen)).fraction
     fraction = 1.0 if fraction == 1.0 else round(MARGIN * fraction, 2)
     return [replace(rule, fraction=fraction) for rule in chosen], fraction
 
@@ -161,12 +161,13 @@ def run_slice(which: Slice, steps: int) -> tuple[list[dict[str, Any]], list[Clai
     keep = rows[0]
     claims = []
     _tell(keep, keep)
-    link = bench.profile([]).link
+    found = bench.profile()
+    link = found.link
     for name, chosen in policies().items():
         rows.append(bench.measure(name, chosen, steps))
         _tell(rows[-1], keep)
     for name in ("offload experts and norms", "offload attention"):
-        chosen, fraction = fitting(bench, policies()[name])
+        chosen, fraction = fitting(found, policies()[name])
         if not fraction:
             print(f"{which.preset}: nothing of {name!r} hides")
             continue

@@ -113,10 +113,11 @@ class MeasuredOffload:
         now = most = 0
         for kind, key in events:
             pages = 0
-            for (shape, valid), share in zip(self._seen[key].entries, shares[key]):
-                if shape.capacity:
-                    rest = valid - (0 if key in plan.stays else share)
-                    pages += max(1, -(-rest // page_bytes))
+            seen = self._seen[key]
+            for (shape, valid), share in zip(seen.entries, shares[key]):
+                leaves = 0 if key in plan.stays else share
+                if shape.capacity and (leaves or not split.mostly_valid(seen.rule, shape)):
+                    pages += max(1, -(-(valid - leaves) // page_bytes))
             now += pages * {"put": 1, "get": 0, "drop": -1}[kind]
             most = max(most, now)
         return Outlook(plan, split, plan.peak_bytes(events), most)

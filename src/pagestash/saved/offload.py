@@ -23,7 +23,7 @@ import torch
 from pagestash.kernels.backend import choose
 from pagestash.kernels.tail import zero_tail
 from pagestash.pages.slabs import HostBlock, HostSlabs, aligned
-from pagestash.policy import HomeName, format_bytes
+from pagestash.policy import HomeName, Rule, format_bytes
 from pagestash.saved.homes import Keep, Tally
 from pagestash.saved.identity import Entry
 from pagestash.saved.order import Event, Group, Key, Plan, Recorder, make_plan
@@ -137,7 +137,7 @@ class Offload:
         stays = key in self.plan.stays
         offloaded = OffloadedGroup(key)
         for entry, share in shares.items():
-            self._admit(offloaded, entry, 0 if stays else share)
+            self._admit(offloaded, entry, rule, 0 if stays else share)
         self._live[key] = offloaded
         moved = [entry for entry, member in offloaded.members.items() if member.block is not None]
         if moved:
@@ -152,7 +152,7 @@ class Offload:
         self._let_go(self._may_be_leaving(key))
         self._prefetch(("put", key))
 
-    def _admit(self, group: OffloadedGroup, entry: Entry, share: int) -> None:
+    def _admit(self, group: OffloadedGroup, entry: Entry, rule: Rule, share: int) -> None:
         """Decide what becomes of an entry's bytes, and put away those that do not leave."""
         member = group.members[entry] = Member()
         if share:
@@ -162,16 +162,16 @@ class Offload:
                 self.refused.count(entry.region, share)
                 share = 0
         member.share = share
+        if not share and (entry.rows is None or self._split.mostly_valid(rule, Shape.of(entry))):
+            self._keep.put([entry])
+            self._kept[entry] = group
+            return
         if entry.rows is not None:
             # Its buffer has room for the worst case: rows that do not leave are better off in pages.
             member.rows = entry.rows.detach().clone()
             if share < entry.length:
                 member.rest = _rest(entry, share)
                 self._stash().put([member.rest])
-        elif not share:
-            self._keep.put([entry])
-            self._kept[entry] = group
-            return
         self.tally.count(entry.region, share)
 
     def _move_out(self, group: OffloadedGroup, moved: list[Entry]) -> None:

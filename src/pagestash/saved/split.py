@@ -11,6 +11,8 @@ from typing import NamedTuple
 from pagestash.policy import Rule
 from pagestash.saved.identity import Entry
 
+MOSTLY = 0.8
+
 
 class Shape(NamedTuple):
     """What an entry looks like to the split: its bytes, and its rows where only some may be valid."""
@@ -38,6 +40,11 @@ class Split:
     def start(self) -> None:
         """A new step, which decides as the last one did."""
         self._owed.clear()
+
+    def mostly_valid(self, rule: Rule, shape: Shape) -> bool:
+        """Whether so many rows are valid that pages would free little: what stays is better left alone."""
+        expected = self.expected.get((rule.match, shape.capacity), 0.0)
+        return expected >= MOSTLY * shape.capacity
 
     def share(self, rule: Rule, shape: Shape) -> int:
         """Bytes from the start of the entry that leave the device."""

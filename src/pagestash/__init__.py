@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pagestash.policy import Rule as Rule
     from pagestash.saved.keeper import Keeper as Keeper
     from pagestash.saved.keeper import PoolOverflow as PoolOverflow
+    from pagestash.saved.once import once as once
     from pagestash.saved.region import region as region
     from pagestash.step.graphed import GraphedStep as GraphedStep
 
@@ -27,6 +28,7 @@ _FOUND_IN = {
     "PoolConfig": "pagestash.policy",
     "PoolOverflow": "pagestash.saved.keeper",
     "Rule": "pagestash.policy",
+    "once": "pagestash.saved.once",
     "region": "pagestash.saved.region",
 }
 

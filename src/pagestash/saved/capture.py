@@ -10,8 +10,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import HomeName, Policy, Rule
 from pagestash.saved.homes import Home
-from pagestash.saved.identity import Entry, ViewRecipe, byte_range, is_sparse, row_range
+from pagestash.saved.identity import Entry, ViewRecipe, byte_range, is_sparse, plain_storage, row_range
+from pagestash.saved.recompute import Recompute
 from pagestash.saved.region import Region, frames
+from pagestash.saved.rerun import sum_differs
+from pagestash.saved.run import Run, Slot
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +24,7 @@ class Handle:
     entry: Entry
     recipe: ViewRecipe
     dense: bool  # the entry's bytes are this view's elements in order, to be laid out with its strides again
+    mark: torch.Tensor | None = None  # its checksum, the first time that it is to be made again
     asked: bool = False
 
     def __del__(self) -> None:
@@ -40,6 +44,9 @@ class Untouched:
     version: int
 
 
+Packed = Untouched | Handle | Slot
+
+
 class Capture:
     """Packs and unpacks for one keeper: storage identity, versions, and which entry a region's tensor is."""
 
@@ -49,31 +56,73 @@ class Capture:
         self.device = device
         self.weights: set[int] = set()
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        recompute = homes.get("recompute")
+        self._recompute = recompute if isinstance(recompute, Recompute) else Recompute()
         self._entries: dict[tuple[int, HomeName], list[Entry]] = {}
+
+    @property
+    def device_here(self) -> torch.device:
+        assert self.device is not None, "no model is attached"
+        return self.device
 
     # --- pack: forward saves a tensor ---
 
-    def pack(self, tensor: torch.Tensor) -> Untouched | Handle:
+    def pack(self, tensor: torch.Tensor) -> Packed:
         """A handle for an activation; weights and what has no plain memory stay as they are."""
-        return self._handle(tensor) or Untouched(tensor, tensor._version)
+        current = [frame for frame in frames() if frame.capture is self]
+        if not current:
+            return Untouched(tensor, tensor._version)
+        run = next((frame.run for frame in reversed(current) if frame.run is not None), None)
+        if run is not None:
+            run.note(tensor)
+        return self.pack_in(current[-1], tensor)
 
-    def _handle(self, tensor: torch.Tensor) -> Handle | None:
-        region = next((frame for frame in reversed(frames()) if frame.capture is self), None)
-        if region is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    def pack_in(self, region: Region, tensor: torch.Tensor, *, chained: bool = False) -> Packed:
+        """What stands for a tensor that is saved in `region`.
+
+        `chained`: it is saved to run another region again.
+        """
+        run = region.run
+        if (
+            isinstance(run, Run)
+            and plain_storage(tensor) not in region.claims
+            and not self._is_weight(tensor, region)
+        ):
+            outer = run.home_of(tensor)
+            if outer is None:
+                return run.drop(tensor, region.rows)
+            region, chained = outer, True
+        return self._handle(region, tensor, chained) or Untouched(tensor, tensor._version)
+
+    def _is_weight(self, tensor: torch.Tensor, region: Region) -> bool:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if local.layout != torch.strided:
+            return False
+        key = local.untyped_storage()._cdata
+        return key in self.weights or key in region.weights
+
+    def _handle(self, region: Region, tensor: torch.Tensor, chained: bool) -> Handle | None:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return None
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return None
         if tensor.numel() == 0:
             return None
         key = tensor.untyped_storage()._cdata
-        if key in self.weights or key in region.weights:
+        if self._is_weight(tensor, region):
             return None
         region = region.claims.get(key, region)
         rule = region.rule
         home: HomeName = "keep"
         if rule is not None and self._worth_moving(tensor, rule):
             home = rule.home
-        dense = home != "keep" and is_sparse(tensor)
+        # The output of a recomputed region needs no home, unless it is kept anyway, or a rule says to keep it.
+        maker = None
+        if (rule is None or rule.home != "keep") and self._kept(
+            key, tensor._version, *byte_range(tensor)
+        ) is None:
+            maker = self._recompute.maker(key, tensor, chained=chained)
+        dense = maker is None and home != "keep" and is_sparse(tensor)
         recipe = ViewRecipe(
             tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()) * tensor.element_size()
         )
@@ -82,10 +131,14 @@ class Capture:
             tensor = tensor.detach().contiguous()
             key = tensor.untyped_storage()._cdata
             recipe.byte_offset = 0
-        entry = self._entry(key, tensor, region, home)
+        entry = self._entry(key, tensor, region, home) if maker is None else self._made(key, tensor, *maker)
         entry.handles += 1
         entry.waiting += 1
-        return Handle(entry, recipe, dense)
+        mark = None
+        if maker is not None and region.rows is None:
+            what = (entry.region, maker[1], region.name, recipe.size, recipe.stride, recipe.byte_offset)
+            mark = self._recompute.first_mark(what, tensor)
+        return Handle(entry, recipe, dense, mark)
 
     def _worth_moving(self, tensor: torch.Tensor, rule: Rule) -> bool:
         if self.device is None:
@@ -104,13 +157,9 @@ class Capture:
         version = tensor._version
         if home != "keep":
             # What another region keeps alive anyway is not worth a copy.
-            for entry in self._entries.get((key, "keep"), ()):
-                if (
-                    entry.handles
-                    and not entry.storage.expired()
-                    and entry.same_content(version, None, first, last)
-                ):
-                    return entry
+            kept = self._kept(key, version, first, last)
+            if kept is not None:
+                return kept
         known = self._entries.setdefault((key, home), [])
         # The weak reference keeps the storage's identity from being given to another tensor; an entry whose
         # storage is gone can no longer be the one that is being saved.
@@ -139,6 +188,39 @@ class Capture:
             entry.home.put([entry])
         else:
             region.entries.append(entry)
+        return entry
+
+    def _kept(self, key: int, version: int, first: int, last: int) -> Entry | None:
+        """The entry that keeps these bytes where they are, if there is one."""
+        for entry in self._entries.get((key, "keep"), ()):
+            if (
+                entry.handles
+                and not entry.storage.expired()
+                and entry.same_content(version, None, first, last)
+            ):
+                return entry
+        return None
+
+    def _made(self, key: int, tensor: torch.Tensor, run: Run, number: int) -> Entry:
+        """The entry of a recomputed region's output, which no home need hold."""
+        known = self._entries.setdefault((key, "recompute"), [])
+        known[:] = [entry for entry in known if entry.handles]
+        for entry in known:
+            if entry.place == (run, number):
+                return entry
+        storage = tensor.untyped_storage()
+        entry = Entry(
+            storage=StorageWeakRef(storage),
+            version=tensor._version,
+            first=0,
+            last=storage.nbytes(),
+            origin=None,
+            place=(run, number),
+            home=self._recompute,
+            region=run.name,
+        )
+        known.append(entry)
+        entry.home.put([entry])
         return entry
 
     def _extend(
@@ -176,27 +258,48 @@ class Capture:
 
     def forget(self) -> None:
         """Drop the identities of entries that nothing holds any more."""
+        self._recompute.forget()
         alive = {key: [e for e in entries if e.handles] for key, entries in self._entries.items()}
         self._entries = {key: entries for key, entries in alive.items() if entries}
 
     # --- unpack: backward asks for it ---
 
-    def unpack(self, packed: Untouched | Handle) -> torch.Tensor:
+    def was_changed(self, packed: Packed) -> bool:
+        """Whether the tensor was changed in place since it was saved."""
+        if isinstance(packed, Slot):
+            return False
         if isinstance(packed, Untouched):
-            if packed.tensor._version != packed.version:
-                raise _changed(packed.tensor.shape, "a weight or buffer", "")
-            return packed.tensor
+            return packed.tensor._version != packed.version
         entry = packed.entry
         if entry.origin is not None and not entry.spoiled:
             entry.spoiled = entry.origin._version != entry.version
-        if entry.spoiled:
+        return entry.spoiled
+
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        if isinstance(packed, Slot):
+            return packed.run.give(packed.number)
+        if isinstance(packed, Untouched):
+            if self.was_changed(packed):
+                raise _changed(packed.tensor.shape, "a weight or buffer", "")
+            return packed.tensor
+        entry = packed.entry
+        if self.was_changed(packed):
             raise _changed(packed.recipe.size, "a tensor, or its row count,", entry.region)
         if not packed.asked:
             packed.asked = True
             entry.waiting -= 1
         flat = entry.home.get(entry)
         if not packed.dense:
-            return packed.recipe.apply(flat, entry.first)
+            tensor = packed.recipe.apply(flat, entry.first)
+            mark, packed.mark = packed.mark, None
+            if mark is not None and sum_differs(mark, tensor):
+                raise RuntimeError(
+                    f"the output of region {entry.region!r}, which is under recompute, came out otherwise when it "
+                    "was made again for the operation that saved it: either forward is not deterministic, or a "
+                    "kernel changed the output in place without telling autograd. A rule of 'keep' for the region "
+                    "that saved it holds it instead"
+                )
+            return tensor
         recipe = packed.recipe
         packed_rows = flat.view(recipe.dtype).view(recipe.size)
         out = torch.empty_strided(recipe.size, recipe.stride, dtype=recipe.dtype, device=flat.device)

@@ -117,6 +117,22 @@ def row_range(tensor: torch.Tensor, capacity: int) -> tuple[int, int] | None:
     return (start, end) if last <= end <= tensor.untyped_storage().nbytes() else None
 
 
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A number on the tensor's device that its bytes decide; None for elements without a view as integers.
+
+    Rows are summed, and the sums weighed by their place: two rows that changed places make another number.
+    """
+    integers = _AS_INTEGERS.get(tensor.element_size())
+    if integers is None:
+        return None
+    values = tensor.detach().view(integers)
+    sums = values.sum(-1, dtype=torch.int64).flatten() if values.ndim > 1 else values.flatten()
+    return (sums * torch.arange(1, 2 * sums.numel(), 2, device=sums.device)).sum()
+
+
 def storage_keys(tensors: Iterable[torch.Tensor]) -> set[int]:
     """The storages that `tensors` live in now; those of subclasses without one (DTensor) by their local part."""
     keys = set()
@@ -124,3 +140,10 @@ def storage_keys(tensors: Iterable[torch.Tensor]) -> set[int]:
         local = getattr(tensor, "_local_tensor", tensor)
         keys.add(local.untyped_storage()._cdata)
     return keys
+
+
+def plain_storage(tensor: torch.Tensor) -> int | None:
+    """The storage of a tensor with plain memory; None for a subclass or a layout that has none of its own."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return None
+    return tensor.untyped_storage()._cdata

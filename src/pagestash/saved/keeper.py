@@ -20,7 +20,9 @@ from pagestash.saved.identity import storage_keys
 from pagestash.saved.measured import MeasuredOffload, Outlook
 from pagestash.saved.offload import Offload
 from pagestash.saved.order import Recorder
-from pagestash.saved.region import Region, enter, frames, leave, set_frames
+from pagestash.saved.recompute import Recompute
+from pagestash.saved.region import Region, enter, frames, leave, no_module, running_again, set_frames
+from pagestash.saved.run import Run
 from pagestash.saved.stash import MeasuredStash, Stash
 from pagestash.saved.streams import capturing
 
@@ -33,7 +35,10 @@ class PoolOverflow(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class HomeStats:
-    """Valid bytes that wait in a home now, and at the peak since the last `reset_peaks`."""
+    """Valid bytes that wait in a home now, and at the peak since the last `reset_peaks`.
+
+    Of `recompute`: what was made again and has not been asked for yet. What it dropped is nowhere.
+    """
 
     bytes: int
     peak: int
@@ -81,8 +86,9 @@ class Keeper:
 
     A module that has `use_pool(pool, account)` and falls under a stash rule is given the pool, to write pages
     from its own kernels (`pagestash.moe` does). With `pool.device = "auto"` the first step that stashes anything
-    measures, waiting for the device; the pool is made when it ends. Results are the same to the last bit with
-    and without a keeper.
+    measures, waiting for the device; the pool is made when it ends. A module that has `use_recompute(on)` and falls
+    under a recompute rule recomputes by itself; of any other, forward is run again. Results are the same to the
+    last bit with and without a keeper.
     """
 
     def __init__(self, policy: Policy, *, backend: str = "auto") -> None:
@@ -92,18 +98,19 @@ class Keeper:
         self._stash: Stash | MeasuredStash = MeasuredStash(policy.pool.page_bytes)
         self._recorder = Recorder()
         self._offload: Offload | MeasuredOffload = MeasuredOffload(self._recorder)
+        self._recompute = Recompute()
         self._homes: dict[HomeName, Home] = {
             "keep": self._keep,
             "stash": self._stash,
             "offload": self._offload,
+            "recompute": self._recompute,
         }
-        for rule in policy.rules:
-            if rule.home not in self._homes:
-                raise ValueError(f"rule {rule.match!r}: home={rule.home!r} is not in this version")
         self._capture = Capture(policy, self._homes, None)
         self._models: list[nn.Module] = []
         self._hooks: list[Any] = []
         self._own_stash: dict[str, Any] = {}
+        self._own_recompute: list[Any] = []
+        self._next_to_forward: list[tuple[Any, Any, Any]] = []
         self._in_step = False
 
     # --- attach ---
@@ -112,6 +119,10 @@ class Keeper:
         """Watch the modules of `model` that a rule names; `regions` are the names that `ps.region` will open."""
         names = {name: module for name, module in model.named_modules() if name}
         self.policy.check([*names, *regions])
+        for name in regions:
+            rule = self.policy.rule_for(name)
+            if rule is not None and rule.home == "recompute" and name not in names:
+                raise ValueError(no_module(rule, name))
         first = next(iter(model.parameters()), None)
         device = torch.device("cpu") if first is None else first.device
         if self._capture.device is not None and self._capture.device != device:
@@ -124,7 +135,17 @@ class Keeper:
             rule = self.policy.rule_for(name)
             if rule is not None:
                 self._capture.names[module] = name
-                self._watch(name, module)
+                above = _prefixes(name)
+                path = [model, *(names[each] for each in above), module]
+                if (
+                    rule.home == "recompute"
+                    and hasattr(module, "use_recompute")
+                    and not self._made_with(above)
+                ):
+                    self._own_recompute.append(module)
+                    module.use_recompute(True)
+                else:
+                    self._watch(name, path)
                 if rule.home == "stash" and hasattr(module, "use_pool"):
                     self._own_stash[name] = module
                     if isinstance(self._stash, Stash):
@@ -137,21 +158,38 @@ class Keeper:
             hook.remove()
         for module in self._own_stash.values():
             module.use_pool(None, 0)
+        for module in self._own_recompute:
+            module.use_recompute(False)
         self._hooks.clear()
         self._capture.names.clear()
         self._own_stash.clear()
+        self._own_recompute.clear()
+        self._next_to_forward.clear()
         self._models.clear()
 
-    def _watch(self, name: str, module: nn.Module) -> None:
-        rule = self.policy.rule_for(name)
+    def _made_with(self, above: Sequence[str]) -> bool:
+        """Whether one of the modules `above` is under recompute, which takes all inside it along."""
+        rules = [self.policy.rule_for(name) for name in above]
+        return any(rule is not None and rule.home == "recompute" for rule in rules)
+
+    def _watch(self, name: str, path: Sequence[nn.Module]) -> None:
+        """Open a region around each forward of the last module of `path`, which the model's `name` leads along."""
+        module, rule = path[-1], self.policy.rule_for(name)
+        assert rule is not None
         open_regions: list[Region | None] = []
 
-        def before(module: nn.Module, args: Any) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            outer = frames()[-1] if frames() else None
             # No frames: another thread, such as autograd's when it runs a checkpointed forward again.
-            if not self._in_step or not torch.is_grad_enabled() or not frames():
+            if outer is None or running_again() or not self._in_step or not torch.is_grad_enabled():
                 open_regions.append(None)
                 return
-            outer = frames()[-1]
+            run = outer.run
+            if rule.home != "recompute":
+                run = None
+            elif run is None:
+                # (Inside another that is run again, a region's tensors are made with the other's.)
+                run = Run(self._recompute, self._capture, outer, path, name, rule, (args, kwargs))
             region = Region(
                 self._capture,
                 name,
@@ -159,6 +197,7 @@ class Keeper:
                 rows=outer.rows,
                 capacity=outer.capacity,
                 weights=storage_keys([*module.parameters(), *module.buffers()]),
+                run=run,
             )
             open_regions.append(region)
             enter(region)
@@ -168,15 +207,20 @@ class Keeper:
                 region = open_regions.pop()
                 if region is not None and leave(region):
                     self._capture.close(region)
+                    if isinstance(region.run, Run) and all(frame.run is not region.run for frame in frames()):
+                        region.run.close(region.weights | self._capture.weights, output)
 
         def note_weights(module: nn.Module, args: Any) -> None:
             # FSDP2 gives a module new parameter storage just before its forward.
             if self._in_step and frames():
                 frames()[-1].weights |= storage_keys(module.parameters(recurse=False))
 
-        self._hooks.append(module.register_forward_pre_hook(before))
+        opening = module.register_forward_pre_hook(before, with_kwargs=True)
         # Also when forward raises: the region is over either way.
-        self._hooks.append(module.register_forward_hook(after, always_call=True))
+        closing = module.register_forward_hook(after, always_call=True)
+        self._hooks += [opening, closing]
+        if rule.home == "recompute":
+            self._next_to_forward.append((module, opening, closing))
         for child in module.modules():
             if child is not module and next(child.parameters(recurse=False), None) is not None:
                 self._hooks.append(child.register_forward_pre_hook(note_weights))
@@ -194,6 +238,10 @@ class Keeper:
         self._in_step = True
         self._offload.start()
         self._capture.weights = storage_keys([*self.parameters(), *self.buffers()])
+        for module, opening, closing in self._next_to_forward:
+            # What is run again is forward itself: no hook of another may stand between it and ours.
+            module._forward_pre_hooks.move_to_end(opening.id)
+            module._forward_hooks.move_to_end(closing.id, last=False)
         outer = frames()
         root = Region(self._capture, "", None)
         enter(root)
@@ -351,7 +399,7 @@ class Keeper:
 
     def reset_peaks(self) -> None:
         """Count peaks from now on; also clears the overflow flag."""
-        for tally in (self._keep.tally, self._offload.tally):
+        for tally in (self._keep.tally, self._offload.tally, self._recompute.tally):
             tally.reset_peak()
         if self.pool is not None:
             self.pool.reset()
@@ -364,7 +412,12 @@ class Keeper:
             waiting = stash.bytes
         else:
             waiting = stash.pool.memory.state[Counter.BYTES].clone()
-        return {"keep": self._keep.tally.bytes, "stash": waiting, "offload": self._offload.tally.bytes}
+        return {
+            "keep": self._keep.tally.bytes,
+            "stash": waiting,
+            "offload": self._offload.tally.bytes,
+            "recompute": self._recompute.tally.bytes,
+        }
 
     def stats(self) -> KeeperStats:
         """Bytes and peak by home and region, and the pool's tiers. Waits for the device."""
@@ -373,9 +426,10 @@ class Keeper:
             "keep": _totals(self._keep.tally),
             "stash": HomeStats(0, 0),
             "offload": _totals(self._offload.tally),
+            "recompute": _totals(self._recompute.tally),
         }
         regions: dict[str, HomeStats] = {}
-        for tally in (self._keep.tally, self._offload.tally):
+        for tally in (self._keep.tally, self._offload.tally, self._recompute.tally):
             for name, sizes in tally.by_region.items():
                 _add(regions, name or OUTSIDE, *sizes)
         if isinstance(stash, MeasuredStash):
@@ -408,3 +462,9 @@ def _add(regions: dict[str, HomeStats], name: str, now: int, peak: int) -> None:
     """Count a region's bytes in one more home; peaks of several homes need not have been at one time."""
     known = regions.get(name, HomeStats(0, 0))
     regions[name] = HomeStats(known.bytes + now, known.peak + peak)
+
+
+def _prefixes(name: str) -> list[str]:
+    """The names of the modules that a dotted name leads through."""
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]

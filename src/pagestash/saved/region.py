@@ -1,10 +1,10 @@
 """Regions: named stretches of forward whose saved tensors share a rule, and which of them we are in."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +26,20 @@ class RegionOwner(Protocol):
         ...
 
 
+class Forward(Protocol):
+    """The forward of a region under recompute: its first run, or one of those that make its tensors again."""
+
+    again: bool
+
+    def decide(self, fn: Callable[[], Any], rows: Callable[[Any], tuple[torch.Tensor, int]] | None) -> Any:
+        """The result of `fn`, which runs the first time only; and the `rows` of its buffers, which it tells."""
+        ...
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """An operation inside has saved `tensor`, whatever its home."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Region:
     """One entry into a region: its name and rule, its valid rows, and the entries saved in it so far."""
@@ -39,6 +53,8 @@ class Region:
     entries: list[Entry] = field(default_factory=list)
     claims: dict[int, "Region"] = field(default_factory=dict)
     """Storages whose bytes, when saved in here, belong to another region."""
+    run: Forward | None = None
+    """What drops the tensors saved in here, to make them again; None where they have a home."""
 
 
 # The innermost last. Scoped to the running step and thread, not to the process: a keeper that is not in a step
@@ -67,6 +83,14 @@ def leave(region: Region) -> bool:
     return True
 
 
+def no_module(rule: Rule, name: str) -> str:
+    """Why a rule of recompute cannot hold for a region that is no module."""
+    return (
+        f"rule {rule.match!r}: home='recompute' needs a module, whose forward can be run again, and {name!r} is a "
+        "region opened with ps.region(); make it a module, or give it another home"
+    )
+
+
 def claim(module: nn.Module, tensor: torch.Tensor) -> None:
     """What is saved of `tensor` in the region we are in belongs to `module`, if a rule names that.
 
@@ -77,13 +101,21 @@ def claim(module: nn.Module, tensor: torch.Tensor) -> None:
         return
     inner = current[-1]
     name = inner.capture.names.get(module)
-    if name is None:
+    if name is None or running_again():
         return
     owner = next((claimed for claimed in inner.claims.values() if claimed.name == name), None)
     if owner is None:
         rule = inner.capture.policy.rule_for(name)
+        if rule is not None and rule.home == "recompute":
+            return  # the module makes its tensors again by itself; what it saves is ours
         owner = Region(inner.capture, name, rule, inner.rows, inner.capacity, inner.weights)
     inner.claims[tensor.untyped_storage()._cdata] = owner
+
+
+def running_again() -> bool:
+    """Whether a region is run again: what a module puts away by itself then, nobody would ever ask for."""
+    current = _frames.get()
+    return bool(current) and current[-1].run is not None and current[-1].run.again
 
 
 def named(module: nn.Module) -> bool:
@@ -125,8 +157,13 @@ def region(
         yield
         return
     outer = current[-1]
+    if running_again():
+        yield
+        return
     full = f"{outer.name}.{name}" if outer.name and name else outer.name or name
     own = outer.capture.policy.rule_for(full) if name else None
+    if own is not None and own.home == "recompute" and outer.run is None:
+        raise ValueError(no_module(own, full))
     inner = Region(
         outer.capture,
         full,
@@ -134,6 +171,7 @@ def region(
         rows=outer.rows if rows is None else rows,
         capacity=outer.capacity if capacity is None else capacity,
         weights=outer.weights,
+        run=outer.run if own is None or own.home == "recompute" else None,
     )
     enter(inner)
     try:

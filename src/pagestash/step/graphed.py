@@ -188,7 +188,8 @@ class GraphedStep:
     def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Capture the step for batches like this one."""
         self._guard.arm()
-        if not self._keeper.size_pool() and self._keeper.policy.rules:
+        stashes = any(rule.home == "stash" for rule in self._keeper.policy.rules)
+        if not self._keeper.size_pool() and stashes:
             log.warning("the warm-up stashed nothing: does a rule's region run?")
         self._static = StaticBatch(args, kwargs, self._device)
         self._static.fill(self._static.copies(args, kwargs))

@@ -1,0 +1,116 @@
+"""The `recompute` home: what it holds is what was made again, until backward has asked for it.
+
+A region under recompute keeps its inputs and drops what it saved (`run.py`). Its output is dropped, too: where
+a later region saves it, the entry's home is this one, and its place is (run, number of the output).
+"""
+
+from collections.abc import Hashable, Sequence
+from threading import RLock
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pagestash.policy import HomeName
+from pagestash.saved.homes import Tally
+from pagestash.saved.identity import Entry, checksum, plain_storage
+from pagestash.saved.run import Run
+from pagestash.saved.surroundings import Known
+
+LIGHT = 8
+"""An output that another recomputed region takes in is dropped if making it again brings back at most this many
+times its bytes. Its region's tensors then wait through the other one's backward: nothing for a norm or a
+projection, but for a whole layer more than was saved, and for a chain of layers everything."""
+
+
+class Recompute:
+    """Holds nothing but what was made again and is still to be asked for, and counts that."""
+
+    name: HomeName = "recompute"
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        """Of what was made again and waits."""
+        self.known: Known = WeakKeyDictionary()
+        self.lock = RLock()
+        """Held while a region is run again: autograd has a thread for each device."""
+        self._marked: set[Hashable] = set()
+        self._held: dict[tuple[str, int], list[int]] = {}
+        self._outputs: dict[int, tuple[StorageWeakRef, int, Run, int]] = {}
+
+    # --- a home ---
+
+    def put(self, group: Sequence[Entry]) -> None:
+        for entry in group:
+            run, number = entry.place
+            run.outputs[number] = entry
+            entry.origin = None
+
+    def get(self, entry: Entry) -> torch.Tensor:
+        run, number = entry.place
+        made = run.give_output(number, last=not entry.waiting)
+        flat = torch.empty(0, dtype=torch.uint8, device=made.device)
+        return flat.set_(made.untyped_storage(), entry.first, (entry.length,), (1,))
+
+    def drop(self, entry: Entry) -> None:
+        run, number = entry.place
+        entry.place = None
+        run.forget_output(number)
+
+    # --- outputs that can be made again ---
+
+    def remember(self, key: int, tensor: torch.Tensor, run: Run, number: int) -> None:
+        self.prune()
+        self._outputs[key] = (StorageWeakRef(tensor.untyped_storage()), tensor._version, run, number)
+
+    def maker(self, key: int, tensor: torch.Tensor, *, chained: bool) -> tuple[Run, int] | None:
+        """The run that can make the tensor's bytes again, and the number of its output; None if none can.
+
+        `chained`: asked by a region that will itself be run again.
+        """
+        found = self._outputs.get(key)
+        if found is None or found[0].expired() or found[1] != tensor._version:
+            return None
+        _, _, run, number = found
+        if chained and run.weight > LIGHT * tensor.untyped_storage().nbytes():
+            return None
+        return run, number
+
+    def prune(self) -> None:
+        """Let go of runs whose outputs are gone: nobody can save them any more."""
+        gone = [key for key, (storage, *_) in self._outputs.items() if storage.expired()]
+        for key in gone:
+            del self._outputs[key]
+
+    def forget(self) -> None:
+        """The step is over: outputs that are alive now belong to the caller."""
+        self._outputs.clear()
+
+    def first_mark(self, what: Hashable, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A checksum of what is held or made again, the first time that there is such a thing.
+
+        Versions do not see kernels that write without telling autograd. In a capture nobody could look.
+        """
+        if what in self._marked or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        self._marked.add(what)
+        return checksum(tensor) if plain_storage(tensor) is not None else None
+
+    # --- counts ---
+
+    def hold(self, region: str, tensor: torch.Tensor) -> None:
+        key = plain_storage(tensor)
+        if key is not None:
+            held = self._held.setdefault((region, key), [tensor.untyped_storage().nbytes(), 0])
+            held[1] += 1
+            if held[1] == 1:
+                self.tally.count(region, held[0])
+
+    def release(self, region: str, tensor: torch.Tensor) -> None:
+        key = plain_storage(tensor)
+        if key is not None:
+            held = self._held[region, key]
+            held[1] -= 1
+            if not held[1]:
+                del self._held[region, key]
+                self.tally.count(region, -held[0])

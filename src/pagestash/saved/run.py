@@ -1,0 +1,312 @@
+"""A region that will be run again: its first forward, and what it takes to repeat it.
+
+A region's first forward is a `Run`. Every tensor that an operation in it saves is counted; those the region
+drops are `Slot`s, known by their number. `Rerun` runs forward again, counts the same way, takes the tensors that
+are waited for, and stops when it has them. Gradients flow through the first forward's graph, so nothing else of
+the second one is ever used.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pagestash.policy import Rule
+from pagestash.saved.identity import Entry, byte_range, plain_storage
+from pagestash.saved.region import Region, frames, set_frames
+from pagestash.saved.rerun import Layout, Rerun, layout, sum_differs
+from pagestash.saved.surroundings import (
+    Random,
+    Surroundings,
+    drawn_since,
+    random_state,
+)
+from pagestash.saved.trees import map_leaves, tensors_of
+
+if TYPE_CHECKING:
+    from pagestash.saved.capture import Capture
+    from pagestash.saved.recompute import Recompute
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """What autograd holds in place of a dropped tensor: the number under which its region saved it."""
+
+    run: "Run"
+    number: int
+
+    def __del__(self) -> None:
+        self.run.forget(self.number)
+
+
+class _Held:
+    """A tensor that a region takes in or decides on, packed. (No dataclass: those are looked into.)"""
+
+    __slots__ = ("mark", "packed", "requires_grad")
+
+    def __init__(self, packed: Any, requires_grad: bool, mark: torch.Tensor | None) -> None:
+        self.packed, self.requires_grad, self.mark = packed, requires_grad, mark
+
+
+class Run:
+    """One forward of a region: what it takes to run it again, and what waits for that."""
+
+    again = False
+
+    def __init__(
+        self,
+        home: "Recompute",
+        capture: "Capture",
+        outer: Region,
+        path: Sequence[nn.Module],
+        name: str,
+        rule: Rule,
+        arguments: tuple[tuple, dict[str, Any]],
+    ) -> None:
+        self.name = name
+        self.saved: list[tuple[torch.Size, torch.dtype]] = []
+        self.outputs: dict[int, Entry] = {}  # those that a later region saved
+        self.layouts: dict[int, Layout] = {}
+        self.marks: dict[int, torch.Tensor] = {}
+        self.dropped = 0
+        self.weight = 0
+        """Bytes that running the region again brings back, with those of the regions it must run before."""
+        self._home = home
+        self._capture = capture
+        self._outer: Region | None = outer  # while forward runs
+        self._path = path
+        self._least = rule.least_bytes
+        self._decisions: list[tuple[Any, Random | None]] = []
+        self._alive: set[int] = set()
+        self._made: dict[int, torch.Tensor] = {}
+        self._made_outputs: dict[int, torch.Tensor] = {}
+        self._made_on: torch.cuda.Stream | None = None
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._taken_in: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        self._take_in(arguments)
+        self._inputs = self._hold(arguments, outer, chained=True)
+        self._surroundings = Surroundings(self.module, name, capture.device_here, home.known)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._path[-1]
+
+    # --- the first forward ---
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that an operation inside saved, whatever becomes of it."""
+        self.saved.append((tensor.shape, tensor.dtype))
+
+    def home_of(self, tensor: torch.Tensor) -> Region | None:
+        """The region whose home takes a tensor saved in this one: None if it is dropped.
+
+        What is taken in is held in any case; what is below `min_bytes` stays.
+        """
+        assert self._outer is not None
+        if tensor.nbytes < self._least:
+            return self._outer
+        key = plain_storage(tensor)
+        taken_in = self._taken_in.get(key, ()) if key is not None else ()
+        at = byte_range(tensor) if taken_in else None
+        return self._outer if any(byte_range(given) == at for given, _ in taken_in) else None
+
+    def drop(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> Slot:
+        """Let go of the tensor that was counted last; where there are `rows`, others may be garbage."""
+        key = plain_storage(tensor)
+        if key is not None and key not in self._storages and key not in self._taken_in:
+            # The weak reference keeps the key from being given to another storage.
+            self._storages[key] = StorageWeakRef(tensor.untyped_storage())
+            self.dropped += tensor.untyped_storage().nbytes()
+        number = len(self.saved) - 1
+        self._alive.add(number)
+        if is_choice(tensor) and rows is None:
+            mark = self._home.first_mark((self.name, number), tensor)
+            if mark is not None:
+                self.marks[number] = mark
+        return Slot(self, number)
+
+    def decide(self, fn: Callable[[], Any], rows: Callable[[Any], tuple[torch.Tensor, int]] | None) -> Any:
+        """Run `fn` as if it stood outside the region, and remember its result."""
+        assert self._outer is not None
+        current, device = frames(), self._capture.device_here
+        start = next(index for index, frame in enumerate(current) if frame.run is self)
+        inner = current[-1]
+        region = inner if inner.run is None else self._around(inner, self._outer.rule)
+        held_in = region
+        before = random_state(device)
+        set_frames((*current[:start], region))
+        try:
+            result = fn()
+            if rows is not None:
+                held_in = self._around(region, region.rule)
+                held_in.rows, held_in.capacity = rows(result)
+            drawn = drawn_since(device, before)
+            after = random_state(device) if drawn else None
+            self._decisions.append((self._hold(result, held_in), after))
+            if region is not inner:
+                self._take_in(result)
+            return result
+        finally:
+            set_frames(current)
+            for each in dict.fromkeys((region, held_in)):
+                if each is not inner:
+                    self._capture.close(each)
+
+    def _around(self, region: Region, rule: Rule | None) -> Region:
+        """A region whose tensors wait under `rule`, otherwise like `region`."""
+        return Region(self._capture, self.name, rule, region.rows, region.capacity, weights=region.weights)
+
+    def _take_in(self, tree: Any) -> None:
+        """These tensors are held: where an operation saves one, there is nothing to drop."""
+        for tensor in tensors_of(tree):
+            key = plain_storage(tensor)
+            if key is not None:
+                self._taken_in.setdefault(key, []).append((tensor.detach(), tensor._version))
+
+    def close(self, weights: set[int], output: Any) -> None:
+        """The first forward is over: its outputs can be made again from here on."""
+        self._surroundings.close()
+        self._outer = None
+        for tensors in self._taken_in.values():
+            for tensor, version in tensors:
+                if tensor._version != version:
+                    raise RuntimeError(
+                        f"region {self.name!r} is under recompute, and changes its input of shape "
+                        f"{tuple(tensor.shape)} in place (or what it got from once()), so that it could not be run "
+                        "again; clone it first, or give the region another home"
+                    )
+        made: dict[int, torch.Tensor] = {}
+        for number, tensor in enumerate(tensors_of(output)):
+            key = plain_storage(tensor)
+            if key is None or key in weights or key in self._taken_in or key in made:
+                continue  # it was there before
+            if tensor.numel() == 1 or not tensor.is_floating_point():
+                continue  # a scalar is not worth a forward, and a choice is never made again
+            made[key] = tensor
+            self.layouts[number] = layout(tensor)
+            if self.saved:  # else another's hooks took it all, a checkpoint's, whose business it is
+                self._home.remember(key, tensor, self, number)
+        self.weight += self.dropped + sum(tensor.untyped_storage().nbytes() for tensor in made.values())
+        self._taken_in = {}
+        self._storages = {}
+
+    def _hold(self, tree: Any, region: Region, *, chained: bool = False) -> Any:
+        """`tree` with its tensors packed in `region`'s home."""
+        numbers = count()
+
+        def hold(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            packed = self._capture.pack_in(region, leaf.detach(), chained=chained)
+            entry = getattr(packed, "entry", None)
+            if entry is not None and entry.home is self._home:
+                self.weight += entry.place[0].weight
+            what = (self.name, len(self._decisions), chained, next(numbers))
+            mark = self._home.first_mark(what, leaf) if region.rows is None else None
+            return _Held(packed, leaf.requires_grad, mark)
+
+        return map_leaves(hold, tree)
+
+    # --- backward ---
+
+    def give(self, number: int) -> torch.Tensor:
+        """The tensor saved under `number`; whoever asks again has the region run again."""
+        self._home.prune()
+        with self._home.lock:
+            if number not in self._made:
+                self._make()
+            tensor = self._made.pop(number)
+        self._home.release(self.name, tensor)
+        return self._in_order(tensor)
+
+    def give_output(self, number: int, last: bool) -> torch.Tensor:
+        """An output; it waits here until the `last` of those who saved it has asked."""
+        self._home.prune()
+        with self._home.lock:
+            if number not in self._made_outputs:
+                self._make(number)
+            tensor = self._made_outputs[number]
+            if last:
+                del self._made_outputs[number]
+                self._home.release(self.name, tensor)
+        return self._in_order(tensor)
+
+    def forget(self, number: int) -> None:
+        """Nothing can ask for that tensor any more."""
+        self._alive.discard(number)
+        tensor = self._made.pop(number, None)
+        if tensor is not None:
+            self._home.release(self.name, tensor)
+
+    def forget_output(self, number: int) -> None:
+        self.outputs.pop(number, None)
+        tensor = self._made_outputs.pop(number, None)
+        if tensor is not None:
+            self._home.release(self.name, tensor)
+
+    def _make(self, output: int | None = None) -> None:
+        if self._outer is not None:
+            raise RuntimeError(
+                f"region {self.name!r} is under recompute, and takes gradients inside its own forward, which needs "
+                "what it has just dropped; give it another home"
+            )
+        self._release_made()  # they are made again, too
+        outputs: set[int] = set()
+        if output is not None:  # it runs to its end then, where the others are, too
+            outputs = {output} | {number for number, entry in self.outputs.items() if entry.waiting}
+        rerun = Rerun(self, set(self._alive), outputs)
+        rerun.go()
+        for found, made in ((rerun.found, self._made), (rerun.outputs, self._made_outputs)):
+            for number, tensor in found.items():
+                self._home.hold(self.name, tensor)
+                made[number] = tensor
+        # Another thread may have ended its part of backward meanwhile, and found nothing to forget.
+        for number in rerun.found.keys() - self._alive:
+            self.forget(number)
+        on_gpu = self._capture.device_here.type == "cuda"
+        self._made_on = torch.cuda.current_stream() if on_gpu else None
+
+    def _release_made(self) -> None:
+        for made in (self._made, self._made_outputs):
+            while made:
+                self._home.release(self.name, made.popitem()[1])
+
+    def _in_order(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor may have been made for an operation on another stream than the one that asks now."""
+        if self._made_on is not None and tensor.is_cuda:
+            here = torch.cuda.current_stream()
+            if here != self._made_on:
+                here.wait_stream(self._made_on)
+                tensor.record_stream(here)
+        return tensor
+
+    def again_from(self, tree: Any) -> Any:
+        """What was held, as tensors of their own without a graph."""
+
+        def bring(leaf: Any) -> Any:
+            if not isinstance(leaf, _Held):
+                return leaf
+            changed = self._capture.was_changed(leaf.packed)
+            tensor = None if changed else self._capture.unpack(leaf.packed).detach()
+            mark, leaf.mark = leaf.mark, None
+            if tensor is None or (mark is not None and sum_differs(mark, tensor)):
+                raise RuntimeError(
+                    f"region {self.name!r} is under recompute, and a tensor that it took in was changed in place "
+                    "before backward, so that it cannot be run again; clone it before changing it, or give the "
+                    "region another home"
+                )
+            return tensor.requires_grad_(leaf.requires_grad)
+
+        return map_leaves(bring, tree)
+
+
+def is_choice(tensor: torch.Tensor) -> bool:
+    """Whether the values are indices or a mask: to make others the second time would be another forward.
+
+    A generator's state, which operations save as one or two integers, may be anything where it is not used.
+    """
+    return tensor.dtype in (torch.bool, torch.int32, torch.int64) and tensor.numel() > 2

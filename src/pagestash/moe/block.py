@@ -48,7 +48,7 @@ class BlockOptions:
     rows: Place = Place()
     h: Place = Place()
     kept: bool = True
-    """Whether a backward may follow."""
+    """Whether a backward may follow; without one, nothing is put into pages."""
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ def _through(
     if place.pool is not None and options.kept and not place.again:
         lease = Lease(place.pool, tuple(h.shape), h.dtype, info.rows, account=place.account, expendable=True)
     a = swiglu.forward(h, info, options.activation, lease.pages if lease else None)
-    kept = _Kept(None if lease or place.again else h, lease)
+    kept = _Kept(None if place.pool is not None or place.again else h, lease)
     _claim(place, kept.h)
     del h
     return grouped_mm(a, down.transpose(-2, -1), offsets), kept
@@ -208,9 +208,8 @@ class ReceivedExperts(torch.autograd.Function):
         y_RD, kept = _through(x_RD, up_x, down_x, info, offsets, options)
         if down_bias_x is not None:
             y_RD = y_RD + _row_bias(down_bias_x, offsets, weights, y_RD)
-        ctx.save_for_backward(
-            None if received else x_RD, weights, up, down, up_bias, down_bias, offsets, kept.h
-        )
+        paged = received is not None or place.pool is not None
+        ctx.save_for_backward(None if paged else x_RD, weights, up, down, up_bias, down_bias, offsets, kept.h)
         ctx.lease, ctx.received, ctx.options = kept.lease, received, options
         ctx.inputs = ReceivedExperts.inputs
         return y_RD

@@ -6,14 +6,15 @@ import torch
 from torch import nn
 
 from pagestash.kernels.gather import ALIGNMENT
-from pagestash.kernels.route import route
+from pagestash.kernels.route import Routing, route
 from pagestash.moe.block import BlockOptions, LocalExperts, Place, ReceivedExperts
 from pagestash.moe.capacity import HEADROOM, Capacity
 from pagestash.moe.config import MoEConfig
-from pagestash.moe.dispatch import Dispatch
+from pagestash.moe.dispatch import Dispatch, Received
 from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct, Placed
 from pagestash.pages.pool import PagePool
-from pagestash.saved.region import named, note_weights, region
+from pagestash.saved.once import once
+from pagestash.saved.region import named, note_weights, region, running_again
 
 
 class Experts(Placed):
@@ -60,12 +61,12 @@ class Experts(Placed):
         if self.dispatch is None:
             self._most = max(self._most, ids.numel())
             capacity = self._rows.limit(ids.numel())
-            routing = route(ids, self.config.experts, capacity=capacity, over=over)
-            self._rows.observe(routing.counts)
+            routing = once(lambda: self._route(ids, capacity, over))
             with region(rows=routing.rows, capacity=routing.order.numel()):
                 note_weights(up, up_bias, down, down_bias)
                 return LocalExperts.apply(x, weights, up, down, up_bias, down_bias, ids, routing, options)
-        received = self.dispatch.send(x, ids, weights, over)
+        dispatch = self.dispatch
+        received = once(lambda: dispatch.send(x, ids, weights, over), rows=_arrived)
         with region(rows=received.offsets[-1:], capacity=received.rows_RD.shape[0]):
             note_weights(up, up_bias, down, down_bias)
             rows = ReceivedExperts.apply(
@@ -80,6 +81,11 @@ class Experts(Placed):
                 options,
             )
         return self.dispatch.collect(rows, received)
+
+    def _route(self, ids: torch.Tensor, capacity: int, over: torch.Tensor | None) -> Routing:
+        routing = route(ids, self.config.experts, capacity=capacity, over=over)
+        self._rows.observe(routing.counts)
+        return routing
 
     def _place_of(self, part: Placed) -> Place:
         """By the part's own rule, where it has one, else by that of this module."""
@@ -139,4 +145,10 @@ class SharedExperts(Placed):
 
 
 def _backward_may_follow(*tensors: torch.Tensor) -> bool:
+    if running_again():
+        return False  # the first forward has put away what backward needs
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _arrived(received: Received) -> tuple[torch.Tensor, int]:
+    return received.offsets[-1:], received.rows_RD.shape[0]

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from pagestash.kernels.route import multihot
 from pagestash.kernels.topk import topk
 from pagestash.moe.config import MoEConfig
+from pagestash.saved.once import once
 
 
 class Router(nn.Module):
@@ -37,6 +38,9 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=config.width**-0.5)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return once(lambda: self._decide(x))
+
+    def _decide(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         weights, aux, ids, counts = _Route.apply(x, self.weight, self.correction, self.config)
         if self.load is not None and self.training and torch.is_grad_enabled():
             self.load += counts

@@ -1,0 +1,135 @@
+"""Recomputed MoE layers: tokens are routed and sent once, and what waits in pages is put there once."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pagestash as ps
+from pagestash.moe import AllGather, AllToAll, MoE, MoEConfig
+from pagestash.moe import experts as experts_file
+from pagestash.moe import router as router_file
+
+D, T = 32, 40
+CONFIG = MoEConfig(
+    width=D,
+    expert_width=24,
+    experts=4,
+    top_k=2,
+    shared_experts=1,
+    capacity=64,
+    correction_bias=True,
+    score="sigmoid",
+)
+
+
+@pytest.fixture(autouse=True)
+def _references(monkeypatch):
+    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+
+
+@pytest.fixture
+def lone_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Layer(nn.Module):
+    def __init__(self, dispatch) -> None:
+        super().__init__()
+        self.norm, self.moe = nn.LayerNorm(D), MoE(CONFIG, dispatch=dispatch)
+
+    def forward(self, x):
+        y, aux = self.moe(self.norm(x))
+        return (x + y).tanh() + aux
+
+
+class Counts:
+    """Calls of the functions that decide, and of a dispatch's wire."""
+
+    def __init__(self, monkeypatch, dispatches) -> None:
+        self.calls: dict[str, int] = {}
+        self.count(monkeypatch, router_file, "choose_experts")
+        self.count(monkeypatch, experts_file, "route")
+        for dispatch in dispatches:
+            self.count(monkeypatch, dispatch, "send")
+
+    def count(self, monkeypatch, owner, name):
+        real = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            self.calls[name] = self.calls.get(name, 0) + 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+
+def make(kind):
+    torch.manual_seed(0)
+    dispatches = {
+        "local": lambda: None,
+        "all-gather": lambda: AllGather(CONFIG, max_tokens=T),
+        "all-to-all": lambda: AllToAll(CONFIG, max_tokens=T),
+    }
+    return nn.Sequential(*(Layer(dispatches[kind]()) for _ in range(2)))
+
+
+def step(model, x, keeper=None):
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    if keeper is None:
+        loss = model(x).square().sum()
+        loss.backward()
+    else:
+        with keeper.step():
+            loss = model(x).square().sum()
+            loss.backward()
+    return [loss.detach(), x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+RULES = {
+    "layer": {"*": "recompute"},
+    "moe": {"*.moe": "recompute"},
+    "experts and router": {"*.moe.experts": "recompute", "*.moe.router": "recompute"},
+    "pages inside": {"*": "recompute", "*.moe.moe_act": "stash", "*.moe.expert_fc1": "stash"},
+    "pages around": {"*": "stash", "*.moe": "recompute"},
+    "offload around": {"*": "offload", "*.moe": "recompute"},
+}
+
+
+@pytest.mark.usefixtures("lone_rank")
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("kind", ["local", "all-gather", "all-to-all"])
+def test_tokens_are_routed_and_sent_once(kind, rules, monkeypatch):
+    x = torch.randn(T, D, generator=torch.Generator().manual_seed(1))
+    model = make(kind)
+    plain = [step(model, x) for _ in range(3)]
+    expected = [buffer.clone() for buffer in model.buffers()]
+    model = make(kind)
+    policy = ps.Policy([ps.Rule(match, home, min_bytes=16) for match, home in rules.items()])
+    keeper = ps.Keeper(policy, backend="torch").attach(model)
+    counts = Counts(monkeypatch, [layer.moe.experts.dispatch for layer in model if kind != "local"])
+    for number in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(step(model, x, keeper), plain[number], strict=True))
+        once_a_layer = 2 * (number + 1)
+        assert counts.calls["choose_experts"] == once_a_layer
+        assert counts.calls["route" if kind == "local" else "send"] == once_a_layer
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), expected, strict=True))
+    assert not any(int(size) for size in keeper.held().values())
+
+
+@pytest.mark.usefixtures("lone_rank")
+@pytest.mark.parametrize("kind", ["local", "all-gather"])
+def test_pages_are_written_once(kind):
+    x = torch.randn(T, D, generator=torch.Generator().manual_seed(1))
+    written = []
+    for around in ("keep", "recompute"):
+        rules = [ps.Rule("*", around), ps.Rule("*.moe.moe_act", "stash", min_bytes=16)]
+        model = make(kind)
+        keeper = ps.Keeper(ps.Policy(rules), backend="torch").attach(model)
+        step(model, x, keeper)
+        before = keeper.reservations
+        step(model, x, keeper)
+        written.append((keeper.reservations - before, keeper.stats().pool.device.wanted))
+    assert written[0] == written[1]

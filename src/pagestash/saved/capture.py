@@ -241,6 +241,9 @@ class Capture:
         entry.first, entry.last, entry.covered = low, high, covered
         return True
 
+    def open(self, region: Region) -> None:
+        """Nothing is decided before a tensor is saved."""
+
     def close(self, region: Region) -> None:
         """The region is over: its group goes to its home together, and so do those of claimed tensors."""
         claimed = list(dict.fromkeys(region.claims.values()))  # in the order of the claims

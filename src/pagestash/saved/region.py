@@ -15,11 +15,15 @@ from pagestash.saved.identity import Entry, storage_keys
 
 
 class RegionOwner(Protocol):
-    """What a region belongs to: the capture of one keeper."""
+    """What a region belongs to: the capture of one keeper, or a profile."""
 
     policy: Policy
     names: WeakKeyDictionary[nn.Module, str]
     """Watched modules: those that a rule names."""
+
+    def open(self, region: "Region") -> None:
+        """A region that is no module was entered."""
+        ...
 
     def close(self, region: "Region") -> None:
         """The region is over."""
@@ -174,6 +178,7 @@ def region(
         run=outer.run if own is None or own.home == "recompute" else None,
     )
     enter(inner)
+    inner.capture.open(inner)
     try:
         yield
     finally:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pagestash.policy import Policy as Policy
     from pagestash.policy import PoolConfig as PoolConfig
     from pagestash.policy import Rule as Rule
+    from pagestash.profiling.measure import profile as profile
+    from pagestash.profiling.result import Profile as Profile
     from pagestash.saved.keeper import Keeper as Keeper
     from pagestash.saved.keeper import PoolOverflow as PoolOverflow
     from pagestash.saved.once import once as once
@@ -27,12 +29,14 @@ _FOUND_IN = {
     "Policy": "pagestash.policy",
     "PoolConfig": "pagestash.policy",
     "PoolOverflow": "pagestash.saved.keeper",
+    "Profile": "pagestash.profiling.result",
     "Rule": "pagestash.policy",
     "once": "pagestash.saved.once",
+    "profile": "pagestash.profiling.measure",
     "region": "pagestash.saved.region",
 }
 
-_SUBPACKAGES = ("models", "moe")
+_SUBPACKAGES = ("models", "moe", "profiling")
 
 __all__ = ["__version__", *sorted(_FOUND_IN), *_SUBPACKAGES]
 

@@ -1,0 +1,9 @@
+"""What a step saves for backward: by whom, how large, and what each home would make of it."""
+
+from pagestash.profiling.fit import Fit
+from pagestash.profiling.link import Link
+from pagestash.profiling.measure import profile
+from pagestash.profiling.records import HomeEstimate, Region, SavedTensor, Segment
+from pagestash.profiling.result import Profile
+
+__all__ = ["Fit", "HomeEstimate", "Link", "Profile", "Region", "SavedTensor", "Segment", "profile"]

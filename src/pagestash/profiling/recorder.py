@@ -1,0 +1,297 @@
+"""Records every tensor that autograd saves: which region, which storage, whose memory, and until when."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pagestash.profiling.records import ALLOCATED, BATCH, OUTPUT, USER, Kind, SavedTensor
+from pagestash.profiling.timeline import Path, Timeline
+from pagestash.profiling.watch import Watch, is_compiled
+from pagestash.saved.identity import byte_range, row_range
+from pagestash.saved.region import frames
+
+Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
+
+
+@dataclass(slots=True, eq=False)
+class _Storage:
+    """One storage that was seen. The weak reference keeps its identity from being given to another."""
+
+    number: int
+    weak: StorageWeakRef
+    size: int
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    """Bytes that backward reads."""
+    regions: dict[str, None] = field(default_factory=dict)
+    """Regions that saved it, in order."""
+    made_by: str | None = None
+    """The first module whose output it was."""
+    handles: int = 0
+    holders: tuple[str, ...] = ()
+    needed_at: int | None = None
+    freed_at: int | None = None
+
+    def valid_bytes(self) -> int:
+        covered, end = 0, 0
+        for first, last in sorted(self.ranges):
+            covered += max(0, last - max(first, end))
+            end = max(end, last)
+        return covered
+
+
+@dataclass(slots=True, eq=False)
+class _Handle:
+    """What autograd holds. Its death is the sign that backward is done with the tensor."""
+
+    tensor: torch.Tensor
+    storage: _Storage
+    timeline: Timeline
+
+    def __del__(self) -> None:
+        self.storage.handles -= 1
+        if not self.storage.handles:
+            self.storage.freed_at = self.timeline.now
+
+
+@dataclass(slots=True)
+class _Saved:
+    path: Path
+    tensor_shape: tuple[int, ...]
+    dtype: str
+    device: str
+    kind: Kind
+    nbytes: int
+    storage: _Storage
+    at: int
+
+
+class Recorder:
+    """The hooks of one recorded step; `tensors()` when its backward is done."""
+
+    def __init__(self, model: nn.Module, batch: Any, timeline: Timeline, device: torch.device) -> None:
+        self.watch = Watch(model, timeline, self)
+        self.inputs: dict[str, set[int]] = {}
+        self.outputs: dict[str, set[int]] = {}
+        self._timeline = timeline
+        self._device = device
+        self._storages: dict[int, _Storage] = {}
+        self._saved: list[_Saved] = []
+        self._weights: dict[int, set[Layout]] = {}
+        self._casts: set[int] = set()
+        self._buffers = self._keys(model.buffers())
+        self._batch = self._keys(_tensors(batch))
+        self._tell_casts = not any(map(is_compiled, model.modules()))
+        self._note_weights(model.parameters())
+        self._before = 0
+        self.allocated_bytes: int | None = None
+        """What forward left behind by the allocator's own count, without its result; None without a GPU."""
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Record what is saved while open."""
+        casts = _Casts(self) if self._tell_casts else nullcontext()
+        self._before = self._allocated()
+        with self.watch.forward(), casts, torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    # --- modules ---
+
+    def entered(self, name: str, module: nn.Module, given: Any) -> None:
+        # FSDP2 gives a module new parameter storage just before its forward.
+        self._note_weights(module.parameters(recurse=False))
+        self.inputs.setdefault(name, set()).update(self._storage(t).number for t in _tensors(given))
+
+    def left(self, name: str, result: Any) -> None:
+        for tensor in _tensors(result):
+            storage = self._storage(tensor)
+            storage.made_by = storage.made_by or name
+            self.outputs.setdefault(name, set()).add(storage.number)
+
+    # --- saved tensors ---
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        local = _local(tensor)
+        if local.layout != torch.strided or not local.numel():
+            return tensor.detach()
+        frame = frames()[-1]
+        path = self.watch.path()
+        storage = self._storage(local)
+        claimed = frame.claims.get(local.untyped_storage()._cdata)
+        if claimed is not None and claimed.name != path[-1]:
+            path = (*path, claimed.name)
+        kind = self._kind(local)
+        first, last = byte_range(local)
+        if frame.rows is not None:
+            rows = row_range(local, frame.capacity)
+            if rows is not None:
+                # The host waits for the count: this step is not the one that is timed.
+                valid = int(frame.rows) * ((rows[1] - rows[0]) // frame.capacity)
+                first, last = rows[0], rows[0] + valid
+        storage.ranges.append((first, last))
+        storage.regions[path[-1]] = None
+        storage.handles += 1
+        dtype, device = str(local.dtype).removeprefix("torch."), str(local.device)
+        span = byte_range(local)
+        nbytes = min(local.nbytes, span[1] - span[0])  # an expanded view is as small as what it repeats
+        self._saved.append(
+            _Saved(path, tuple(local.shape), dtype, device, kind, nbytes, storage, self._timeline.now)
+        )
+        # A tensor of its own: an output that held itself would never be freed.
+        return _Handle(tensor.detach(), storage, self._timeline)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Handle):
+            return packed
+        if packed.storage.needed_at is None:
+            packed.storage.needed_at = self._timeline.now
+        return packed.tensor
+
+    def look_around(self, output: Any) -> None:
+        """At the end of forward: what the allocator says, and who keeps saved storages alive besides autograd."""
+        outputs = self._keys(_tensors(output))
+        if self._device.type == "cuda":
+            loose = [self._storages[key] for key in outputs]
+            result = sum(s.size for s in loose if not s.handles and s.weak.cdata not in self._batch)
+            self.allocated_bytes = self._allocated() - self._before - result
+        extra = _references_of_its_own()
+        for key, storage in self._storages.items():
+            if not storage.handles or storage.weak.expired():
+                continue
+            others = torch._C._storage_Use_Count(key) - extra - storage.handles
+            if others <= 0 or key in self._weights or key in self._buffers:
+                continue
+            if key in self._batch:
+                storage.holders = (BATCH,)
+            elif key in outputs:
+                storage.holders = (OUTPUT,)
+            elif storage.made_by is not None:
+                storage.holders = (f"output of {storage.made_by}",)
+            else:
+                storage.holders = (USER,)
+
+    def tensors(self) -> list[SavedTensor]:
+        """All that was saved, in the order of forward, each storage counted with the first."""
+        seen: set[int] = set()
+        last = self._timeline.now
+        found = []
+        for saved in self._saved:
+            storage = saved.storage
+            first = storage.number not in seen and saved.device == str(self._device)
+            seen.add(storage.number)
+            others = [name or "(model)" for name in storage.regions if name != saved.path[-1]]
+            found.append(
+                SavedTensor(
+                    region=saved.path[-1],
+                    path=saved.path,
+                    shape=saved.tensor_shape,
+                    dtype=saved.dtype,
+                    device=saved.device,
+                    kind=saved.kind,
+                    bytes=saved.nbytes,
+                    storage=storage.number,
+                    storage_bytes=storage.size,
+                    counted=storage.size if first and saved.kind in ALLOCATED else 0,
+                    valid_bytes=storage.valid_bytes(),
+                    held_by=(*others, *storage.holders),
+                    saved_at=saved.at,
+                    needed_at=last if storage.needed_at is None else storage.needed_at,
+                    freed_at=last if storage.freed_at is None else storage.freed_at,
+                )
+            )
+        return found
+
+    def _allocated(self) -> int:
+        """Bytes asked for and not given back: that the allocator rounds them up is not the model's doing."""
+        if self._device.type != "cuda":
+            return 0
+        return torch.cuda.memory_stats(self._device)["requested_bytes.all.current"]
+
+    # --- identity ---
+
+    def _storage(self, tensor: torch.Tensor) -> _Storage:
+        storage = tensor.untyped_storage()
+        known = self._storages.get(storage._cdata)
+        if known is None:
+            known = _Storage(len(self._storages), StorageWeakRef(storage), storage.nbytes())
+            self._storages[storage._cdata] = known
+        return known
+
+    def _keys(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """The storages' identities, which stay theirs while this recorder lives."""
+        return {self._storage(local).weak.cdata for local in map(_local, tensors) if _plain(local)}
+
+    def _note_weights(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in map(_local, parameters):
+            if _plain(parameter):
+                key = self._storage(parameter).weak.cdata
+                self._weights.setdefault(key, set()).add(_layout(parameter))
+
+    def _kind(self, tensor: torch.Tensor) -> Kind:
+        key = tensor.untyped_storage()._cdata
+        if key in self._weights:
+            return "weight" if _layout(tensor) in self._weights[key] else "weight_view"
+        if key in self._casts:
+            return "weight_cast"
+        if key in self._buffers:
+            return "buffer"
+        return "input" if key in self._batch else "activation"
+
+    def made(self, results: Any, sources: Any) -> None:
+        """An operation ran: what it makes from weights alone is theirs, as autocast's casts are."""
+        found = list(_tensors(sources))
+        if not found or not all(self._of_weights(tensor) for tensor in found):
+            return
+        for tensor in _tensors(results):
+            key = self._storage(tensor).weak.cdata
+            if key not in self._weights:
+                self._casts.add(key)
+
+    def _of_weights(self, tensor: torch.Tensor) -> bool:
+        key = tensor.untyped_storage()._cdata
+        return key in self._weights or key in self._casts
+
+
+class _Casts(TorchDispatchMode):
+    """Sees the operations below autograd and autocast."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._recorder.made(result, (args, kwargs))
+        return result
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a distributed tensor that is here."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors with plain memory in nested lists, tuples and dicts."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor) and _plain(_local(leaf)):
+            yield _local(leaf)
+
+
+def _layout(tensor: torch.Tensor) -> Layout:
+    return tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+
+
+def _references_of_its_own() -> int:
+    """References to a storage that its Python object counts for, beside its tensors'."""
+    tensor = torch.empty(1)
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1

@@ -1,0 +1,109 @@
+"""Region by region: bytes, times, and what each home would save and cost."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from pagestash.profiling.link import Link
+from pagestash.profiling.recorder import Recorder
+from pagestash.profiling.records import HomeEstimate, Region, SavedTensor, Segment
+
+
+def make_regions(
+    tensors: Sequence[SavedTensor], segments: Sequence[Segment], recorder: Recorder, link: Link
+) -> list[Region]:
+    """All regions that ran or saved something, in the order in which they began."""
+    paths: dict[str, tuple[str, ...]] = {}
+    for path in (*(segment.path for segment in segments), *(tensor.path for tensor in tensors)):
+        for depth, name in enumerate(path, start=1):
+            paths.setdefault(name, path[:depth])
+    calls: dict[str, int] = {"": 1}
+    for path, count in recorder.watch.calls.items():
+        calls[path[-1]] = calls.get(path[-1], 0) + count
+    modules = set(recorder.watch.names.values())
+    saved = {tensor.storage for tensor in tensors}
+    regions = []
+    for name, path in paths.items():
+        own = [tensor for tensor in tensors if tensor.region == name]
+        inside = [tensor for tensor in tensors if name in tensor.path]
+        ran = calls.get(name, 0)
+        forward, backward = _seconds([segment for segment in segments if segment.region == name])
+        total = _seconds([segment for segment in segments if name in segment.path])
+        inputs = tuple(sorted(recorder.inputs.get(name, set()) & saved))
+        outputs = tuple(sorted(recorder.outputs.get(name, set()) & saved))
+        homes = estimate(own, forward, backward, link)
+        within = name
+        if not ran:
+            # A fused operation saved for it: the region that ran, and its time, are an upper bound.
+            within = next(outer for outer in reversed(path) if calls.get(outer))
+            cost = _seconds([segment for segment in segments if within in segment.path])[0]
+            homes["recompute"] = HomeEstimate(homes["offload"].saved_bytes, cost)
+        elif name and name in modules:
+            homes["recompute"] = HomeEstimate(_remade(name, tensors, inputs, outputs), total[0])
+        regions.append(
+            Region(
+                name=name,
+                path=path,
+                calls=ran,
+                within=within,
+                tensors=len(own),
+                bytes=sum(tensor.counted for tensor in own),
+                forward_seconds=forward,
+                backward_seconds=backward,
+                total_bytes=sum(tensor.counted for tensor in inside),
+                total_forward_seconds=total[0],
+                total_backward_seconds=total[1],
+                hidden_bytes=hidden_bytes(forward, backward, link),
+                inputs=inputs,
+                outputs=outputs,
+                homes=homes,
+            )
+        )
+    return regions
+
+
+def estimate(
+    own: Iterable[SavedTensor], forward: float, backward: float, link: Link
+) -> dict[str, HomeEstimate]:
+    """Keep, stash and offload for these tensors, counted once by storage.
+
+    A stash copies valid rows on the device, there and back. Of an offload's copies, what does not hide behind
+    the region's own forward and backward counts: its share of the link. (Whether a whole policy hides, where a
+    region may use what another leaves free, is what `Profile.fits` says.)
+    """
+    movable = [tensor for tensor in own if tensor.movable]
+    freed, valid = sum(t.counted for t in movable), sum(t.valid_bytes for t in movable)
+    exposed = max(0.0, valid / link.out - forward) + max(0.0, valid / link.back - backward)
+    return {
+        "keep": HomeEstimate(0, 0.0),
+        "stash": HomeEstimate(freed - valid, 2 * valid / link.copy),
+        "offload": HomeEstimate(freed, exposed),
+    }
+
+
+def hidden_bytes(forward: float, backward: float, link: Link) -> int:
+    """What the link could move out behind `forward` seconds, and back behind `backward`."""
+    return int(min(forward * link.out, backward * link.back))
+
+
+def _remade(
+    name: str, tensors: Sequence[SavedTensor], inputs: Collection[int], outputs: Collection[int]
+) -> int:
+    """Bytes that making the region again would free: what was saved in it and is neither its input nor held
+    elsewhere, and its output, where others saved that."""
+    inside = {tensor.storage for tensor in tensors if name in tensor.path}
+    outside = {tensor.storage for tensor in tensors if name not in tensor.path}
+    freed = 0
+    for tensor in tensors:
+        if not tensor.movable or tensor.storage in inputs:
+            continue
+        dropped = tensor.storage in inside and tensor.storage not in outside
+        if dropped or tensor.storage in outputs:
+            freed += tensor.counted
+    return freed
+
+
+def _seconds(chosen: Iterable[Segment]) -> tuple[float, float]:
+    """Forward's and backward's seconds of these segments."""
+    seconds = {"forward": 0.0, "backward": 0.0}
+    for segment in chosen:
+        seconds[segment.way] += segment.seconds
+    return seconds["forward"], seconds["backward"]

@@ -1,0 +1,203 @@
+"""Profiles as rich tables."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+
+from pagestash.policy import Policy, Rule, format_bytes
+from pagestash.profiling.records import HomeEstimate, Region, SavedTensor
+from pagestash.profiling.regions import estimate, hidden_bytes
+
+if TYPE_CHECKING:
+    from pagestash.profiling.result import Profile
+
+MODEL = "(model)"
+"""What is saved outside all submodules."""
+LEAST_SECONDS = 5e-6
+"""Regions that saved nothing and took less are left out."""
+
+
+@dataclass(slots=True)
+class Group:
+    """Regions that share a row of the table."""
+
+    name: str
+    regions: list[Region] = field(default_factory=list)
+    tensors: list[SavedTensor] = field(default_factory=list)
+    homes: dict[str, int] = field(default_factory=dict)
+    """Counted bytes by home under the profile's policy."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.counted for tensor in self.tensors)
+
+    @property
+    def forward_seconds(self) -> float:
+        return sum(region.forward_seconds for region in self.regions)
+
+    @property
+    def backward_seconds(self) -> float:
+        return sum(region.backward_seconds for region in self.regions)
+
+
+def label(name: str, *, depth: int | None = None, layers: bool = False) -> str:
+    """The row that a region belongs to: `layers.3.attn` is in `layers.*.attn`.
+
+    >>> label("layers.3.attn.core", depth=3)
+    'layers.*.attn'
+    """
+    parts = name.split(".")[:depth]
+    if not layers:
+        parts = [re.sub(r"^\d+$", "*", part) for part in parts]
+    return ".".join(parts) or MODEL
+
+
+def groups(profile: "Profile", *, depth: int | None = None, layers: bool = False) -> list[Group]:
+    """Regions by row, in the order in which they began."""
+    found: dict[str, Group] = {}
+    for region in profile.regions:
+        name = label(region.name, depth=depth, layers=layers)
+        found.setdefault(name, Group(name)).regions.append(region)
+    for tensor, home in zip(profile.tensors, profile.homes()):
+        group = found[label(tensor.region, depth=depth, layers=layers)]
+        group.tensors.append(tensor)
+        group.homes[home] = group.homes.get(home, 0) + tensor.counted
+    return list(found.values())
+
+
+def region_table(
+    profile: "Profile", *, depth: int | None = None, layers: bool = False, narrow: bool = False
+) -> Table:
+    """One row for each region, or for each of their groups; `narrow` puts pairs of figures on two lines."""
+    if depth is not None and depth < 1:
+        raise ValueError(f"depth={depth}: expected at least 1")
+    between = "\n" if narrow else " / "
+    table = Table(
+        title="saved for backward, by region",
+        caption=_caption(profile),
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0) if narrow else (0, 1),
+    )
+    table.add_column("region", overflow="fold", no_wrap=not narrow)
+    for heading in ("bytes", f"fwd{between}bwd ms", "link hides", "stash", "offload", "recompute"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    if profile.policy is not None:
+        table.add_column("home")
+    for group in groups(profile, depth=depth, layers=layers):
+        forward, backward = group.forward_seconds, group.backward_seconds
+        if not group.bytes and forward + backward < LEAST_SECONDS:
+            continue
+        homes = estimate(group.tensors, forward, backward, profile.link)
+        times = f"  ×{len(group.regions)}" if len(group.regions) > 1 else ""
+        row = [
+            group.name + times,
+            format_bytes(group.bytes),
+            between.join(map(_milliseconds, (forward, backward))),
+            format_bytes(hidden_bytes(forward, backward, profile.link)),
+            _estimate(homes["stash"], between),
+            _estimate(homes["offload"], between),
+            _estimate(_recompute(group, layers=layers), between),
+        ]
+        if profile.policy is not None:
+            row.append(between.join(home for home, size in group.homes.items() if size))
+        table.add_row(*row)
+    table.add_section()
+    forward, backward = profile.forward_seconds, profile.backward_seconds
+    table.add_row(
+        "together",
+        format_bytes(profile.total_bytes),
+        between.join(map(_milliseconds, (forward, backward))),
+        format_bytes(hidden_bytes(forward, backward, profile.link)),
+    )
+    return table
+
+
+def tensor_table(profile: "Profile", match: str = "**") -> Table:
+    """One row for each saved tensor of the regions that `match` names."""
+    names = dict.fromkeys(tensor.region for tensor in profile.tensors)
+    if match != "**":  # which also names the model itself
+        Policy([Rule(match, "keep")]).check(names)
+    table = Table(title="saved tensors", box=box.SIMPLE_HEAD)
+    for heading in ("region", "shape", "dtype", "kind"):
+        table.add_column(heading, no_wrap=heading != "shape")
+    for heading in ("bytes", "counted"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("also held by")
+    if profile.policy is not None:
+        table.add_column("home")
+    rule = Rule(match, "keep")
+    for tensor, home in zip(profile.tensors, profile.homes()):
+        if not rule.matches(tensor.region):
+            continue
+        row = [
+            tensor.region or MODEL,
+            " × ".join(map(str, tensor.shape)) or "scalar",
+            tensor.dtype,
+            tensor.kind.replace("_", " "),
+            format_bytes(tensor.bytes),
+            format_bytes(tensor.counted) if tensor.counted else "–",
+            ", ".join(tensor.held_by),
+        ]
+        if profile.policy is not None:
+            row.append(home if tensor.counted else "")
+        table.add_row(*row)
+    return table
+
+
+def _recompute(group: Group, *, layers: bool) -> HomeEstimate | None:
+    """Of the regions that the row is named for: those inside would be counted twice."""
+    whole = [
+        region.homes["recompute"]
+        for region in group.regions
+        if "recompute" in region.homes and label(region.name, layers=layers) == group.name
+    ]
+    if not whole:
+        return None
+    return HomeEstimate(sum(item.saved_bytes for item in whole), sum(item.seconds for item in whole))
+
+
+def _estimate(found: HomeEstimate | None, between: str) -> str:
+    if found is None or not found.saved_bytes:
+        return "–"
+    return f"{format_bytes(found.saved_bytes)}{between}{_milliseconds(found.seconds)} ms"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}"
+
+
+def _caption(profile: "Profile") -> str:
+    link = profile.link
+    source = "measured" if link.measured else "assumed"
+    lines = [
+        "Homes: bytes saved, and milliseconds that this costs a step. Times and bytes are a region's own; "
+        "recompute is for all that is inside it.",
+        f"Link {source}: {link.out / 1e9:.1f} GB/s out, {link.back / 1e9:.1f} GB/s back.",
+    ]
+    others = _others(profile)
+    if others:
+        lines.append(f"Not counted: {others}.")
+    if profile.allocated_bytes is not None:
+        lines.append(f"The allocator counts {format_bytes(profile.allocated_bytes)}.")
+    if profile.policy is not None:
+        sums = (f"{home} {format_bytes(size)}" for home, size in profile.home_bytes().items() if size)
+        lines.append(f"Under the policy: {', '.join(sums)}.")
+    return "\n".join(lines)
+
+
+def _others(profile: "Profile") -> str:
+    shared: Sequence[tuple[str, int]] = [
+        ("weights", _size(profile, "weight", "weight_view")),
+        ("buffers", _size(profile, "buffer")),
+        ("the batch", _size(profile, "input")),
+    ]
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in shared if size)
+
+
+def _size(profile: "Profile", *kinds: str) -> int:
+    return sum({t.storage: t.storage_bytes for t in profile.tensors if t.kind in kinds}.values())

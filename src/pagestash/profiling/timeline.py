@@ -1,0 +1,117 @@
+"""The step, cut where the running region changes: in forward by modules, in backward by autograd's nodes."""
+
+import time
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+Path = tuple[str, ...]
+"""The regions that are running, outermost first; the model itself is ""."""
+MODEL: Path = ("",)
+
+
+class Clock(Protocol):
+    """Marks moments; the seconds between them are known at the end."""
+
+    def mark(self) -> Any: ...
+
+    def between(self, marks: list[Any]) -> list[float]: ...
+
+
+class NoClock:
+    """For a step whose order matters and whose time does not."""
+
+    def mark(self) -> None:
+        return None
+
+    def between(self, marks: list[Any]) -> list[float]:
+        return [0.0] * (len(marks) - 1)
+
+
+class HostClock:
+    """The host's clock, for a CPU."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def between(self, marks: list[float]) -> list[float]:
+        return [after - before for before, after in pairwise(marks)]
+
+
+class EventClock:
+    """CUDA events on the stream that computes: the device's own time, without waiting for it."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, marks: list[torch.cuda.Event]) -> list[float]:
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
+
+
+class Timeline:
+    """Segments of one step. `switch` at every change of region; consecutive ones of a path are one."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.paths: list[Path] = []
+        self.turn = 0
+        """The first segment of backward."""
+        self._clock = clock
+        self._marks: list[Any] = []
+        self._numbers: list[int] = []
+
+    def switch(self, path: Path) -> None:
+        if self.paths and self.paths[-1] == path:
+            return
+        self._cut(path)
+        if not self.turn:
+            self._numbers.append(_next_number())
+
+    def begin_backward(self, loss: torch.Tensor | None = None) -> None:
+        """Forward is over: from here on the loss's nodes cut, each by the regions in which it was made."""
+        self.turn = len(self.paths)
+        self._cut(MODEL)
+        for node in () if loss is None else _nodes(loss):
+            # Leaves have no place of their own: adding a gradient up belongs to whoever made it.
+            if node.name() != "torch::autograd::AccumulateGrad":
+                path = self._made_in(node._sequence_nr())
+                node.register_prehook(lambda grads, path=path: self.switch(path))
+
+    def finish(self) -> list[float]:
+        """The seconds of each segment."""
+        return self._clock.between([*self._marks, self._clock.mark()])
+
+    @property
+    def now(self) -> int:
+        """The running segment."""
+        return len(self.paths) - 1
+
+    def _cut(self, path: Path) -> None:
+        self.paths.append(path)
+        self._marks.append(self._clock.mark())
+
+    def _made_in(self, number: int) -> Path:
+        segment = bisect_right(self._numbers, number) - 1
+        return self.paths[segment] if segment >= 0 else MODEL
+
+
+def _next_number() -> int:
+    """What autograd will number the next node of this thread with."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def _nodes(loss: torch.Tensor) -> Iterator[Any]:
+    """Every node of the loss's graph, once."""
+    waiting, seen = [loss.grad_fn], {loss.grad_fn}
+    while waiting:
+        node: Any = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)

@@ -1,0 +1,120 @@
+"""Knows which region is running: every module, every named `ps.region`, and what a fused operation claims."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from pagestash.policy import Policy
+from pagestash.profiling.timeline import MODEL, Path, Timeline
+from pagestash.saved.region import Region, enter, frames, leave, set_frames
+
+
+class Listener(Protocol):
+    """Hears of what goes into a module and comes out of it."""
+
+    def entered(self, name: str, module: nn.Module, given: Any) -> None: ...
+
+    def left(self, name: str, result: Any) -> None: ...
+
+
+class Watch:
+    """Enters a region for every module of `model` that runs, and cuts the timeline there.
+
+    It owns regions as a keeper's capture does, so that `ps.region` and `claim` work without a keeper. Nothing is
+    moved: its policy is empty.
+    """
+
+    policy = Policy()
+
+    def __init__(self, model: nn.Module, timeline: Timeline, listener: Listener | None = None) -> None:
+        self.timeline = timeline
+        self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self.calls: dict[Path, int] = {}
+        self._listener = listener
+        self._modules = list(watched(model))
+        for name, module in model.named_modules():
+            self.names[module] = name
+
+    def path(self) -> Path:
+        """The running regions; a `ps.region` without a name is part of the one around it."""
+        names = [frame.name for frame in frames() if frame.capture is self]
+        return tuple(name for index, name in enumerate(names) if index == 0 or name != names[index - 1])
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Watch while open. Backward needs no frames: its nodes know where they were made."""
+        outer, hooks = frames(), []
+        for name, module in self._modules:
+            hooks += self._hook(name, module)
+        enter(Region(self, "", None))
+        self._switch()
+        try:
+            yield
+        finally:
+            set_frames(outer)
+            for hook in hooks:
+                hook.remove()
+
+    def open(self, region: Region) -> None:
+        if self._switch():
+            self._count()
+
+    def close(self, region: Region) -> None:
+        self._switch()
+
+    def _hook(self, name: str, module: nn.Module) -> list[Any]:
+        open_regions: list[Region | None] = []
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not frames():  # another thread, or a forward that backward runs again
+                open_regions.append(None)
+                return
+            outer = frames()[-1]
+            region = Region(self, name, None, rows=outer.rows, capacity=outer.capacity)
+            open_regions.append(region)
+            enter(region)
+            self._switch()
+            self._count()
+            if self._listener is not None:
+                self._listener.entered(name, module, (args, kwargs))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            region = open_regions.pop() if open_regions else None
+            if region is not None and leave(region):
+                if self._listener is not None:
+                    self._listener.left(name, output)
+                self._switch()
+
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+
+    def _switch(self) -> bool:
+        path = self.path() or MODEL
+        changed = not self.timeline.paths or self.timeline.paths[-1] != path
+        self.timeline.switch(path)
+        return changed
+
+    def _count(self) -> None:
+        path = self.path()
+        self.calls[path] = self.calls.get(path, 0) + 1
+
+
+def watched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules to put hooks on: all but the model itself, and what is inside a compiled one."""
+    compiled: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(prefix) for prefix in compiled)
+        if is_compiled(module):
+            compiled.append(f"{name}." if name else "")
+        if name and not inside:
+            yield name, module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` made it: hooks inside would be traced, and a dispatch mode would switch it off."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

@@ -1,0 +1,230 @@
+"""What homes would save and cost, what a policy would do, and whether an offload hides."""
+
+import pytest
+import torch
+from torch import nn
+
+import pagestash as ps
+from pagestash.profiling import Link, SavedTensor, Segment
+
+ROWS, WIDTH = 64, 16
+SIZE = ROWS * WIDTH * 4
+
+
+class Gate(nn.Module):
+    """Saves its input (for the product) and two tensors of its own."""
+
+    def forward(self, x):
+        return x.sigmoid() * x.tanh()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(WIDTH, WIDTH), Gate(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.gate(self.up(x))).sum()
+
+
+def run(**options):
+    torch.manual_seed(0)
+    return Model(), torch.randn(ROWS, WIDTH, requires_grad=True), options
+
+
+def test_recompute_frees_what_was_saved_inside_and_an_output_that_only_others_saved():
+    model, x, _ = run()
+    found = ps.profile(model, x, repeats=1)
+    gate = found.region("gate")
+    # Sigmoid and tanh, each saved by itself and by the product; and the output, which `down` saved.
+    assert gate.bytes == 2 * SIZE
+    assert gate.homes["recompute"].saved_bytes == 3 * SIZE
+    assert gate.homes["recompute"].seconds == gate.total_forward_seconds
+    # `down` saved nothing but its input, from which it would be made again.
+    assert found.region("down").homes["recompute"].saved_bytes == 0
+    assert found.region("down").bytes == SIZE
+
+
+def test_an_output_held_elsewhere_is_not_freed():
+    class Keeps(Model):
+        def forward(self, x):
+            y = self.gate(self.up(x))
+            return self.down(y).sum(), y
+
+    found = ps.profile(Keeps(), torch.randn(ROWS, WIDTH, requires_grad=True), repeats=1)
+    assert found.region("gate").homes["recompute"].saved_bytes == 2 * SIZE
+
+
+def test_offload_costs_what_the_region_cannot_hide():
+    model, x, _ = run()
+    slow = ps.profile(model, x, repeats=1, link=1e3)
+    gate = slow.region("gate")
+    expected = 2 * (2 * SIZE / 1e3) - gate.forward_seconds - gate.backward_seconds
+    assert gate.homes["offload"].saved_bytes == 2 * SIZE
+    assert gate.homes["offload"].seconds == pytest.approx(expected)
+    assert ps.profile(model, x, repeats=1, link=1e15).region("gate").homes["offload"].seconds == 0
+    assert gate.homes["keep"].saved_bytes == gate.homes["keep"].seconds == 0
+
+
+def test_a_policy_gives_each_tensor_its_home():
+    model, x, _ = run()
+    rules = [ps.Rule("gate", "recompute"), ps.Rule("down", "offload", min_bytes=1)]
+    found = ps.profile(model, x, repeats=1, policy=ps.Policy(rules))
+    assert found.home_bytes() == {"keep": 0, "stash": 0, "offload": SIZE, "recompute": 2 * SIZE}
+    # Without a rule of its own, the output of what is made again is made again with it.
+    assert found.home_bytes(ps.Policy(rules[:1]))["recompute"] == 3 * SIZE
+    # Under a minimum it stays; and so does what a region is made again from.
+    assert found.home_bytes(ps.Policy([ps.Rule("down", "offload", min_bytes=SIZE + 1)]))["keep"] == 3 * SIZE
+    assert found.home_bytes(ps.Policy([ps.Rule("down", "recompute")]))["keep"] == 3 * SIZE
+    with pytest.raises(ValueError, match="matches no region"):
+        ps.profile(model, x, repeats=1, policy=ps.Policy([ps.Rule("gat", "stash")]))
+
+
+def test_bytes_by_home_are_those_a_keeper_finds():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.mlp = nn.LayerNorm(WIDTH), nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU())
+            self.down = nn.Linear(48, WIDTH)
+
+        def forward(self, x):
+            with ps.region(rows=torch.tensor(40), capacity=ROWS):
+                return x + self.down(self.mlp(self.norm(x)))
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Layer(), Layer(), Layer()), torch.randn(ROWS, WIDTH)
+    policy = ps.Policy([ps.Rule("*.mlp", "stash", min_bytes=256)], ps.PoolConfig(page=256))
+    found = ps.profile(model, x, repeats=1, policy=policy)
+    keeper = ps.Keeper(policy).attach(model)
+    for _ in range(2):  # the first sizes the pool
+        with keeper.step():
+            model(x).sum().backward()
+    peaks = keeper.stats().homes
+    assert found.home_bytes()["keep"] + found.bytes_of("input") == peaks["keep"].peak > 0
+    stashed = [t for t, home in zip(found.tensors, found.homes()) if home == "stash" and t.counted]
+    assert sum(tensor.valid_bytes for tensor in stashed) == peaks["stash"].peak > 0
+    assert found.home_bytes()["stash"] == sum(tensor.counted for tensor in stashed)
+
+
+# --- fits ---
+
+MS = 1e-3
+MEGABYTE = 1 << 20
+
+
+def stack(layers, *, forward=10 * MS, backward=20 * MS, size=100 * MEGABYTE, head=20 * MS, rate=20e9):
+    """A profile of `layers` equal layers that save `size` bytes each, and a head."""
+    names = [f"layers.{index}" for index in range(layers)]
+    segments = [Segment(("", name), "forward", forward) for name in names]
+    segments += [Segment(("", "head"), way, head) for way in ("forward", "backward")]
+    segments += [Segment(("", name), "backward", backward) for name in reversed(names)]
+    tensors = [
+        SavedTensor(
+            region=name,
+            path=("", name),
+            shape=(size,),
+            dtype="uint8",
+            device="cpu",
+            kind="activation",
+            bytes=size,
+            storage=index,
+            storage_bytes=size,
+            counted=size,
+            valid_bytes=size,
+            held_by=(),
+            saved_at=index,
+            needed_at=2 * layers + 1 - index,
+            freed_at=2 * layers + 1 - index,
+        )
+        for index, name in enumerate(names)
+    ]
+    regions = [
+        ps.profiling.Region(
+            name=name,
+            path=("", name),
+            calls=1,
+            within=name,
+            tensors=1,
+            bytes=size,
+            forward_seconds=forward,
+            backward_seconds=backward,
+            total_bytes=size,
+            total_forward_seconds=forward,
+            total_backward_seconds=backward,
+            hidden_bytes=0,
+        )
+        for name in names
+    ]
+    return ps.Profile(
+        device="cpu",
+        link=Link(rate, rate),
+        tensors=tensors,
+        regions=regions,
+        segments=segments,
+        plain_seconds=sum(segment.seconds for segment in segments),
+    )
+
+
+def test_bytes_fit_when_they_leave_within_forward_and_return_before_they_are_needed():
+    # 100 MiB take 5.2 ms at 20 GB/s; a layer computes for 10.
+    found = stack(8).fits("layers.*")
+    assert found.fits
+    assert found.fraction == 1.0
+    assert found.exposed_seconds == 0
+    assert (found.moved_bytes, found.staying_bytes) == (800 * MEGABYTE, 0)
+    assert found.needed_seconds == pytest.approx(800 * MEGABYTE / 20e9)
+    # From the end of the first layer to the end of the head.
+    assert found.available_seconds == pytest.approx(90 * MS)
+
+
+def test_bytes_that_do_not_fit_have_a_fraction_that_does():
+    # 13.1 ms of copies a layer of 10: at the end of the head 7 layers and it have had 90 ms for 105.
+    profile = stack(8, rate=8e9)
+    found = profile.fits("layers.*")
+    assert not found.fits
+    assert found.needed_seconds > found.available_seconds
+    # The last layer alone would be gone 13.1 ms after it ends, before the head's 20 are over: it may go, but
+    # the queue before it is 14.8 ms late.
+    assert found.staying_bytes == 0
+    most = 90 * MS * 8e9 / (800 * MEGABYTE)
+    assert found.fraction == pytest.approx(most, abs=0.01)
+    assert found.fraction <= most
+    rule = ps.Rule("layers.*", "offload", fraction=found.fraction)
+    assert profile.fits(ps.Policy([rule])).fits
+    assert not profile.fits(ps.Policy([ps.Rule("layers.*", "offload", fraction=found.fraction + 0.02)])).fits
+
+
+def test_backward_may_be_what_does_not_fit():
+    # Out is hidden; back there are 20 ms of the head and 2 of each layer for 5.2 ms of copies.
+    found = stack(16, backward=2 * MS).fits("layers.*")
+    assert not found.fits
+    # The last need is the first layer's, after 20 + 15 · 2 ms; 16 copies take 83.9.
+    assert found.exposed_seconds == pytest.approx(16 * 100 * MEGABYTE / 20e9 - 50 * MS)
+    assert found.available_seconds == pytest.approx(50 * MS)
+
+
+def test_what_is_saved_at_the_turn_stays():
+    # No head: the last layer's bytes are needed as soon as they are there.
+    found = stack(8, head=0.0).fits("layers.*")
+    assert found.fits
+    assert (found.moved_bytes, found.staying_bytes) == (700 * MEGABYTE, 100 * MEGABYTE)
+
+
+def test_a_policy_that_moves_nothing_fits_and_one_that_can_move_nothing_does_not():
+    assert stack(2).fits(ps.Policy([ps.Rule("layers.*", "keep")])).fits
+    alone = stack(1, head=0.0).fits("layers.*")
+    assert not alone.fits
+    assert alone.moved_bytes == 0
+    assert alone.fraction == 0.0
+
+
+def test_a_pattern_that_matches_nothing_is_named():
+    with pytest.raises(ValueError, match=r"'layer\.\*' matches no region.*layers\.0"):
+        stack(2).fits("layer.*")
+
+
+def test_an_offload_that_fits_by_measured_times_does_so_by_every_link_that_is_faster():
+    model, x, _ = run()
+    found = ps.profile(model, x, repeats=1, link=1e15)
+    assert found.fits("gate", min_bytes=1).fits
+    assert not ps.profile(model, x, repeats=1, link=1.0).fits("gate", min_bytes=1).fits

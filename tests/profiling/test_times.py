@@ -1,0 +1,141 @@
+"""When regions run: the cuts of a step, forward and backward."""
+
+import itertools
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import pagestash as ps
+from pagestash.profiling.timeline import Timeline
+from pagestash.profiling.watch import Watch
+
+WIDTH = 4
+
+
+class Ticks:
+    """A clock that advances by one at every mark."""
+
+    def mark(self):
+        self.now = getattr(self, "now", 0) + 1
+        return self.now
+
+    def between(self, marks):
+        return [after - before for before, after in itertools.pairwise(marks)]
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.backward_seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        time.sleep(ctx.backward_seconds)
+        return dy, None, None
+
+
+class Sleep(nn.Module):
+    def __init__(self, forward, backward):
+        super().__init__()
+        self.seconds = forward, backward
+
+    def forward(self, x):
+        return Slow.apply(x, *self.seconds)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.act = nn.Tanh()
+
+    def forward(self, x):
+        x = self.act(self.up(x))
+        with ps.region("tail"):
+            return x * x
+
+
+def test_forward_is_cut_by_modules_and_regions_and_backward_in_reverse():
+    model = nn.Sequential(Layer(), Layer())
+    timeline = Timeline(Ticks())
+    with Watch(model, timeline).forward():
+        loss = model(torch.randn(2, WIDTH)).sum()
+    timeline.begin_backward(loss)
+    loss.backward()
+    seconds = timeline.finish()
+    regions = [path[-1] for path in timeline.paths]
+    layer = ["{0}", "{0}.up", "{0}", "{0}.act", "{0}", "{0}.tail", "{0}"]
+    forward = ["", *(name.format(0) for name in layer), "", *(name.format(1) for name in layer), ""]
+    assert regions[: timeline.turn] == forward
+    assert regions[timeline.turn :] == ["", "1.tail", "1.act", "1.up", "0.tail", "0.act", "0.up"]
+    assert timeline.paths[2] == ("", "0", "0.up")
+    assert seconds == [1] * len(regions)
+
+
+def test_a_module_that_raises_leaves_no_hook_and_no_frame():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH + 1, 1))
+    with pytest.raises(RuntimeError, match="shapes"):
+        ps.profile(model, torch.randn(2, WIDTH), repeats=1)
+    assert not model[0]._forward_hooks
+    assert not model[0]._forward_pre_hooks
+    ps.profile(model[0], torch.randn(2, WIDTH), repeats=1)
+
+
+def test_time_belongs_to_the_region_that_took_it():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Sleep(0.05, 0.0), Sleep(0.0, 0.08)))
+    found = ps.profile(model, torch.randn(2, WIDTH), repeats=1)
+    slow, late, both = (found.region(name) for name in ("1.0", "1.1", "1"))
+    assert slow.forward_seconds >= 0.05 > slow.backward_seconds
+    assert late.backward_seconds >= 0.08 > late.forward_seconds
+    assert both.total_forward_seconds >= 0.05 > both.forward_seconds
+    assert both.total_backward_seconds >= 0.08 > both.backward_seconds
+    assert found.plain_seconds >= 0.13
+    total = found.region("")
+    assert total.total_forward_seconds == pytest.approx(found.forward_seconds)
+    assert total.total_backward_seconds == pytest.approx(found.backward_seconds)
+    # What the link could move behind a region is the less of both ways.
+    assert slow.hidden_bytes == int(slow.backward_seconds * found.link.back)
+
+
+def test_a_step_that_does_not_repeat_is_refused():
+    class Fickle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.calls = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return (self.a if self.calls % 2 else self.b)(x)
+
+    with pytest.raises(RuntimeError, match="another path"):
+        ps.profile(Fickle(), torch.randn(2, WIDTH))
+
+
+def test_every_pass_starts_from_the_same_state_which_is_put_back():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+            self.random = []
+
+        def forward(self, x):
+            self.random.append((torch.rand(()).item(), self.norm.running_mean.sum().item()))
+            return self.norm(self.layer(x)).square().sum()
+
+    model, x = Model(), torch.randn(8, WIDTH)
+    model.layer.weight.grad = torch.full_like(model.layer.weight, 3.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    ps.profile(model, x, repeats=2)
+    assert len(set(model.random)) == 1
+    assert len(model.random) == 5
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model.layer.weight.grad, torch.full_like(model.layer.weight, 3.0))
+    assert model.layer.bias.grad is None
+    assert model.norm.weight.grad is None

@@ -78,6 +78,61 @@ def train(
 
 
 @app.command()
+def profile(
+    preset: Annotated[str | None, typer.Option(help="A model's published shape.  [default: tiny]")] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PKG:NAME", help="A function that makes the model, or the model and its batch, instead."
+        ),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Cut the preset to this many layers.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 2,
+    seq: Annotated[int, typer.Option(help="Tokens of each.")] = 256,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights.  [default: bfloat16 on a GPU, float32 on a CPU]")
+    ] = None,
+    autocast: Annotated[str | None, typer.Option(help="Run forward under autocast to this dtype.")] = None,
+    policy: Annotated[Path | None, typer.Option(help="A policy file: also show what it would do.")] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(help="Bytes a second to the host, like 50GB; measured on a GPU if not given."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Timed steps.")] = 3,
+    depth: Annotated[int | None, typer.Option(help="Cut regions' names to this many parts.")] = None,
+    tensors: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Also list the saved tensors of these regions.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw bytes over the step, as PNG.")
+    ] = None,
+) -> None:
+    """Show what a training step saves for backward: by region, how large, and what each home would cost."""
+    from pagestash.profiling.command import Asked, run
+
+    asked = Asked(
+        preset=preset,
+        module=module,
+        layers=layers,
+        batch=batch,
+        seq=seq,
+        device=device,
+        dtype=dtype,
+        autocast=autocast,
+        policy=policy,
+        link=link,
+        repeats=repeats,
+        depth=depth,
+        tensors=tensors,
+        json=json,
+        plot=plot,
+    )
+    raise typer.Exit(run(asked))
+
+
+@app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 40,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,

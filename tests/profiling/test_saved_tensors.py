@@ -176,6 +176,7 @@ class Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, first, second):
         h = x.sin()
+        first(x)  # that it ran changes nothing: what it claims was saved by the fused operation
         claim(first, x)
         claim(second, h)
         ctx.save_for_backward(x, h)
@@ -214,9 +215,14 @@ def test_regions_are_modules_named_stretches_and_what_a_fused_operation_claims()
     assert list(saved) == ["block.rest", "block.first", "block.second"]
     assert saved["block.first"].path == ("", "block", "block.rest", "block.first")
     first, rest = found.region("block.first"), found.region("block.rest")
-    assert (first.calls, first.within) == (0, "block.rest")
+    assert (first.calls, first.within) == (1, "block.rest")
+    assert (found.region("block.second").calls, found.region("block.second").within) == (0, "block.rest")
     assert (rest.calls, rest.within) == (1, "block.rest")
     assert first.homes["recompute"].seconds == rest.total_forward_seconds
+    assert first.hidden_bytes == rest.hidden_bytes
+    # In the order of the step, though one of them never ran.
+    order = [region.name for region in found.regions]
+    assert order.index("block.rest") < order.index("block.first") < order.index("block.second")
     # A named stretch has no inputs that could be run again.
     assert "recompute" not in rest.homes
     assert "recompute" in found.region("block.up").homes

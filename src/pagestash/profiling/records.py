@@ -71,7 +71,7 @@ class Region:
     """One region of the step: what was saved in it, and how long it ran.
 
     `forward_seconds` and `backward_seconds` are its own; the totals include regions inside it. A region that a
-    fused operation names has no time of its own: `within` is the one that ran.
+    fused operation saved for has no time of its own: `within` is the one that ran, and what it could hide.
     """
 
     name: str

@@ -12,28 +12,31 @@ def make_regions(
 ) -> list[Region]:
     """All regions that ran or saved something, in the order in which they began."""
     paths: dict[str, tuple[str, ...]] = {}
-    for path in (*(segment.path for segment in segments), *(tensor.path for tensor in tensors)):
-        for depth, name in enumerate(path, start=1):
-            paths.setdefault(name, path[:depth])
+    saved_in: dict[int, list[tuple[str, ...]]] = {}
+    for tensor in tensors:
+        saved_in.setdefault(tensor.saved_at, []).append(tensor.path)
+    for index, segment in enumerate(segments):
+        for path in (segment.path, *saved_in.get(index, ())):
+            for depth, name in enumerate(path, start=1):
+                paths.setdefault(name, path[:depth])
     calls: dict[str, int] = {"": 1}
     for path, count in recorder.watch.calls.items():
         calls[path[-1]] = calls.get(path[-1], 0) + count
     modules = set(recorder.watch.names.values())
     saved = {tensor.storage for tensor in tensors}
+    seconds = {name: _seconds([s for s in segments if s.region == name]) for name in paths}
     regions = []
     for name, path in paths.items():
         own = [tensor for tensor in tensors if tensor.region == name]
         inside = [tensor for tensor in tensors if name in tensor.path]
-        ran = calls.get(name, 0)
-        forward, backward = _seconds([segment for segment in segments if segment.region == name])
         total = _seconds([segment for segment in segments if name in segment.path])
         inputs = tuple(sorted(recorder.inputs.get(name, set()) & saved))
         outputs = tuple(sorted(recorder.outputs.get(name, set()) & saved))
-        homes = estimate(own, forward, backward, link)
         within = name
-        if not ran:
-            # A fused operation saved for it: the region that ran, and its time, are an upper bound.
-            within = next(outer for outer in reversed(path) if calls.get(outer))
+        if own and not any(name in segments[tensor.saved_at].path for tensor in own):
+            within = segments[own[0].saved_at].region  # a fused operation saved for it
+        homes = estimate(own, *seconds[within], link)
+        if within != name:
             cost = _seconds([segment for segment in segments if within in segment.path])[0]
             homes["recompute"] = HomeEstimate(homes["offload"].saved_bytes, cost)
         elif name and name in modules:
@@ -42,16 +45,16 @@ def make_regions(
             Region(
                 name=name,
                 path=path,
-                calls=ran,
+                calls=calls.get(name, 0),
                 within=within,
                 tensors=len(own),
                 bytes=sum(tensor.counted for tensor in own),
-                forward_seconds=forward,
-                backward_seconds=backward,
+                forward_seconds=seconds[name][0],
+                backward_seconds=seconds[name][1],
                 total_bytes=sum(tensor.counted for tensor in inside),
                 total_forward_seconds=total[0],
                 total_backward_seconds=total[1],
-                hidden_bytes=hidden_bytes(forward, backward, link),
+                hidden_bytes=hidden_bytes(*seconds[within], link),
                 inputs=inputs,
                 outputs=outputs,
                 homes=homes,

@@ -90,7 +90,7 @@ class Profile:
     def table(self, *, depth: int | None = None, layers: bool = False, narrow: bool = False) -> "Table":
         """Regions as a rich table: layers together unless `layers`, names cut to `depth` parts.
 
-        `narrow` makes it fit 80 columns.
+        `narrow` makes it fit 80 columns, without what the link could hide.
         """
         from pagestash.profiling.table import region_table
 

@@ -35,13 +35,13 @@ class Group:
     def bytes(self) -> int:
         return sum(tensor.counted for tensor in self.tensors)
 
-    @property
-    def forward_seconds(self) -> float:
-        return sum(region.forward_seconds for region in self.regions)
+    hiding: tuple[float, float] = (0.0, 0.0)
+    """Seconds of forward and backward behind which its copies hide: of the regions that ran, each once."""
 
     @property
-    def backward_seconds(self) -> float:
-        return sum(region.backward_seconds for region in self.regions)
+    def seconds(self) -> tuple[float, float]:
+        """Of forward and backward, its regions' own."""
+        return _seconds(self.regions)
 
 
 def label(name: str, *, depth: int | None = None, layers: bool = False) -> str:
@@ -66,13 +66,20 @@ def groups(profile: "Profile", *, depth: int | None = None, layers: bool = False
         group = found[label(tensor.region, depth=depth, layers=layers)]
         group.tensors.append(tensor)
         group.homes[home] = group.homes.get(home, 0) + tensor.counted
+    by_name = {region.name: region for region in profile.regions}
+    for group in found.values():
+        ran = dict.fromkeys(region.within for region in group.regions)
+        group.hiding = _seconds([by_name[name] for name in ran])
     return list(found.values())
 
 
 def region_table(
     profile: "Profile", *, depth: int | None = None, layers: bool = False, narrow: bool = False
 ) -> Table:
-    """One row for each region, or for each of their groups; `narrow` puts pairs of figures on two lines."""
+    """One row for each region, or for each of their groups; `narrow` puts pairs of figures on two lines.
+
+    It also leaves out what the link could hide, to fit 80 columns.
+    """
     if depth is not None and depth < 1:
         raise ValueError(f"depth={depth}: expected at least 1")
     between = "\n" if narrow else " / "
@@ -84,21 +91,21 @@ def region_table(
         padding=(0, 1, 0, 0) if narrow else (0, 1),
     )
     table.add_column("region", overflow="fold", no_wrap=not narrow)
-    for heading in ("bytes", f"fwd{between}bwd ms", "link hides", "stash", "offload", "recompute"):
+    hides = [] if narrow else ["link hides"]
+    for heading in ("bytes", f"fwd{between}bwd ms", *hides, "stash", "offload", "recompute"):
         table.add_column(heading, justify="right", no_wrap=True)
     if profile.policy is not None:
         table.add_column("home")
     for group in groups(profile, depth=depth, layers=layers):
-        forward, backward = group.forward_seconds, group.backward_seconds
-        if not group.bytes and forward + backward < LEAST_SECONDS:
+        if not group.bytes and sum(group.seconds) < LEAST_SECONDS:
             continue
-        homes = estimate(group.tensors, forward, backward, profile.link)
+        homes = estimate(group.tensors, *group.hiding, profile.link)
         times = f"  ×{len(group.regions)}" if len(group.regions) > 1 else ""
         row = [
             group.name + times,
             format_bytes(group.bytes),
-            between.join(map(_milliseconds, (forward, backward))),
-            format_bytes(hidden_bytes(forward, backward, profile.link)),
+            between.join(map(_milliseconds, group.seconds)),
+            *([] if narrow else [format_bytes(hidden_bytes(*group.hiding, profile.link))]),
             _estimate(homes["stash"], between),
             _estimate(homes["offload"], between),
             _estimate(_recompute(group, layers=layers), between),
@@ -107,12 +114,12 @@ def region_table(
             row.append(between.join(home for home, size in group.homes.items() if size))
         table.add_row(*row)
     table.add_section()
-    forward, backward = profile.forward_seconds, profile.backward_seconds
+    both = profile.forward_seconds, profile.backward_seconds
     table.add_row(
         "together",
         format_bytes(profile.total_bytes),
-        between.join(map(_milliseconds, (forward, backward))),
-        format_bytes(hidden_bytes(forward, backward, profile.link)),
+        between.join(map(_milliseconds, both)),
+        *([] if narrow else [format_bytes(hidden_bytes(*both, profile.link))]),
     )
     return table
 
@@ -147,6 +154,11 @@ def tensor_table(profile: "Profile", match: str = "**") -> Table:
             row.append(home if tensor.counted else "")
         table.add_row(*row)
     return table
+
+
+def _seconds(regions: Sequence[Region]) -> tuple[float, float]:
+    forward = sum(region.forward_seconds for region in regions)
+    return forward, sum(region.backward_seconds for region in regions)
 
 
 def _recompute(group: Group, *, layers: bool) -> HomeEstimate | None:

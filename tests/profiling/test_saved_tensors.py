@@ -1,9 +1,12 @@
 """What a profile records: every saved tensor, its region, whose memory it is, and who else holds it."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
@@ -240,6 +243,46 @@ def test_rows_past_the_valid_ones_are_what_a_stash_saves():
     assert second["stash"].saved_bytes == SIZE - 2 * WIDTH * 4
     assert second["stash"].seconds == pytest.approx(2 * 2 * WIDTH * 4 / found.link.copy)
     assert found.region("block.rest").homes["stash"].saved_bytes == 0
+
+
+def test_what_nobody_will_ask_for_is_not_saved():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.watcher = nn.Linear(WIDTH, WIDTH), nn.Sigmoid()
+
+        def forward(self, x):
+            y = self.layer(x).tanh()
+            self.watcher(y.exp())  # for looking at; its graph is dropped at once
+            return y.sum()
+
+    x = torch.randn(ROWS, WIDTH)
+    found = ps.profile(Model(), x, repeats=1)
+    assert found.total_bytes == SIZE == count(Model(), (x,), lambda output: output)
+    (tensor,) = (tensor for tensor in found.tensors if tensor.counted)
+    assert tensor.held_by == ()
+
+
+def test_nothing_outlives_the_profile():
+    made = []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.act = nn.Linear(WIDTH, WIDTH), nn.Tanh()
+
+        def forward(self, x):
+            y = self.act(self.layer(x))
+            made.append(StorageWeakRef(y.untyped_storage()))
+            return y.sum()
+
+    gc.disable()  # a cycle would be found by it, in time; a step's memory must go at once
+    try:
+        found = ps.profile(Model(), torch.randn(ROWS, WIDTH), repeats=1)
+        assert [storage.expired() for storage in made] == [True] * 4
+    finally:
+        gc.enable()
+    assert found.total_bytes == SIZE
 
 
 def test_what_a_checkpoint_drops_is_not_saved():

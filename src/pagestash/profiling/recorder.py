@@ -15,7 +15,7 @@ from pagestash.profiling.records import ALLOCATED, BATCH, OUTPUT, USER, Kind, Sa
 from pagestash.profiling.timeline import Path, Timeline
 from pagestash.profiling.watch import Watch, is_compiled
 from pagestash.saved.identity import byte_range, row_range
-from pagestash.saved.region import frames
+from pagestash.saved.region import Region, frames
 
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
@@ -27,10 +27,8 @@ class _Storage:
     number: int
     weak: StorageWeakRef
     size: int
-    ranges: list[tuple[int, int]] = field(default_factory=list)
-    """Bytes that backward reads."""
-    regions: dict[str, None] = field(default_factory=dict)
-    """Regions that saved it, in order."""
+    saved: list["_Saved"] = field(default_factory=list)
+    """What of it was saved and is still held at the end of forward."""
     made_by: str | None = None
     """The first module whose output it was."""
     handles: int = 0
@@ -39,37 +37,43 @@ class _Storage:
     freed_at: int | None = None
 
     def valid_bytes(self) -> int:
+        """Bytes that backward reads."""
         covered, end = 0, 0
-        for first, last in sorted(self.ranges):
+        for first, last in sorted(saved.valid for saved in self.saved):
             covered += max(0, last - max(first, end))
             end = max(end, last)
         return covered
 
 
 @dataclass(slots=True, eq=False)
-class _Handle:
-    """What autograd holds. Its death is the sign that backward is done with the tensor."""
-
-    tensor: torch.Tensor
-    storage: _Storage
-    timeline: Timeline
-
-    def __del__(self) -> None:
-        self.storage.handles -= 1
-        if not self.storage.handles:
-            self.storage.freed_at = self.timeline.now
-
-
-@dataclass(slots=True)
 class _Saved:
     path: Path
-    tensor_shape: tuple[int, ...]
+    shape: tuple[int, ...]
     dtype: str
     device: str
     kind: Kind
     nbytes: int
     storage: _Storage
     at: int
+    valid: tuple[int, int]
+    """First byte and end, in the storage, of what backward reads."""
+    held: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class _Handle:
+    """What autograd holds. Its death is the sign that nothing will ask for the tensor any more."""
+
+    tensor: torch.Tensor
+    saved: _Saved
+    timeline: Timeline
+
+    def __del__(self) -> None:
+        storage = self.saved.storage
+        self.saved.held = False
+        storage.handles -= 1
+        if not storage.handles:
+            storage.freed_at = self.timeline.now
 
 
 class Recorder:
@@ -126,35 +130,45 @@ class Recorder:
         claimed = frame.claims.get(local.untyped_storage()._cdata)
         if claimed is not None and claimed.name != path[-1]:
             path = (*path, claimed.name)
-        kind = self._kind(local)
-        first, last = byte_range(local)
-        if frame.rows is not None:
-            rows = row_range(local, frame.capacity)
-            if rows is not None:
-                # The host waits for the count: this step is not the one that is timed.
-                valid = int(frame.rows) * ((rows[1] - rows[0]) // frame.capacity)
-                first, last = rows[0], rows[0] + valid
-        storage.ranges.append((first, last))
-        storage.regions[path[-1]] = None
-        storage.handles += 1
-        dtype, device = str(local.dtype).removeprefix("torch."), str(local.device)
         span = byte_range(local)
-        nbytes = min(local.nbytes, span[1] - span[0])  # an expanded view is as small as what it repeats
-        self._saved.append(
-            _Saved(path, tuple(local.shape), dtype, device, kind, nbytes, storage, self._timeline.now)
+        saved = _Saved(
+            path=path,
+            shape=tuple(local.shape),
+            dtype=str(local.dtype).removeprefix("torch."),
+            device=str(local.device),
+            kind=self._kind(local),
+            nbytes=min(local.nbytes, span[1] - span[0]),  # an expanded view is as small as what it repeats
+            storage=storage,
+            at=self._timeline.now,
+            valid=self._valid(local, frame) or span,
         )
+        storage.handles += 1
+        self._saved.append(saved)
         # A tensor of its own: an output that held itself would never be freed.
-        return _Handle(tensor.detach(), storage, self._timeline)
+        return _Handle(tensor.detach(), saved, self._timeline)
+
+    def _valid(self, tensor: torch.Tensor, frame: Region) -> tuple[int, int] | None:
+        """The tensor's valid rows, where the region it is saved in gives them."""
+        rows = None if frame.rows is None else row_range(tensor, frame.capacity)
+        if frame.rows is None or rows is None:
+            return None
+        # The host waits for the count: this step is not the one that is timed.
+        return rows[0], rows[0] + int(frame.rows) * ((rows[1] - rows[0]) // frame.capacity)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Handle):
             return packed
-        if packed.storage.needed_at is None:
-            packed.storage.needed_at = self._timeline.now
+        storage = packed.saved.storage
+        if storage.needed_at is None:
+            storage.needed_at = self._timeline.now
         return packed.tensor
 
     def look_around(self, output: Any) -> None:
         """At the end of forward: what the allocator says, and who keeps saved storages alive besides autograd."""
+        # What an operation saved whose result nobody used is gone already.
+        self._saved = [saved for saved in self._saved if saved.held]
+        for saved in self._saved:
+            saved.storage.saved.append(saved)
         outputs = self._keys(_tensors(output))
         if self._device.type == "cuda":
             loose = [self._storages[key] for key in outputs]
@@ -185,12 +199,13 @@ class Recorder:
             storage = saved.storage
             first = storage.number not in seen and saved.device == str(self._device)
             seen.add(storage.number)
-            others = [name or "(model)" for name in storage.regions if name != saved.path[-1]]
+            regions = dict.fromkeys(other.path[-1] for other in storage.saved)
+            others = [name or "(model)" for name in regions if name != saved.path[-1]]
             found.append(
                 SavedTensor(
                     region=saved.path[-1],
                     path=saved.path,
-                    shape=saved.tensor_shape,
+                    shape=saved.shape,
                     dtype=saved.dtype,
                     device=saved.device,
                     kind=saved.kind,

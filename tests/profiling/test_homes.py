@@ -45,6 +45,29 @@ def test_recompute_frees_what_was_saved_inside_and_an_output_that_only_others_sa
     assert found.region("down").bytes == SIZE
 
 
+def test_what_an_outer_region_saved_too_is_not_freed():
+    class Lends(nn.Module):
+        def forward(self, x):
+            self.lent = x.tanh()
+            return self.lent.exp()
+
+    class Borrows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.lends = nn.Linear(WIDTH, WIDTH), Lends()
+
+        def forward(self, x):
+            y = self.lends(self.up(x))
+            total = (y * self.lends.lent).sum()
+            del self.lends.lent
+            return total
+
+    found = ps.profile(Borrows(), torch.randn(ROWS, WIDTH), repeats=1)
+    # Of tanh and exp the first is kept for the product; the second is the output, and only saved.
+    assert found.region("lends").bytes == 2 * SIZE
+    assert found.region("lends").homes["recompute"].saved_bytes == SIZE
+
+
 def test_an_output_held_elsewhere_is_not_freed():
     class Keeps(Model):
         def forward(self, x):

@@ -106,7 +106,10 @@ def _stack(
     unit, divisor = _unit(profile.total_bytes)
     ends = [0.0, *(1e3 * end for end in accumulate(segment.seconds for segment in profile.segments))]
     stacks = [[0.0, *(size / divisor for size in part)] for part in sizes]
-    drawn = axis.stackplot(ends, stacks, labels=labels, colors=colours, linewidth=0.3, edgecolor="white")
+    # Steps: a region's bytes come, and go, when it ends.
+    drawn = axis.stackplot(
+        ends, stacks, labels=labels, colors=colours, step="post", linewidth=0.3, edgecolor="white"
+    )
     turn = 1e3 * profile.forward_seconds
     axis.axvline(turn, color="#333333", linewidth=0.8, linestyle=(0, (4, 3)))
     axis.set_xlim(0, ends[-1])

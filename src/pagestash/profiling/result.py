@@ -30,7 +30,8 @@ class Profile:
     regions: list[Region]
     segments: list[Segment]
     plain_seconds: float
-    """Forward and backward with nothing watched: the segments' sum is more by what watching costs."""
+    """Forward and backward with nothing watched. On a GPU the segments' sum is less where launches take longer
+    than computing, on a CPU it is more by what watching costs."""
     allocated_bytes: int | None = None
     """What forward left on a GPU by the allocator's own count, without the model's output."""
     policy: Policy | None = None

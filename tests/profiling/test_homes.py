@@ -1,5 +1,7 @@
 """What homes would save and cost, what a policy would do, and whether an offload hides."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -45,23 +47,34 @@ def test_recompute_frees_what_was_saved_inside_and_an_output_that_only_others_sa
     assert found.region("down").bytes == SIZE
 
 
+class Lends(nn.Module):
+    def forward(self, x):
+        self.lent = x.tanh()
+        return self.lent.exp()
+
+
+class Borrows(nn.Module):
+    """The product outside saves both tensors that `lends` has saved before."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.lends = nn.Linear(WIDTH, WIDTH), Lends()
+
+    def forward(self, x):
+        y = self.lends(self.up(x))
+        total = (y * self.lends.lent).sum()
+        del self.lends.lent
+        return total
+
+
+def test_what_another_region_keeps_is_kept():
+    rule = ps.Rule("lends", "offload", min_bytes=1)
+    found = ps.profile(Borrows(), torch.randn(ROWS, WIDTH), repeats=1, policy=ps.Policy([rule]))
+    assert found.total_bytes == found.region("lends").bytes == 2 * SIZE
+    assert found.home_bytes()["offload"] == 0
+
+
 def test_what_an_outer_region_saved_too_is_not_freed():
-    class Lends(nn.Module):
-        def forward(self, x):
-            self.lent = x.tanh()
-            return self.lent.exp()
-
-    class Borrows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.lends = nn.Linear(WIDTH, WIDTH), Lends()
-
-        def forward(self, x):
-            y = self.lends(self.up(x))
-            total = (y * self.lends.lent).sum()
-            del self.lends.lent
-            return total
-
     found = ps.profile(Borrows(), torch.randn(ROWS, WIDTH), repeats=1)
     # Of tanh and exp the first is kept for the product; the second is the output, and only saved.
     assert found.region("lends").bytes == 2 * SIZE
@@ -231,6 +244,30 @@ def test_what_is_saved_at_the_turn_stays():
     found = stack(8, head=0.0).fits("layers.*")
     assert found.fits
     assert (found.moved_bytes, found.staying_bytes) == (700 * MEGABYTE, 100 * MEGABYTE)
+
+
+def test_a_region_leaves_when_it_ends_and_returns_whole():
+    whole = stack(1, forward=30 * MS, backward=30 * MS, head=10 * MS)
+    tensor = whole.tensors[0]
+    paths = [("", "layers.0", "layers.0.a"), ("", "layers.0")]
+    segments = [
+        Segment(paths[0], "forward", 20 * MS),
+        Segment(paths[1], "forward", 10 * MS),
+        Segment(("", "head"), "forward", 10 * MS),
+        Segment(("", "head"), "backward", 10 * MS),
+        Segment(paths[1], "backward", 10 * MS),
+        Segment(paths[0], "backward", 20 * MS),
+    ]
+    tensors = [
+        replace(tensor, region="layers.0.a", path=paths[0], saved_at=0, needed_at=5),
+        replace(tensor, path=paths[1], storage=1, saved_at=1, needed_at=4),
+    ]
+    found = replace(whole, segments=segments, tensors=tensors).fits("layers.0")
+    # Two copies of 5.2 ms, from the end of the layer (not of its part) to the end of the head: late by 0.5 ms.
+    assert not found.fits
+    assert found.moved_bytes == 200 * MEGABYTE
+    # Both are needed when the first is, 10 ms into backward, in which the two copies back do not fit either.
+    assert found.exposed_seconds == pytest.approx(2 * 100 * MEGABYTE / 20e9 - 10 * MS)
 
 
 def test_a_policy_that_moves_nothing_fits_and_one_that_can_move_nothing_does_not():

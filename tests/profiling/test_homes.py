@@ -8,6 +8,7 @@ from torch import nn
 
 import pagestash as ps
 from pagestash.profiling import Link, SavedTensor, Segment
+from pagestash.profiling.fit import moves_of
 
 ROWS, WIDTH = 64, 16
 SIZE = ROWS * WIDTH * 4
@@ -201,54 +202,57 @@ def stack(layers, *, forward=10 * MS, backward=20 * MS, size=100 * MEGABYTE, hea
     )
 
 
-def test_bytes_fit_when_they_leave_within_forward_and_return_before_they_are_needed():
-    # 100 MiB take 5.2 ms at 20 GB/s; a layer computes for 10.
+def test_bytes_fit_when_compute_waits_for_no_copy():
+    # 100 MiB take 5.2 ms at 20 GB/s; a layer computes for 10. The last two are needed within a window: they stay.
     found = stack(8).fits("layers.*")
     assert found.fits
     assert found.fraction == 1.0
     assert found.exposed_seconds == 0
-    assert (found.moved_bytes, found.staying_bytes) == (800 * MEGABYTE, 0)
-    assert found.needed_seconds == pytest.approx(800 * MEGABYTE / 20e9)
+    assert (found.moved_bytes, found.staying_bytes) == (600 * MEGABYTE, 200 * MEGABYTE)
+    assert found.needed_seconds == pytest.approx(600 * MEGABYTE / 20e9)
     # From the end of the first layer to the end of the head.
     assert found.available_seconds == pytest.approx(90 * MS)
 
 
 def test_bytes_that_do_not_fit_have_a_fraction_that_does():
-    # 13.1 ms of copies a layer of 10: at the end of the head 7 layers and it have had 90 ms for 105.
+    # 13.1 ms of copies a layer of 10. Six layers leave, by 10 + 6 · 13.1 = 88.6 ms; from the end of the seventh
+    # on, after 70, the window is for those that stay.
     profile = stack(8, rate=8e9)
+    copy = 100 * MEGABYTE / 8e9
     found = profile.fits("layers.*")
     assert not found.fits
-    assert found.needed_seconds > found.available_seconds
-    # The last layer alone would be gone 13.1 ms after it ends, before the head's 20 are over: it may go, but
-    # the queue before it is 14.8 ms late.
-    assert found.staying_bytes == 0
-    most = 90 * MS * 8e9 / (800 * MEGABYTE)
-    assert found.fraction == pytest.approx(most, abs=0.01)
-    assert found.fraction <= most
+    assert found.exposed_seconds == pytest.approx(10 * MS + 6 * copy - 70 * MS)
+    assert found.fraction == pytest.approx(10 * MS / copy, abs=0.01)
     rule = ps.Rule("layers.*", "offload", fraction=found.fraction)
     assert profile.fits(ps.Policy([rule])).fits
     assert not profile.fits(ps.Policy([ps.Rule("layers.*", "offload", fraction=found.fraction + 0.02)])).fits
 
 
 def test_backward_may_be_what_does_not_fit():
-    # Out is hidden; back there are 20 ms of the head and 2 of each layer for 5.2 ms of copies.
+    # Out is hidden. Back, the first copy may start when the first layer that stayed is done, 22 ms into backward.
     found = stack(16, backward=2 * MS).fits("layers.*")
     assert not found.fits
-    # The last need is the first layer's, after 20 + 15 · 2 ms; 16 copies take 83.9.
-    assert found.exposed_seconds == pytest.approx(16 * 100 * MEGABYTE / 20e9 - 50 * MS)
+    # The last need is the first layer's, after 20 + 15 · 2 ms; 14 copies come before it.
+    assert found.exposed_seconds == pytest.approx(22 * MS + 14 * 100 * MEGABYTE / 20e9 - 50 * MS)
+    assert found.needed_seconds == pytest.approx(14 * 100 * MEGABYTE / 20e9)
     assert found.available_seconds == pytest.approx(50 * MS)
 
 
-def test_what_is_saved_at_the_turn_stays():
-    # No head: the last layer's bytes are needed as soon as they are there.
-    found = stack(8, head=0.0).fits("layers.*")
-    assert found.fits
-    assert (found.moved_bytes, found.staying_bytes) == (700 * MEGABYTE, 100 * MEGABYTE)
+def test_a_wider_window_fetches_earlier():
+    # Copies of 26.2 ms for layers of 20: with two groups in the window the link rests while one is in use.
+    found = stack(8, forward=40 * MS, rate=4e9)
+    narrow = found.fits(ps.Policy([ps.Rule("layers.*", "offload")]))
+    wide = found.fits(ps.Policy([ps.Rule("layers.*", "offload", prefetch_bytes=400 * MEGABYTE)]))
+    assert narrow.exposed_seconds > wide.exposed_seconds
+    assert wide.staying_bytes == 400 * MEGABYTE
+    # A window smaller than a group: it comes when it is asked for, and everybody waits.
+    small = found.fits(ps.Policy([ps.Rule("layers.*", "offload", prefetch_bytes=MEGABYTE)]))
+    assert small.moved_bytes == 700 * MEGABYTE
+    back = 100 * MEGABYTE / 4e9
+    assert small.exposed_seconds >= 7 * back
 
 
 def test_a_region_leaves_when_it_ends_and_returns_whole():
-    whole = stack(1, forward=30 * MS, backward=30 * MS, head=10 * MS)
-    tensor = whole.tensors[0]
     paths = [("", "layers.0", "layers.0.a"), ("", "layers.0")]
     segments = [
         Segment(paths[0], "forward", 20 * MS),
@@ -258,21 +262,23 @@ def test_a_region_leaves_when_it_ends_and_returns_whole():
         Segment(paths[1], "backward", 10 * MS),
         Segment(paths[0], "backward", 20 * MS),
     ]
+    tensor = stack(1).tensors[0]
     tensors = [
-        replace(tensor, region="layers.0.a", path=paths[0], saved_at=0, needed_at=5),
-        replace(tensor, path=paths[1], storage=1, saved_at=1, needed_at=4),
+        replace(tensor, region="layers.0.a", path=paths[0], saved_at=0, needed_at=5, freed_at=5),
+        replace(tensor, path=paths[1], storage=1, saved_at=1, needed_at=4, freed_at=4, valid_bytes=MEGABYTE),
+        replace(tensor, path=paths[1], storage=1, saved_at=1, needed_at=4, freed_at=4, counted=0),
     ]
-    found = replace(whole, segments=segments, tensors=tensors).fits("layers.0")
-    # Two copies of 5.2 ms, from the end of the layer (not of its part) to the end of the head: late by 0.5 ms.
-    assert not found.fits
-    assert found.moved_bytes == 200 * MEGABYTE
-    # Both are needed when the first is, 10 ms into backward, in which the two copies back do not fit either.
-    assert found.exposed_seconds == pytest.approx(2 * 100 * MEGABYTE / 20e9 - 10 * MS)
+    policy = ps.Policy([ps.Rule("layers.0", "offload", fraction=0.5, prefetch_bytes=7)])
+    (move,) = moves_of(policy, tensors, ["offload"] * 3, segments)
+    assert move.ready == pytest.approx(30 * MS)
+    assert move.needed == pytest.approx(50 * MS)
+    assert move.done == pytest.approx(80 * MS)
+    assert (move.bytes, move.room, move.ahead) == (50.5 * MEGABYTE, 200 * MEGABYTE, 7)
 
 
 def test_a_policy_that_moves_nothing_fits_and_one_that_can_move_nothing_does_not():
     assert stack(2).fits(ps.Policy([ps.Rule("layers.*", "keep")])).fits
-    alone = stack(1, head=0.0).fits("layers.*")
+    alone = stack(1).fits("layers.*")
     assert not alone.fits
     assert alone.moved_bytes == 0
     assert alone.fraction == 0.0
@@ -283,8 +289,13 @@ def test_a_pattern_that_matches_nothing_is_named():
         stack(2).fits("layer.*")
 
 
-def test_an_offload_that_fits_by_measured_times_does_so_by_every_link_that_is_faster():
-    model, x, _ = run()
-    found = ps.profile(model, x, repeats=1, link=1e15)
-    assert found.fits("gate", min_bytes=1).fits
-    assert not ps.profile(model, x, repeats=1, link=1.0).fits("gate", min_bytes=1).fits
+def test_a_measured_step_is_judged_by_its_link():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(Gate()) for _ in range(6)))
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    fast = ps.profile(model, x, repeats=1, link=1e15).fits("*", min_bytes=1)
+    slow = ps.profile(model, x, repeats=1, link=1e4).fits("*", min_bytes=1)
+    assert fast.moved_bytes == slow.moved_bytes > 0
+    assert fast.fits
+    assert not slow.fits
+    assert slow.exposed_seconds > 0.5 * slow.moved_bytes / 1e4

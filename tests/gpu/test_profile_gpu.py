@@ -60,7 +60,7 @@ def test_regions_take_together_what_the_step_takes():
     watched = found.forward_seconds + found.backward_seconds
     print(f"watched {1e3 * watched:.2f} ms, plain {1e3 * found.plain_seconds:.2f} ms")
     # No more than the step itself: watching it is not counted. Less, by the gaps between its launches.
-    assert 0.5 * found.plain_seconds < watched < 1.05 * found.plain_seconds
+    assert 0.2 * found.plain_seconds < watched < 1.05 * found.plain_seconds
     layers = [found.region(f"layers.{index}") for index in range(3)]
     assert all(0 < layer.total_forward_seconds < layer.total_backward_seconds for layer in layers)
     # Equal layers take equal times, and most of a layer is in its experts.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pagestash as ps
-from pagestash.profiling.timeline import Timeline
+from pagestash.profiling.timeline import EventClock, Timeline
 from pagestash.profiling.watch import Watch
 
 WIDTH = 4
@@ -74,6 +74,30 @@ def test_forward_is_cut_by_modules_and_regions_and_backward_in_reverse():
     assert regions[timeline.turn :] == ["", "1.tail", "1.act", "1.up", "0.tail", "0.act", "0.up"]
     assert timeline.paths[2] == ("", "0", "0.up")
     assert seconds == [1] * len(regions)
+
+
+def test_a_watched_step_on_a_gpu_starts_when_the_host_is_ahead(monkeypatch):
+    happened = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.number = len(happened)
+
+        def record(self):
+            happened.append("event")
+
+        def elapsed_time(self, other):
+            return 1e3 * (other.number - self.number)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("wait"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: happened.append(("sleep", cycles)))
+    clock = EventClock(lead=0.25)
+    marks = [clock.mark() for _ in range(3)]
+    assert clock.between(marks) == [1.0, 1.0]
+    assert happened == [("sleep", 500_000_000), "event", "event", "event", "wait"]
+    EventClock(lead=60.0).mark()
+    assert happened[5] == ("sleep", 2_000_000_000)
 
 
 def test_a_module_that_raises_leaves_no_hook_and_no_frame():

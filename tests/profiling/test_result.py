@@ -94,6 +94,7 @@ def test_a_row_of_whole_layers_makes_them_again_whole(found):
     row = next(line for line in shown(found.table(depth=2)).splitlines() if "layers.*" in line)
     each = [found.region(f"layers.{layer}").homes["recompute"] for layer in range(3)]
     assert ps.policy.format_bytes(sum(item.saved_bytes for item in each)) in row
+    assert "layers.*  ×3" in row
 
 
 def test_the_tensors_are_listed_by_pattern(found):
@@ -213,9 +214,13 @@ def test_a_keeper_in_its_step_or_with_its_pool_in_the_model_is_refused():
         [ps.Rule("0.experts", "stash", min_bytes=1)], ps.PoolConfig(device="64KiB", page="1KiB")
     )
     keeper = ps.Keeper(policy).attach(model)
-    with pytest.raises(RuntimeError, match=r"0\.experts writes a keeper's pool.*detach"):
+    with pytest.raises(RuntimeError, match=r"0\.\w+ puts its tensors away for a keeper.*detach"):
         ps.profile(model, x)
     keeper.detach()
+    model[0].moe_act.use_recompute(True)
+    with pytest.raises(RuntimeError, match=r"0\.moe_act puts its tensors away"):
+        ps.profile(model, x)
+    model[0].moe_act.use_recompute(False)
     with keeper.step(), pytest.raises(RuntimeError, match="inside a keeper's step"):
         ps.profile(model, x)
     assert ps.profile(model, x, repeats=1, loss=lambda output: output[0].sum()).total_bytes > 0

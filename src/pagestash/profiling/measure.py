@@ -196,9 +196,11 @@ def _check(model: Any, args: Any, kwargs: Any, repeats: int) -> None:
     if not torch.is_grad_enabled():
         raise RuntimeError("ps.profile() under no_grad: nothing is saved there; call it outside")
     for name, module in model.named_modules():
-        if hasattr(module, "use_pool") and getattr(module, "pool", None) is not None:
+        if getattr(module, "made_again", False) or (
+            hasattr(module, "use_pool") and getattr(module, "pool", None) is not None
+        ):
             raise RuntimeError(
-                f"{name} writes a keeper's pool, where autograd does not see it; call keeper.detach() first"
+                f"{name} puts its tensors away for a keeper, unseen by autograd; call keeper.detach() first"
             )
 
 

@@ -100,7 +100,8 @@ def region_table(
         if not group.bytes and sum(group.seconds) < LEAST_SECONDS:
             continue
         homes = estimate(group.tensors, *group.hiding, profile.link)
-        times = f"  ×{len(group.regions)}" if len(group.regions) > 1 else ""
+        alike = sum(label(region.name, layers=layers) == group.name for region in group.regions)
+        times = f"  ×{alike}" if alike > 1 else ""
         row = [
             group.name + times,
             format_bytes(group.bytes),

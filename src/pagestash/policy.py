@@ -58,7 +58,7 @@ class Rule:
     `layers.3.experts` and not `layers.3.experts.act`; `layers.**` matches both. Tensors below `min_bytes`
     (64 KiB; 1 MiB for `offload`, below which the link is not used well) stay where they are: moving them costs
     more than it frees. For `offload`: `fraction` of the bytes leave the device, and `prefetch_bytes` are on it or
-    on their way back while backward runs (None: as much as the two largest neighbours in backward need).
+    on their way back while backward runs (None: three times the largest group).
     """
 
     match: str

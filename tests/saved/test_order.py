@@ -35,12 +35,24 @@ def test_the_last_groups_of_a_forward_stay_as_far_as_the_window_reaches(ahead, e
     assert stays(made) == expected
 
 
-def test_without_a_window_it_is_twice_the_largest_group():
+def test_without_a_window_it_is_three_times_the_largest_group():
     made, _ = plan("F0 F1 F2 F3 B3 B2 B1 B0", g0=50)
-    assert made.window == 100
+    assert made.window == 150
     assert stays(made) == {"0", "1", "2", "3"}
-    made, _ = plan("F0 F1 F2 F3 B3 B2 B1 B0")
-    assert stays(made) == {"2", "3"}
+    made, _ = plan("F0 F1 F2 F3 F4 B4 B3 B2 B1 B0")
+    assert stays(made) == {"2", "3", "4"}
+    assert made.standing == 30
+
+
+def test_fetching_takes_no_more_than_stood_there_at_the_turn():
+    made, _ = plan("F0 F1 F2 F3 B3 B2 B1 B0", ahead=29)
+    assert made.standing == 20
+    assert made.fetch_limit(("0",)) == 20
+    # Unless that is too little for the group itself, which then comes alone.
+    made, _ = plan("F0 F1 F2 B2 B1 B0", ahead=25, g1=25)
+    assert stays(made) == {"2"}
+    assert made.fetch_limit(("1",)) == 25
+    assert made.fetch_limit(("0",)) == 10
 
 
 def test_a_last_group_larger_than_the_window_stays_too():
@@ -59,6 +71,9 @@ def test_one_forward_one_backward_keeps_the_microbatch_whose_backward_comes_next
     assert stays(made) == {"0", "1", "2"}
     made, _ = plan("F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5", ahead=0)
     assert stays(made) == set()
+    # With a window, what is asked for soonest stays: nothing for the microbatches whose backward is far.
+    made, _ = plan("F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5", ahead=20)
+    assert stays(made) == {"0", "1", "4"}
 
 
 def test_a_group_that_is_never_asked_for_and_one_that_is_empty():

@@ -166,10 +166,9 @@ def _forward(
         else:
             gone = left[move.key] = max(gone, now) + fraction * move.bytes / link.out
             leaving.append((gone, move.room))
-        limit = plan.ahead(move.key)
-        if following is None or following.key in plan.stays:
-            # Memory is about to peak: the groups that stay take their part of the window.
-            limit = max(0, limit - staying - (following.room if following else 0))
+        at_the_end = following is None or following.key in plan.stays
+        window = plan.ahead(move.key) if at_the_end else plan.window
+        limit = max(0, window - staying - (following.room if following else 0))
         while sum(room for end, room in leaving if end > now) > limit:
             end, _ = leaving.popleft()
             waited += max(0.0, end - now)
@@ -199,7 +198,7 @@ def _backward(
         if move.key in plan.stays:
             continue
         room, first = 0, index + 1
-        while first and room + order[first - 1].room <= plan.ahead(move.key):
+        while first and room + order[first - 1].room <= plan.fetch_limit(move.key):
             first -= 1
             room += order[first].room
         # It may come when the group before those that the window holds is gone; at the latest when it is asked for.

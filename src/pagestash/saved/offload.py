@@ -188,16 +188,16 @@ class Offload:
         self._leaving.append((group.left, sources, size))
 
     def _may_be_leaving(self, key: Key) -> int:
-        """Bytes that may still be on their way out now that `key` was put: a window of them.
+        """Bytes that may still be on their way out now that `key` was put.
 
-        Towards the end of a forward, where memory peaks, the groups that stay take their part of the window.
+        They, what stays, and the group that comes next share the window. Near the end of a forward, where memory
+        peaks, it is the rule's own.
         """
         next_kind, next_key = next(self.plan.after(("put", key)), ("put", None))
         if next_key is None:
             return self.plan.window
-        window = self.plan.ahead(key)
-        if next_kind == "put" and next_key not in self.plan.stays:
-            return window
+        at_the_end = next_kind == "get" or next_key in self.plan.stays
+        window = self.plan.ahead(key) if at_the_end else self.plan.window
         coming = self.plan.groups[next_key].room if next_kind == "put" else 0
         return max(0, window - sum(self._on_device.values()) - coming)
 
@@ -301,7 +301,7 @@ class Offload:
             if kind == "put" or key in self.plan.stays:
                 if there > self.plan.window:
                     return
-            elif there > self.plan.ahead(key):
+            elif there > self.plan.fetch_limit(key):
                 return
             elif group is not None:  # or the step has left the plan
                 self._fetch(group)

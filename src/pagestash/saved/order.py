@@ -11,6 +11,8 @@ from typing import Literal
 
 Key = tuple[Hashable, ...]
 """A group: where in the step (microbatch, stage), which region, and the how-manieth of that region there."""
+WINDOW = 3
+"""Times the largest group."""
 Event = tuple[Literal["put", "get", "drop"], Key]
 
 
@@ -71,6 +73,8 @@ class Plan:
     order: Sequence[Event] = ()
     window: int = 0
     stays: frozenset[Key] = frozenset()
+    standing: int = 0
+    """The most bytes that groups which stay take at one time."""
     _index: dict[Event, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,9 +86,16 @@ class Plan:
         return iter(()) if at is None else islice(self.order, at + 1, None)
 
     def ahead(self, key: Key) -> int:
-        """Bytes that may be on the device or on their way when this group is fetched, itself included."""
+        """The window of a group: its rule's, or the common one."""
         group = self.groups[key]
         return self.window if group.ahead is None else group.ahead
+
+    def fetch_limit(self, key: Key) -> int:
+        """Bytes that may be on the device or on their way when this group is fetched, itself included.
+
+        No more than stood there at the turn, or fetching would raise the peak that offload lowers.
+        """
+        return min(self.ahead(key), max(self.standing, self.groups[key].room))
 
     def agrees_with(self, recorder: Recorder) -> bool:
         """Whether a step put and asked for the same groups in the same order as this plan's."""
@@ -107,34 +118,45 @@ class Plan:
 def make_plan(events: Sequence[Event], groups: dict[Key, Group]) -> Plan:
     """The plan for a step of these events.
 
-    The window is twice the largest group where a rule gives none: one group in use, and the largest on its
-    way. A group stays if all that is touched between its put and its get, and the group itself, fit in the
-    window, which is just the memory that prefetching takes later in backward. The last group of a forward,
-    with nothing in between, always stays.
+    The window is three times the largest group where a rule gives none: one in use, the largest on its way, and
+    smaller ones between them. What fits in it stays, of everything that was put so far those groups that are asked
+    for soonest. The last group of a forward, whose backward comes at once, always stays.
     """
-    window = 2 * max((group.room for group in groups.values()), default=0)
+    window = WINDOW * max((group.room for group in groups.values()), default=0)
     plan = Plan(groups, _order_of(events), window)
-    plan.stays = frozenset(
-        key
-        for kind, key in plan.order
-        if kind == "put" and (not groups[key].size or _returns_soon(plan, key))
-    )
+    plan.stays = frozenset(_staying(plan))
+    there, now = 0, 0
+    for kind, key in plan.order:
+        if key in plan.stays and groups[key].size:
+            now += groups[key].room if kind == "put" else -groups[key].room
+            there = max(there, now)
+    plan.standing = there
     return plan
 
 
-def _returns_soon(plan: Plan, key: Key) -> bool:
-    """Whether a group is asked for before a window of bytes was touched since its put."""
-    between: set[Key] = set()
-    distance = plan.groups[key].room
-    for kind, other in plan.after(("put", key)):
-        if other == key:
-            return kind == "get"
-        if other not in between:
-            between.add(other)
-            distance += plan.groups[other].room
-            if distance > plan.ahead(key):
-                return False
-    return False  # never asked for
+def _staying(plan: Plan) -> set[Key]:
+    """The groups that never leave: at every put, those asked for last make room, and so at every fetch."""
+    asked_at = {key: index for index, (kind, key) in enumerate(plan.order) if kind == "get"}
+    stays = {key for key, group in plan.groups.items() if not group.size}
+    there: dict[Key, int] = {}
+    for index, (kind, key) in enumerate(plan.order):
+        coming = 0
+        if kind == "put":
+            if key not in asked_at or key in stays:
+                continue
+            there[key] = asked_at[key]
+        elif there.pop(key, None) is not None:
+            stays.add(key)
+            continue
+        elif key not in stays:
+            coming = plan.groups[key].room
+        while there:
+            last = max(there, key=lambda other: there[other])
+            taken = coming + sum(plan.groups[other].room for other in there)
+            if taken <= plan.ahead(last) or there[last] == index + 1:
+                break
+            del there[last]
+    return stays
 
 
 def _order_of(events: Sequence[Event]) -> list[Event]:

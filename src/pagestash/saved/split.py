@@ -42,13 +42,13 @@ class Split:
         self._owed.clear()
 
     def mostly_valid(self, rule: Rule, shape: Shape) -> bool:
-        """Whether so many rows are valid that pages would free little: what stays is better left alone."""
+        """Whether so many rows are valid that pages would free little: it goes or stays as a whole."""
         expected = self.expected.get((rule.match, shape.capacity), 0.0)
         return expected >= MOSTLY * shape.capacity
 
     def share(self, rule: Rule, shape: Shape) -> int:
         """Bytes from the start of the entry that leave the device."""
-        if shape.capacity:
+        if shape.capacity and not self.mostly_valid(rule, shape):
             expected = self.expected.get((rule.match, shape.capacity), 0.0)
             rows = min(int(rule.fraction * expected), shape.capacity)
             share = rows * shape.row_bytes

@@ -9,7 +9,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import HomeName, Policy, Rule
-from pagestash.saved.homes import Home
+from pagestash.saved.homes import Held, Home, Keep
 from pagestash.saved.identity import Entry, ViewRecipe, byte_range, is_sparse, plain_storage, row_range
 from pagestash.saved.recompute import Recompute
 from pagestash.saved.region import Region, frames
@@ -37,6 +37,20 @@ class Handle:
 
 
 @dataclass(slots=True, eq=False)
+class Kept:
+    """An activation that stays where it is: most are, so this is all there is to it."""
+
+    tensor: torch.Tensor
+    version: int
+    region: str
+    keep: Keep
+    held: Held
+
+    def __del__(self) -> None:
+        self.keep.release(self.held)
+
+
+@dataclass(slots=True, eq=False)
 class Untouched:
     """A weight, or what has no plain memory: kept as it is. Autograd checks no versions under hooks; we do."""
 
@@ -44,7 +58,7 @@ class Untouched:
     version: int
 
 
-Packed = Untouched | Handle | Slot
+Packed = Untouched | Kept | Handle | Slot
 
 
 class Capture:
@@ -56,6 +70,9 @@ class Capture:
         self.device = device
         self.weights: set[int] = set()
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        keep = homes["keep"]
+        assert isinstance(keep, Keep)
+        self._keep = keep
         recompute = homes.get("recompute")
         self._recompute = recompute if isinstance(recompute, Recompute) else Recompute()
         self._entries: dict[tuple[int, HomeName], list[Entry]] = {}
@@ -69,13 +86,17 @@ class Capture:
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """A handle for an activation; weights and what has no plain memory stay as they are."""
-        current = [frame for frame in frames() if frame.capture is self]
-        if not current:
+        region = None
+        for frame in reversed(frames()):
+            if frame.capture is self:
+                if region is None:
+                    region = frame
+                if frame.run is not None:
+                    frame.run.note(tensor)
+                    break
+        if region is None:
             return Untouched(tensor, tensor._version)
-        run = next((frame.run for frame in reversed(current) if frame.run is not None), None)
-        if run is not None:
-            run.note(tensor)
-        return self.pack_in(current[-1], tensor)
+        return self.pack_in(region, tensor)
 
     def pack_in(self, region: Region, tensor: torch.Tensor, *, chained: bool = False) -> Packed:
         """What stands for a tensor that is saved in `region`.
@@ -101,7 +122,7 @@ class Capture:
         key = local.untyped_storage()._cdata
         return key in self.weights or key in region.weights
 
-    def _handle(self, region: Region, tensor: torch.Tensor, chained: bool) -> Handle | None:
+    def _handle(self, region: Region, tensor: torch.Tensor, chained: bool) -> Handle | Kept | None:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return None
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -109,20 +130,24 @@ class Capture:
         if tensor.numel() == 0:
             return None
         key = tensor.untyped_storage()._cdata
-        if self._is_weight(tensor, region):
+        if key in self.weights or key in region.weights:
             return None
         region = region.claims.get(key, region)
         rule = region.rule
         home: HomeName = "keep"
-        if rule is not None and self._worth_moving(tensor, rule):
-            home = rule.home
-        # The output of a recomputed region needs no home, unless it is kept anyway, or a rule says to keep it.
         maker = None
-        if (rule is None or rule.home != "keep") and self._kept(
-            key, tensor._version, *byte_range(tensor)
-        ) is None:
-            maker = self._recompute.maker(key, tensor, chained=chained)
-        dense = maker is None and home != "keep" and is_sparse(tensor)
+        # What another region keeps alive anyway is worth neither a copy nor a forward.
+        if not self._keep.holds(key, tensor._version):
+            if rule is not None and self._worth_moving(tensor, rule):
+                home = rule.home
+            # The output of a recomputed region needs no home, unless a rule says to keep it.
+            if rule is None or rule.home != "keep":
+                maker = self._recompute.maker(key, tensor, chained=chained)
+        if home == "keep" and maker is None:
+            # Detached: with its graph, an operation's own output would keep that operation alive.
+            alone = tensor.detach()
+            return Kept(alone, tensor._version, region.name, self._keep, self._keep.hold(alone, region.name))
+        dense = maker is None and is_sparse(tensor)
         recipe = ViewRecipe(
             tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()) * tensor.element_size()
         )
@@ -155,11 +180,6 @@ class Capture:
         if rows is None:
             first -= first % 16  # so that every dtype's view starts on an element, and copies are wide
         version = tensor._version
-        if home != "keep":
-            # What another region keeps alive anyway is not worth a copy.
-            kept = self._kept(key, version, first, last)
-            if kept is not None:
-                return kept
         known = self._entries.setdefault((key, home), [])
         # The weak reference keeps the storage's identity from being given to another tensor; an entry whose
         # storage is gone can no longer be the one that is being saved.
@@ -184,22 +204,8 @@ class Capture:
             rule=region.rule,
         )
         known.append(entry)
-        if home == "keep":
-            entry.home.put([entry])
-        else:
-            region.entries.append(entry)
+        region.entries.append(entry)
         return entry
-
-    def _kept(self, key: int, version: int, first: int, last: int) -> Entry | None:
-        """The entry that keeps these bytes where they are, if there is one."""
-        for entry in self._entries.get((key, "keep"), ()):
-            if (
-                entry.handles
-                and not entry.storage.expired()
-                and entry.same_content(version, None, first, last)
-            ):
-                return entry
-        return None
 
     def _made(self, key: int, tensor: torch.Tensor, run: Run, number: int) -> Entry:
         """The entry of a recomputed region's output, which no home need hold."""
@@ -271,7 +277,7 @@ class Capture:
         """Whether the tensor was changed in place since it was saved."""
         if isinstance(packed, Slot):
             return False
-        if isinstance(packed, Untouched):
+        if isinstance(packed, Untouched | Kept):
             return packed.tensor._version != packed.version
         entry = packed.entry
         if entry.origin is not None and not entry.spoiled:
@@ -279,6 +285,10 @@ class Capture:
         return entry.spoiled
 
     def unpack(self, packed: Packed) -> torch.Tensor:
+        if isinstance(packed, Kept):
+            if packed.tensor._version != packed.version:
+                raise _changed(packed.tensor.shape, "a tensor", packed.region)
+            return packed.tensor
         if isinstance(packed, Slot):
             return packed.run.give(packed.number)
         if isinstance(packed, Untouched):

@@ -46,6 +46,17 @@ class Tally:
         self.by_region = {region: (now, now) for region, (now, _) in self.by_region.items() if now}
 
 
+@dataclass(slots=True, eq=False)
+class Held:
+    """A storage that is kept, for the region that first saved a tensor in it, at the version last saved."""
+
+    key: int
+    region: str
+    size: int
+    version: int
+    holders: int = 0
+
+
 class Keep:
     """Leaves tensors where they are, and counts the storages it keeps alive."""
 
@@ -53,34 +64,39 @@ class Keep:
 
     def __init__(self) -> None:
         self.tally = Tally()
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
+
+    def hold(self, tensor: torch.Tensor, region: str) -> Held:
+        """Count a holder of the tensor's storage; the holder keeps it alive itself, and says when it lets go."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = Held(key, region, storage.nbytes(), 0)
+            self.tally.count(region, held.size)
+        held.version = tensor._version
+        held.holders += 1
+        return held
+
+    def release(self, held: Held) -> None:
+        held.holders -= 1
+        if not held.holders:
+            del self._held[held.key]
+            self.tally.count(held.region, -held.size)
+
+    def holds(self, key: int, version: int) -> bool:
+        """Whether a storage is kept as it was at `version`."""
+        held = self._held.get(key)
+        return held is not None and held.version == version
 
     def put(self, group: Sequence[Entry]) -> None:
         for entry in group:
             assert entry.origin is not None
-            storage = entry.origin.untyped_storage()
-            entry.place = storage._cdata
-            held = self._held.setdefault(entry.place, _Held(entry.region, storage.nbytes()))
-            held.entries += 1
-            if held.entries == 1:
-                self.tally.count(held.region, held.size)
+            entry.place = self.hold(entry.origin, entry.region)
 
     def get(self, entry: Entry) -> torch.Tensor:
         return entry.source().view(-1)
 
     def drop(self, entry: Entry) -> None:
-        held = self._held[entry.place]
-        held.entries -= 1
-        if not held.entries:
-            del self._held[entry.place]
-            self.tally.count(held.region, -held.size)
+        self.release(entry.place)
         entry.origin = None
-
-
-@dataclass(slots=True)
-class _Held:
-    """A storage that is kept, for the region that first saved a tensor in it."""
-
-    region: str
-    size: int
-    entries: int = 0

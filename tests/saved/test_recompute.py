@@ -347,6 +347,7 @@ def test_what_is_kept_anyway_is_not_made_again():
     keeper = keep(model, "0", ps.Rule("1", "keep"))
     assert same(step(model, X, keeper), plain)
     assert model[0].forwards == 2
+    assert keeper.stats().homes["recompute"].peak == 4 * ROWS * (64 + 64), "h and the activation, no output"
 
 
 def test_layers_hold_their_inputs_and_run_once_more_each():

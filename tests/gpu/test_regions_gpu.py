@@ -10,6 +10,7 @@ import torch
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
+from pagestash.policy import HOMES
 
 # Read once, at the first product on a GPU, which may be another file's.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -17,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from ten_names import MORE, NAMES, TINY, covering, table
 
 pytestmark = pytest.mark.gpu
-HOMES = list(ps.Keeper(ps.Policy()).held())
 SEQUENCES, LENGTH = 2, 128
 
 

@@ -13,11 +13,11 @@ from torch import nn
 import pagestash as ps
 from pagestash.models import Decoder, preset
 from pagestash.moe import AllGather
+from pagestash.policy import HOMES
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ten_names import MORE, NAMES, TABLE, TINY, covering, pairs_of, table
 
-HOMES = list(ps.Keeper(ps.Policy()).held())
 SMALL = {"width": 32, "heads": 4, "kv_heads": 2, "experts": 4, "expert_width": 16, "shared_experts": 1}
 MLA = {"attention": "mla", "q_rank": 16, "kv_rank": 16, "nope_dim": 8, "rope_dim": 8, "v_dim": 8}
 
@@ -56,7 +56,7 @@ class Made:
 
         The first is measured; the second goes by what was, and backward comes twice.
         """
-        rules = [ps.Rule(f"layers.*.{name}", home, min_bytes=0) for name, home in rules]
+        rules = [ps.Rule(f"layers.*.{name}".rstrip("."), home, min_bytes=0) for name, home in rules]
         keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page=1024)), backend="torch")
         keeper.attach(self.model)
         try:
@@ -121,6 +121,29 @@ SETS = [*([name] for name in NAMES), NAMES, [EXPERTS], [EXPERTS, "moe.moe_act"],
 def test_a_home_for_one_region_and_for_all(made, kind, sets, home):
     wrong = [names for names in sets if made[kind].differs([(name, home) for name in names])]
     assert not wrong
+
+
+@pytest.mark.parametrize("around", ["", "moe", "attn"])
+def test_any_homes_inside_what_is_run_again(made, around):
+    """A whole layer, or a part of it, under recompute, with rules for the regions inside."""
+    few = [[], *covering(HOMES)][::6]
+    rules = [[*zip(NAMES, homes), (around, "recompute")] for homes in few]
+    wrong = [rule for rule in rules if made["gqa"].differs(rule)]
+    assert not wrong
+
+
+def test_of_a_layer_that_is_run_again_its_input_and_choices_wait(made):
+    """And not what the router takes in, which the layer makes again."""
+    model, batch = made["gqa"].model, made["gqa"].batch
+    keeper = ps.Keeper(ps.Policy([ps.Rule("layers.*", "recompute")])).attach(model)
+    with keeper.step():
+        loss = sum(model(batch[:, :-1], batch[:, 1:]))
+        decided = keeper.stats().regions["layers.1"].bytes
+        loss.backward()
+    keeper.detach()
+    choices_order_places = batch[:, 1:].numel() * model.config.top_k * 3 * 4
+    # And for each expert, how many chose it, how many rows it got, and where they end.
+    assert decided == choices_order_places + model.config.experts * 3 * 4
 
 
 # --- the documentation's table ---

@@ -1,5 +1,6 @@
 """`Experts`: the routed experts of one rank, run as one fused block; and `SharedExperts`, which see every token."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from pagestash.moe.dispatch import Dispatch, Received
 from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct, Placed
 from pagestash.pages.pool import PagePool
 from pagestash.saved.once import once
-from pagestash.saved.region import named, note_weights, region, running_again
+from pagestash.saved.region import claim, in_recompute, named, note_weights, region, running_again
 
 
 class Experts(Placed):
@@ -54,36 +55,40 @@ class Experts(Placed):
         (up, up_bias), (down, down_bias) = fc1(), fc2()
         options = BlockOptions(
             activation=self.config.activation,
-            rows=self._place_of(fc1),
+            rows=self._place_of_rows(fc1),
             h=self._place_of(act),
             kept=_backward_may_follow(x, up, down),
         )
-        if self.dispatch is None:
-            self._most = max(self._most, ids.numel())
-            capacity = self._rows.limit(ids.numel())
-            routing = once(lambda: self._route(ids, capacity, over))
+        dispatch = self.dispatch
+        if dispatch is None:
+            routing = once(lambda: self._route(ids, over))
             with region(rows=routing.rows, capacity=routing.order.numel()):
                 note_weights(up, up_bias, down, down_bias)
                 return LocalExperts.apply(x, weights, up, down, up_bias, down_bias, ids, routing, options)
-        dispatch = self.dispatch
-        received = once(lambda: dispatch.send(x, ids, weights, over), rows=_arrived)
-        with region(rows=received.offsets[-1:], capacity=received.rows_RD.shape[0]):
-            note_weights(up, up_bias, down, down_bias)
-            rows = ReceivedExperts.apply(
-                received.rows_RD,
-                received.weights,
-                up,
-                down,
-                up_bias,
-                down_bias,
-                received.offsets,
-                received.lease,
-                options,
-            )
-        return self.dispatch.collect(rows, received)
+        arrived: list[torch.Tensor] = []
 
-    def _route(self, ids: torch.Tensor, capacity: int, over: torch.Tensor | None) -> Routing:
-        routing = route(ids, self.config.experts, capacity=capacity, over=over)
+        def send() -> tuple[Any, ...]:
+            got = dispatch.send(x, ids, weights, over)
+            arrived.append(got.rows_RD)
+            return got.weights, got.offsets, got.lease, got.state, got.rows_RD.shape[0]
+
+        def take_rows() -> torch.Tensor:
+            claim(fc1, arrived[0])
+            return arrived.pop()
+
+        row_weights, offsets, lease, state, capacity = once(send)
+        with region(rows=offsets[-1:], capacity=capacity):
+            note_weights(up, up_bias, down, down_bias)
+            # By themselves: now it is known how many are valid, and that they have the home of `expert_fc1`.
+            rows_RD = once(take_rows)
+            y_RD = ReceivedExperts.apply(
+                rows_RD, row_weights, up, down, up_bias, down_bias, offsets, lease, options
+            )
+        return dispatch.collect(y_RD, Received(rows_RD, row_weights, offsets, lease, state))
+
+    def _route(self, ids: torch.Tensor, over: torch.Tensor | None) -> Routing:
+        self._most = max(self._most, ids.numel())
+        routing = route(ids, self.config.experts, capacity=self._rows.limit(ids.numel()), over=over)
         self._rows.observe(routing.counts)
         return routing
 
@@ -92,7 +97,12 @@ class Experts(Placed):
         own = part.place()
         if own.pool is not None or own.again or named(part):
             return own
-        return Place(module=part, pool=self.pool, account=self.account, again=self.made_again)
+        return replace(self.place(), module=part)
+
+    def _place_of_rows(self, fc1: ExpertFC1) -> Place:
+        place = self._place_of(fc1)
+        # Who runs this again needs the rows, too: what autograd saves is one for both, and in the same home.
+        return replace(place, pool=None) if in_recompute() else place
 
     @property
     def capacity(self) -> int | None:
@@ -148,7 +158,3 @@ def _backward_may_follow(*tensors: torch.Tensor) -> bool:
     if running_again():
         return False  # the first forward has put away what backward needs
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def _arrived(received: Received) -> tuple[torch.Tensor, int]:
-    return received.offsets[-1:], received.rows_RD.shape[0]

@@ -2,7 +2,7 @@
 
 T tokens, E experts, K chosen. Saved for backward: the layer input, which the experts save anyway, and the
 ids. Scores are made again from them, T·E products of length d, so nothing of size T·E waits; the choice
-itself is never made again.
+itself is never made again, also where the layer is run again to make what it saved.
 """
 
 from typing import Any
@@ -38,13 +38,26 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=config.width**-0.5)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return once(lambda: self._decide(x))
+        logits: torch.Tensor | None = None
 
-    def _decide(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        weights, aux, ids, counts = _Route.apply(x, self.weight, self.correction, self.config)
-        if self.load is not None and self.training and torch.is_grad_enabled():
-            self.load += counts
+        def choose() -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal logits
+            with torch.no_grad():
+                logits = logits_of(x, self.weight)
+                ids = choose_experts(logits, self.correction, self.config)
+                counts = torch.zeros(self.config.experts, dtype=logits.dtype, device=x.device)
+                if self.config.balance_loss or self.correction is not None:
+                    counts = multihot(ids, ids, self.config.experts)[0].sum(0).to(logits.dtype)
+            if self.load is not None and self.training and torch.is_grad_enabled():
+                self.load += counts
+            return ids, counts
+
+        ids, counts = once(choose)
+        weights, aux = _Weigh.apply(x, self.weight, ids, counts, logits, self.config)
         return weights, ids, aux
+
+    def use_recompute(self, again: bool) -> None:
+        """Nothing more than is done anyway: its input and its choices are all that it saves."""
 
     def update_bias(self, rate: float = 1e-3) -> None:
         """Raise the selection bias of experts with less than the average load, lower that of the others."""
@@ -109,25 +122,24 @@ def weigh(
     return weights * config.route_scale, aux
 
 
-class _Route(torch.autograd.Function):
-    """Keeps x and the ids; everything in between is made again for backward."""
+class _Weigh(torch.autograd.Function):
+    """Keeps x and the ids; everything in between is made again for backward.
+
+    `logits` are those that the choice was made by; None where it was made before.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, correction, config):
-        logits = logits_of(x, weight)
-        ids = choose_experts(logits, correction, config)
-        counts = torch.zeros(config.experts, dtype=logits.dtype, device=x.device)
-        if config.balance_loss or correction is not None:
-            counts = multihot(ids, ids, config.experts)[0].sum(0).to(logits.dtype)
+    def forward(ctx, x, weight, ids, counts, logits, config):
+        if logits is None:
+            logits = logits_of(x, weight)
         weights, aux = weigh(logits, ids, counts, config)
         ctx.save_for_backward(x, weight, ids, counts)
         ctx.config = config
-        ctx.mark_non_differentiable(ids, counts)
-        return weights, aux, ids, counts
+        return weights, aux
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dweights, daux, _ids, _counts):
+    def backward(ctx, dweights, daux):
         x, weight, ids, counts = ctx.saved_tensors
         logits = logits_of(x, weight).requires_grad_()
         with torch.enable_grad():
@@ -137,4 +149,4 @@ class _Route(torch.autograd.Function):
         narrow = dlogits.to(x.dtype)
         dx = narrow @ weight.to(x.dtype) if ctx.needs_input_grad[0] else None
         dweight = (narrow.t() @ x).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None, None
+        return dx, dweight, None, None, None, None

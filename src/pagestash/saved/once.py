@@ -3,14 +3,12 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from pagestash.saved.region import frames
 
 T = TypeVar("T")
 
 
-def once(fn: Callable[[], T], *, rows: Callable[[T], tuple[torch.Tensor, int]] | None = None) -> T:
+def once(fn: Callable[[], T]) -> T:
     """Run `fn` where forward runs first; where a region under `recompute` is run again, give its result back.
 
         weights, ids, aux = once(lambda: self.router(x))    # routed once, however often the layer is run
@@ -19,12 +17,11 @@ def once(fn: Callable[[], T], *, rows: Callable[[T], tuple[torch.Tensor, int]] |
     otherwise the second time. What `fn` saves for backward, and what it returns, waits in the home of the region
     around the recomputed one, or of the region `once` is called in if a rule gave that another home. Gradients
     flow through the result as usual. Calls are matched in order: a region must make the same ones each time.
-    Results may be tensors, and tuples, lists, dicts and dataclasses of them. `rows` gives, of a result, the valid
-    rows and the capacity of its buffers, as those of `region`, where only `fn` can know them.
+    Results may be tensors, and tuples, lists, dicts and dataclasses of them.
 
     Outside a region under recompute this is `fn()`.
     """
     for frame in reversed(frames()):
         if frame.run is not None:
-            return frame.run.decide(fn, rows)
+            return frame.run.decide(fn)
     return fn()

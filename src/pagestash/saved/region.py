@@ -35,8 +35,8 @@ class Forward(Protocol):
 
     again: bool
 
-    def decide(self, fn: Callable[[], Any], rows: Callable[[Any], tuple[torch.Tensor, int]] | None) -> Any:
-        """The result of `fn`, which runs the first time only; and the `rows` of its buffers, which it tells."""
+    def decide(self, fn: Callable[[], Any]) -> Any:
+        """The result of `fn`, which runs the first time only."""
         ...
 
     def note(self, tensor: torch.Tensor) -> None:
@@ -120,6 +120,11 @@ def running_again() -> bool:
     """Whether a region is run again: what a module puts away by itself then, nobody would ever ask for."""
     current = _frames.get()
     return bool(current) and current[-1].run is not None and current[-1].run.again
+
+
+def in_recompute() -> bool:
+    """Whether we are inside a region under recompute, in its first forward or a later one."""
+    return any(frame.run is not None for frame in _frames.get())
 
 
 def named(module: nn.Module) -> bool:

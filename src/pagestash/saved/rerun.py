@@ -70,7 +70,7 @@ class Rerun:
         if self._wanted_outputs:
             self._take_outputs(tensors_of(output))
 
-    def decide(self, fn: Callable[[], Any], rows: Callable[[Any], tuple[torch.Tensor, int]] | None) -> Any:
+    def decide(self, fn: Callable[[], Any]) -> Any:
         """What the first forward decided on."""
         decisions = self._run._decisions
         if self._decided == len(decisions):

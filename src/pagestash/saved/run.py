@@ -129,36 +129,31 @@ class Run:
                 self.marks[number] = mark
         return Slot(self, number)
 
-    def decide(self, fn: Callable[[], Any], rows: Callable[[Any], tuple[torch.Tensor, int]] | None) -> Any:
+    def decide(self, fn: Callable[[], Any]) -> Any:
         """Run `fn` as if it stood outside the region, and remember its result."""
         assert self._outer is not None
         current, device = frames(), self._capture.device_here
         start = next(index for index, frame in enumerate(current) if frame.run is self)
         inner = current[-1]
-        region = inner if inner.run is None else self._around(inner, self._outer.rule)
-        held_in = region
+        region = inner
+        if inner.run is not None:
+            region = Region(
+                self._capture, self.name, self._outer.rule, inner.rows, inner.capacity, weights=inner.weights
+            )
         before = random_state(device)
         set_frames((*current[:start], region))
         try:
             result = fn()
-            if rows is not None:
-                held_in = self._around(region, region.rule)
-                held_in.rows, held_in.capacity = rows(result)
             drawn = drawn_since(device, before)
             after = random_state(device) if drawn else None
-            self._decisions.append((self._hold(result, held_in), after))
+            self._decisions.append((self._hold(result, region), after))
             if region is not inner:
                 self._take_in(result)
             return result
         finally:
             set_frames(current)
-            for each in dict.fromkeys((region, held_in)):
-                if each is not inner:
-                    self._capture.close(each)
-
-    def _around(self, region: Region, rule: Rule | None) -> Region:
-        """A region whose tensors wait under `rule`, otherwise like `region`."""
-        return Region(self._capture, self.name, rule, region.rows, region.capacity, weights=region.weights)
+            if region is not inner:
+                self._capture.close(region)
 
     def _take_in(self, tree: Any) -> None:
         """These tensors are held: where an operation saves one, there is nothing to drop."""

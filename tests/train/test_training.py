@@ -60,7 +60,7 @@ def test_every_step_has_its_line(whole):
         assert line["tokens"] == given["batch"] * given["sequence"]
         assert line["seconds"] > 0
         assert line["grad_norm"] > 0
-        assert set(line["saved_bytes"]) == {"keep", "stash"}
+        assert set(line["saved_bytes"]) == {"keep", "stash", "offload", "recompute"}
         assert line["saved_bytes"]["keep"] > line["saved_bytes"]["stash"] == 0
         assert line["overflow"] is False
         assert line["rerun"] == 0
@@ -77,6 +77,19 @@ def test_the_stash_changes_no_bit(whole, tmp_path):
     assert same(out, tmp_path / "run")
     assert all(line["saved_bytes"]["stash"] > 0 for line in stashed)
     assert stashed[-1]["saved_bytes"]["keep"] < plain[-1]["saved_bytes"]["keep"]
+
+
+def test_offload_and_recompute_change_no_bit(whole, tmp_path):
+    _, out = whole
+    example = Path(__file__).parents[2] / "examples" / "offload.toml"
+    moved = run({**settings(tmp_path), "policy": str(example)}, tmp_path / "run")
+    plain = read_metrics(out)
+    assert [line["loss"] for line in moved] == [line["loss"] for line in plain]
+    assert [line["grad_norm"] for line in moved] == [line["grad_norm"] for line in plain]
+    assert same(out, tmp_path / "run")
+    # Of two layers everything comes back within a window, and stays; the first step has no plan and moves it.
+    assert moved[0]["saved_bytes"]["offload"] > 0
+    assert moved[-1]["saved_bytes"]["keep"] < plain[-1]["saved_bytes"]["keep"]
 
 
 def test_an_overflow_is_told_and_changes_no_bit(whole, tmp_path):

@@ -78,6 +78,36 @@ def test_ranks_train_what_one_process_does(tmp_path, ranks, layout):
         assert set(stashed[1:]) == {32 * 2 * (2 * MODEL["expert_width"] + 3) * 4}
 
 
+AGAIN = """
+[pool]
+page = 1024
+[[rule]]
+match = "layers.*.moe.expert_fc1"
+home = "stash"
+min_bytes = 256
+[[rule]]
+match = "layers.*"
+home = "recompute"
+"""
+
+
+@needs_dispatch
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all", "all_to_all_exact"])
+def test_ranks_run_layers_again_to_the_same_bits(tmp_path, dispatch):
+    """Rows that arrived wait in pages; what is left of a layer is its input."""
+    (tmp_path / "again.toml").write_text(AGAIN)
+    given = few(tmp_path, 2, dispatch=dispatch)
+    torchrun(2, given, tmp_path / "plain")
+    torchrun(2, {**given, "policy": str(tmp_path / "again.toml")}, tmp_path / "again")
+    plain, again = (read_metrics(tmp_path / name) for name in ("plain", "again"))
+    assert [(line["loss"], line["grad_norm"]) for line in plain] == [
+        (line["loss"], line["grad_norm"]) for line in again
+    ]
+    assert all(line["saved_bytes"]["stash"] > 0 for line in again)
+    assert again[-1]["saved_bytes"]["keep"] < plain[-1]["saved_bytes"]["keep"] / 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS[:2])
 def test_a_checkpoint_fits_any_number_of_ranks(tmp_path, ranks, layout):

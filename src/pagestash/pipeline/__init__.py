@@ -1,0 +1,1 @@
+"""Pipeline parallelism by `torch.distributed.pipelining`: schedules read ahead, layers placed by memory."""

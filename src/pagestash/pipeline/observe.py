@@ -1,0 +1,113 @@
+"""Hearing of a schedule's actions as they begin and end."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from pagestash.pipeline.plan import Action, Plan, read_plan
+
+
+class Listener(Protocol):
+    """Hears of one rank's actions, in the thread that runs the schedule."""
+
+    def begin_step(self, plan: Plan) -> None:
+        """A step begins; `plan` is what it will do."""
+        ...
+
+    def end_step(self) -> None:
+        """It is over, or has raised."""
+        ...
+
+    def begin(self, action: Action) -> None:
+        """The stage is about to run."""
+        ...
+
+    def end(self, action: Action) -> None:
+        """The stage has run, or has raised."""
+        ...
+
+
+class Observation:
+    """Tells a listener of every action of a schedule, until it is removed.
+
+    The methods of this schedule and its stages are wrapped, not their classes: `register_custom_function` would
+    replace what an action does instead of watching it. Several schedules may share stages (one for each number
+    of microbatches): a stage's actions are told to the listener of the schedule that is running. The forward and
+    backward that the first step runs only to learn shapes are no actions, and are not told.
+    """
+
+    def __init__(self, schedule: Any, listener: Listener) -> None:
+        read_plan(schedule)  # refuses what cannot be followed, before anything is wrapped
+        self._schedule, self._listener = schedule, listener
+        self._running = False
+        self._wrapped: list[tuple[Any, str, _Layer]] = []
+        stages = getattr(schedule, "_stages", None) or [schedule._stage]
+        self._wrap(schedule, "step", self._step)
+        for stage in stages:
+            self._wrap(stage, "forward_one_chunk", self._stage(stage, lambda *_, **__: "F"))
+            self._wrap(stage, "backward_one_chunk", self._stage(stage, _half))
+            self._wrap(stage, "backward_weight_one_chunk", self._stage(stage, lambda *_, **__: "W"))
+
+    def remove(self) -> None:
+        """Tell no more, and leave no trace; where somebody else has wrapped a method since, it only passes on."""
+        for owner, name, layer in self._wrapped:
+            layer.take_off(owner, name)
+        self._wrapped.clear()
+        self._running = False
+
+    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        layer = _Layer(getattr(owner, name), around)
+        setattr(owner, name, layer)
+        self._wrapped.append((owner, name, layer))
+
+    def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._wrapped or not self._schedule._has_backward:  # removed, or nothing is saved
+            return inner(*args, **kwargs)
+        self._listener.begin_step(read_plan(self._schedule))
+        self._running = True
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            self._running = False
+            self._listener.end_step()
+
+    def _stage(self, stage: Any, kind: Callable[..., Any]) -> Callable[..., Any]:
+        def around(inner: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            if not self._running:
+                return inner(microbatch, *args, **kwargs)
+            action = Action(kind(*args, **kwargs), stage.stage_index, microbatch)
+            self._listener.begin(action)
+            try:
+                return inner(microbatch, *args, **kwargs)
+            finally:
+                self._listener.end(action)
+
+        return around
+
+
+class _Layer:
+    """A method of one object with something around it; layers come off in any order."""
+
+    def __init__(self, inner: Callable[..., Any], around: Callable[..., Any]) -> None:
+        self.inner, self._around = inner, around
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._around(self.inner, *args, **kwargs)
+
+    def take_off(self, owner: Any, name: str) -> None:
+        above = owner.__dict__.get(name)
+        if above is self:
+            if getattr(self.inner, "__self__", None) is owner:  # the class's own
+                delattr(owner, name)
+            else:
+                setattr(owner, name, self.inner)
+            return
+        while isinstance(above, _Layer):
+            if above.inner is self:
+                above.inner = self.inner
+                return
+            above = above.inner
+
+
+def _half(loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> str:
+    """Which backward a call of `backward_one_chunk` is, by its arguments after the microbatch."""
+    return "B" if full_backward else "I"

@@ -1,0 +1,217 @@
+"""What a pipeline schedule will do, read before it does it.
+
+A *stage* is a contiguous part of the model, a rank holds one or more. An action is one call of a stage: `F` a
+microbatch's forward, `B` its backward, or `I` and `W` where backward is split: the gradients of the stage's input
+first, those of its weights later. A plan is the list of one rank's actions in the order of their execution.
+
+The schedules of `torch.distributed.pipelining` that run from a list are read from that list. GPipe and 1F1B run
+from code, and the list they show beside it is not what they do (1F1B's last rank is off by one microbatch, and its
+forwards and backwards stand in another order): theirs is derived from the code.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, get_args
+
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    Schedule1F1B,
+    ScheduleGPipe,
+    _PipelineScheduleRuntime,
+)
+
+Kind = Literal["F", "B", "I", "W"]
+_KINDS = get_args(Kind)
+
+SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "LoopedBFS",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+"""Names of the schedules that can be followed: torch's classes without their first word."""
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+"""Those in which rank r holds stage r and, counted from the last, stage r again."""
+ONE_STAGE = ("GPipe", "1F1B")
+"""Those with one stage a rank."""
+
+
+class Action(NamedTuple):
+    """One call of a stage. Its text is torch's own: `3B2` is stage 3's backward of microbatch 2."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One rank's actions in a step, in order."""
+
+    actions: tuple[Action, ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of this rank, in the order of the model."""
+        return tuple(sorted({action.stage for action in self.actions}))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any backward comes in two halves."""
+        return any(action.kind == "I" for action in self.actions)
+
+    def held(self) -> Iterator[dict[int, int]]:
+        """After each action, how many microbatches each stage holds activations of.
+
+        A forward's are held until its backward is done; where that is split, until its second half is.
+        """
+        counts = dict.fromkeys(self.stages, 0)
+        for action in self.actions:
+            counts[action.stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+            yield dict(counts)
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.actions))
+
+
+def in_flight(plan: Plan) -> dict[int, int]:
+    """The most microbatches that each stage of the rank holds activations of at one time.
+
+    >>> in_flight(plans("1F1B", ranks=4, microbatches=8)[1])
+    {1: 3}
+    """
+    most = dict.fromkeys(plan.stages, 0)
+    for counts in plan.held():
+        for stage, count in counts.items():
+            most[stage] = max(most[stage], count)
+    return most
+
+
+def read_plan(schedule: Any) -> Plan:
+    """What this rank will do in the next `schedule.step()`; a `ValueError` if that cannot be known."""
+    replaced = sorted(str(kind) for kind in getattr(schedule, "_comp_type_to_function_map", {}))
+    if replaced:
+        raise ValueError(
+            f"{type(schedule).__name__} runs functions of its own for {', '.join(replaced)} "
+            "(register_custom_function): what they do to the stages cannot be known"
+        )
+    runs = getattr(type(schedule), "_step_microbatches", None)
+    if runs is Schedule1F1B._step_microbatches:
+        stage = schedule._stage.stage_index
+        actions = _one_forward_one_backward(stage, schedule._num_stages, schedule._n_microbatches)
+    elif runs is ScheduleGPipe._step_microbatches:
+        actions = _gpipe(schedule._stage.stage_index, schedule._n_microbatches)
+    elif runs is _PipelineScheduleRuntime._step_microbatches and hasattr(
+        schedule, "pipeline_order_with_comms"
+    ):
+        actions = _flat(schedule.pipeline_order_with_comms[schedule.rank])
+    else:
+        raise ValueError(
+            f"{type(schedule).__name__} cannot be followed: it has no plan that can be read ahead. Supported are "
+            f"{', '.join(f'Schedule{name}' for name in SCHEDULES)} of torch.distributed.pipelining"
+        )
+    if not schedule._has_backward:
+        actions = (action for action in actions if action.kind == "F")
+    return Plan(tuple(actions))
+
+
+def plans(name: str, *, ranks: int, microbatches: int, chunks: int | None = None) -> list[Plan]:
+    """The plans of all ranks under a schedule of this name, without a process group.
+
+    `chunks` are the stages of a rank: 2 unless it says otherwise, 1 for `GPipe` and `1F1B`. What a schedule does
+    not allow (fewer microbatches than stages, for one) is its own `ValueError`.
+    """
+    name = schedule_name(name)
+    if ranks < 1 or microbatches < 1:
+        raise ValueError(f"ranks={ranks}, microbatches={microbatches}: expected at least 1 of each")
+    chunks = stages_a_rank(name, chunks)
+    if name == "GPipe":
+        return [Plan(tuple(_gpipe(stage, microbatches))) for stage in range(ranks)]
+    if name == "1F1B":
+        if microbatches < ranks:
+            raise ValueError(
+                f"1F1B needs at least as many microbatches as stages: {microbatches}, {ranks} stages"
+            )
+        return [Plan(tuple(_one_forward_one_backward(stage, ranks, microbatches))) for stage in range(ranks)]
+    order = _order(getattr(torch_schedules, f"Schedule{name}"), ranks, microbatches, chunks)
+    return [Plan(tuple(_flat(order[rank]))) for rank in range(ranks)]
+
+
+def stages_a_rank(name: str, chunks: int | None = None) -> int:
+    """How many stages a rank has under this schedule; `chunks` where it leaves the choice."""
+    if name in ONE_STAGE or name in V_SHAPED:
+        only = 1 if name in ONE_STAGE else 2
+        if chunks not in (None, only):
+            raise ValueError(f"{name} has {only} stage{'s' * (only > 1)} a rank, not {chunks}")
+        return only
+    if chunks is not None and chunks < 2:
+        raise ValueError(f"{name} needs at least 2 stages a rank, not {chunks}")
+    return 2 if chunks is None else chunks
+
+
+def schedule_name(name: str) -> str:
+    """The schedule's name as torch spells it; capitals and a leading `Schedule` do not matter."""
+    wanted = name.lower().removeprefix("schedule")
+    for known in SCHEDULES:
+        if known.lower() == wanted:
+            return known
+    raise ValueError(f"unknown schedule {name!r}; expected one of {', '.join(SCHEDULES)}")
+
+
+def _gpipe(stage: int, microbatches: int) -> Iterator[Action]:
+    for kind in ("F", "B"):
+        for microbatch in range(microbatches):
+            yield Action(kind, stage, microbatch)
+
+
+def _one_forward_one_backward(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
+    """As many forwards as there are stages from here on, then backward and forward in turn, then backwards."""
+    ahead = min(microbatches, stages - stage)
+    for microbatch in range(ahead):
+        yield Action("F", stage, microbatch)
+    for microbatch in range(microbatches):
+        yield Action("B", stage, microbatch)
+        if microbatch + ahead < microbatches:
+            yield Action("F", stage, microbatch + ahead)
+
+
+def _flat(actions: Iterable[Any]) -> Iterator[Action]:
+    """The calls of stages among a schedule's actions; of a pair that overlaps, the first comes first."""
+    for action in actions:
+        if action is None:
+            continue
+        if action.sub_actions is not None:
+            yield from _flat(action.sub_actions)
+        elif action.computation_type.value in _KINDS:
+            yield Action(action.computation_type.value, action.stage_index, action.microbatch_index)
+
+
+def _order(
+    kind: type[PipelineScheduleMulti], ranks: int, microbatches: int, chunks: int
+) -> dict[int, list[Any]]:
+    """The actions that a schedule class lays out for all ranks, from stages that are only numbers."""
+
+    class Unprepared(kind):  # type: ignore[valid-type, misc]
+        def _prepare_schedule_with_comms(self, actions: Any, format: Any = "compute_only") -> None:
+            """Sends and receives change nothing in the order of a rank's calls, and take long to place."""
+
+    stages = [
+        SimpleNamespace(
+            group_rank=0,
+            group_size=ranks,
+            num_stages=ranks * chunks,
+            stage_index=chunk * ranks,
+            submod=None,
+        )
+        for chunk in range(chunks)
+    ]
+    Unprepared.__name__ = kind.__name__
+    return Unprepared(stages, microbatches).pipeline_order

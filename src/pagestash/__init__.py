@@ -36,7 +36,7 @@ _FOUND_IN = {
     "region": "pagestash.saved.region",
 }
 
-_SUBPACKAGES = ("models", "moe", "profiling")
+_SUBPACKAGES = ("models", "moe", "pipeline", "profiling")
 
 __all__ = ["__version__", *sorted(_FOUND_IN), *_SUBPACKAGES]
 

@@ -133,6 +133,43 @@ def profile(
 
 
 @app.command()
+def partition(
+    stages: Annotated[int, typer.Option(help="Stages of the pipeline, on all ranks together.")],
+    schedule: Annotated[str, typer.Option(help="A schedule of torch.distributed.pipelining.")] = "1F1B",
+    preset: Annotated[str, typer.Option(help="The model's shape; its costs are by formula.")] = "tiny",
+    layers: Annotated[int | None, typer.Option(help="Cut the preset to this many layers.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="Microbatches a step.  [default: twice the stages]")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences of a microbatch.")] = 1,
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    shards: Annotated[int, typer.Option(help="Ranks that share a stage's parameters.")] = 1,
+    expert: Annotated[int, typer.Option(help="Of those, ranks that share the experts.")] = 1,
+    memory: Annotated[
+        str, typer.Option(help="What a rank has anyway, as 80GiB: up to it, only time counts.")
+    ] = "0",
+    costs: Annotated[
+        Path | None, typer.Option(help="A JSON file of measured costs, instead of a preset.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Place layers on pipeline stages by memory, then by time, and print the table."""
+    from pagestash import placement
+
+    try:
+        if costs is not None:
+            given = placement.costs_of_file(costs)
+        else:
+            given = placement.costs_of_preset(
+                preset, layers, batch=batch, sequence=sequence, shards=shards, expert_parallel=expert
+            )
+        placement.main(given, stages, schedule, microbatches=microbatches, memory=memory, as_json=as_json)
+    except ValueError as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 40,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,

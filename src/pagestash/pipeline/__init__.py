@@ -1,1 +1,22 @@
 """Pipeline parallelism by `torch.distributed.pipelining`: schedules read ahead, layers placed by memory."""
+
+from pagestash.pipeline.costs import LayerCost, read_costs
+from pagestash.pipeline.observe import Listener, Observation
+from pagestash.pipeline.plan import SCHEDULES, Action, Plan, in_flight, plans, read_plan
+from pagestash.pipeline.stages import Partition, Stage, partition
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "LayerCost",
+    "Listener",
+    "Observation",
+    "Partition",
+    "Plan",
+    "Stage",
+    "in_flight",
+    "partition",
+    "plans",
+    "read_costs",
+    "read_plan",
+]

@@ -1,0 +1,55 @@
+"""What a layer costs the rank that holds it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """One layer, in the order of the model; the embedding and the head are layers too."""
+
+    name: str
+    parameters: int
+    """Bytes that stay for the whole run: weights, gradients, optimizer state, as far as this rank has them."""
+    activations: int
+    """Bytes that one microbatch's forward leaves for its backward."""
+    forward: float = 0.0
+    """Time of one microbatch's forward, in any unit; `backward` in the same."""
+    backward: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "activations", "forward", "backward"):
+            value = getattr(self, name)
+            if not value >= 0:
+                raise ValueError(f"layer {self.name!r}: {name}={value}: expected at least 0")
+
+    @property
+    def time(self) -> float:
+        """Of both passes."""
+        return self.forward + self.backward
+
+
+def read_costs(layers: Mapping[str, Mapping[str, Any]]) -> list[LayerCost]:
+    """Costs from what JSON gives: `{"layers.0": {"parameters": 1024, "activations": 4096, …}, …}`.
+
+    The layers come in the order of the mapping; `forward` and `backward` may be left out.
+
+    >>> read_costs({"embed": {"parameters": 64, "activations": 0}})[0].name
+    'embed'
+    """
+    if not isinstance(layers, Mapping) or not all(isinstance(row, Mapping) for row in layers.values()):
+        raise ValueError("costs: expected a table of layers, each with a table of its costs")
+    known = [field.name for field in fields(LayerCost) if field.name != "name"]
+    costs = []
+    for name, row in layers.items():
+        for key in ("parameters", "activations"):
+            if key not in row:
+                raise ValueError(f"layer {name!r}: {key} is missing")
+        numbers: dict[str, Any] = {key: row[key] for key in known if key in row}
+        for key, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"layer {name!r}: {key}={value!r}: expected a number")
+        whole = {key: int(numbers[key]) for key in ("parameters", "activations")}
+        costs.append(LayerCost(name=name, **{**numbers, **whole}))
+    return costs

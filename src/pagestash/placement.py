@@ -1,0 +1,105 @@
+"""`pagestash partition`: which layers stand on which stage, as a table."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from pagestash.models.config import preset
+from pagestash.models.costs import layer_costs
+from pagestash.pipeline.costs import LayerCost, read_costs
+from pagestash.pipeline.stages import Partition, partition
+from pagestash.policy import format_bytes, parse_bytes
+
+
+def costs_of_preset(
+    name: str, layers: int | None, *, batch: int, sequence: int, shards: int, expert_parallel: int
+) -> list[LayerCost]:
+    """A preset's layers, for microbatches of `batch` sequences."""
+    for what, value in (("batch", batch), ("sequence", sequence)):
+        if value < 1:
+            raise ValueError(f"{what}={value}: expected at least 1")
+    return layer_costs(
+        preset(name, layers),
+        tokens=batch * sequence,
+        sequence=sequence,
+        shards=shards,
+        expert_parallel=expert_parallel,
+    )
+
+
+def costs_of_file(path: Path) -> list[LayerCost]:
+    """Measured costs, from a JSON file."""
+    try:
+        return read_costs(json.loads(path.read_text()))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def main(
+    costs: Sequence[LayerCost],
+    stages: int,
+    schedule: str,
+    *,
+    microbatches: int | None,
+    memory: str,
+    as_json: bool,
+) -> None:
+    """Place the layers and print where they stand."""
+    room = parse_bytes(memory)
+    placed = partition(costs, stages, schedule, microbatches=microbatches, memory=room)
+    if as_json:
+        print(json.dumps(placed.to_json(), indent=2))
+    else:
+        _show(placed, Console())
+
+
+def _show(placed: Partition, console: Console) -> None:
+    table = Table(title=f"{placed.schedule}, {placed.microbatches} microbatches")
+    table.add_column("rank", justify="right")
+    table.add_column("stage", justify="right")
+    table.add_column("layers")
+    for name in ("parameters", "activations", "peak", "time"):
+        table.add_column(name, justify="right")
+    for rank, (peak, time) in enumerate(zip(placed.peaks, placed.times)):
+        own = placed.of_rank(rank)
+        for stage in own:
+            first, last = stage is own[0], stage is own[-1]
+            table.add_row(
+                str(rank) if first else "",
+                str(stage.index),
+                _span(stage.layers),
+                format_bytes(stage.parameters),
+                f"{stage.in_flight} × {format_bytes(stage.activations)}",
+                format_bytes(peak) if first else "",
+                f"{time:.4g}" if first else "",
+                end_section=last,
+            )
+    console.print(table)
+    told = "no placement is better" if placed.optimal else "the best that was found"
+    console.print(
+        f"Largest peak {format_bytes(max(placed.peaks))}, largest time {max(placed.times):.4g}: {told}."
+    )
+
+
+def _span(names: Sequence[str]) -> str:
+    """Runs of numbered layers in one word: `embed, layers.0-5`."""
+    words: list[str] = []
+    run: list[str] = []
+
+    def close() -> None:
+        if run:
+            words.append(run[0] if len(run) == 1 else f"{run[0]}-{run[-1].rpartition('.')[2]}")
+            run.clear()
+
+    for name in names:
+        stem, _, number = name.rpartition(".")
+        if not (run and number.isdigit() and stem == run[-1].rpartition(".")[0]):
+            close()
+        run.append(name)
+    close()
+    return ", ".join(words)

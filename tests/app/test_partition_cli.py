@@ -1,0 +1,76 @@
+"""`pagestash partition` as a user types it."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from pagestash.cli import app
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["partition", *map(str, words)], env={"COLUMNS": "120"})
+
+
+def test_the_table_has_every_stage_and_the_ranks_peaks():
+    result = run("--preset", "deepseek-v2-lite", "--stages", 8, "--schedule", "dualpipev")
+    assert result.exit_code == 0, result.output
+    text = result.output
+    assert "DualPipeV, 16 microbatches" in text
+    assert "embed, layers.0" in text
+    assert "head" in text
+    assert "Largest peak" in text
+    rows = [line for line in text.splitlines() if "×" in line]
+    assert len(rows) == 8
+    # A V: rank 0 has the first stage and the last.
+    assert rows[0].split()[1:4:2] == ["0", "0"]
+    assert rows[1].split("│")[2].strip() == "7"
+
+
+def test_json_says_the_same():
+    result = run("--preset", "tiny", "--stages", 2, "--microbatches", 4, "--json")
+    placed = json.loads(result.output)
+    assert placed["schedule"] == "1F1B"
+    assert placed["optimal"] is True
+    assert [name for stage in placed["stages"] for name in stage["layers"]] == [
+        "embed", *(f"layers.{i}" for i in range(4)), "head"
+    ]  # fmt: skip
+    assert len(placed["peaks"]) == 2
+
+
+def test_measured_costs_are_taken_from_a_file(tmp_path):
+    rows = {f"layers.{i}": {"parameters": 10, "activations": 1, "forward": 0.5} for i in range(4)}
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(rows))
+    result = run("--costs", path, "--stages", 2, "--schedule", "GPipe", "--json")
+    assert [len(stage["layers"]) for stage in json.loads(result.output)["stages"]] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--stages", 9], "9 stages for 6 layers"),
+        (["--stages", 3, "--schedule", "DualPipeV"], "expected a multiple of 2"),
+        (["--stages", 4, "--schedule", "Nonsense"], "unknown schedule 'Nonsense'"),
+        (["--stages", 4, "--microbatches", 2], "at least as many microbatches as stages"),
+        (["--stages", 2, "--preset", "tinny"], "did you mean 'tiny'?"),
+        (["--stages", 2, "--batch", 0], "batch=0"),
+        (["--stages", 2, "--expert", 2], "expert_parallel=2 does not divide"),
+        (["--stages", 2, "--costs", "/nowhere.json"], "/nowhere.json: No such file"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_and_code_2(words, told):
+    result = run(*words)
+    assert result.exit_code == 2
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert told in lines[0]
+
+
+def test_a_file_that_is_no_table_is_named(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text("nonsense")
+    result = run("--costs", path, "--stages", 2)
+    assert result.exit_code == 2
+    assert str(path) in result.stderr

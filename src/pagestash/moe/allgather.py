@@ -17,6 +17,7 @@ from pagestash.moe.capacity import HEADROOM, Capacity
 from pagestash.moe.collectives import Ranks
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.dispatch import Received
+from pagestash.saved.early_free import early_free
 
 
 class AllGather:
@@ -60,7 +61,9 @@ class AllGather:
     def collect(self, rows_RD: torch.Tensor, received: Received) -> torch.Tensor:
         inverse, tokens = received.state
         # Each rank adds up what its own experts made of a token, in the order of the choices; then the ranks.
-        return _ReduceScatter.apply(ops.combine(rows_RD, inverse), self.ranks)[:tokens]
+        summed = ops.combine(rows_RD, inverse)
+        early_free(rows_RD)  # while the caller still has it
+        return _ReduceScatter.apply(summed, self.ranks)[:tokens]
 
     def grow_capacity(self, *, headroom: float = HEADROOM, alignment: int = ALIGNMENT) -> bool:
         """Make room on every rank for the most rows that any rank wanted. Every rank calls it; it waits."""

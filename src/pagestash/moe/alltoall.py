@@ -23,6 +23,7 @@ from pagestash.moe.capacity import HEADROOM, Capacity
 from pagestash.moe.collectives import Ranks
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.dispatch import Received
+from pagestash.saved.early_free import early_free
 
 
 class AllToAll:
@@ -91,8 +92,9 @@ class AllToAll:
 
     def collect(self, rows_RD: torch.Tensor, received: Received) -> torch.Tensor:
         inverse, wire = received.state
-        slots = _ToTokens.apply(ops.combine(rows_RD, inverse), wire, self.ranks)
-        return ops.combine(slots, wire.place)
+        slots = ops.combine(rows_RD, inverse)
+        early_free(rows_RD)  # while the caller still has it
+        return ops.combine(_ToTokens.apply(slots, wire, self.ranks), wire.place)
 
     def grow_capacity(self, *, headroom: float = HEADROOM, alignment: int = ALIGNMENT) -> bool:
         """Make room on every rank for the most that any rank wanted. Every rank calls it; it waits."""

@@ -45,7 +45,10 @@ class Dispatch(Protocol):
         ...
 
     def collect(self, rows_RD: torch.Tensor, received: Received) -> torch.Tensor:
-        """The results of `received.rows_RD`, back at their tokens and summed: [T, d]."""
+        """The results of `received.rows_RD`, back at their tokens and summed: [T, d].
+
+        `rows_RD` is used up: its memory may be given back before the results travel.
+        """
         ...
 
     def grow_capacity(self, *, headroom: float, alignment: int) -> bool:

@@ -14,6 +14,7 @@ from pagestash.moe.config import MoEConfig
 from pagestash.moe.dispatch import Dispatch, Received
 from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct, Placed
 from pagestash.pages.pool import PagePool
+from pagestash.saved.early_free import early_free
 from pagestash.saved.once import once
 from pagestash.saved.region import claim, in_recompute, named, note_weights, region, running_again
 
@@ -84,6 +85,10 @@ class Experts(Placed):
             y_RD = ReceivedExperts.apply(
                 rows_RD, row_weights, up, down, up_bias, down_bias, offsets, lease, options
             )
+        # Unless backward needs them: with a pool they wait in pages. A dispatch that moves nothing may hand on the
+        # caller's tensor, and a region that is run again asks for the same rows.
+        if rows_RD is not x and not in_recompute():
+            early_free(rows_RD)
         return dispatch.collect(y_RD, Received(rows_RD, row_weights, offsets, lease, state))
 
     def _route(self, ids: torch.Tensor, over: torch.Tensor | None) -> Routing:

@@ -4,6 +4,7 @@ from pagestash.pipeline.costs import LayerCost, read_costs
 from pagestash.pipeline.observe import Listener, Observation
 from pagestash.pipeline.plan import SCHEDULES, Action, Plan, in_flight, plans, read_plan
 from pagestash.pipeline.stages import Partition, Stage, partition
+from pagestash.saved.early_free import Release, early_free
 
 __all__ = [
     "SCHEDULES",
@@ -13,7 +14,9 @@ __all__ = [
     "Observation",
     "Partition",
     "Plan",
+    "Release",
     "Stage",
+    "early_free",
     "in_flight",
     "partition",
     "plans",

@@ -1,0 +1,122 @@
+"""`early_free`: the bytes of a boundary tensor go as soon as its consumers are done.
+
+At a boundary (tokens that were sent, rows that experts have seen, results that were combined) some caller still has
+the tensor object in a variable or a record, for its shape or its `grad_fn`, while nobody will read its bytes again.
+The object stays and its storage is emptied. Doing that by hand goes wrong in silence: what a node of the graph has
+saved, or another tensor looks at, is then garbage. So it is asked first who holds the memory: autograd, views,
+other tensors, a collective or a keeper all count as references to the tensor or to its storage. If anything but the
+caller does, the tensor is left alone, and goes when the last of them lets go.
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagestash.saved.capture import Capture
+
+_PATIENCE = 0.01
+"""Seconds that a backend's thread is given to let go of a collective that is done."""
+
+
+@dataclass(slots=True, eq=False)
+class Release:
+    """What came of `early_free`: true where the memory is free."""
+
+    tensor: torch.Tensor | None
+    work: Any = None
+    reason: str = ""
+    """Why the tensor was left alone; empty where it was not."""
+
+    @property
+    def freed(self) -> bool:
+        return self.tensor is None and not self.reason
+
+    def __bool__(self) -> bool:
+        return self.freed
+
+    def wait(self) -> "Release":
+        """Wait for the collective that reads the tensor, then free it."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None  # it holds the tensor, too
+            until = time.perf_counter() + _PATIENCE
+            while not self._free() and time.perf_counter() < until:
+                time.sleep(1e-4)
+            self.tensor = None
+        return self
+
+    def _free(self) -> bool:
+        assert self.tensor is not None
+        self.reason = _held(self.tensor)
+        if self.reason:
+            return False
+        self.tensor.untyped_storage().resize_(0)
+        self.tensor = None
+        return True
+
+
+def early_free(tensor: torch.Tensor, *, after: Any = None) -> Release:
+    """Give the tensor's memory back now, if nobody but the caller holds it; nobody may read it again.
+
+        sent = dispatch(permuted)
+        early_free(permuted)                       # freed here, though the caller's frame still has it
+        release = early_free(rows, after=work)     # a collective reads it: wait for this instead of the work
+        ...
+        release.wait()
+
+    Left alone are tensors that a node saved for backward, storage that another tensor shares (as where a group of
+    one rank hands back what it was given), parameters, and memory that torch does not own. `after` must be the only
+    reference to the collective's handle. The gradient goes through `tensor.grad_fn` as before.
+    """
+    if torch.compiler.is_compiling():  # a compiler plans memory itself
+        return Release(None, reason="it is being compiled")
+    release = Release(tensor, after)
+    if after is None:
+        release._free()
+        release.tensor = None
+    return release
+
+
+def _held(tensor: torch.Tensor) -> str:
+    """Who else holds the tensor's memory; empty: nobody."""
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+        return "it is no plain tensor"
+    if tensor.is_leaf and tensor.requires_grad:
+        return "it is a leaf of the graph"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), Capture):
+        # They may hold the very object that was saved, which no count tells from the caller's.
+        return "saved-tensor hooks of somebody else are active"
+    storage = tensor.untyped_storage()
+    if not storage.resizable():
+        return "its memory is not torch's"
+    owners = 2  # the tensor, and `storage`
+    if tensor._base is not None:
+        # Rows cut from a rounded allocation are a view over a buffer that is otherwise forgotten.
+        owners += 1
+        if _base_references(tensor) > _FORGOTTEN:
+            return "it is a view of a tensor that is in use"
+    if _references(tensor) > 1:
+        return "autograd, a view or a collective holds it"
+    if torch._C._storage_Use_Count(storage._cdata) > owners:
+        return "another tensor shares its memory"
+    return ""
+
+
+def _base_references(view: torch.Tensor) -> int:
+    """References to the tensor that `view` is a view of: those of torch, and those of Python."""
+    base = view._base
+    assert base is not None
+    return _references(base) + sys.getrefcount(base)
+
+
+def _references(tensor: Any) -> int:
+    """References to the tensor in torch, its Python object among them."""
+    return tensor._use_count()
+
+
+_FORGOTTEN = _base_references(torch.empty(2)[:1])
+"""What it is where nobody else knows the base; versions of torch and Python count differently."""

@@ -1,0 +1,364 @@
+"""Boundary tensors are freed when nobody needs them, never when somebody does, and gradients stay the same."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+sys.path.insert(0, str(Path(__file__).parent))
+from live import Live
+
+import pagestash as ps
+from pagestash.kernels.gather import empty_rows
+from pagestash.models import Decoder, preset
+from pagestash.moe import AllGather, AllToAll, MoEConfig, allgather, alltoall
+from pagestash.moe import experts as layer
+from pagestash.moe.collectives import Ranks
+from pagestash.moe.layer import MoE
+from pagestash.pages.pool import PagePool
+from pagestash.pipeline import early_free
+from pagestash.saved.early_free import Release
+
+
+@pytest.fixture(autouse=True)
+def reference_kernels(monkeypatch):
+    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+
+
+@pytest.fixture
+def lone_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def size(tensor):
+    return tensor.untyped_storage().nbytes()
+
+
+# --- the rule ---
+
+
+def test_a_tensor_that_only_records_hold_is_freed_and_its_gradient_flows():
+    w = torch.randn(4, 4, requires_grad=True)
+    out = w * 2  # saves neither its result nor, for a number, its input
+    record = {"boundary": out}
+    sent = out + 1
+    assert early_free(out)
+    assert size(record["boundary"]) == 0
+    assert out.shape == (4, 4)
+    sent.sum().backward()
+    assert torch.equal(w.grad, torch.full((4, 4), 2.0))
+
+
+def test_rows_cut_from_a_forgotten_buffer_are_freed():
+    rows = torch.empty(8, 4)[:5]
+    assert early_free(rows)
+    assert size(rows) == 0
+
+
+def saved_as_input(x):
+    return x, x * x
+
+
+def saved_by_its_own_node(x):
+    y = torch.tanh(x)
+    return y, None
+
+
+def seen_through_a_view(x):
+    return x, x[1:]
+
+
+def detached_elsewhere(x):
+    return x, x.detach()
+
+
+def a_view_of_what_is_in_use(x):
+    return x[1:], x
+
+
+def a_parameter(x):
+    return torch.nn.Parameter(x.detach().clone()), None
+
+
+def a_leaf(x):
+    return x.detach().clone().requires_grad_(), None
+
+
+def memory_of_numpy(x):
+    return torch.from_numpy(x.detach().numpy().copy()), None
+
+
+NEEDED = [
+    saved_as_input,
+    saved_by_its_own_node,
+    seen_through_a_view,
+    detached_elsewhere,
+    a_view_of_what_is_in_use,
+    a_parameter,
+    a_leaf,
+    memory_of_numpy,
+]
+
+
+@pytest.mark.parametrize("make", NEEDED, ids=lambda make: make.__name__)
+def test_what_somebody_needs_is_left_alone(make):
+    w = torch.randn(6, 4, requires_grad=True)
+    tensor, other = make(w * 3)
+    before, kept = size(tensor), tensor.detach().clone()
+    release = early_free(tensor)
+    assert not release
+    assert release.reason
+    assert size(tensor) == before > 0
+    assert torch.equal(tensor, kept)
+    del other
+
+
+def test_what_was_saved_is_freed_once_the_graph_is_gone():
+    w = torch.randn(4, requires_grad=True)
+    x = w * 2
+    loss = (x * x).sum()
+    assert not early_free(x)
+    loss.backward()
+    assert early_free(x)
+
+
+def test_hooks_that_may_hold_the_object_itself_are_respected():
+    w = torch.randn(4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        x = w * 2
+        loss = (x * x).sum()
+        assert not early_free(x)
+    loss.backward()
+    assert torch.equal(w.grad, 8 * w.detach())
+
+
+def test_a_keeper_holds_what_it_keeps():
+    model = torch.nn.Linear(4, 4)
+    keeper = ps.Keeper(ps.Policy()).attach(model)
+    with keeper.step():
+        x = model(torch.ones(2, 4))
+        kept = x * x
+        free = model(torch.ones(2, 4))
+        _ = free + 1
+        assert not early_free(x)
+        assert early_free(free)
+        kept.sum().backward()
+    assert torch.isfinite(model.weight.grad).all()
+
+
+# --- collectives that still read ---
+
+
+@pytest.mark.usefixtures("lone_rank")
+def test_what_a_collective_reads_is_freed_when_it_is_waited_for():
+    sent, arrived = torch.randn(64, 8), torch.empty(64, 8)
+    expected = sent.clone()
+    release = early_free(sent, after=dist.all_to_all_single(arrived, sent, async_op=True))
+    assert not release
+    assert size(sent) > 0
+    assert release.wait()
+    assert size(sent) == 0
+    assert torch.equal(arrived, expected)
+    assert release.wait()  # a second wait changes nothing
+
+
+@pytest.mark.usefixtures("lone_rank")
+def test_what_a_collective_reads_and_backward_needs_stays():
+    w = torch.randn(8, 8, requires_grad=True)
+    sent = w * 2
+    loss = (sent * sent).sum()
+    arrived = torch.empty(8, 8)
+    release = early_free(sent, after=dist.all_to_all_single(arrived, sent.detach(), async_op=True))
+    assert not release.wait()
+    loss.backward()
+    assert torch.equal(w.grad, 8 * w.detach())
+
+
+# --- the points of the MoE layer ---
+
+KINDS = {
+    "gather": lambda config: AllGather(config, max_tokens=32),
+    "padded": lambda config: AllToAll(config, max_tokens=32),
+    "exact": lambda config: AllToAll(config, padded=False),
+}
+CONFIG = MoEConfig(width=32, expert_width=16, experts=4, top_k=2)
+
+
+def make_layer(kind, pooled):
+    pool = PagePool(torch.device("cpu"), 1024, device_pages=256, backend="torch") if pooled else None
+    torch.manual_seed(0)
+    return MoE(CONFIG, dispatch=KINDS[kind](CONFIG), pool=pool)
+
+
+def forward_and_back(moe):
+    """Result and gradients."""
+    torch.manual_seed(1)
+    x = torch.randn(32, 32, requires_grad=True)
+    weights = torch.rand(32, 2, requires_grad=True)
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(32)]).to(torch.int32)
+    y = moe.experts(x * 1, weights, ids)
+    y.square().sum().backward()
+    projections = [p.grad for part in (moe.expert_fc1, moe.expert_fc2) for p in part.parameters()]
+    return [y.detach(), x.grad, weights.grad, *projections]
+
+
+@pytest.fixture
+def releases(monkeypatch):
+    """What every call of `early_free` in the MoE layer came to, by the file that made it."""
+    found = {"layer": [], "dispatch": []}
+    for module, name in ((layer, "layer"), (allgather, "dispatch"), (alltoall, "dispatch")):
+
+        def noted(tensor, name=name):
+            release = early_free(tensor)
+            found[name].append((release.freed, size(tensor)))
+            return release
+
+        monkeypatch.setattr(module, "early_free", noted)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("lone_rank")
+def test_received_rows_go_after_the_experts_where_pages_hold_them(kind, releases):
+    forward_and_back(make_layer(kind, pooled=True))
+    assert releases["layer"] == [(True, 0)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("lone_rank")
+def test_received_rows_stay_where_backward_needs_them(kind, releases):
+    forward_and_back(make_layer(kind, pooled=False))
+    assert [freed for freed, _ in releases["layer"]] == [False]
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("lone_rank")
+def test_expert_outputs_go_before_the_results_travel(kind, pooled, releases):
+    forward_and_back(make_layer(kind, pooled))
+    assert releases["dispatch"] == [(True, 0)]
+
+
+@pytest.mark.parametrize("kind", ["padded", "exact"])
+@pytest.mark.usefixtures("lone_rank")
+def test_permuted_tokens_are_gone_when_they_have_been_sent(kind, monkeypatch):
+    permuted, gone = [], []
+    gather, route = alltoall.ops.gather, alltoall.route
+
+    def noted(*args):
+        rows = gather(*args)
+        permuted.append(StorageWeakRef(rows.untyped_storage()))
+        return rows
+
+    def after(*args, **kwargs):
+        gone.extend(reference.expired() for reference in permuted)
+        return route(*args, **kwargs)
+
+    monkeypatch.setattr(alltoall.ops, "gather", noted)
+    monkeypatch.setattr(
+        alltoall, "route", after
+    )  # once before the tokens are permuted, once when they arrive
+    forward_and_back(make_layer(kind, pooled=False))
+    assert gone == [True]
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("lone_rank")
+def test_gradients_are_the_same_to_the_last_bit(kind, pooled, monkeypatch):
+    freed = forward_and_back(make_layer(kind, pooled))
+    for module in (layer, allgather, alltoall):
+        monkeypatch.setattr(module, "early_free", lambda tensor: Release(None))
+    for ours, plain in zip(freed, forward_and_back(make_layer(kind, pooled)), strict=True):
+        assert torch.equal(ours, plain)
+
+
+class HandsOn:
+    """A dispatch with nothing to move: every row goes to the one expert, and the caller's tensor is the rows."""
+
+    experts, capacity = 1, None
+
+    def send(self, x, ids, weights, over):
+        from pagestash.moe.dispatch import Received
+
+        ends = torch.tensor([x.shape[0]], dtype=torch.int32)
+        return Received(x, None, ends)
+
+    def collect(self, rows, received):
+        return rows
+
+    def grow_capacity(self, **_):
+        return False
+
+
+def test_a_dispatch_that_hands_on_the_callers_tensor_frees_nothing():
+    config = MoEConfig(width=32, expert_width=16, experts=1, top_k=1)
+    pool = PagePool(torch.device("cpu"), 1024, device_pages=256, backend="torch")
+    experts = MoE(config, dispatch=HandsOn(), pool=pool).experts
+    x = torch.randn(8, 32, requires_grad=True) * 1
+    kept = x.detach().clone()
+    y = experts(x, torch.ones(8, 1), torch.zeros(8, 1, dtype=torch.int32))
+    assert torch.equal(x, kept)
+    y.sum().backward()
+
+
+# --- figures ---
+
+
+def alive_while_results_travel(kind, monkeypatch, frees_in):
+    """Bytes alive when the experts' results leave, with `early_free` at work in the named places alone."""
+    for module, name in ((layer, "layer"), (allgather, "dispatch"), (alltoall, "dispatch")):
+        free = early_free if name in frees_in else lambda tensor: None
+        monkeypatch.setattr(module, "early_free", free)
+    figures, live = [], Live()
+    travel = "reduce_scatter" if kind == "gather" else "all_to_all"
+    inner = getattr(Ranks, travel)
+
+    def noted(self, *args):
+        figures.append(live.bytes())
+        return inner(self, *args)
+
+    monkeypatch.setattr(Ranks, travel, noted)
+    experts = make_layer(kind, pooled=True).experts
+    with live:
+        torch.manual_seed(1)
+        ids = torch.stack([torch.randperm(4)[:2] for _ in range(32)]).to(torch.int32)
+        experts(torch.randn(32, 32, requires_grad=True) * 1, torch.rand(32, 2), ids)
+    monkeypatch.undo()
+    return figures[-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("lone_rank")
+def test_each_technique_frees_a_buffer_of_rows_on_its_own(kind, monkeypatch):
+    def alive(*places):
+        monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+        return alive_while_results_travel(kind, monkeypatch, places)
+
+    nothing, row = alive(), 32 * 4
+    # 32 tokens of 2 choices are 64 rows; what arrives stands in a rounded allocation.
+    sizes = {"layer": empty_rows(64, 32, torch.empty(0)).untyped_storage().nbytes(), "dispatch": 64 * row}
+    assert sizes["layer"] >= 64 * row
+    for place, size in sizes.items():
+        assert nothing - alive(place) == size, place
+    assert nothing - alive("layer", "dispatch") == sum(sizes.values())
+
+
+def test_no_logits_outlive_the_loss():
+    config = preset(
+        "tiny", layers=2, vocab=4096, width=32, heads=2, kv_heads=1, dense_width=32, expert_width=16
+    )
+    model = Decoder(config)
+    model.initialise(0)
+    tokens = torch.randint(4096, (2, 64))
+    logits = 128 * 4096 * 4
+    with Live() as live:
+        loss, aux = model(tokens, tokens)
+        # The weight's gradient, computed with the loss, is the largest: 4096 x 32 numbers.
+        assert max(live.sizes()) == 4096 * 32 * 4 < logits
+        (loss + aux).backward()

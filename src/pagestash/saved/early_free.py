@@ -73,6 +73,8 @@ def early_free(tensor: torch.Tensor, *, after: Any = None) -> Release:
     """
     if torch.compiler.is_compiling():  # a compiler plans memory itself
         return Release(None, reason="it is being compiled")
+    if not _COUNTS:
+        return Release(None, reason="this version of torch does not count references")
     release = Release(tensor, after)
     if after is None:
         release._free()
@@ -118,5 +120,6 @@ def _references(tensor: Any) -> int:
     return tensor._use_count()
 
 
-_FORGOTTEN = _base_references(torch.empty(2)[:1])
+_COUNTS = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+_FORGOTTEN = _base_references(torch.empty(2)[:1]) if _COUNTS else 0
 """What it is where nobody else knows the base; versions of torch and Python count differently."""

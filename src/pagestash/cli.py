@@ -38,6 +38,11 @@ def train(
     steps: Annotated[int | None, typer.Option(help="The last step.  [default: 200]")] = None,
     policy: Annotated[str | None, typer.Option(help="none, or a policy file.  [default: none]")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data.  [default: 0]")] = None,
+    pipeline: Annotated[int | None, typer.Option(help="Ranks the layers are cut over.  [default: 1]")] = None,
+    schedule: Annotated[str | None, typer.Option(help="The pipeline's schedule.  [default: 1F1B]")] = None,
+    expert: Annotated[
+        int | None, typer.Option(help="Ranks that share the experts.  [default: all of a stage]")
+    ] = None,
     corpus: Annotated[
         list[str] | None, typer.Option(help="Text files or folders.  [default: Python's standard library]")
     ] = None,
@@ -58,6 +63,9 @@ def train(
         "steps": steps,
         "policy": policy,
         "seed": seed,
+        "pipeline": pipeline,
+        "schedule": schedule,
+        "expert_parallel": expert,
         "corpus": tuple(corpus) if corpus else None,
     }
     try:

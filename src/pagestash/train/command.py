@@ -63,6 +63,8 @@ def _settings(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _announce(plan: Plan, console: Console) -> None:
     config, decoder, world = plan.config, plan.decoder, plan.world
     ranks = f", {world.size} ranks ({world.expert_parallel} share the experts)" if world.size > 1 else ""
+    if plan.placed is not None:
+        ranks += f", {len(plan.placed.stages)} stages under {plan.placed.schedule}"
     console.print(
         f"{config.preset}: {decoder.layers} layers, {decoder.experts} experts of which {decoder.top_k}; "
         f"{plan.corpus.files:,} files, {format_bytes(plan.corpus.data.numel())}; on {plan.device}{ranks}"

@@ -26,6 +26,9 @@ class TrainConfig:
     batch: int = 4
     """Sequences a step and rank."""
     sequence: int = 128
+    microbatches: int = 0
+    """Parts that a rank's sequences go through the model in, one after the other; 0: one part, or with a pipeline
+    as many as there are sequences. Losses are means over all, auxiliary losses are of each part."""
 
     lr: float = 3e-3
     min_lr: float = 3e-4
@@ -46,6 +49,12 @@ class TrainConfig:
     """Ranks that share a layer's experts; 0: all. The others are data parallel."""
     dispatch: str = "all_gather"
     """How rows reach the ranks of their experts: all_gather, all_to_all, all_to_all_exact."""
+    pipeline: int = 1
+    """Ranks that the layers are cut over; each holds the stages that its place in `schedule` gives it."""
+    schedule: str = "1F1B"
+    """With a pipeline: a schedule of torch.distributed.pipelining."""
+    chunks: int = 0
+    """With a pipeline: stages of a rank, where the schedule leaves the choice; 0: 2."""
     deterministic: bool = True
     """On a GPU: sums in a fixed order, without which no two runs have the same bits (attention's backward)."""
 
@@ -62,7 +71,15 @@ class TrainConfig:
     """Whether a step on a single GPU is a CUDA graph."""
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "batch": 1, "sequence": 1, "decay_steps": 1, "keep_checkpoints": 1}
+        least = {
+            "steps": 1,
+            "batch": 1,
+            "sequence": 1,
+            "decay_steps": 1,
+            "keep_checkpoints": 1,
+            "pipeline": 1,
+        }
+        least |= {"microbatches": 0, "chunks": 0}
         least |= dict.fromkeys(("warmup", "checkpoint_every", "log_every", "expert_parallel", "clip"), 0)
         least |= dict.fromkeys(("lr", "min_lr", "weight_decay", "capacity_factor", "bias_rate", "seed"), 0)
         for name, low in least.items():
@@ -70,6 +87,18 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least {low}")
         if self.dispatch not in DISPATCHES:
             raise ValueError(f"dispatch={self.dispatch!r}: expected one of {', '.join(DISPATCHES)}")
+        if self.batch % self.parts:
+            raise ValueError(f"microbatches={self.parts} do not divide batch={self.batch}")
+
+    @property
+    def parts(self) -> int:
+        """Microbatches a step."""
+        return self.microbatches or (self.batch if self.pipeline > 1 else 1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch, on one rank."""
+        return self.batch // self.parts * self.sequence
 
     def decoder(self) -> DecoderConfig:
         """The model that is trained."""

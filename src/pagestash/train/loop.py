@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pagestash.models.decoder import Decoder
+from pagestash.models.stage import DecoderStage
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.dispatch import Dispatch
 from pagestash.saved.keeper import Keeper
@@ -21,6 +22,7 @@ from pagestash.train import checkpoint
 from pagestash.train.config import TrainConfig
 from pagestash.train.metrics import JsonLines, Listener, TensorBoard
 from pagestash.train.parallel import Ranks, clip_gradients, make_dispatch
+from pagestash.train.passes import PipelinedModel, WholeModel
 from pagestash.train.prepare import Plan
 from pagestash.train.state import TrainState, make_optimizer
 
@@ -72,18 +74,24 @@ class _Run:
         self.lines: JsonLines | None = None
         self.done = 0
         torch.manual_seed(config.seed)
-        model = Decoder(plan.decoder, make_dispatch=self._make_dispatch, device=plan.device)
+        self.models = self._make_models()
         here = plan.decoder.experts // world.expert_parallel
-        model.initialise(config.seed, world.expert_rank * here)
-        ranks.shard(model)
-        self.model = model
-        self.parameters = list(model.parameters())
-        self.optimizer = make_optimizer(model, config)
-        self.state = TrainState(model, self.optimizer, ranks)
+        for model in self.models:
+            model.initialise(config.seed, world.expert_rank * here)
+            ranks.shard(model)
+        self.parameters = [parameter for model in self.models for parameter in model.parameters()]
+        self.optimizer = make_optimizer(self.models, config)
+        self.state = TrainState(self.models, self.optimizer, ranks)
         if plan.start is not None:
             self.state.load(plan.start)
             self.done = int(checkpoint.read_state(plan.start)["step"])
-        self.keeper = Keeper(plan.policy, backend=backend).attach(model)
+        self.keeper = Keeper(plan.policy, backend=backend)
+        # A rule may name layers of another rank; that it names some was checked with the plan.
+        elsewhere = [name for name, _ in Decoder(plan.decoder, device="meta").named_modules()]
+        for model in self.models:
+            self.keeper.attach(model, elsewhere)
+        whole = WholeModel if plan.placed is None else PipelinedModel
+        self.passes = whole(plan, ranks, self.models, self.keeper, self._autocast)
         # Counts every run of a step, also of one that is run again: the host learns of it from the results.
         self.runs = torch.zeros((), dtype=torch.int64, device=plan.device)
         self.step = GraphedStep(
@@ -94,23 +102,30 @@ class _Run:
             graph=config.graph and plan.device.type == "cuda" and world.size == 1,
         )
 
+    def _make_models(self) -> list[Decoder]:
+        """The model, or the stages of it that this rank holds."""
+        plan = self.plan
+        made: Any = {"make_dispatch": self._make_dispatch, "device": plan.device}
+        if plan.placed is None:
+            return [Decoder(plan.decoder, **made)]
+        stages = plan.placed.of_rank(plan.world.pipeline_rank)
+        return [DecoderStage(plan.decoder, stage.layers, **made) for stage in stages]
+
     def _make_dispatch(self, config: MoEConfig) -> Dispatch | None:
         if self.plan.world.expert_parallel == 1:
             return None
-        tokens = self.config.batch * self.config.sequence
-        return make_dispatch(config, self.config.dispatch, self.ranks.experts, tokens)
+        return make_dispatch(config, self.config.dispatch, self.ranks.experts, self.config.tokens)
 
     def _train_step(self, tokens: torch.Tensor) -> dict[str, Any]:
         self.runs.add_(1)
-        with self._autocast():
-            loss, aux = self.model(tokens[:, :-1], tokens[:, 1:])
-        held = self.keeper.held()
-        (loss + aux).backward()
-        self.ranks.average_experts(self.model)
+        loss, held = self.passes(tokens)
+        for model in self.models:
+            self.ranks.average_experts(model)
         norm = clip_gradients(self.parameters, self.config.clip, self.ranks)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.model.update_router_bias(self.config.bias_rate, self.ranks.everyone)
+        for model in self.models:
+            model.update_router_bias(self.config.bias_rate, self.ranks.peers)
         return {
             "loss": self.ranks.mean(loss),
             "grad_norm": norm,
@@ -158,9 +173,9 @@ class _Run:
 
     def _batch(self, step: int) -> torch.Tensor:
         config, world = self.config, self.plan.world
-        first = world.rank * config.batch
+        first = world.peer * config.batch
         tokens = self.plan.corpus.windows(
-            step, config.seed, config.batch * world.size, config.sequence + 1, first, first + config.batch
+            step, config.seed, config.batch * world.peers, config.sequence + 1, first, first + config.batch
         )
         return tokens.to(self.plan.device)
 
@@ -175,7 +190,7 @@ class _Run:
             "loss": float(result["loss"]),
             "grad_norm": float(result["grad_norm"]),
             "lr": rate,
-            "tokens": self.config.batch * self.config.sequence * self.plan.world.size,
+            "tokens": self.config.batch * self.config.sequence * self.plan.world.peers,
             "seconds": seconds,
             "saved_bytes": {home: int(size) for home, size in result["held"].items()},
             "overflow": again > 0,
@@ -190,7 +205,7 @@ class _Run:
         self.lines.sync()
         counters = {
             "step": self.done,
-            "tokens": self.done * self.config.batch * self.config.sequence * self.plan.world.size,
+            "tokens": self.done * self.config.batch * self.config.sequence * self.plan.world.peers,
             "corpus": self.plan.corpus.digest,
             "config": self.config.to_json(),
         }

@@ -1,8 +1,9 @@
-"""Ranks: who holds which experts, and how everything else is sharded.
+"""Ranks: who holds which layers and experts, and how everything else is sharded.
 
-`expert_parallel` ranks that stand side by side share the experts of every layer; groups of them are data
-parallel. Each rank has tokens of its own. All parameters but the experts are sharded over all ranks by FSDP2,
-an expert's over the ranks that hold the same experts.
+With a pipeline, ranks that stand side by side hold the same stages: they are *peers*, and without one all ranks
+are. Each peer has tokens of its own. `expert_parallel` peers that stand side by side share the experts of every
+layer; groups of them are data parallel. All parameters but the experts are sharded over the peers by FSDP2, an
+expert's over those that hold the same experts.
 """
 
 import os
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pagestash.models.decoder import Decoder
+from pagestash.models.decoder import Block, Decoder
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.dispatch import Dispatch
 from pagestash.moe.layer import MoE
@@ -30,22 +31,42 @@ class World:
     size: int = 1
     local: int = 0
     expert_parallel: int = 1
+    pipeline: int = 1
 
     @classmethod
     def from_environment(cls, config: TrainConfig, experts: int) -> "World":
         """Read and check it; no process group is made yet."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
-        ranks = config.expert_parallel or size
-        if size % ranks:
-            raise ValueError(f"expert_parallel={ranks} does not divide the {size} ranks there are")
+        if size % config.pipeline:
+            raise ValueError(f"pipeline={config.pipeline} does not divide the {size} ranks there are")
+        peers = size // config.pipeline
+        ranks = config.expert_parallel or peers
+        if peers % ranks:
+            where = "there are" if config.pipeline == 1 else "of a stage"
+            raise ValueError(f"expert_parallel={ranks} does not divide the {peers} ranks {where}")
         if experts % ranks:
             raise ValueError(f"{ranks} ranks do not divide experts={experts}; set expert_parallel")
-        return cls(int(os.environ.get("RANK", "0")), size, int(os.environ.get("LOCAL_RANK", "0")), ranks)
+        rank, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+        return cls(rank, size, local, ranks, config.pipeline)
 
     @property
     def leads(self) -> bool:
         """Whether this rank writes and speaks."""
         return self.rank == 0
+
+    @property
+    def peers(self) -> int:
+        """Ranks that hold the same layers."""
+        return self.size // self.pipeline
+
+    @property
+    def peer(self) -> int:
+        """This rank's place among them."""
+        return self.rank % self.peers
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.rank // self.peers
 
     @property
     def expert_rank(self) -> int:
@@ -58,7 +79,9 @@ class Ranks:
     def __init__(self, world: World, device: torch.device) -> None:
         self.world, self.device = world, device
         self.everyone: Any = None
+        self.peers: Any = None
         self.experts: Any = None
+        self.pipeline: Any = None
         self._mesh: Any = None
         self._expert_mesh: Any = None
         self._mine = False
@@ -70,10 +93,14 @@ class Ranks:
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timedelta(minutes=10))
             self._mine = True
-        ways = (world.size // world.expert_parallel, world.expert_parallel)
-        self._mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("all",))
-        self._expert_mesh = init_device_mesh(device.type, ways, mesh_dim_names=("data", "experts"))
-        self.everyone = self._mesh.get_group()
+        names = ("pipeline", "data", "experts")
+        ways = (world.pipeline, world.peers // world.expert_parallel, world.expert_parallel)
+        self._mesh = init_device_mesh(
+            device.type, (*ways[:1], world.peers), mesh_dim_names=("pipeline", "peers")
+        )
+        self._expert_mesh = init_device_mesh(device.type, ways, mesh_dim_names=names)
+        self.everyone = dist.group.WORLD
+        self.peers, self.pipeline = self._mesh.get_group("peers"), self._mesh.get_group("pipeline")
         self.experts = self._expert_mesh.get_group("experts")
 
     def close(self) -> None:
@@ -81,22 +108,26 @@ class Ranks:
             dist.destroy_process_group()
 
     def shard(self, model: Decoder) -> None:
-        """Shard the model over the ranks (FSDP2)."""
+        """Shard the model, or one stage of it, over the ranks that hold it (FSDP2)."""
         world = self.world
-        if world.size == 1:
+        if world.peers == 1:
             return
         from torch.distributed.fsdp import fully_shard
 
+        # Under a pipeline weights stay whole between the passes of a step. A stage's next forward would take them
+        # away from a backward that is split, which then leaves gradients out without a word.
+        again: Any = {"reshard_after_forward": False} if world.pipeline > 1 else {}
         apart = set(self._experts(model)) if world.expert_parallel > 1 else set()
-        if apart and world.size > world.expert_parallel:
+        if apart and world.peers > world.expert_parallel:
             for moe in model.modules():
                 if isinstance(moe, MoE):
                     # One unit: `experts` runs, and asks the two projections for their parameters meanwhile.
-                    fully_shard([moe.experts, moe.expert_fc1, moe.expert_fc2], mesh=self._expert_mesh["data"])
+                    unit: Any = [moe.experts, moe.expert_fc1, moe.expert_fc2]
+                    fully_shard(unit, mesh=self._expert_mesh["data"], **again)
             apart = set()
-        for block in model.layers:
-            fully_shard(block, mesh=self._mesh, ignored_params=apart)
-        fully_shard(model, mesh=self._mesh, ignored_params=apart)
+        for block in (module for module in model.modules() if isinstance(module, Block)):
+            fully_shard(block, mesh=self._mesh["peers"], ignored_params=apart, **again)
+        fully_shard(model, mesh=self._mesh["peers"], ignored_params=apart, **again)
 
     @torch.no_grad()
     def average_experts(self, model: Decoder) -> None:
@@ -107,7 +138,9 @@ class Ranks:
         """
         ways = self.world.expert_parallel
         if ways > 1:
-            torch._foreach_div_([_local(p.grad) for p in self._experts(model) if p.grad is not None], ways)
+            gradients = [_local(p.grad) for p in self._experts(model) if p.grad is not None]
+            if gradients:  # a stage may have none
+                torch._foreach_div_(gradients, ways)
 
     def _experts(self, model: Decoder) -> list[nn.Parameter]:
         """The parameters of the routed experts."""
@@ -121,9 +154,11 @@ class Ranks:
             dist.all_reduce(value, group=self.everyone)
         return value
 
-    def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over all ranks, in a new tensor."""
-        return self.sum(value.detach().clone()) / self.world.size
+    def mean(self, value: torch.Tensor | None) -> torch.Tensor:
+        """The mean over the peers that have a value, told to all ranks; one is None where the model goes on."""
+        if value is None:
+            return self.sum(torch.zeros((), device=self.device)) / self.world.peers
+        return self.sum(value.detach().clone()) / self.world.peers
 
     def any(self, here: bool) -> bool:
         """Whether it is so on any rank."""
@@ -143,6 +178,15 @@ class Ranks:
             dist.all_gather(parts, value.contiguous(), group=self.experts)
             value = torch.cat(parts)
         return value.cpu()
+
+    def together(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The whole tensors of all stages, on the first rank; every rank must ask."""
+        world = self.world
+        if world.pipeline == 1 or world.peer:
+            return tensors
+        every: list[Any] | None = [None] * world.pipeline if world.leads else None
+        dist.gather_object(tensors, every, dst=0, group=self.pipeline)
+        return {name: value for stage in every or () for name, value in stage.items()}
 
     def part(self, whole: torch.Tensor, like: Any, *, expert: bool) -> torch.Tensor:
         """This rank's part of a full tensor, placed as `like` is."""

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from pagestash.models.config import DecoderConfig
+from pagestash.models.costs import layer_costs
 from pagestash.models.decoder import Decoder
+from pagestash.pipeline.plan import schedule_name, stages_a_rank
+from pagestash.pipeline.stages import Partition, partition
 from pagestash.policy import Policy
 from pagestash.train import checkpoint
 from pagestash.train.config import TrainConfig, checked, merge
@@ -31,6 +34,8 @@ class Plan:
     out: Path
     start: Path | None
     """The checkpoint to go on from."""
+    placed: Partition | None = None
+    """With a pipeline: which layers stand on which stage."""
 
 
 def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = False) -> Plan:
@@ -45,7 +50,7 @@ def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = Fals
     decoder = config.decoder()
     world = World.from_environment(config, decoder.experts)
     if config.capacity_factor:
-        rows = config.batch * config.sequence * decoder.top_k
+        rows = config.tokens * decoder.top_k
         decoder = config_with_capacity(config, max(1, round(config.capacity_factor * rows)))
     policy = Policy() if config.policy == "none" else Policy.load(config.policy)
     skeleton = Decoder(decoder, device="meta")
@@ -54,6 +59,7 @@ def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = Fals
         shapes = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
         checkpoint.check_shapes(start, shapes)
     device = _device(config.device, world)
+    placed = _place(config, decoder, world, device) if world.pipeline > 1 else None
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("tensorboard=true: the tensorboard package is not installed")
     corpus = load_corpus(config.corpus, config.sequence + 1)
@@ -61,7 +67,23 @@ def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = Fals
         raise ValueError(f"{out}: the corpus has changed since this run began; name it to go on with another")
     if saved and saved["step"] > config.steps:
         raise ValueError(f"{out}: the run is at step {saved['step']}, past steps={config.steps}")
-    return Plan(config, decoder, policy, corpus, world, device, out, start)
+    return Plan(config, decoder, policy, corpus, world, device, out, start, placed)
+
+
+def _place(config: TrainConfig, decoder: DecoderConfig, world: World, device: torch.device) -> Partition:
+    """The layers of each stage, by the formulas of what they cost."""
+    name = schedule_name(config.schedule)
+    chunks = stages_a_rank(name, config.chunks or None)
+    costs = layer_costs(
+        decoder,
+        tokens=config.tokens,
+        sequence=config.sequence,
+        element_bytes=2 if device.type == "cuda" else 4,
+        shards=world.peers,
+        expert_parallel=world.expert_parallel,
+    )
+    stages = world.pipeline * chunks
+    return partition(costs, stages, name, microbatches=config.parts, chunks=chunks)
 
 
 def config_with_capacity(config: TrainConfig, rows: int) -> DecoderConfig:

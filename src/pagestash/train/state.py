@@ -1,6 +1,6 @@
 """Everything that a step changes, as named tensors: out to a checkpoint, and back to the same bits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,24 +17,26 @@ from pagestash.train.parallel import Ranks
 class TrainState:
     """The model, its optimizer and the random state of a run."""
 
-    model: Decoder
+    models: Sequence[Decoder]
+    """The model, or the stages of it that are here."""
     optimizer: torch.optim.Optimizer
     ranks: Ranks
 
     def gather(self) -> dict[str, dict[str, torch.Tensor]]:
         """All tensors, whole and on the host; every rank must ask, the first one gets them."""
-        leads, ranks = self.ranks.world.leads, self.ranks
+        first, ranks = self.ranks.world.peer == 0, self.ranks
         model, optimizer = {}, {}
         experts = self._expert_names()
-        for name, value in self.model.state_dict().items():
+        for name, value in self._values().items():
             whole = ranks.whole(value, expert=name in experts)
-            if leads:
+            if first:
                 model[name] = whole
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._parameters().items():
             for key, value in sorted(self.optimizer.state[parameter].items()):
                 whole = ranks.whole(value, expert=name in experts)
-                if leads:
+                if first:
                     optimizer[f"{key}/{name}"] = whole
+        model, optimizer = ranks.together(model), ranks.together(optimizer)
         return {"model": model, "optimizer": optimizer, "random": dict(self._random())}
 
     @torch.no_grad()
@@ -42,12 +44,14 @@ class TrainState:
         """Take the tensors of a checkpoint, each rank its part."""
         experts, device = self._expert_names(), str(self.ranks.device)
         with safe_open(checkpoint / "model.safetensors", "pt") as file:
-            for name, value in self.model.state_dict().items():
+            for name, value in self._values().items():
                 value.copy_(self.ranks.part(file.get_tensor(name), value, expert=name in experts))
-        names = dict(self.model.named_parameters())
+        names = self._parameters()
         with safe_open(checkpoint / "optimizer.safetensors", "pt") as file:
             for entry in file.keys():  # noqa: SIM118
                 key, _, name = entry.partition("/")
+                if name not in names:  # on another stage
+                    continue
                 part = self.ranks.part(file.get_tensor(entry), names[name], expert=name in experts)
                 self.optimizer.state[names[name]][key] = part
         with safe_open(checkpoint / "random.safetensors", "pt") as file:
@@ -55,11 +59,18 @@ class TrainState:
             if "cuda" in file.keys() and device.startswith("cuda"):  # noqa: SIM118
                 torch.cuda.set_rng_state(file.get_tensor("cuda"), self.ranks.device)
 
+    def _values(self) -> dict[str, torch.Tensor]:
+        return {name: value for model in self.models for name, value in model.state_dict().items()}
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {name: value for model in self.models for name, value in model.named_parameters()}
+
     def _expert_names(self) -> set[str]:
         """The parameters of which every expert-parallel rank has its own."""
         return {
             f"{prefix}.{name}"
-            for prefix, module in self.model.named_modules()
+            for model in self.models
+            for prefix, module in model.named_modules()
             if isinstance(module, ExpertLinear)
             for name, _ in module.named_parameters(recurse=False)
         }
@@ -71,10 +82,10 @@ class TrainState:
             yield "cuda", torch.cuda.get_rng_state(self.ranks.device)
 
 
-def make_optimizer(model: Decoder, config: Any) -> torch.optim.AdamW:
+def make_optimizer(models: Sequence[Decoder], config: Any) -> torch.optim.AdamW:
     """AdamW, fused where it can be; norms and biases do not decay."""
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
-    for module in model.modules():
+    for module in (module for model in models for module in model.modules()):
         for name, parameter in module.named_parameters(recurse=False):
             decays = parameter.ndim > 1 and "bias" not in name
             # Experts may be sharded over other ranks than the rest, and a fused update takes one kind.
@@ -83,5 +94,5 @@ def make_optimizer(model: Decoder, config: Any) -> torch.optim.AdamW:
         {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
         for (decays, _), parameters in groups.items()
     ]
-    fused = next(model.parameters()).device.type in ("cpu", "cuda")
+    fused = next(models[0].parameters()).device.type in ("cpu", "cuda")
     return torch.optim.AdamW(settings, lr=config.lr, betas=(config.beta1, config.beta2), fused=fused)

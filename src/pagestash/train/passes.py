@@ -1,0 +1,141 @@
+"""Forward and backward of a step: the whole model here, or the stages of a pipeline that are.
+
+Both leave in `grad` the gradients of the mean of the microbatches' losses, and give that mean (the first, without
+auxiliary losses; None where the last layers are on another rank) and what saved tensors weighed at their most.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from pagestash.models.decoder import Decoder
+from pagestash.pipeline.observe import Observation
+from pagestash.pipeline.plan import Action, Plan
+from pagestash.saved.keeper import Keeper
+from pagestash.train.parallel import Ranks
+from pagestash.train.prepare import Plan as RunPlan
+
+Precision = Callable[[], AbstractContextManager[Any]]
+Held = dict[Any, int | torch.Tensor]
+
+
+class WholeModel:
+    """The microbatches one after the other, through all layers."""
+
+    def __init__(
+        self, plan: RunPlan, ranks: Ranks, models: Sequence[Decoder], keeper: Keeper, precision: Precision
+    ) -> None:
+        (self._model,) = models
+        self._parts, self._keeper, self._precision = plan.config.parts, keeper, precision
+
+    def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor | None, Held]:
+        losses: list[torch.Tensor] = []
+        held: Held = {}
+        for part in tokens.chunk(self._parts):
+            with self._precision():
+                loss, aux = self._model(part[:, :-1], part[:, 1:])
+            held = self._keeper.held()
+            (loss + aux).backward()
+            losses.append(loss.detach())
+        if self._parts > 1:
+            gradients = [value.grad for value in self._model.parameters() if value.grad is not None]
+            torch._foreach_div_(gradients, self._parts)
+        return torch.stack(losses).mean(), held
+
+
+class PipelinedModel:
+    """The microbatches as a schedule of `torch.distributed.pipelining` has them."""
+
+    def __init__(
+        self, plan: RunPlan, ranks: Ranks, models: Sequence[Decoder], keeper: Keeper, precision: Precision
+    ) -> None:
+        assert plan.placed is not None
+        config, placed = plan.config, plan.placed
+        own = placed.of_rank(plan.world.pipeline_rank)
+        last = len(placed.stages) - 1
+        batch = config.batch // config.parts
+
+        def example(stage: int) -> torch.Tensor:
+            """What goes into a stage; said ahead, so that no forward has to be run to find out."""
+            if stage == 0:
+                return torch.empty(batch, config.sequence, dtype=torch.int64, device="meta")
+            if stage > last:
+                return torch.empty((), device="meta", requires_grad=True)
+            shape = (batch, config.sequence, plan.decoder.width)
+            return torch.empty(shape, device="meta", requires_grad=True)
+
+        stages: Any = [
+            _Stage(
+                precision,
+                model,
+                stage.index,
+                last + 1,
+                plan.device,
+                input_args=example(stage.index),
+                output_args=example(stage.index + 1),
+                group=ranks.pipeline,
+            )
+            for stage, model in zip(own, models, strict=True)
+        ]
+        self._first, self._last = own[0].index == 0, own[-1].index == last
+        kind = getattr(torch_schedules, f"Schedule{placed.schedule}")
+        single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
+        self._schedule = kind(stages[0] if single else stages, config.parts, loss_fn=_given)
+        self._fullest = _Fullest(keeper)
+        Observation(self._schedule, self._fullest)
+
+    def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor | None, Held]:
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        losses: list[torch.Tensor] = []
+        ends: dict[str, Any] = {}
+        if self._last:
+            ends = {"target": labels, "labels": labels, "losses": losses}
+        # Results are losses, which are kept already; merging them would keep more.
+        self._schedule.step(*([inputs] if self._first else []), return_outputs=False, **ends)
+        loss = torch.stack(losses).mean() if self._last else None
+        return loss, self._fullest.held
+
+
+def _given(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The last stage computes its loss itself, so that nothing of a vocabulary's size leaves it."""
+    return output
+
+
+class _Stage(PipelineStage):
+    """A stage whose forward alone runs in the precision that is asked for: its backward follows from it."""
+
+    def __init__(self, precision: Precision, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._precision = precision
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._precision():
+            return super().forward_one_chunk(*args, **kwargs)
+
+
+class _Fullest:
+    """Asks a keeper what it holds at the moment when, by the plan, the rank holds the most microbatches."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._when, self._done = 0, 0
+        self.held: Held = {}
+
+    def begin_step(self, plan: Plan) -> None:
+        totals = [sum(counts.values()) for counts in plan.held()]
+        self._when, self._done = totals.index(max(totals)), 0
+
+    def end_step(self) -> None:
+        pass
+
+    def begin(self, action: Action) -> None:
+        pass
+
+    def end(self, action: Action) -> None:
+        if self._done == self._when:
+            self.held = self._keeper.held()
+        self._done += 1

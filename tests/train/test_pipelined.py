@@ -1,0 +1,176 @@
+"""A pipeline trains what one process does: the same losses, the same checkpoints, whatever the schedule."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
+sys.path.insert(0, str(Path(__file__).parent))
+from gloo import spawn
+from small import MODEL, run, settings
+from test_ranks import close, torchrun
+
+from pagestash.kernels import backend
+from pagestash.pipeline.plan import SCHEDULES
+from pagestash.train import prepare, read_metrics, train
+from pagestash.train.checkpoint import latest
+
+STEPS = 2
+
+
+def four_layers(folder, **changes):
+    """Four layers of which the first is dense: six places for up to four stages."""
+    return settings(folder, layers=4, batch=4, microbatches=4, steps=STEPS, **changes)
+
+
+def runs(rank, world, jobs):
+    """Train on these ranks, one job after the other."""
+    backend.interpreted = lambda: False
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    for given, out, resume in jobs:
+        train(prepare(given, out, resume=resume))
+
+
+def same(first, second):
+    """Losses and weights of two runs, to the last bit; the norm is a sum over ranks."""
+    for a, b in zip(read_metrics(first), read_metrics(second), strict=True):
+        assert a["loss"] == b["loss"]
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-6)
+        assert a.keys() == b.keys()
+        assert all(a[key] == b[key] for key in ("step", "lr", "tokens", "overflow", "rerun"))
+    a, b = (load_file(latest(out) / "model.safetensors") for out in (first, second))
+    assert a.keys() == b.keys()
+    return a, b
+
+
+def alone(given, out, **how):
+    """A single process, on one thread as each rank is: more would add in another order."""
+    threads, interpreted = torch.get_num_threads(), backend.interpreted
+    torch.set_num_threads(1)
+    backend.interpreted = lambda: False  # what the tests' own fixture does, which comes after the module's
+    try:
+        return run(given, out, **how)
+    finally:
+        torch.set_num_threads(threads)
+        backend.interpreted = interpreted
+
+
+def piped_jobs(folder, given, names):
+    policy = str(folder / "stash.toml")
+    how = {"pipeline": 2, "expert_parallel": 1, "policy": policy}
+    return [({**given, **how, "schedule": name}, folder / name, False) for name in names]
+
+
+FEW = ("1F1B", "InterleavedZeroBubble", "DualPipeV")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Schedules on two ranks, with a stash and without clipping, beside a single process."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    # Clipping scales by a norm that is summed over the ranks: in another order, so other in the last bit.
+    given = four_layers(folder, clip=0.0)
+    longer = {**given, "steps": STEPS + 1}
+    alone(given, folder / "whole")
+    alone(longer, folder / "longer")
+    # One that a single process began, and after these one that a pipeline did.
+    alone(given, folder / "begun alone")
+    jobs = [
+        *piped_jobs(folder, given, FEW),
+        ({**longer, "pipeline": 2, "schedule": "1F1B"}, folder / "begun alone", True),
+    ]
+    spawn(runs, 2, jobs)
+    alone({"steps": STEPS + 1, "pipeline": 1, "policy": "none"}, folder / "DualPipeV", resume=True)
+    return folder
+
+
+def check_equal(first, second):
+    a, b = same(first, second)
+    for key in a:
+        assert torch.equal(a[key], b[key]), key
+
+
+@pytest.mark.parametrize("name", [name for name in FEW if name != "DualPipeV"])
+def test_a_schedule_trains_what_one_process_does(two_ranks, name):
+    check_equal(two_ranks / "whole", two_ranks / name)
+    assert all(line["saved_bytes"]["stash"] > 0 for line in read_metrics(two_ranks / name)[1:])
+
+
+@pytest.mark.slow
+def test_every_other_schedule_does(tmp_path):
+    given = four_layers(tmp_path, clip=0.0)
+    others = [name for name in SCHEDULES if name not in FEW]
+    spawn(runs, 2, piped_jobs(tmp_path, given, others))
+    alone(given, tmp_path / "whole")
+    for name in others:
+        if name == "LoopedBFS":  # adds the microbatches' gradients from the last to the first
+            close(tmp_path / "whole", tmp_path / name)
+        else:
+            check_equal(tmp_path / "whole", tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["DualPipeV", "begun alone"])
+def test_a_checkpoint_of_one_layout_goes_on_in_another(two_ranks, name):
+    check_equal(two_ranks / "longer", two_ranks / name)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    """Two ranks a stage: sharing the experts, and sharing only data."""
+    folder = tmp_path_factory.mktemp("four_ranks")
+    model = {"model": {**MODEL, "balance_loss": 0.0}}  # of each rank's own tokens: differs with their number
+    parts = four_layers(folder, pipeline=2, policy=str(folder / "stash.toml")) | model
+    jobs = [
+        ({**parts, "schedule": "DualPipeV", "expert_parallel": 2}, folder / "experts", False),
+        ({**parts, "schedule": "1F1B", "expert_parallel": 1}, folder / "data", False),
+    ]
+    spawn(runs, 4, jobs)
+    alone(four_layers(folder) | model | {"batch": 8, "microbatches": 4}, folder / "whole")
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["experts", "data"])
+def test_experts_and_data_are_shared_beside_the_pipeline(four_ranks, layout):
+    close(four_ranks / "whole", four_ranks / layout)
+
+
+@pytest.mark.slow
+def test_the_documented_command(tmp_path):
+    given = four_layers(tmp_path)
+    given = {key: value for key, value in given.items() if key != "microbatches"}
+    torchrun(2, given, tmp_path / "piped", "--pipeline", "2", "--schedule", "DualPipeV", "--expert", "1")
+    run({**given, "microbatches": 4}, tmp_path / "whole")
+    close(tmp_path / "whole", tmp_path / "piped")
+
+
+def test_microbatches_are_a_step(tmp_path):
+    plain = settings(tmp_path, batch=4) | {"model": {**MODEL, "balance_loss": 0.0}}
+    run(plain, tmp_path / "plain")
+    run({**plain, "microbatches": 2}, tmp_path / "parts")
+    close(tmp_path / "plain", tmp_path / "parts")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"pipeline": 3}, "pipeline=3 does not divide the 2 ranks"),
+        ({"pipeline": 2, "schedule": "Nonsense"}, "unknown schedule 'Nonsense'"),
+        (
+            {"pipeline": 2, "schedule": "DualPipeV", "batch": 2, "microbatches": 2},
+            "as many microbatches as stages",
+        ),
+        ({"pipeline": 2, "schedule": "LoopedBFS", "chunks": 5}, "10 stages for 6 layers"),
+        ({"pipeline": 2, "microbatches": 3}, "microbatches=3 do not divide batch=4"),
+        ({"pipeline": 2, "expert_parallel": 2}, "expert_parallel=2 does not divide the 1 ranks of a stage"),
+        ({"pipeline": 2, "chunks": 2}, "1F1B has 1 stage a rank, not 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, monkeypatch, changes, told):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=told):
+        prepare(four_layers(tmp_path) | changes, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

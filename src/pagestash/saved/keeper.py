@@ -19,7 +19,7 @@ from pagestash.saved.homes import Home, Keep, Tally
 from pagestash.saved.identity import storage_keys
 from pagestash.saved.measured import MeasuredOffload, Outlook
 from pagestash.saved.offload import Offload
-from pagestash.saved.order import Recorder
+from pagestash.saved.order import Event, Group, Key, Recorder
 from pagestash.saved.recompute import Recompute
 from pagestash.saved.region import Region, enter, frames, leave, no_module, running_again, set_frames
 from pagestash.saved.run import Run
@@ -112,6 +112,8 @@ class Keeper:
         self._own_recompute: list[Any] = []
         self._next_to_forward: list[tuple[Any, Any, Any]] = []
         self._in_step = False
+        self._aside = False
+        self._habits: dict[Any, Any] = {}
 
     # --- attach ---
 
@@ -167,6 +169,43 @@ class Keeper:
         self._next_to_forward.clear()
         self._models.clear()
 
+    def follow(self, schedule: Any) -> Any:
+        """Know what a pipeline schedule does next, from its own plan; `remove()` what this returns to stop.
+
+            schedule = ScheduleDualPipeV(stages, microbatches, loss_fn=loss)
+            keeper.follow(schedule)                 # and every other schedule of the same stages
+            with keeper.step():
+                schedule.step(tokens)
+
+        Groups are told apart by stage and microbatch; what is fetched next, and what stays because its backward
+        follows at once, is as the plan says, also when another schedule has another number of microbatches. A
+        `ValueError` if the schedule cannot be followed.
+        """
+        # From a layer above this one: only who has a pipeline needs it.
+        from pagestash.pipeline.follow import follow
+
+        following = follow(schedule, self, self._recorder, self._habits)
+        self._hooks.append(following)
+        return following
+
+    def expect(self, events: Sequence[Event], groups: dict[Key, Group]) -> None:
+        """Before a step: what it will put and get, in order. Nothing happens while there is no plan at all yet."""
+        if isinstance(self._offload, Offload) and not capturing():
+            self._offload.expect(events, groups)
+
+    def expected(self) -> dict[Key, Group]:
+        """The groups of the step that is planned; empty before there is a plan."""
+        return self._offload.plan.groups if isinstance(self._offload, Offload) else {}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A forward within is no part of the step: no region is opened, and everything it saves is kept."""
+        before, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = before
+
     def _made_with(self, above: Sequence[str]) -> bool:
         """Whether one of the modules `above` is under recompute, which takes all inside it along."""
         rules = [self.policy.rule_for(name) for name in above]
@@ -181,7 +220,7 @@ class Keeper:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             outer = frames()[-1] if frames() else None
             # No frames: another thread, such as autograd's when it runs a checkpointed forward again.
-            if outer is None or running_again() or not self._in_step or not torch.is_grad_enabled():
+            if outer is None or running_again() or not self._in_step or self._aside or not torch.is_grad_enabled():
                 open_regions.append(None)
                 return
             run = outer.run

@@ -109,7 +109,7 @@ class MeasuredOffload:
             shares[key] = [split.share(seen.rule, shape) for shape, _ in seen.entries]
             room = sum(shape.length for shape, _ in seen.entries)
             groups[key] = Group(sum(map(aligned, shares[key])), room, seen.rule.prefetch_bytes)
-        plan = make_plan(events, groups)
+        plan = make_plan(events, groups, self._recorder.turns)
         now = most = 0
         for kind, key in events:
             pages = 0

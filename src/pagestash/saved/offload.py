@@ -114,7 +114,7 @@ class Offload:
         if not recorder.groups:
             return  # nothing was saved: an evaluation
         if not self.plan.agrees_with(recorder):
-            self.plan = make_plan(recorder.events, recorder.groups)
+            self.plan = make_plan(recorder.events, recorder.groups, recorder.turns)
         if slabs.wanted > slabs.size:
             slabs.fit(slabs.wanted)
         if self.refused.peak and slabs.wanted > slabs.limit:
@@ -123,6 +123,13 @@ class Offload:
                 format_bytes(self.refused.peak),
                 format_bytes(slabs.limit),
             )
+
+    def expect(self, events: Sequence[Event], groups: dict[Key, Group]) -> None:
+        """Before a step: this is what it will do, and not what the one before did."""
+        self.plan = make_plan(events, groups, self._recorder.turns)
+        wanted = self.plan.peak_bytes(events)
+        if wanted > self.slabs.size:
+            self.slabs.fit(wanted)
 
     # --- out: forward saves a group ---
 

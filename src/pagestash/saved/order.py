@@ -4,7 +4,7 @@ Recorded once, it tells for every group how much passes between its put and its 
 not worth moving; the rest is fetched a certain number of bytes ahead of the compute that needs it.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
@@ -37,6 +37,8 @@ class Recorder:
         self.groups: dict[Key, Group] = {}
         self.place: Key = ()
         """Where in the step we are: what a pipeline schedule sets to tell microbatches and stages apart."""
+        self.turns: frozenset[Key] = frozenset()
+        """Places whose backward comes at once when their forward is over."""
         self._counts: dict[Key, int] = {}
         self._asked: set[Key] = set()
 
@@ -115,8 +117,8 @@ class Plan:
         return most
 
 
-def make_plan(events: Sequence[Event], groups: dict[Key, Group]) -> Plan:
-    """The plan for a step of these events.
+def make_plan(events: Sequence[Event], groups: dict[Key, Group], turns: Container[Key] = ()) -> Plan:
+    """The plan for a step of these events, in which the groups of the places in `turns` stay.
 
     The window is three times the largest group where a rule gives none: one in use, the largest on its way, and
     smaller ones between them. What fits in it stays, of everything that was put so far those groups that are asked
@@ -124,7 +126,7 @@ def make_plan(events: Sequence[Event], groups: dict[Key, Group]) -> Plan:
     """
     window = WINDOW * max((group.room for group in groups.values()), default=0)
     plan = Plan(groups, _order_of(events), window)
-    plan.stays = frozenset(_staying(plan))
+    plan.stays = frozenset(_staying(plan, {key for key in groups if key[:-2] in turns}))
     there, now = 0, 0
     for kind, key in plan.order:
         if key in plan.stays and groups[key].size:
@@ -134,10 +136,13 @@ def make_plan(events: Sequence[Event], groups: dict[Key, Group]) -> Plan:
     return plan
 
 
-def _staying(plan: Plan) -> set[Key]:
-    """The groups that never leave: at every put, those asked for last make room, and so at every fetch."""
+def _staying(plan: Plan, turned: set[Key]) -> set[Key]:
+    """The groups that never leave: at every put, those asked for last make room, and so at every fetch.
+
+    Those of `turned` stay without taking part: their backward is the next thing.
+    """
     asked_at = {key: index for index, (kind, key) in enumerate(plan.order) if kind == "get"}
-    stays = {key for key, group in plan.groups.items() if not group.size}
+    stays = turned | {key for key, group in plan.groups.items() if not group.size}
     there: dict[Key, int] = {}
     for index, (kind, key) in enumerate(plan.order):
         coming = 0

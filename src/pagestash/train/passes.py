@@ -85,6 +85,7 @@ class PipelinedModel:
         kind = getattr(torch_schedules, f"Schedule{placed.schedule}")
         single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
         self._schedule = kind(stages[0] if single else stages, config.parts, loss_fn=_given)
+        keeper.follow(self._schedule)
         self._fullest = _Fullest(keeper)
         Observation(self._schedule, self._fullest)
 

@@ -1,0 +1,125 @@
+"""A keeper that follows a schedule: where in the step we are, and what comes next.
+
+A stage does the same for every microbatch, so one microbatch of one step tells what each of its actions puts away
+and asks for. With that the order of a whole step follows from any plan of the same stages, before it has ever run.
+"""
+
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+from torch import nn
+
+from pagestash.pipeline.observe import Observation
+from pagestash.pipeline.plan import Action, Kind, Plan, read_plan
+from pagestash.saved.order import Event, Group, Key, Recorder
+
+
+class Follower(Protocol):
+    """What the order is for: a `Keeper`."""
+
+    def expect(self, events: list[Event], groups: dict[Key, Group]) -> None: ...
+
+    def expected(self) -> dict[Key, Group]: ...
+
+    def aside(self) -> Any: ...
+
+
+Habits = dict[tuple[Kind, int], list[tuple[str, Key]]]
+"""For each kind of action of each stage, its puts and gets, by (stage, region, number)."""
+
+
+def follow(schedule: Any, keeper: Follower, recorder: Recorder, habits: Habits) -> Observation:
+    """Tell `recorder` where each action is, and `keeper` ahead of a step what it will do.
+
+    What stages do is learned into `habits`, which schedules of the same stages share.
+    """
+    plan = read_plan(schedule)
+    if plan.splits_backward:
+        stages = getattr(schedule, "_stages", None) or [schedule._stage]
+        _refuse_selective_checkpoints([stage.submod for stage in stages], type(schedule).__name__)
+    return Observation(schedule, _Following(keeper, recorder, habits))
+
+
+def turns(plan: Plan) -> frozenset[Key]:
+    """The (stage, microbatch) whose backward is the next thing after its forward.
+
+    On the first stage of a model the first half of a split backward does nothing, and the second all of it: the
+    two still are one backward here, which comes next.
+    """
+    return frozenset(
+        (first.stage, first.microbatch)
+        for first, second in zip(plan.actions, plan.actions[1:])
+        if first.kind == "F" and second.kind in ("B", "I") and first[1:] == second[1:]
+    )
+
+
+class _Following:
+    """Listens to one schedule."""
+
+    def __init__(self, keeper: Follower, recorder: Recorder, habits: Habits) -> None:
+        self._keeper, self._recorder, self._habits = keeper, recorder, habits
+        self._begun = 0
+        self._expected: tuple[Action, ...] = ()
+        self._before_first = ExitStack()
+
+    def begin_step(self, plan: Plan) -> None:
+        self._recorder.turns = turns(plan)
+        if plan.actions != self._expected and self._expect(plan):
+            self._expected = plan.actions
+        # The first step of a schedule runs the stages once more, to learn their shapes.
+        self._before_first.enter_context(self._keeper.aside())
+
+    def end_step(self) -> None:
+        self._before_first.close()
+        self._recorder.place = ()
+
+    def begin(self, action: Action) -> None:
+        self._before_first.close()
+        self._recorder.place = (action.stage, action.microbatch)
+        self._begun = len(self._recorder.events)
+
+    def end(self, action: Action) -> None:
+        self._recorder.place = ()
+        own = (action.stage, action.microbatch)
+        self._habits[action.kind, action.stage] = [
+            (kind, (key[0], *key[2:]))
+            for kind, key in self._recorder.events[self._begun :]
+            if kind != "drop" and key[:2] == own
+        ]
+
+    def _expect(self, plan: Plan) -> bool:
+        """Tell the keeper the order of the step; False while some action was never seen, or no group's size is."""
+        sizes: dict[Key, Group] = {
+            (key[0], *key[2:]): group for key, group in self._keeper.expected().items() if len(key) == 4
+        }
+        events: list[Event] = []
+        groups: dict[Key, Group] = {}
+        for action in plan.actions:
+            habit = self._habits.get((action.kind, action.stage))
+            if habit is None:
+                return False
+            for kind, what in habit:
+                if what not in sizes:
+                    return False
+                key: Key = (action.stage, action.microbatch, *what[1:])
+                groups[key] = sizes[what]
+                events.append(("put" if kind == "put" else "get", key))
+            if action.kind in ("B", "W"):
+                own = (action.stage, action.microbatch)
+                events += [("drop", key) for key in groups if key[:2] == own]
+        if groups:
+            self._keeper.expect(events, groups)
+        return bool(groups)
+
+
+def _refuse_selective_checkpoints(modules: list[nn.Module], schedule: str) -> None:
+    """torch's selective checkpointing raises in the second half of a split backward: better said now."""
+    for module in modules:
+        for name, inner in module.named_modules():
+            keywords = getattr(getattr(inner, "checkpoint_fn", None), "keywords", {})
+            if "context_fn" in keywords:
+                raise ValueError(
+                    f"{schedule} splits backward, and {name or 'a stage'} is checkpointed selectively: its second "
+                    "backward would fail. Checkpoint the whole module, give its region a home, or take a schedule "
+                    "that does not split (1F1B, Interleaved1F1B)"
+                )

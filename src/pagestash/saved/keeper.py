@@ -220,7 +220,13 @@ class Keeper:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             outer = frames()[-1] if frames() else None
             # No frames: another thread, such as autograd's when it runs a checkpointed forward again.
-            if outer is None or running_again() or not self._in_step or self._aside or not torch.is_grad_enabled():
+            if (
+                outer is None
+                or running_again()
+                or not self._in_step
+                or self._aside
+                or not torch.is_grad_enabled()
+            ):
                 open_regions.append(None)
                 return
             run = outer.run

@@ -157,3 +157,36 @@ def test_bad_input_is_named():
         S.forward(torch.zeros(2, 4), info, "relu")
     with pytest.raises(ValueError, match=r"\[rows, 2n\]"):
         S.forward(torch.zeros(2, 5), info)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("split", [0, 1, 8, 17, ROWS, 33, CAPACITY])
+@pytest.mark.parametrize("paged", [False, True])
+def test_rows_in_two_buffers_are_those_of_one(backend, split, paged):
+    n = 24
+    h, gradient, info = case(n, torch.float32, True, True)
+    a = S.forward(h, info, backend=backend)
+    dh, again, dweights = S.backward(h, gradient, info, backend=backend)
+    head, rest, pages = h[:split].clone(), h[split:].clone(), None
+    if paged and split < CAPACITY:
+        pool = PagePool("cpu", 1024, 8, backend=backend)
+        ticket = pool.reserve(rest.shape, h.dtype, (info.rows - split).clamp(min=0))
+        pages = Pages(pool.memory, ticket.span, ticket.member, ticket.group.book)
+    got = S.forward(rest, info, pages=pages, head=head, backend=backend)
+    assert torch.equal(got[:ROWS], a[:ROWS])
+    if pages is not None:
+        assert torch.equal(pool.restore([ticket])[0][: max(ROWS - split, 0)], h[split:ROWS])
+        rest.fill_(torch.nan)
+    dh_rest, got, got_weights = S.backward(
+        rest, gradient.clone(), info, pages=pages, head=head, in_place=True, backend=backend
+    )
+    assert torch.equal(torch.cat([head, dh_rest])[:ROWS], dh[:ROWS])
+    assert torch.equal(got[:ROWS], again[:ROWS])
+    assert torch.equal(got_weights, dweights)
+    assert torch.cat([head, dh_rest])[ROWS:].isnan().all()
+
+
+def test_a_head_has_no_second_place():
+    h, gradient, info = case(8, torch.float32, False, False)
+    with pytest.raises(ValueError, match="in_place=False"):
+        S.backward(h, gradient, info, head=h[:2])

@@ -53,20 +53,26 @@ def forward(
     activation: Activation = "silu",
     pages: Pages | None = None,
     *,
+    head: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """`a` for the valid rows of `h`; the rows after them stay uninitialised."""
+    """`a` for the valid rows of `h`; the rows after them stay uninitialised.
+
+    With `head` the rows are in two buffers: those of `head` come first, `h` and its `pages` hold the rest.
+    """
     _check(h, activation)
-    out = torch.empty(h.shape[0], h.shape[1] // 2, dtype=h.dtype, device=h.device)
+    split = 0 if head is None else head.shape[0]
+    out = torch.empty(split + h.shape[0], h.shape[1] // 2, dtype=h.dtype, device=h.device)
     if choose(h.device, backend) == "torch":
-        if pages is not None:
-            copy_rows(pages, h, int(info.rows), to_pages=True)
         count = int(info.rows)
-        gate, linear = _biased(h[:count], info)
+        if pages is not None:
+            copy_rows(pages, h, max(count - split, 0), to_pages=True)
+        whole = h if head is None else torch.cat([head, h])
+        gate, linear = _biased(whole[:count], info)
         act, _, linear, _, _ = _pieces(gate, linear, activation)
         out[:count] = (act * linear * _row_weights(info, count, act)).to(h.dtype)
-    elif h.numel():
-        _launch(_forward_kernel, h, (h, out), info, activation, pages)
+    elif out.numel():
+        _launch(_forward_kernel, h, head, (h, _or(head, h), out), info, activation, pages)
     return out
 
 
@@ -77,23 +83,36 @@ def backward(
     activation: Activation = "silu",
     pages: Pages | None = None,
     *,
+    head: torch.Tensor | None = None,
     in_place: bool = False,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """From the gradient of `a`: the gradient of `h`, `a` itself, and the weights' gradient (float32).
 
     With `pages` that were granted, `h` is not read. `in_place` writes the first two results over `h` and
-    `gradient`. Weights that no valid row refers to get zero.
+    `gradient`. Weights that no valid row refers to get zero. With `head`, as in `forward`, it must be in place,
+    and the gradient of the rows in `head` is written over that.
     """
     _check(h, activation)
+    if head is not None and not in_place:
+        raise ValueError("in_place=False: with a head its gradient has no place of its own")
     dh, a = (h, gradient) if in_place else (torch.empty_like(h), torch.empty_like(gradient))
     dweights = None
     if info.weights is not None:
         dweights = torch.zeros(info.weights.shape, dtype=torch.float32, device=h.device)
     if choose(h.device, backend) == "torch":
-        _backward_reference(h, gradient, info, activation, pages, dh, a, dweights)
-    elif h.numel():
-        _launch(_backward_kernel, h, (h, gradient, dh, a, _or(dweights, h)), info, activation, pages)
+        _backward_reference(h, head, gradient, info, activation, pages, dh, a, dweights)
+    elif gradient.numel():
+        first = _or(head, h)
+        _launch(
+            _backward_kernel,
+            h,
+            head,
+            (h, first, gradient, dh, _or(head, dh), a, _or(dweights, h)),
+            info,
+            activation,
+            pages,
+        )
     return dh, a, dweights
 
 
@@ -147,6 +166,7 @@ def _row_weights(info: RowInfo, count: int, like: torch.Tensor) -> torch.Tensor:
 
 def _backward_reference(
     h: torch.Tensor,
+    head: torch.Tensor | None,
     gradient: torch.Tensor,
     info: RowInfo,
     activation: Activation,
@@ -156,9 +176,10 @@ def _backward_reference(
     dweights: torch.Tensor | None,
 ) -> None:
     count = int(info.rows)
-    held = h[:count].clone()
+    split = 0 if head is None else head.shape[0]
+    held = h[:count].clone() if head is None else torch.cat([head, h])[:count]
     if pages is not None:
-        copy_rows(pages, held, count, to_pages=False)
+        copy_rows(pages, held[split:], max(count - split, 0), to_pages=False)
     gate, linear = _biased(held, info)
     act, slope, linear, passes_gate, passes_linear = _pieces(gate, linear, activation)
     weight = _row_weights(info, count, act)
@@ -168,9 +189,12 @@ def _backward_reference(
         value = (of_a * act * linear).sum(1).float()
         at = slice(count) if info.order is None else info.order[:count].to(torch.int64)
         dweights.view(-1)[at] = value
-    dh[:count] = torch.cat(
-        [of_product * linear * slope * passes_gate, of_product * act * passes_linear], dim=1
-    ).to(h.dtype)
+    of_h = torch.cat([of_product * linear * slope * passes_gate, of_product * act * passes_linear], dim=1).to(
+        h.dtype
+    )
+    if head is not None:
+        head[:count] = of_h[:split]
+    dh[: max(count - split, 0)] = of_h[split:]
     a[:count] = (act * linear * weight).to(h.dtype)
 
 
@@ -229,9 +253,46 @@ def _add_bias(
 
 
 @triton.jit
+def _tiles(count, split, ROWS: tl.constexpr, SPLIT: tl.constexpr):
+    """Tiles of rows in the head, and in all; none has rows of both buffers."""
+    in_head = tl.zeros((), tl.int64)
+    if SPLIT:
+        in_head = tl.minimum(count, split)
+    head_tiles = (in_head + ROWS - 1) // ROWS
+    return head_tiles, head_tiles + (count - in_head + ROWS - 1) // ROWS
+
+
+@triton.jit
+def _tile_rows(tile, head_tiles, count, split, ROWS: tl.constexpr, SPLIT: tl.constexpr):
+    """The rows of a tile in its buffer and among all, which are valid, and whether the buffer is the head."""
+    in_head = tile < head_tiles  # of which there are none without a head
+    before = tl.zeros((), tl.int64)
+    end = count
+    if SPLIT:
+        tile = tl.where(in_head, tile, tile - head_tiles)
+        before = tl.where(in_head, 0, split).to(tl.int64)
+        end = tl.where(in_head, tl.minimum(count, split), count)
+    within = tile * ROWS + tl.arange(0, ROWS)
+    row = before + within
+    return within, row, row < end, in_head
+
+
+@triton.jit
+def _aligned(pointer, WIDE: tl.constexpr, SPLIT: tl.constexpr):
+    """What the compiler no longer sees of a pointer that was chosen among two: rows begin at 16 bytes."""
+    SIZE: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
+    if SPLIT:
+        if WIDE:
+            pointer = tl.max_contiguous(tl.multiple_of(pointer, (1, 16)), (1, 16 // SIZE))
+    return pointer
+
+
+@triton.jit
 def _forward_kernel(
     h,
+    head,
     out,
+    split,
     rows,
     weights,
     order,
@@ -251,6 +312,7 @@ def _forward_kernel(
     PAGED: tl.constexpr,
     PAGE: tl.constexpr,
     WIDE: tl.constexpr,
+    SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -262,23 +324,27 @@ def _forward_kernel(
         granted = tl.load(book + member * K_HEADER + K_STATUS) == K_GRANTED
         length = tl.load(book + member * K_HEADER + K_BYTES)
     COLUMNS: tl.constexpr = (N + BLOCK - 1) // BLOCK
-    tiles = (count + ROWS - 1) // ROWS * COLUMNS
+    head_tiles, tiles = _tiles(count, split, ROWS, SPLIT)
     tile = tl.program_id(0).to(tl.int64)
-    while tile < tiles:
-        row = tile // COLUMNS * ROWS + tl.arange(0, ROWS)
+    while tile < tiles * COLUMNS:
+        within, row, inside, in_head = _tile_rows(tile // COLUMNS, head_tiles, count, split, ROWS, SPLIT)
         start = tile % COLUMNS * BLOCK
         column = tl.arange(0, BLOCK)
-        inside = row < count
         mask = inside[:, None]
         if N % BLOCK != 0:
             mask = mask & (start + column < N)[None, :]
-        at = row[:, None] * (2 * N) + (start + column)[None, :]
-        gate = tl.load(h + at, mask=mask, other=0.0)
-        linear = tl.load(h + at + N, mask=mask, other=0.0)
+        at = within[:, None] * (2 * N) + (start + column)[None, :]
+        source = h
+        if SPLIT:
+            source = tl.where(in_head, head, h)
+        gate_at = _aligned(source + at, WIDE, SPLIT)
+        linear_at = _aligned(source + at + N, WIDE, SPLIT)
+        gate = tl.load(gate_at, mask=mask, other=0.0)
+        linear = tl.load(linear_at, mask=mask, other=0.0)
         if PAGED:
-            if granted:
+            if granted & (not in_head):
                 held = (book, table, length, device_slab, host_slab)
-                first = (row * (2 * N) + start) * SIZE
+                first = (within * (2 * N) + start) * SIZE
                 half = first + N * SIZE
                 gate_at = page_pointers(held, first, column, inside, h, PAGE, WIDE)
                 tl.store(gate_at, gate, mask=mask)
@@ -302,10 +368,13 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     h,
+    head,
     gradient,
     dh,
+    dhead,
     a,
     dweights,
+    split,
     rows,
     weights,
     order,
@@ -325,6 +394,7 @@ def _backward_kernel(
     PAGED: tl.constexpr,
     PAGE: tl.constexpr,
     WIDE: tl.constexpr,
+    SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -335,12 +405,16 @@ def _backward_kernel(
     if PAGED:
         granted = tl.load(book + member * K_HEADER + K_STATUS) == K_GRANTED
         length = tl.load(book + member * K_HEADER + K_BYTES)
-    tiles = (count + ROWS - 1) // ROWS
+    head_tiles, tiles = _tiles(count, split, ROWS, SPLIT)
     tile = tl.program_id(0).to(tl.int64)
     while tile < tiles:
-        row = tile * ROWS + tl.arange(0, ROWS)
+        within, row, inside, in_head = _tile_rows(tile, head_tiles, count, split, ROWS, SPLIT)
         column = tl.arange(0, BLOCK)
-        inside = row < count
+        source = h
+        target = dh
+        if SPLIT:
+            source = tl.where(in_head, head, h)
+            target = tl.where(in_head, dhead, dh)
         weight = tl.zeros((ROWS,), tl.float32) + 1.0
         place = row
         if WEIGHTED:
@@ -351,23 +425,25 @@ def _backward_kernel(
             mask = inside[:, None]
             if N % BLOCK != 0:
                 mask = mask & (start + column < N)[None, :]
-            at = row[:, None] * (2 * N) + (start + column)[None, :]
+            at = within[:, None] * (2 * N) + (start + column)[None, :]
             narrow = row[:, None] * N + (start + column)[None, :]
+            gate_at = _aligned(source + at, WIDE, SPLIT)
+            linear_at = _aligned(source + at + N, WIDE, SPLIT)
             if PAGED:
-                if granted:
+                if granted & (not in_head):
                     held = (book, table, length, device_slab, host_slab)
-                    first = (row * (2 * N) + start) * SIZE
+                    first = (within * (2 * N) + start) * SIZE
                     half = first + N * SIZE
-                    gate_at = page_pointers(held, first, column, inside, h, PAGE, WIDE)
-                    linear_at = page_pointers(held, half, column, inside, h, PAGE, WIDE)
+                    gate_in = page_pointers(held, first, column, inside, h, PAGE, WIDE)
+                    linear_in = page_pointers(held, half, column, inside, h, PAGE, WIDE)
+                    gate = tl.load(gate_in, mask=mask, other=0.0)
+                    linear = tl.load(linear_in, mask=mask, other=0.0)
+                else:
                     gate = tl.load(gate_at, mask=mask, other=0.0)
                     linear = tl.load(linear_at, mask=mask, other=0.0)
-                else:
-                    gate = tl.load(h + at, mask=mask, other=0.0)
-                    linear = tl.load(h + at + N, mask=mask, other=0.0)
             else:
-                gate = tl.load(h + at, mask=mask, other=0.0)
-                linear = tl.load(h + at + N, mask=mask, other=0.0)
+                gate = tl.load(gate_at, mask=mask, other=0.0)
+                linear = tl.load(linear_at, mask=mask, other=0.0)
             of_a = tl.load(gradient + narrow, mask=mask, other=0.0).to(tl.float32)
             gate = gate.to(tl.float32)
             linear = linear.to(tl.float32)
@@ -380,8 +456,10 @@ def _backward_kernel(
                 product += of_a * value
                 value *= weight[:, None]
                 of_a *= weight[:, None]
-            tl.store(dh + at, (of_a * linear * slope * passes_gate).to(dh.dtype.element_ty), mask=mask)
-            tl.store(dh + at + N, (of_a * act * passes_linear).to(dh.dtype.element_ty), mask=mask)
+            gate_to = _aligned(target + at, WIDE, SPLIT)
+            linear_to = _aligned(target + at + N, WIDE, SPLIT)
+            tl.store(gate_to, (of_a * linear * slope * passes_gate).to(dh.dtype.element_ty), mask=mask)
+            tl.store(linear_to, (of_a * act * passes_linear).to(dh.dtype.element_ty), mask=mask)
             tl.store(a + narrow, value.to(a.dtype.element_ty), mask=mask)
         if WEIGHTED:
             tl.store(dweights + place, tl.sum(product, axis=1), mask=inside)
@@ -396,6 +474,7 @@ def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
 def _launch(
     kernel: Any,
     h: torch.Tensor,
+    head: torch.Tensor | None,
     operands: tuple[torch.Tensor, ...],
     info: RowInfo,
     activation: Activation,
@@ -404,11 +483,13 @@ def _launch(
     width, size = h.shape[1] // 2, h.element_size()
     block = widest_block(width, 256, size, pages)
     together = max(1, ELEMENTS // block)
-    work = -(-h.shape[0] // together)
+    split = 0 if head is None else head.shape[0]
+    work = -(-h.shape[0] // together) - (-split // together)
     if kernel is _forward_kernel:
         work *= -(-width // block)
     kernel[(max(1, min(work, PROGRAMS_PER_SM * multiprocessors(h.device))),)](
         *operands,
+        split,
         info.rows,
         _or(info.weights, h),
         _or(info.order, h),
@@ -424,6 +505,7 @@ def _launch(
         PAGED=pages is not None,
         PAGE=65536 if pages is None else pages.memory.page_bytes,
         WIDE=is_wide(width, block, size),
+        SPLIT=split > 0,
         ROWS=together,
         BLOCK=block,
         num_warps=WARPS,

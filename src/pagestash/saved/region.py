@@ -107,9 +107,10 @@ def claim(module: nn.Module, tensor: torch.Tensor) -> None:
     name = inner.capture.names.get(module)
     if name is None or running_again():
         return
-    owner = next((claimed for claimed in inner.claims.values() if claimed.name == name), None)
+    rule = inner.capture.policy.rule_for(name)
+    others = (other for other in inner.claims.values() if other.name == name and other.rule is rule)
+    owner = next(others, None)
     if owner is None:
-        rule = inner.capture.policy.rule_for(name)
         if rule is not None and rule.home == "recompute":
             return  # the module makes its tensors again by itself; what it saves is ours
         owner = Region(inner.capture, name, rule, inner.rows, inner.capacity, inner.weights)
@@ -141,6 +142,20 @@ def note_weights(*tensors: torch.Tensor | None) -> None:
     current = _frames.get()
     if current:
         current[-1].weights |= storage_keys(tensor for tensor in tensors if tensor is not None)
+
+
+def stay(tensor: torch.Tensor | None) -> None:
+    """What is saved of `tensor` in the region we are in is kept, where a rule would stash it.
+
+    For a tensor whose size is known: in pages it would take as much memory, and two copies.
+    """
+    current = _frames.get()
+    if not current or tensor is None:
+        return
+    inner, key = current[-1], tensor.untyped_storage()._cdata
+    owner = inner.claims.get(key, inner)
+    if owner.rule is not None and owner.rule.home == "stash":
+        inner.claims[key] = Region(inner.capture, owner.name, None, weights=inner.weights)
 
 
 @contextmanager

@@ -1,0 +1,114 @@
+"""Add a grouped product of rows to matrices that hold one already.
+
+`out[e] += a[rows of e].T @ b[rows of e]`: the weight gradient of rows that stand in a second buffer. A grouped
+product of its own would write all matrices, with zeros for experts that have no row there, and adding it would
+read and write them again: 1.9 GB for 8 experts of 4096 x 7168, where usually no row is in that buffer at all.
+
+What moves: the rows of each expert that has any, and its matrix once in and once out.
+"""
+
+import torch
+
+from pagestash.kernels.backend import choose, interpreted, launching_on, multiprocessors, tl, triton
+
+BLOCK_M = 128
+BLOCK_N = 256
+BLOCK_ROWS = 64
+"""On an H200, 6,500 rows into matrices of 4096 x 7168: 497 TFLOP/s; with 128 columns 401."""
+WARPS = 8
+STAGES = 3
+
+
+def accumulate_(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, *, backend: str = "auto"
+) -> torch.Tensor:
+    """`out` [E, m, n] plus the products of each expert's rows of `a` [R, m] and `b` [R, n], in place.
+
+    `offsets` (int32 [E], on the device) says where each expert's rows end; those after the last are not read.
+    Sums are made in float32 (float64 for that) and rounded once.
+    """
+    if out.shape != (offsets.numel(), a.shape[1], b.shape[1]) or a.shape[0] != b.shape[0]:
+        raise ValueError(
+            f"out {tuple(out.shape)}, a {tuple(a.shape)}, b {tuple(b.shape)}, {offsets.numel()} experts: "
+            "expected [E, m, n], [R, m], [R, n]"
+        )
+    if not (out.is_contiguous() and a.is_contiguous() and b.is_contiguous()):
+        raise ValueError("out, a and b: expected contiguous tensors")
+    # The interpreter's dot takes the bits of a bfloat16 for an integer.
+    unfit = out.dtype == torch.float64 or (interpreted() and out.dtype == torch.bfloat16)
+    if unfit or choose(out.device, backend) == "torch":
+        accumulate_reference(out, a, b, offsets)
+    elif out.numel() and a.shape[0]:
+        with launching_on(out.device):
+            _accumulate_kernel[(multiprocessors(out.device),)](
+                out,
+                a,
+                b,
+                offsets,
+                a.shape[1],
+                b.shape[1],
+                E=offsets.numel(),
+                BLOCK_M=BLOCK_M,
+                BLOCK_N=BLOCK_N,
+                BLOCK_ROWS=BLOCK_ROWS,
+                num_warps=WARPS,
+                num_stages=STAGES,
+            )
+    return out
+
+
+def accumulate_reference(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> None:
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > start:
+            product = a[start:end].t().to(wide) @ b[start:end].to(wide)
+            out[expert] = (out[expert].to(wide) + product).to(out.dtype)
+        start = end
+
+
+@triton.jit
+def _accumulate_kernel(
+    out,
+    a,
+    b,
+    offsets,
+    m,
+    n,
+    E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    across = tl.cdiv(n, BLOCK_N)
+    tiles = tl.cdiv(m, BLOCK_M) * across
+    start = tl.zeros((), tl.int32)
+    # Experts that have rows here, mostly none: the loop then costs one load each, and all are in one line.
+    for expert in range(E):
+        end = tl.load(offsets + expert)
+        if end > start:
+            tile = tl.program_id(0)
+            while tile < tiles:
+                at_m = tile // across * BLOCK_M + tl.arange(0, BLOCK_M)
+                at_n = tile % across * BLOCK_N + tl.arange(0, BLOCK_N)
+                in_m = at_m < m
+                in_n = at_n < n
+                total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                for first in range(start, end, BLOCK_ROWS):
+                    row = (first + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+                    inside = row < end
+                    # Rows past the end belong to another expert, or are garbage: both operands become zero.
+                    left = tl.load(
+                        a + row[:, None] * m + at_m[None, :], mask=inside[:, None] & in_m[None, :], other=0.0
+                    )
+                    right = tl.load(
+                        b + row[:, None] * n + at_n[None, :], mask=inside[:, None] & in_n[None, :], other=0.0
+                    )
+                    total = tl.dot(tl.trans(left), right, total, input_precision="ieee")
+                matrix = (tl.zeros((), tl.int64) + expert) * m * n
+                place = out + matrix + at_m.to(tl.int64)[:, None] * n + at_n[None, :]
+                mask = in_m[:, None] & in_n[None, :]
+                total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+                tl.store(place, total.to(out.dtype.element_ty), mask=mask)
+                tile += tl.num_programs(0)
+        start = end

@@ -1,0 +1,57 @@
+"""Where each expert's rows end, for a part of them: one launch where torch would need several.
+
+In a graph a launch costs some 4 µs however little it does, and a layer of 3 ms has dozens.
+"""
+
+import torch
+
+from pagestash.kernels.backend import choose, launching_on, tl, triton
+from pagestash.kernels.layout import K_GRANTED, K_HEADER, K_STATUS
+from pagestash.kernels.paged import Pages
+
+
+def cut_ends(offsets: torch.Tensor, head: int, *, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+    """The ends among the first `head` rows, and those among the rest, counted from there."""
+    out = torch.empty(2, offsets.numel(), dtype=offsets.dtype, device=offsets.device)
+    if choose(offsets.device, backend) == "torch":
+        out[0] = offsets.clamp(max=head)
+        out[1] = (offsets - head).clamp(min=0)
+    else:
+        with launching_on(offsets.device):
+            _cut_kernel[(1,)](
+                offsets, out, head, offsets.numel(), BLOCK=triton.next_power_of_2(offsets.numel())
+            )
+    return out[0], out[1]
+
+
+def missing_ends(offsets: torch.Tensor, pages: Pages, *, backend: str = "auto") -> torch.Tensor:
+    """The ends of rows whose pages are missing: zeros where they were granted."""
+    if choose(offsets.device, backend) == "torch":
+        return torch.where(pages.granted, 0, offsets)
+    out = torch.empty_like(offsets)
+    with launching_on(offsets.device):
+        _missing_kernel[(1,)](
+            offsets,
+            out,
+            pages.book,
+            pages.member,
+            offsets.numel(),
+            BLOCK=triton.next_power_of_2(offsets.numel()),
+        )
+    return out
+
+
+@triton.jit
+def _cut_kernel(offsets, out, head, count, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    end = tl.load(offsets + at, mask=at < count, other=0)
+    tl.store(out + at, tl.minimum(end, head), mask=at < count)
+    tl.store(out + count + at, tl.maximum(end - head, 0), mask=at < count)
+
+
+@triton.jit
+def _missing_kernel(offsets, out, book, member, count, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    end = tl.load(offsets + at, mask=at < count, other=0)
+    granted = tl.load(book + member * K_HEADER + K_STATUS) == K_GRANTED
+    tl.store(out + at, tl.where(granted, 0, end), mask=at < count)

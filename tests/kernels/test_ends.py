@@ -1,0 +1,39 @@
+"""Where experts' rows end in a part of the rows."""
+
+import pytest
+import torch
+
+from pagestash.kernels.backend import interpreted
+from pagestash.kernels.ends import cut_ends, missing_ends
+from pagestash.kernels.paged import Pages
+from pagestash.pages.pool import PagePool
+
+BACKENDS = [
+    "torch",
+    pytest.param("triton", marks=pytest.mark.skipif(not interpreted(), reason="interpreter")),
+]
+ENDS = torch.tensor([0, 3, 3, 10, 12], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("head", "first", "rest"),
+    [
+        (0, [0, 0, 0, 0, 0], [0, 3, 3, 10, 12]),
+        (5, [0, 3, 3, 5, 5], [0, 0, 0, 5, 7]),
+        (12, [0, 3, 3, 10, 12], [0, 0, 0, 0, 0]),
+        (99, [0, 3, 3, 10, 12], [0, 0, 0, 0, 0]),
+    ],
+)
+def test_ends_are_cut_in_two(backend, head, first, rest):
+    got = cut_ends(ENDS, head, backend=backend)
+    assert [ends.tolist() for ends in got] == [first, rest]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("pages", "wanted"), [(12, [0, 0, 0, 0, 0]), (11, [0, 3, 3, 10, 12])])
+def test_no_row_is_missing_where_pages_were_granted(backend, pages, wanted):
+    pool = PagePool("cpu", 16, pages, backend=backend)
+    ticket = pool.reserve((20, 4), torch.float32, ENDS[-1:], expendable=True)
+    held = Pages(pool.memory, ticket.span, ticket.member, ticket.group.book)
+    assert missing_ends(ENDS, held, backend=backend).tolist() == wanted

@@ -6,7 +6,8 @@ Routed rows vary from layer to layer and step to step between 0.6 and 1.4 of the
 the source of each row is random, and capacity is 4 times the average. The gather from the residual stream
 stands for the wire: what arrives is kept for backward, never gathered again. Compared are exact-shape eager
 code, which has to read the number of rows on the host; the library's layer in a CUDA graph with buffers of
-full capacity kept (`kept`); and the same with valid rows stashed in pages (`stashed`).
+full capacity kept (`kept`); and the same with 1.25 times the average expected, which stays, and the valid rows
+beyond it stashed in pages (`stashed`).
 
 `held` is the memory reserved from the driver above weights and batch data, after all steps.
 """
@@ -24,13 +25,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import Claim, write
-from pagestash.kernels.gather import combine, spread
-from pagestash.moe.block import BlockOptions, Place, ReceivedExperts
+from pagestash.kernels.route import Routing
+from pagestash.moe.arrived import arrived_experts
+from pagestash.moe.block import BlockOptions, Place
 from pagestash.moe.grouped import grouped_mm
-from pagestash.moe.lease import Lease
 from pagestash.pages.pool import PagePool
 
 GIB = 1 << 30
+EXACT, KEPT, STASHED = WAYS = ("exact, eager", "kept, graph", "stashed, graph")
 PLACES = 12  # rows a token may have here: more than 1.4 × 8, so that any source fits
 
 
@@ -43,6 +45,7 @@ class Preset:
     experts: int
     layers: int
     capacity: int = 4
+    expected: float = 1.25  # both times the average
 
     @property
     def average(self) -> int:
@@ -51,6 +54,11 @@ class Preset:
     @property
     def buffer(self) -> int:
         return self.capacity * self.average
+
+    @property
+    def head(self) -> int:
+        """Rows that usually arrive: they stay where they are."""
+        return int(self.expected * self.average)
 
 
 PRESETS = {
@@ -63,59 +71,46 @@ PRESETS = {
 class Batch:
     """What the wire brings in one step, for every layer [L, ...]."""
 
-    inverse: torch.Tensor  # int32 [L, T, PLACES]: the row of each place of a token, or -1
     offsets: torch.Tensor  # int32 [L, E]
-    weights: torch.Tensor  # float32 [L, buffer]
-    source: torch.Tensor  # int64 [L, PLACES × T]: the token of each row, for the code that indexes by rows
+    order: torch.Tensor  # int32 [L, buffer]: the place of each row
+    inverse: torch.Tensor  # int32 [L, T, PLACES]: the row of each place of a token, or -1
+    weights: torch.Tensor  # float32 [L, T, PLACES]
+    # The same for the code that indexes by rows.
+    source: torch.Tensor  # int64 [L, PLACES × T]: the token of each row
+    row_weights: torch.Tensor  # [L, PLACES × T]
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.inverse, self.offsets, self.weights, self.source
+        return self.offsets, self.order, self.inverse, self.weights, self.source, self.row_weights
+
+    def routing(self, layer: int) -> Routing:
+        offsets = self.offsets[layer]
+        return Routing(offsets, offsets, self.order[layer], self.inverse[layer])
 
 
-def draw(preset: Preset, device: torch.device) -> Batch:
-    places = preset.tokens * PLACES
-    inverse = torch.full((preset.layers, places), -1, dtype=torch.int32, device=device)
-    offsets = torch.empty(preset.layers, preset.experts, dtype=torch.int32, device=device)
-    source = torch.empty(preset.layers, places, dtype=torch.int64, device=device)
-    for layer in range(preset.layers):
+def draw(preset: Preset, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Batch:
+    layers, places = preset.layers, preset.tokens * PLACES
+    inverse = torch.full((layers, places), -1, dtype=torch.int32, device=device)
+    order = torch.zeros(layers, preset.buffer, dtype=torch.int32, device=device)
+    offsets = torch.empty(layers, preset.experts, dtype=torch.int32, device=device)
+    weights = torch.rand(layers, places, device=device)
+    for layer in range(layers):
         count = int((0.6 + 0.8 * torch.rand(())) * preset.average)
         chosen = torch.randperm(places, device=device)[:count]
-        source[layer, :count] = chosen // PLACES
+        order[layer, :count] = chosen
         inverse[layer, chosen] = torch.arange(count, dtype=torch.int32, device=device)
         share = torch.softmax(torch.randn(preset.experts), 0).cumsum(0)
         ends = (share * count).round().int()
         ends[-1] = count
         offsets[layer] = ends
-    weights = torch.rand(preset.layers, preset.buffer, device=device)
-    return Batch(inverse.view(preset.layers, preset.tokens, PLACES), offsets, weights, source)
-
-
-class Wire(torch.autograd.Function):
-    """Rows arrive in expert order; their gradients go back to their tokens."""
-
-    @staticmethod
-    def forward(ctx, x, inverse, buffer, lease):
-        ctx.save_for_backward(inverse)
-        return spread(x, inverse, buffer, pages=lease.pages if lease else None)
-
-    @staticmethod
-    def backward(ctx, drows):
-        return combine(drows, *ctx.saved_tensors), None, None, None
-
-
-class Back(torch.autograd.Function):
-    """Results return to their tokens, onto the residual stream."""
-
-    @staticmethod
-    def forward(ctx, rows, inverse, residual):
-        ctx.save_for_backward(inverse)
-        ctx.buffer = rows.shape[0]
-        return combine(rows, inverse, added=residual)
-
-    @staticmethod
-    def backward(ctx, dy):
-        dy = dy.contiguous()
-        return spread(dy, *ctx.saved_tensors, ctx.buffer), None, dy
+    placed = order[:, :places].to(torch.int64)
+    return Batch(
+        offsets,
+        order,
+        inverse.view(layers, preset.tokens, PLACES),
+        weights.view(layers, preset.tokens, PLACES),
+        placed // PLACES,
+        weights.gather(1, placed).to(dtype),
+    )
 
 
 class Stack:
@@ -146,39 +141,36 @@ class Stack:
             h = multiply(x[source], self.up[layer].transpose(-2, -1), offs=offsets)
             gate, linear = h.chunk(2, dim=1)
             rows = multiply(F.silu(gate) * linear, self.down[layer].transpose(-2, -1), offs=offsets)
-            rows = rows * batch.weights[layer, :count, None].to(rows.dtype)
+            rows = rows * batch.row_weights[layer, :count, None]
             x = x + torch.zeros_like(x).index_add(0, source, rows)
         return x
 
-    def padded(self, batch: Batch, pool: PagePool | None) -> torch.Tensor:
-        """The library's block on buffers of full capacity, kept or stashed."""
+    def padded(self, batch: Batch, pool: PagePool | None, expected: int) -> torch.Tensor:
+        """The library's block on buffers of full capacity; rows beyond `expected` are kept or stashed."""
         x = self.x.detach().requires_grad_()
-        options = BlockOptions(h=Place(pool=pool))
-        buffer = self.preset.buffer
+        options = BlockOptions(rows=Place(pool=pool), h=Place(pool=pool))
         for layer in range(self.preset.layers):
-            offsets, inverse = batch.offsets[layer], batch.inverse[layer]
-            lease = None
-            if pool is not None:
-                lease = Lease(pool, (buffer, self.preset.width), x.dtype, offsets[-1:])
-            rows = Wire.apply(x, inverse, buffer, lease)
-            rows = ReceivedExperts.apply(
-                rows,
+            x = arrived_experts(
+                x,
                 batch.weights[layer],
                 self.up[layer],
                 self.down[layer],
                 None,
                 None,
-                offsets,
-                lease,
+                None,
+                batch.routing(layer),
                 options,
+                expected_rows=expected,
+                residual=True,
             )
-            x = Back.apply(rows, inverse, x)
-            del rows, lease
         return x
 
-    def step(self, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+    def step(self, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self.drop_gradients()
         loss = forward().float().square().mean()
         loss.backward()
         return loss.detach()
@@ -199,79 +191,108 @@ class _DifferentiableMM(torch.autograd.Function):
 
 
 def pages_wanted(preset: Preset, batches: list[Batch], page_bytes: int = 65536) -> int:
-    """Pages for the rows and first projections of the fullest step."""
+    """Pages for the rows and first projections of the fullest step, as far as they exceed the head."""
     most = 0
     for batch in batches:
-        rows = batch.offsets[:, -1].tolist()
+        rows = (batch.offsets[:, -1] - preset.head).clamp(min=0).tolist()
         row_bytes = (2 * preset.width, 4 * preset.inner)
         most = max(most, sum(-(-r * size // page_bytes) for r in rows for size in row_bytes))
     return most
 
 
-def timed(step: Callable[[Batch], Any], batches: list[Batch], warm: int) -> float:
-    """The median step in ms, over batches that all differ."""
-    samples = []
-    for index, batch in enumerate(batches):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step(batch)
-        torch.cuda.synchronize()
-        if index >= warm:
-            samples.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(samples)
+class Run:
+    """One way to run the step, ready to be called with a batch."""
 
+    def __init__(self, preset: Preset, way: str, stack: Stack, batches: list[Batch]) -> None:
+        self.pool: PagePool | None = None
+        self._stack, self._graph = stack, None
+        self._gradients: list[torch.Tensor | None] = []
+        if way == EXACT:
+            return
+        if way == STASHED:
+            self.pool = PagePool("cuda", device_pages=int(pages_wanted(preset, batches) * 1.02) + 1)
+        expected = preset.head if way == STASHED else 0
+        self._static = Batch(*(t.clone() for t in batches[0].tensors()))
 
-def measure(preset: Preset, way: str, stack: Stack, batches: list[Batch], warm: int) -> dict[str, Any]:
-    torch.cuda.synchronize()
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    pool, graph = None, None
-    if way == "exact, eager":
+        def step() -> None:
+            stack.step(lambda: stack.padded(self._static, self.pool, expected))
 
-        def step(batch: Batch) -> None:
-            stack.step(lambda: stack.exact(batch))
-
-    else:
-        if way == "stashed, graph":
-            pool = PagePool("cuda", device_pages=int(pages_wanted(preset, batches) * 1.02) + 1)
-        static = Batch(*(t.clone() for t in batches[0].tensors()))
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            stack.step(lambda: stack.padded(static, pool))
+            step()
         torch.cuda.current_stream().wait_stream(side)
-        for parameter in stack.parameters:
-            parameter.grad = None
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            stack.step(lambda: stack.padded(static, pool))
+        stack.drop_gradients()
+        _tidy()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            step()
+        # Its own in every replay, whoever runs in between.
+        self._gradients = [parameter.grad for parameter in stack.parameters]
 
-        def step(batch: Batch) -> None:
-            for to, of in zip(static.tensors()[:3], batch.tensors()):
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        made = self._gradients or [parameter.grad for parameter in self._stack.parameters]
+        return [gradient for gradient in made if gradient is not None]
+
+    def __call__(self, batch: Batch) -> None:
+        if self._graph is None:
+            self._stack.step(lambda: self._stack.exact(batch))
+        else:
+            # What only exact code reads comes last, and stays behind.
+            for to, of in zip(self._static.tensors()[:4], batch.tensors()):
                 to.copy_(of)
-            graph.replay()
+            self._graph.replay()
 
-    ms = timed(step, batches, warm)
-    held = torch.cuda.memory_reserved() - before
-    # The last batch is the same in every way, so its gradients can be compared.
-    norms = [float(p.grad.float().norm()) for p in stack.parameters if p.grad is not None]
+
+def _tidy() -> None:
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def measure(preset: Preset, way: str, stack: Stack, batches: list[Batch]) -> dict[str, Any]:
+    """The memory of one way, alone on the device, over all batches; and what it computed from the last."""
+    stack.drop_gradients()
+    _tidy()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run = Run(preset, way, stack, batches)
+    for batch in batches:
+        run(batch)
+    torch.cuda.synchronize()
+    held, peak = torch.cuda.memory_reserved() - before, torch.cuda.max_memory_allocated() - before
+    norms = [float(gradient.float().norm()) for gradient in run.gradients]
     row = {
         "way": way,
-        "ms": ms,
         "held_gib": held / GIB,
-        "peak_gib": (torch.cuda.max_memory_allocated() - before) / GIB,
+        "peak_gib": peak / GIB,
         "gradient_norm": sum(n * n for n in norms) ** 0.5,
-        "pool_gib": 0.0 if pool is None else pool.stats().device.bytes / GIB,
-        "overflow": False if pool is None else bool(pool.overflow),
+        "pool_gib": 0.0 if run.pool is None else run.pool.stats().device.bytes / GIB,
+        "overflow": False if run.pool is None else bool(run.pool.overflow),
     }
-    for parameter in stack.parameters:
-        parameter.grad = None
+    stack.drop_gradients()
     return row
+
+
+def timed_in_turns(runs: dict[str, Run], batches: list[Batch], warm: int) -> dict[str, float]:
+    """The median step of each way in ms, over batches that all differ.
+
+    Each batch goes through all ways before the next, so that all see the device as warm. A step also depends on the
+    one before it: products this large lower the clock, and where the device waited it is higher. So each way runs a
+    batch twice, and the second run counts.
+    """
+    samples: dict[str, list[float]] = {way: [] for way in runs}
+    for index, batch in enumerate(batches):
+        for way, run in runs.items():
+            run(batch)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run(batch)
+            torch.cuda.synchronize()
+            if index >= warm:
+                samples[way].append((time.perf_counter() - start) * 1e3)
+    return {way: statistics.median(taken) for way, taken in samples.items()}
 
 
 def compare(name: str, steps: int, warm: int) -> tuple[list[dict[str, Any]], list[Claim]]:
@@ -280,12 +301,13 @@ def compare(name: str, steps: int, warm: int) -> tuple[list[dict[str, Any]], lis
     device = torch.device("cuda")
     stack = Stack(preset, device)
     batches = [draw(preset, device) for _ in range(steps + warm)]
-    rows = []
-    for way in ("exact, eager", "kept, graph", "stashed, graph"):
-        rows.append({"preset": name} | measure(preset, way, stack, batches, warm))
+    rows = [{"preset": name} | measure(preset, way, stack, batches) for way in WAYS]
+    _tidy()
+    ms = timed_in_turns({way: Run(preset, way, stack, batches) for way in WAYS}, batches, warm)
+    for row in rows:
+        row["ms"] = ms[row["way"]]
         print(
-            "  "
-            + ", ".join(f"{k} {v:,.2f}" if isinstance(v, float) else str(v) for k, v in rows[-1].items()),
+            "  " + ", ".join(f"{k} {v:,.2f}" if isinstance(v, float) else str(v) for k, v in row.items()),
             flush=True,
         )
     exact, kept, stashed = rows

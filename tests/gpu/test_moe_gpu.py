@@ -7,11 +7,14 @@ import torch.nn.functional as F
 from pagestash.kernels import gather as G
 from pagestash.kernels import route as R
 from pagestash.kernels import swiglu as S
+from pagestash.kernels.accumulate import accumulate_, accumulate_reference
 from pagestash.kernels.cross_entropy import LossOptions, linear_cross_entropy, softmax_loss_
 from pagestash.kernels.paged import Pages
 from pagestash.kernels.topk import topk
 from pagestash.moe import MoE, MoEConfig
 from pagestash.moe import ops as moe_ops
+from pagestash.moe.arrived import arrived_experts
+from pagestash.moe.block import BlockOptions, Place
 from pagestash.moe.grouped import grouped_mm, grouped_mm_reference
 from pagestash.pages.pool import PagePool
 
@@ -124,6 +127,80 @@ def test_grouped_products_take_empty_experts_and_garbage_tails():
     got, wanted = grouped_mm(a.t(), c, ends), grouped_mm_reference(a.t(), c, ends)
     assert not got[[0, 2, 5]].any()
     assert error(got, wanted) < 1e-2
+
+
+@pytest.mark.parametrize("ends", [[0, 0, 0], [0, 300, 300], [77, 78, 500]])
+@pytest.mark.parametrize(("m", "n"), [(512, 384), (200, 136)])
+def test_products_are_added_to_matrices(ends, m, n):
+    a, b = (torch.randn(600, size, device=CUDA).bfloat16() for size in (m, n))
+    a[ends[-1] :] = b[ends[-1] :] = torch.nan
+    out = torch.randn(3, m, n, device=CUDA).bfloat16()
+    wanted, offsets = out.double(), torch.tensor(ends, device=CUDA, dtype=torch.int32)
+    accumulate_reference(wanted, a.double(), b.double(), offsets)
+    assert error(accumulate_(out, a, b, offsets), wanted) < 3e-3
+    empty = [expert for expert, (start, end) in enumerate(zip([0, *ends], ends)) if start == end]
+    assert error(out[empty], wanted[empty]) == 0 if empty else True
+
+
+@pytest.mark.parametrize("expected", [0, 2000, 10000])
+def test_arrived_rows_in_a_graph_with_any_pool(expected):
+    """Rows beyond the expected ones in pages, kept, or made again: the same bits, whatever arrives."""
+    torch.manual_seed(0)
+    slots, choices, experts, capacity = 1000, 4, 8, 8000
+    up = (torch.randn(experts, 384, 256, device=CUDA) / 16).bfloat16().requires_grad_()
+    down = (torch.randn(experts, 256, 192, device=CUDA) / 14).bfloat16().requires_grad_()
+    x, dy = (torch.randn(slots, 256, device=CUDA).bfloat16() for _ in range(2))
+    weights = torch.rand(slots, choices, device=CUDA)
+    ids = torch.zeros(slots, choices, dtype=torch.int32, device=CUDA)
+
+    def step(pool):
+        up.grad = down.grad = None
+        leaf, scale = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        routing = R.route(ids, experts, capacity=capacity)
+        options = BlockOptions(rows=Place(pool=pool), h=Place(pool=pool))
+        y = arrived_experts(
+            leaf, scale, up, down, None, None, ids, routing, options, expected_rows=expected, residual=True
+        )
+        y.backward(dy)
+        return [y.detach(), leaf.grad, scale.grad, up.grad, down.grad]
+
+    pools = [None, PagePool(CUDA, device_pages=100), PagePool(CUDA, device_pages=34)]
+    graphs = []
+    for pool in pools:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            step(pool)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            graphs.append((graph, step(pool)))
+    for share in (0.3, 0.6, 1.0):
+        # -1 stands for experts elsewhere.
+        drawn = torch.rand(slots, experts, device=CUDA).argsort(1)[:, :choices].int()
+        ids.copy_(torch.where(torch.rand(slots, choices, device=CUDA) < share, drawn, -1))
+        results = []
+        for graph, held in graphs:
+            graph.replay()
+            results.append([value.clone() for value in held])
+        for other in results[1:]:
+            for one, two in zip(results[0], other):
+                assert torch.equal(one, two)
+        for one, two in zip(results[0], plain_arrived(x, weights, ids, up, down, dy)):
+            assert error(one, two) < 2e-2
+    for pool in pools[1:]:
+        assert not pool.overflow
+        assert pool.stats().device.in_use == 0
+
+
+def plain_arrived(x, weights, ids, up, down, dy):
+    """The same, as one writes it without any of this."""
+    x, weights, up, down = (t.detach().double().requires_grad_() for t in (x, weights, up, down))
+    y = x
+    for expert in range(up.shape[0]):
+        gate, linear = (x @ up[expert].t()).chunk(2, dim=1)
+        scale = torch.where(ids == expert, weights, 0.0).sum(1, keepdim=True)
+        y = y + scale * (F.silu(gate) * linear) @ down[expert].t()
+    return [y.detach(), *torch.autograd.grad(y, [x, weights, up, down], dy.double())]
 
 
 SHAPE = {"width": 256, "expert_width": 192, "experts": 16, "top_k": 4}

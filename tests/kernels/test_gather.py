@@ -105,12 +105,12 @@ def test_spread_stashes_what_it_writes(backend, page_bytes, host_pages):
     # A stash of anything of that shape takes the pages; spread then writes over what is in them.
     [ticket] = pool.stash([torch.zeros(40, 56, dtype=torch.bfloat16)], rows=found.rows)
     pages = Pages(pool.memory, ticket.span, ticket.member, ticket.group.book)
-    out = G.spread(x, found.inverse, 40, pages=pages, backend=backend)
+    _, out = G.spread_in_two(x, found.inverse, 0, 40, pages=pages, backend=backend)
     count = int(found.rows)
     [held] = pool.restore([ticket])
     assert torch.equal(held[:count], out[:count])
     ticket.group.book[HEADER * ticket.member + Header.STATUS] = 2  # refused: nothing may be written
-    G.spread(torch.full_like(x, torch.nan), found.inverse, 40, pages=pages, backend=backend)
+    G.spread_in_two(torch.full_like(x, torch.nan), found.inverse, 0, 40, pages=pages, backend=backend)
     ticket.group.book[HEADER * ticket.member + Header.STATUS] = 1
     assert torch.equal(pool.restore([ticket])[0][:count], out[:count])
 
@@ -119,3 +119,27 @@ def test_allocation_is_padded_to_the_alignment():
     sizes = {G.empty_rows(r, 8, torch.empty(0)).untyped_storage().nbytes() for r in range(257, 513)}
     assert sizes == {512 * 32}
     assert G.empty_rows(300, 8, torch.empty(0)).shape == (300, 8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("head", [0, 1, 13, 30, 36])
+@pytest.mark.parametrize("page_bytes", [None, 64])
+def test_rows_in_two_buffers_are_those_of_one(backend, head, page_bytes, monkeypatch):
+    _, found = routing(12, 3, capacity=30)
+    x = torch.randn(12, 40)
+    wanted = G.spread(x, found.inverse, 36, backend="torch")[:30]
+    monkeypatch.setattr(G, "empty_rows", lambda r, w, like: torch.full((r, w), torch.nan, dtype=like.dtype))
+    pages = None
+    beyond = (found.offsets - head).clamp(min=0)
+    if page_bytes and head < 36:
+        pool = PagePool("cpu", page_bytes, 100, backend=backend)
+        ticket = pool.reserve((36 - head, 40), x.dtype, beyond[-1:])
+        pages = Pages(pool.memory, ticket.span, ticket.member, ticket.group.book)
+    first, rest = G.spread_in_two(x, found.inverse, head, 36, pages=pages, backend=backend)
+    assert first.shape[0] == head
+    assert torch.equal(torch.cat([first, rest])[:30], wanted)
+    assert torch.cat([first, rest])[30:].isnan().all()
+    if pages is not None:
+        assert torch.equal(pool.restore([ticket])[0][: max(30 - head, 0)], wanted[head:])
+    one = G.combine(wanted, found.inverse, backend=backend)
+    assert torch.equal(G.combine(first, found.inverse, rest=rest, backend=backend), one)

@@ -175,6 +175,11 @@ class Rank:
         with torch.no_grad():
             found["no_grad"] = moe.experts(*mine[:3])
         found["no_grad_peak"] = moe.experts.pool.stats().device.peak
+        moe, mine = self.setup("skewed", kind, expected_rows=5)
+        found["expected"] = run(moe, *mine)
+        moe.experts.pool = PagePool("cpu", 256, all_pages + 1)
+        found["beyond"] = run(moe, *mine)
+        found["beyond_peak"] = moe.experts.pool.stats().device.peak
         return found
 
     def over_rows(self, kind):
@@ -364,6 +369,11 @@ def test_received_rows_go_to_pages_and_cannot_be_had_again(ranks, kind):
         assert found["less_stats"][0] == (found["rows"] > 2)
         assert torch.equal(found["no_grad"], found["plain"]["y"])
         assert found["no_grad_peak"] == 0
+        # Rows that were expected stay where they are. Only the sum of two products has another order then.
+        beyond = max(found["rows"] - 5, 0)
+        assert found["beyond_peak"] == -(-beyond * D * 4 // 256) + -(-beyond * 2 * N * 4 // 256)
+        check(found["expected"], found["plain"], set(found["plain"]) - {"up"})
+        check(found["beyond"], found["expected"], set(found["plain"]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -115,7 +115,7 @@ def test_only_the_exact_dispatch_reads_a_value_on_the_host(kind, monkeypatch):
 
     def there_and_back():
         received = dispatch.send(x, ids, weights, over)
-        y = dispatch.collect(received.rows_RD * received.weights[:, None], received)
+        y = dispatch.collect(received.slots * received.weights.sum(1, keepdim=True), received)
         with HostReads():
             y.backward(torch.ones_like(y))
 

@@ -235,50 +235,58 @@ def test_kernels_and_pages_together():
 
 
 class Loopback:
-    """A dispatch whose wire ends where it starts: rows in a buffer with room to spare and a tail of NaN."""
+    """A dispatch whose wire ends where it starts: among slots of NaN, with room to spare for rows."""
 
     experts = E
 
+    def __init__(self, expected):
+        self.expected = expected
+
     def send(self, x, ids, weights, over):
-        routing = route(ids, E, over=over)
-        at = routing.order.long()
-        tail = torch.full((17, D), torch.nan, dtype=x.dtype)
-        rows = torch.cat([x[at // K], tail])
-        row_weights = torch.cat([weights.reshape(-1)[at], torch.full((17,), torch.nan)])
-        return Received(rows, row_weights, routing.offsets, state=at)
+        def padded(tensor, value):
+            return torch.cat([tensor, torch.full((7, tensor.shape[1]), value, dtype=tensor.dtype)])
 
-    def collect(self, rows, received):
-        at = received.state
-        return torch.zeros(T, D, dtype=rows.dtype).index_add(0, at // K, rows[: at.numel()])
+        ids = padded(ids, -1)
+        routing = route(ids, E, capacity=T * K + 17, over=over)
+        return Received(padded(x, torch.nan), padded(weights, torch.nan), ids, routing, self.expected)
+
+    def collect(self, slots, received):
+        return slots[:T]
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("bias", "expected"), [(True, 0), (False, T * K - 9), (True, T * K - 9), (False, T * K + 100)]
+)
 @pytest.mark.usefixtures("both")
-def test_received_rows_give_the_result_of_local_ones(bias):
+def test_received_rows_give_the_result_of_local_ones(bias, expected):
     torch.manual_seed(1)
     local = MoE(config(bias=bias))
     if bias:
         local.expert_fc1.bias.data.normal_()
         local.expert_fc2.bias.data.normal_()
-    remote = MoE(config(bias=bias), dispatch=Loopback())
+    remote = MoE(config(bias=bias), dispatch=Loopback(expected))
     remote.load_state_dict(local.state_dict())
     x, dy = torch.randn(T, D), torch.randn(T, D)
-    wanted = gradients(local, x, dy)
-    rows_pages = -(-(T * K * D * 4) // 256)
-    h_pages = -(-(T * K * 2 * N * 4) // 256)
+    beyond = max(T * K - expected, 0)
+    rows_pages = -(-(beyond * D * 4) // 256)
+    h_pages = -(-(beyond * 2 * N * 4) // 256)
     unstashed = gradients(remote, x, dy)
-    for one, two in zip(unstashed, wanted):
+    for one, two in zip(unstashed, gradients(local, x, dy)):
         assert error(one, two.double()) < 1e-6
     for pages in (rows_pages + h_pages, rows_pages + h_pages - 1, rows_pages):
-        remote.experts.pool = PagePool("cpu", 256, pages)
+        remote.experts.pool = PagePool("cpu", 256, max(pages, 1))
         for one, two in zip(gradients(remote, x, dy, retain=True), unstashed):
             assert torch.equal(one, two)
-        assert not remote.experts.pool.overflow
-        assert remote.experts.pool.stats().device.in_use == 0
-    # Fewer pages than the received rows need: those cannot be had again.
-    remote.experts.pool = PagePool("cpu", 256, rows_pages - 1)
-    gradients(remote, x, dy)
-    assert remote.experts.pool.overflow
+        stats = remote.experts.pool.stats()
+        assert not stats.overflow
+        assert stats.device.in_use == 0
+        assert stats.given_up_groups == (0 <= pages < rows_pages + h_pages)
+        assert stats.device.peak == (rows_pages if stats.given_up_groups else rows_pages + h_pages)
+    if beyond:
+        # Fewer pages than the received rows need: those cannot be had again.
+        remote.experts.pool = PagePool("cpu", 256, rows_pages - 1)
+        gradients(remote, x, dy)
+        assert remote.experts.pool.overflow
 
 
 @pytest.mark.usefixtures("reference")

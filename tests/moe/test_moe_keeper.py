@@ -1,20 +1,25 @@
 """MoE layers under a keeper: fused into the pool, same bits, and a short pool costs time, not the step."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 import pagestash as ps
-from pagestash.moe import MoE, MoEConfig
+from pagestash.kernels.gather import padded_rows
+from pagestash.kernels.route import route
+from pagestash.moe import MoE, MoEConfig, Received
 
 WIDTH, INNER, EXPERTS, TOP_K, TOKENS, DEPTH = 32, 24, 4, 2, 48, 3
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dispatch=None) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.moe = MoE(MoEConfig(width=WIDTH, expert_width=INNER, experts=EXPERTS, top_k=TOP_K))
+        config = MoEConfig(width=WIDTH, expert_width=INNER, experts=EXPERTS, top_k=TOP_K)
+        self.moe = MoE(config, dispatch=dispatch)
 
     def forward(self, x):
         y, aux = self.moe(self.norm(x))
@@ -22,9 +27,9 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, make_dispatch=lambda: None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
+        self.layers = nn.ModuleList(Layer(make_dispatch()) for _ in range(DEPTH))
 
     def forward(self, x):
         total = x.new_zeros(())
@@ -115,3 +120,39 @@ def test_casts_of_weights_under_autocast_are_neither_kept_nor_stashed(made):
     weights = [part.weight for layer in model.layers for part in (layer.moe.expert_fc1, layer.moe.expert_fc2)]
     copies = sum(weight.nbytes // 2 for weight in weights)
     assert stats.homes["keep"].peak < copies
+
+
+class Loopback:
+    """A dispatch whose wire ends where it starts, with room for twice the rows."""
+
+    experts = EXPERTS
+
+    def __init__(self, expected):
+        self.expected = expected
+
+    def send(self, x, ids, weights, over):
+        routing = route(ids, EXPERTS, capacity=2 * TOKENS * TOP_K, over=over)
+        return Received(x, weights, ids, routing, self.expected)
+
+    def collect(self, slots, received):
+        return slots
+
+
+@pytest.mark.parametrize("expected", [0, 60, 2 * TOKENS * TOP_K])
+def test_expected_rows_stay_and_the_others_go_to_pages(expected):
+    torch.manual_seed(0)
+    model, x = Stack(lambda: Loopback(expected)), torch.randn(TOKENS, WIDTH)
+    plain = run(model, x)
+    keeper = ps.Keeper(policy(), backend="torch").attach(model)
+    beyond, head = max(TOKENS * TOP_K - expected, 0), expected
+    assert equal(run(model, x, keeper), plain)  # measured: what stays takes no pages
+    pages = DEPTH * sum(-(-beyond * width * 4 // 1024) for width in (WIDTH, 2 * INNER))
+    assert (keeper.pool.device_pages if beyond else 0) == math.ceil(1.1 * pages)
+    keeper.reset_peaks()
+    assert equal(run(model, x, keeper), plain)
+    stats, row = keeper.stats(), (WIDTH + 2 * INNER) * 4
+    assert stats.homes["stash"].peak == DEPTH * beyond * row
+    kept = stats.regions["layers.1.moe.experts"].peak - beyond * row
+    stays = padded_rows(head) * WIDTH * 4 + head * 2 * INNER * 4
+    assert stays <= kept < stays + 8192  # and indices
+    assert not stats.overflow

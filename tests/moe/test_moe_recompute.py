@@ -1,5 +1,7 @@
 """Recomputed MoE layers: tokens are routed and sent once, and what waits in pages is put there once."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,6 +73,7 @@ def make(kind):
         "local": lambda: None,
         "all-gather": lambda: AllGather(CONFIG, max_tokens=T),
         "all-to-all": lambda: AllToAll(CONFIG, max_tokens=T),
+        "expected": lambda: AllGather(replace(CONFIG, expected_rows=30), max_tokens=T),
     }
     return nn.Sequential(*(Layer(dispatches[kind]()) for _ in range(2)))
 
@@ -100,7 +103,7 @@ RULES = {
 
 @pytest.mark.usefixtures("lone_rank")
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("kind", ["local", "all-gather", "all-to-all"])
+@pytest.mark.parametrize("kind", ["local", "all-gather", "all-to-all", "expected"])
 def test_tokens_are_routed_and_sent_once(kind, rules, monkeypatch):
     x = torch.randn(T, D, generator=torch.Generator().manual_seed(1))
     model = make(kind)
@@ -120,7 +123,7 @@ def test_tokens_are_routed_and_sent_once(kind, rules, monkeypatch):
 
 
 @pytest.mark.usefixtures("lone_rank")
-@pytest.mark.parametrize("kind", ["local", "all-gather"])
+@pytest.mark.parametrize("kind", ["local", "all-gather", "expected"])
 def test_pages_are_written_once(kind):
     x = torch.randn(T, D, generator=torch.Generator().manual_seed(1))
     written = []

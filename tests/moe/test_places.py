@@ -7,33 +7,32 @@ import torch
 from torch import nn
 
 import pagestash as ps
+from pagestash.kernels.gather import padded_rows
 from pagestash.kernels.route import route
 from pagestash.moe import MoE, MoEConfig, Received
 from pagestash.moe.router import choose_experts
 from pagestash.pages.pool import PagePool
 from pagestash.policy import HOMES
 
-D, N, E, K, T, TAIL = 32, 24, 4, 2, 40, 17
+D, N, E, K, T, TAIL = 32, 24, 4, 2, 40, 40
 ROWS, PROJECTION = T * K * D * 4, T * K * 2 * N * 4
 
 
 class Loopback:
-    """A dispatch whose wire ends where it starts: rows in a buffer with room to spare and a tail of NaN."""
+    """A dispatch whose wire ends where it starts, with room to spare for rows."""
 
     experts = E
     sent = 0
 
+    def __init__(self, expected=0):
+        self.expected = expected
+
     def send(self, x, ids, weights, over):
         self.sent += 1
-        routing = route(ids, E, over=over)
-        at = routing.order.long()
-        rows = torch.cat([x[at // K], x.new_full((TAIL, D), torch.nan)])
-        row_weights = torch.cat([weights.reshape(-1)[at], torch.full((TAIL,), torch.nan)])
-        return Received(rows, row_weights, routing.offsets, state=at)
+        return Received(x, weights, ids, route(ids, E, capacity=T * K + TAIL, over=over), self.expected)
 
-    def collect(self, rows, received):
-        at = received.state
-        return torch.zeros(T, D, dtype=rows.dtype).index_add(0, at // K, rows[: at.numel()])
+    def collect(self, slots, received):
+        return slots
 
 
 class Made:
@@ -108,17 +107,36 @@ def test_received_rows_and_projections_have_homes_of_their_own(wired, rows, h):
     stats = wired.under(expert_fc1=rows, moe_act=h)
     # What is kept has its whole buffer kept; elsewhere wait the valid rows. (Where a plan leaves something on the
     # device, which is all of a lone layer, it may stay as it is.)
-    buffer = {"keep": 1 + TAIL / (T * K), "recompute": 0}
+    buffer = {"moe.expert_fc1": padded_rows(T * K + TAIL) * D * 4, "moe.moe_act": (T * K + TAIL) * 2 * N * 4}
     valid = {"moe.expert_fc1": (rows, ROWS), "moe.moe_act": (h, PROJECTION)}
     for name, (home, size) in valid.items():
         if home != "offload":
-            assert (stats.regions[name].peak if home != "recompute" else 0) == size * buffer.get(home, 1)
+            whole = {"keep": buffer[name], "recompute": 0}
+            assert (stats.regions[name].peak if home != "recompute" else 0) == whole.get(home, size)
     for home in ("stash", "offload"):
         moved = sum(size for chosen, size in valid.values() if chosen == home)
         assert wired.held[0][home] == moved
     if "offload" not in (rows, h) and "stash" in (rows, h):
         # The projection alone could have been given up, had there been no room.
         assert stats.pool.required == (rows == "stash") * -(-ROWS // 256)
+
+
+@pytest.mark.parametrize(("rows", "h"), [*product(["keep", "stash", "offload"], HOMES)])
+def test_expected_rows_take_no_pages(rows, h):
+    """A size that is known gains nothing in pages; what is beyond it has the homes of its rules."""
+    expected = 50
+    beyond = (T * K - expected) / (T * K)
+    stats = Made(Loopback(expected)).under(expert_fc1=rows, moe_act=h)
+    in_pages = [size for home, size in ((rows, ROWS), (h, PROJECTION)) if home in ("stash", "offload")]
+    # As above, what a lone layer offloads is in device pages, or kept where it needs none.
+    assert stats.homes["stash"].peak + stats.homes["offload"].peak == beyond * sum(in_pages)
+    if rows == "stash":
+        head = padded_rows(expected) * D * 4
+        assert stats.regions["moe.expert_fc1"].peak == head + ROWS * beyond
+    if h == "stash":
+        assert stats.regions["moe.moe_act"].peak == PROJECTION
+    if h == "recompute":
+        assert "moe.moe_act" not in stats.regions
 
 
 def test_a_rule_for_the_experts_is_one_for_both_where_they_have_none(wired):

@@ -7,7 +7,7 @@ from benchmarks import moe_step as B
 from pagestash.kernels import backend
 from pagestash.pages.pool import PagePool
 
-TINY = B.Preset(tokens=10, width=32, inner=16, top_k=8, experts=3, layers=2)
+TINY = B.Preset(tokens=10, width=32, inner=16, top_k=8, experts=3, layers=2, expected=0.5)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.8])
@@ -15,14 +15,14 @@ def test_exact_kept_and_stashed_steps_agree(monkeypatch, share):
     monkeypatch.setattr(backend, "interpreted", lambda: False)
     torch.manual_seed(0)
     stack = B.Stack(TINY, torch.device("cpu"), torch.float32)
-    batch = B.draw(TINY, torch.device("cpu"))
+    batch = B.draw(TINY, torch.device("cpu"), torch.float32)
     # float32 rows: twice the bytes that the benchmark counts for bf16.
     pool = PagePool("cpu", 256, int(share * B.pages_wanted(TINY, [batch], 128)) + 4)
     results = []
     for forward in (
         lambda: stack.exact(batch),
-        lambda: stack.padded(batch, None),
-        lambda: stack.padded(batch, pool),
+        lambda: stack.padded(batch, None, TINY.head),
+        lambda: stack.padded(batch, pool, TINY.head),
     ):
         loss = stack.step(forward)
         results.append([loss, *(p.grad for p in stack.parameters)])

@@ -37,42 +37,67 @@ def spread(
     capacity: int,
     weights: torch.Tensor | None = None,
     *,
-    pages: Pages | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """`[capacity, width]` with each token's row at its places, times the weight [T, K] of each, if given.
 
-    Rows that are nobody's place are left as they are: uninitialised. With `pages` the result is stashed as it
-    is written, where pages were granted.
+    Rows that are nobody's place are left as they are: uninitialised.
+    """
+    return spread_in_two(tokens, inverse, 0, capacity, weights, backend=backend)[1]
+
+
+def spread_in_two(
+    tokens: torch.Tensor,
+    inverse: torch.Tensor,
+    head: int,
+    capacity: int,
+    weights: torch.Tensor | None = None,
+    *,
+    rest: torch.Tensor | None = None,
+    pages: Pages | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`spread` into two buffers, of the first `head` rows and of the rest, which may be given.
+
+    With `pages` the rest is stashed as it is written, where they were granted.
     """
     _check(tokens, inverse, weights, "tokens")
-    out = empty_rows(capacity, tokens.shape[1], tokens)
+    width = tokens.shape[1]
+    first = empty_rows(head, width, tokens)
+    if rest is None:
+        rest = empty_rows(capacity - head, width, tokens)
     if choose(tokens.device, backend) == "torch":
+        out = torch.cat([first[:head], rest])
         spread_reference(tokens, inverse, weights, out)
+        first[:head] = out[:head]
+        rest.copy_(out[head:])
         if pages is not None:
-            copy_rows(pages, out, int((inverse >= 0).sum()), to_pages=True)
+            copy_rows(pages, rest, int((inverse >= head).sum()), to_pages=True)
     elif tokens.numel():
         block, together = _tile(tokens, pages)
-        grid = (triton.cdiv(inverse.shape[0], together), triton.cdiv(tokens.shape[1], block))
+        grid = (triton.cdiv(inverse.shape[0], together), triton.cdiv(width, block))
         _spread_kernel[grid](
             tokens,
             inverse,
             inverse if weights is None else weights,
-            out,
+            first,
+            rest,
+            head,
             inverse.shape[0],
-            tokens.shape[1],
-            *arguments(pages, out),
+            width,
+            *arguments(pages, rest),
             K=inverse.shape[1],
             WEIGHTED=weights is not None,
+            SPLIT=head > 0,
             PAGED=pages is not None,
             PAGE=65536 if pages is None else pages.memory.page_bytes,
-            WIDE=is_wide(tokens.shape[1], block, tokens.element_size()),
-            WHOLE=tokens.shape[1] % block == 0,
+            WIDE=is_wide(width, block, tokens.element_size()),
+            WHOLE=width % block == 0,
             TOKENS=together,
             BLOCK=block,
             num_warps=WARPS,
         )
-    return out
+    return first, rest
 
 
 def combine(
@@ -80,6 +105,7 @@ def combine(
     inverse: torch.Tensor,
     weights: torch.Tensor | None = None,
     *,
+    rest: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     bias_ids: torch.Tensor | None = None,
     bias_weights: torch.Tensor | None = None,
@@ -89,17 +115,20 @@ def combine(
     """`[T, width]`: each token's rows, times `weights` [T, K] if given, summed in float32 for k = 0, 1, ….
 
     With `bias` [E, width] each place adds `bias_weights[t, k] * bias[bias_ids[t, k]]`; `added` [T, width] is
-    where the sum starts.
+    where the sum starts. `rest` holds the rows that follow those of `rows`.
     """
     _check(rows, inverse, weights, "rows")
     tokens, choices = inverse.shape
     out = torch.empty(tokens, rows.shape[1], dtype=rows.dtype, device=rows.device)
     if choose(rows.device, backend) == "torch":
-        combine_reference(rows, inverse, weights, bias, bias_ids, bias_weights, added, out)
+        whole = rows if rest is None else torch.cat([rows, rest])
+        combine_reference(whole, inverse, weights, bias, bias_ids, bias_weights, added, out)
     elif out.numel():
         block, together = _tile(rows)
         _combine_kernel[(triton.cdiv(tokens, together), triton.cdiv(rows.shape[1], block))](
             rows,
+            rows if rest is None else rest,
+            rows.shape[0],
             inverse,
             inverse if weights is None else weights,
             rows if bias is None else bias,
@@ -113,6 +142,7 @@ def combine(
             WEIGHTED=weights is not None,
             BIASED=bias is not None,
             ADDED=added is not None,
+            SPLIT=rest is not None,
             WHOLE=rows.shape[1] % block == 0,
             TOKENS=together,
             BLOCK=block,
@@ -206,7 +236,9 @@ def _spread_kernel(
     tokens,
     inverse,
     weights,
+    head,
     out,
+    split,
     count,
     width,
     book,
@@ -216,6 +248,7 @@ def _spread_kernel(
     host_slab,
     K: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    SPLIT: tl.constexpr,
     PAGED: tl.constexpr,
     PAGE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -250,23 +283,33 @@ def _spread_kernel(
     for k in tl.static_range(K):
         at = token.to(tl.int64) * K + k
         row = tl.load(inverse + at, mask=inside, other=-1)
+        needed = True
         scaled = value
         if WEIGHTED:
             weight = tl.load(weights + at, mask=row >= 0, other=0.0).to(tl.float32)
             scaled = (value.to(tl.float32) * weight[:, None]).to(value.dtype)
-        place = out + row.to(tl.int64)[:, None] * width + column[None, :]
-        tl.store(place, scaled, mask=mask & (row >= 0)[:, None])
-        if PAGED:
-            if granted:
-                first = (row.to(tl.int64) * width + start) * SIZE
-                held = (book, table, length, device_slab, host_slab)
-                to = page_pointers(held, first, tl.arange(0, BLOCK), row >= 0, out, PAGE, WIDE)
-                tl.store(to, scaled, mask=mask & (row >= 0)[:, None])
+        if SPLIT:
+            place = head + row.to(tl.int64)[:, None] * width + column[None, :]
+            tl.store(place, scaled, mask=mask & ((row >= 0) & (row < split))[:, None])
+            row -= split
+            # Past a head there are few rows or none: most tiles need not even work out where they would go.
+            needed = tl.max(row, axis=0) >= 0
+        if needed:
+            place = out + row.to(tl.int64)[:, None] * width + column[None, :]
+            tl.store(place, scaled, mask=mask & (row >= 0)[:, None])
+            if PAGED:
+                if granted:
+                    first = (row.to(tl.int64) * width + start) * SIZE
+                    held = (book, table, length, device_slab, host_slab)
+                    to = page_pointers(held, first, tl.arange(0, BLOCK), row >= 0, out, PAGE, WIDE)
+                    tl.store(to, scaled, mask=mask & (row >= 0)[:, None])
 
 
 @triton.jit
 def _combine_kernel(
     rows,
+    rest,
+    split,
     inverse,
     weights,
     bias,
@@ -280,6 +323,7 @@ def _combine_kernel(
     WEIGHTED: tl.constexpr,
     BIASED: tl.constexpr,
     ADDED: tl.constexpr,
+    SPLIT: tl.constexpr,
     WHOLE: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -300,6 +344,10 @@ def _combine_kernel(
         row = tl.load(inverse + at, mask=inside, other=-1)
         here = mask & (row >= 0)[:, None]
         place = rows + row.to(tl.int64)[:, None] * width + column[None, :]
+        if SPLIT:
+            # The address is chosen, not the value: one load.
+            other = rest + (row - split).to(tl.int64)[:, None] * width + column[None, :]
+            place = tl.where((row >= split)[:, None], other, place)
         value = tl.load(place, mask=here, other=0.0).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights + at, mask=row >= 0, other=0.0).to(tl.float32)[:, None]

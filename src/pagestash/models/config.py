@@ -53,6 +53,8 @@ class DecoderConfig:
     z_loss: float = 0.0
     capacity: int | None = None
     """Rows that a layer's expert buffers hold; None: as many as can arrive."""
+    expected_rows: int = 0
+    """Of those, rows that usually arrive; see `MoEConfig`."""
 
     def __post_init__(self) -> None:
         for name in ("vocab", "width", "layers", "heads"):
@@ -109,6 +111,7 @@ class DecoderConfig:
             balance_loss=self.balance_loss,
             z_loss=self.z_loss,
             capacity=self.capacity,
+            expected_rows=self.expected_rows,
         )
 
 

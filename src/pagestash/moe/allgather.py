@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from pagestash.kernels.gather import ALIGNMENT
 from pagestash.kernels.route import route
-from pagestash.moe import ops
 from pagestash.moe.capacity import HEADROOM, Capacity
 from pagestash.moe.collectives import Ranks
 from pagestash.moe.config import MoEConfig
@@ -37,7 +36,7 @@ class AllGather:
         self.ranks = Ranks(group, config.experts)
         self.experts, self.max_tokens = self.ranks.experts, max_tokens
         self._most = self.ranks.count * max_tokens * min(config.top_k, self.experts)
-        self._rows = Capacity(config.capacity)
+        self._rows, self._expected = Capacity(config.capacity), config.expected_rows
 
     @property
     def capacity(self) -> int | None:
@@ -53,17 +52,15 @@ class AllGather:
         first = self.ranks.rank * self.experts
         routing = route(ids_all, self.experts, first=first, capacity=capacity, over=over)
         self._rows.observe(routing.counts)
-        inverse = routing.inverse
-        rows_RD = ops.gather(x_all, inverse, capacity)
-        row_weights = ops.gather(weights_all.view(-1, 1), inverse.view(-1, 1), capacity).view(-1)
-        return Received(rows_RD, row_weights, routing.offsets, state=(inverse, x.shape[0]))
+        return Received(
+            x_all, weights_all, ids_all - first, routing, expected_rows=self._expected, state=x.shape[0]
+        )
 
-    def collect(self, rows_RD: torch.Tensor, received: Received) -> torch.Tensor:
-        inverse, tokens = received.state
-        # Each rank adds up what its own experts made of a token, in the order of the choices; then the ranks.
-        summed = ops.combine(rows_RD, inverse)
-        early_free(rows_RD)  # while the caller still has it
-        return _ReduceScatter.apply(summed, self.ranks)[:tokens]
+    def collect(self, slots: torch.Tensor, received: Received) -> torch.Tensor:
+        # Each rank has added up what its own experts made of a token, in the order of the choices; now the ranks.
+        summed = _ReduceScatter.apply(slots, self.ranks)[: received.state]
+        early_free(slots)  # while the caller still has it
+        return summed
 
     def grow_capacity(self, *, headroom: float = HEADROOM, alignment: int = ALIGNMENT) -> bool:
         """Make room on every rank for the most rows that any rank wanted. Every rank calls it; it waits."""

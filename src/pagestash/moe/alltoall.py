@@ -63,6 +63,7 @@ class AllToAll:
         self.experts, self.padded, self.max_tokens = self.ranks.experts, padded, max_tokens
         self._fan = min(config.top_k, self.experts)  # rows that one token can have for one rank
         self._pair, self._rows = Capacity(pair_capacity), Capacity(config.capacity)
+        self._expected = config.expected_rows
 
     @property
     def capacity(self) -> int | None:
@@ -85,16 +86,14 @@ class AllToAll:
         capacity = max(1, self._rows.limit(slot_ids.numel()))
         routing = route(slot_ids.view(-1, 1), self.experts, capacity=capacity, over=over)
         self._rows.observe(wanted)
-        inverse = routing.inverse
-        rows_RD = ops.gather(slots, inverse, capacity)
-        row_weights = ops.gather(slot_weights.view(-1, 1), inverse, capacity).view(-1)
-        return Received(rows_RD, row_weights, routing.offsets, state=(inverse, wire))
+        slot_weights, slot_ids = slot_weights.view(-1, 1), slot_ids.view(-1, 1)
+        return Received(slots, slot_weights, slot_ids, routing, expected_rows=self._expected, state=wire)
 
-    def collect(self, rows_RD: torch.Tensor, received: Received) -> torch.Tensor:
-        inverse, wire = received.state
-        slots = ops.combine(rows_RD, inverse)
-        early_free(rows_RD)  # while the caller still has it
-        return ops.combine(_ToTokens.apply(slots, wire, self.ranks), wire.place)
+    def collect(self, slots: torch.Tensor, received: Received) -> torch.Tensor:
+        wire = received.state
+        returned = _ToTokens.apply(slots, wire, self.ranks)
+        early_free(slots)  # while the caller still has it
+        return ops.combine(returned, wire.place)
 
     def grow_capacity(self, *, headroom: float = HEADROOM, alignment: int = ALIGNMENT) -> bool:
         """Make room on every rank for the most that any rank wanted. Every rank calls it; it waits."""

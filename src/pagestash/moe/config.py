@@ -37,6 +37,9 @@ class MoEConfig:
 
     capacity: int | None = None
     """Rows the experts' buffers hold; None: as many as can arrive."""
+    expected_rows: int = 0
+    """Rows that usually arrive over a dispatch, at most `capacity`: these stay in buffers of that size, and under
+    a stash rule only rows beyond them are copied to pages. An even load is tokens a rank times `top_k`."""
     drop: bool = False
     """Whether rows beyond the capacity are dropped without raising `over_capacity`."""
 
@@ -60,5 +63,7 @@ class MoEConfig:
             )
         if self.capacity is not None and self.capacity < 1:
             raise ValueError(f"capacity={self.capacity}: expected at least 1 row")
+        if self.expected_rows < 0:
+            raise ValueError(f"expected_rows={self.expected_rows}: expected 0 or more")
         if self.drop and self.capacity is None:
             raise ValueError("drop=True needs a capacity to drop beyond")

@@ -5,21 +5,23 @@ from typing import Any, Protocol
 
 import torch
 
-from pagestash.moe.lease import Lease
+from pagestash.kernels.route import Routing
 
 
 @dataclass(slots=True)
 class Received:
-    """Rows that arrived for the experts of this rank, sorted by expert; everything stays on the device."""
+    """Slots that came off the wire for the experts of this rank; everything stays on the device."""
 
-    rows_RD: torch.Tensor
-    """[capacity, d], differentiable; garbage past the valid rows."""
-    weights: torch.Tensor | None
-    """Float32 [capacity], differentiable: the weight of each row; None where the sender applies it."""
-    offsets: torch.Tensor
-    """Int32 [experts here]: where each expert's rows end; the last is the number of valid rows."""
-    lease: Lease | None = None
-    """Pages that hold the rows already."""
+    slots: torch.Tensor
+    """[slots, d], differentiable; garbage where no expert of this rank was chosen."""
+    weights: torch.Tensor
+    """Float32 [slots, choices], differentiable: the weight of each choice."""
+    ids: torch.Tensor
+    """Int32 [slots, choices]: the experts chosen, counted from this rank's first."""
+    routing: Routing
+    """The choices sorted by the experts of this rank, as many as there is room for."""
+    expected_rows: int = 0
+    """Rows that usually arrive; see `MoEConfig.expected_rows`."""
     state: Any = field(default=None, repr=False)
     """What `collect` needs to send results back."""
 
@@ -32,7 +34,7 @@ class Dispatch(Protocol):
 
     @property
     def capacity(self) -> int | None:
-        """Rows that the buffer of received rows holds; None: as many as can arrive."""
+        """Rows that the experts' buffers hold; None: as many as can arrive."""
         ...
 
     def send(
@@ -44,10 +46,10 @@ class Dispatch(Protocol):
         """
         ...
 
-    def collect(self, rows_RD: torch.Tensor, received: Received) -> torch.Tensor:
-        """The results of `received.rows_RD`, back at their tokens and summed: [T, d].
+    def collect(self, slots: torch.Tensor, received: Received) -> torch.Tensor:
+        """What the experts made of `received.slots`, back at their tokens and summed: [T, d].
 
-        `rows_RD` is used up: its memory may be given back before the results travel.
+        `slots` is used up: its memory may be given back before the results are summed.
         """
         ...
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from pagestash.kernels.gather import ALIGNMENT
 from pagestash.kernels.route import Routing, route
-from pagestash.moe.block import BlockOptions, LocalExperts, Place, ReceivedExperts
+from pagestash.moe.arrived import arrived_experts
+from pagestash.moe.block import BlockOptions, LocalExperts, Place, SharedBlock
 from pagestash.moe.capacity import HEADROOM, Capacity
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.dispatch import Dispatch, Received
@@ -70,26 +71,33 @@ class Experts(Placed):
 
         def send() -> tuple[Any, ...]:
             got = dispatch.send(x, ids, weights, over)
-            arrived.append(got.rows_RD)
-            return got.weights, got.offsets, got.lease, got.state, got.rows_RD.shape[0]
+            arrived.append(got.slots)
+            return got.weights, got.ids, got.routing, got.expected_rows, got.state
 
-        def take_rows() -> torch.Tensor:
+        def take_slots() -> torch.Tensor:
             claim(fc1, arrived[0])
             return arrived.pop()
 
-        row_weights, offsets, lease, state, capacity = once(send)
-        with region(rows=offsets[-1:], capacity=capacity):
-            note_weights(up, up_bias, down, down_bias)
-            # By themselves: now it is known how many are valid, and that they have the home of `expert_fc1`.
-            rows_RD = once(take_rows)
-            y_RD = ReceivedExperts.apply(
-                rows_RD, row_weights, up, down, up_bias, down_bias, offsets, lease, options
-            )
-        # Unless backward needs them: with a pool they wait in pages. A dispatch that moves nothing may hand on the
-        # caller's tensor, and a region that is run again asks for the same rows.
-        if rows_RD is not x and not in_recompute():
-            early_free(rows_RD)
-        return dispatch.collect(y_RD, Received(rows_RD, row_weights, offsets, lease, state))
+        sent = once(send)
+        # By themselves: where the layer is run again, they wait in the home of `expert_fc1`.
+        received = Received(once(take_slots), *sent)
+        y = arrived_experts(
+            received.slots,
+            received.weights,
+            up,
+            down,
+            up_bias,
+            down_bias,
+            received.ids,
+            received.routing,
+            options,
+            expected_rows=received.expected_rows,
+        )
+        # Unless backward needs them. A dispatch that moves nothing may hand on the caller's tensor, and a region
+        # that is run again asks for the same slots.
+        if received.slots is not x and not in_recompute():
+            early_free(received.slots)
+        return dispatch.collect(y, received)
 
     def _route(self, ids: torch.Tensor, over: torch.Tensor | None) -> Routing:
         self._most = max(self._most, ids.numel())
@@ -149,14 +157,13 @@ class SharedExperts(Placed):
         nn.init.normal_(self.down, std=inner**-0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
         options = BlockOptions(
             activation=self.config.activation,
             # The input is left to autograd: it is no kernel's result here, and the router has it, too.
             h=self.place(),
             kept=_backward_may_follow(x, self.up, self.down),
         )
-        return ReceivedExperts.apply(x, None, self.up, self.down, None, None, ends, None, options)
+        return SharedBlock.apply(x, self.up, self.down, options)
 
 
 def _backward_may_follow(*tensors: torch.Tensor) -> bool:

@@ -30,10 +30,6 @@ class Lease:
     def pages(self) -> Pages:
         return Pages(self.pool.memory, self.ticket.span, self.ticket.member, self.ticket.group.book)
 
-    def write(self, buffer: torch.Tensor) -> None:
-        """Copy the valid rows of `buffer` into the pages."""
-        self.pool.write(self.ticket, buffer)
-
     def restore(self) -> torch.Tensor:
         """The valid rows in a new buffer of the original shape; the rest of it is undefined."""
         return self.pool.restore([self.ticket], fill=None)[0]

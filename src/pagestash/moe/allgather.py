@@ -16,7 +16,6 @@ from pagestash.moe.capacity import HEADROOM, Capacity
 from pagestash.moe.collectives import Ranks
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.dispatch import Received
-from pagestash.saved.early_free import early_free
 
 
 class AllGather:
@@ -58,9 +57,7 @@ class AllGather:
 
     def collect(self, slots: torch.Tensor, received: Received) -> torch.Tensor:
         # Each rank has added up what its own experts made of a token, in the order of the choices; now the ranks.
-        summed = _ReduceScatter.apply(slots, self.ranks)[: received.state]
-        early_free(slots)  # while the caller still has it
-        return summed
+        return _ReduceScatter.apply(slots, self.ranks)[: received.state]
 
     def grow_capacity(self, *, headroom: float = HEADROOM, alignment: int = ALIGNMENT) -> bool:
         """Make room on every rank for the most rows that any rank wanted. Every rank calls it; it waits."""

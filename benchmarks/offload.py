@@ -36,6 +36,7 @@ QUICK = Slice("tiny", 4, 2, 256)
 
 EXPERTS = ("layers.*.moe.expert_fc1", "layers.*.moe.moe_act", "layers.*.attn_norm", "layers.*.mlp_norm")
 ATTENTION = ("layers.*.attn.core_attn", "layers.*.attn.attn_proj")
+KEEP = [Rule("layers.*", "keep")]
 CHEAP = ("layers.*.moe.moe_act", "layers.*.attn_norm", "layers.*.mlp_norm")
 
 
@@ -160,10 +161,11 @@ def fitting(found: ps.Profile, chosen: list[Rule]) -> tuple[list[Rule], float]:
 
 def run_slice(which: Slice, steps: int) -> tuple[list[dict[str, Any]], list[Claim]]:
     bench = Bench(which, torch.device("cuda"))
-    rows = [bench.measure("keep", None, steps)]
-    keep = rows[0]
+    rows = [bench.measure("no keeper", None, steps), bench.measure("keep", KEEP, steps)]
+    keep = rows[1]
     claims = []
-    _tell(keep, keep)
+    for row in rows:
+        _tell(row, keep)
     found = bench.profile()
     link = found.link
     for name, chosen in policies().items():
@@ -185,7 +187,7 @@ def run_slice(which: Slice, steps: int) -> tuple[list[dict[str, Any]], list[Clai
         ]
         if name == "offload experts and norms":
             pair = [
-                bench.measure_graph("keep", [Rule("layers.*", "keep")], steps),
+                bench.measure_graph("keep", KEEP, steps),
                 bench.measure_graph(row["policy"], chosen, steps),
             ]
             rows += pair

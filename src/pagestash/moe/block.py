@@ -46,6 +46,17 @@ class Place:
             claim(self.module, tensor)
 
 
+@dataclass(slots=True)
+class Half:
+    """Which gradients the backward that is running is for, where a pipeline schedule splits it in two.
+
+    Autograd does not tell a function of Python, and would have all products computed in either half.
+    """
+
+    inputs: bool = True
+    weights: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOptions:
     """What a block needs to know besides its tensors."""
@@ -55,6 +66,7 @@ class BlockOptions:
     h: Place = Place()
     kept: bool = True
     """Whether a backward may follow; without one, nothing is put into pages."""
+    half: Half | None = None
 
 
 @dataclass(slots=True)
@@ -106,6 +118,9 @@ def in_dtype_of(like: torch.Tensor, *weights: torch.Tensor | None) -> tuple[Any,
 
 
 def needs(ctx: Any, name: str) -> bool:
+    half = ctx.options.half
+    if half is not None and not (half.weights if name in ("up", "down") else half.inputs):
+        return False
     return ctx.needs_input_grad[ctx.inputs.index(name)]
 
 

@@ -60,6 +60,7 @@ class Experts(Placed):
             rows=self._place_of_rows(fc1),
             h=self._place_of(act),
             kept=_backward_may_follow(x, up, down),
+            half=self.backward_half,
         )
         dispatch = self.dispatch
         if dispatch is None:
@@ -162,6 +163,7 @@ class SharedExperts(Placed):
             # The input is left to autograd: it is no kernel's result here, and the router has it, too.
             h=self.place(),
             kept=_backward_may_follow(x, self.up, self.down),
+            half=self.backward_half,
         )
         return SharedBlock.apply(x, self.up, self.down, options)
 

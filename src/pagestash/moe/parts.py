@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagestash.moe.block import Place
+from pagestash.moe.block import Half, Place
 from pagestash.pages.pool import PagePool
 
 
@@ -26,6 +26,11 @@ class Placed(nn.Module):
         self.pool: PagePool | None = None
         self.account = 0
         self.made_again = False
+        self.backward_half: Half | None = None
+
+    def use_half(self, half: Half | None) -> None:
+        """Ask `half`, in every backward of a forward from here on, which gradients it is for; None: for all."""
+        self.backward_half = half
 
     def use_pool(self, pool: PagePool | None, account: int = 0) -> None:
         """Stash in `pool` from here on, straight from the kernels; None leaves it to autograd."""

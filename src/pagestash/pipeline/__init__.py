@@ -1,6 +1,7 @@
 """Pipeline parallelism by `torch.distributed.pipelining`: schedules read ahead, layers placed by memory."""
 
 from pagestash.pipeline.costs import LayerCost, read_costs
+from pagestash.pipeline.halves import delay_weight_gradients
 from pagestash.pipeline.observe import Listener, Observation
 from pagestash.pipeline.plan import SCHEDULES, Action, Plan, in_flight, plans, read_plan
 from pagestash.pipeline.stages import Partition, Stage, partition
@@ -16,6 +17,7 @@ __all__ = [
     "Plan",
     "Release",
     "Stage",
+    "delay_weight_gradients",
     "early_free",
     "in_flight",
     "partition",

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from pagestash.models.decoder import Decoder
+from pagestash.pipeline.halves import delay_weight_gradients
 from pagestash.pipeline.observe import Observation
 from pagestash.pipeline.plan import Action, Plan
 from pagestash.saved.keeper import Keeper
@@ -86,6 +87,7 @@ class PipelinedModel:
         single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
         self._schedule = kind(stages[0] if single else stages, config.parts, loss_fn=_given)
         keeper.follow(self._schedule)
+        delay_weight_gradients(self._schedule)
         self._fullest = _Fullest(keeper)
         Observation(self._schedule, self._fullest)
 

@@ -1,0 +1,50 @@
+"""Weight gradients of the experts in the second half of a split backward.
+
+`torch.distributed.pipelining` splits backward along the autograd graph. The expert block is one node of it, and a
+function of Python is not told which gradients are wanted: it would compute all of them, in either half. So the
+block is told: in `I` it leaves out the products for its weights, in `W` the one for its input.
+"""
+
+from typing import Any
+
+from pagestash.moe.block import Half
+from pagestash.pipeline.observe import Observation
+from pagestash.pipeline.plan import Action, Plan
+
+
+def delay_weight_gradients(schedule: Any) -> Observation:
+    """Let the experts of the schedule's stages compute weight gradients in `W` alone; `remove()` ends it.
+
+    Schedules that split no backward, and stages without experts, go on as before.
+    """
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    halves = {stage.stage_index: Half() for stage in stages}
+    observation = Observation(schedule, _Telling(halves))
+    for stage in stages:
+        for module in stage.submod.modules():
+            if hasattr(module, "use_half"):
+                module.use_half(halves[stage.stage_index])
+    return observation
+
+
+class _Telling:
+    def __init__(self, halves: dict[int, Half]) -> None:
+        self._halves = halves
+
+    def begin_step(self, plan: Plan) -> None:
+        pass
+
+    def end_step(self) -> None:
+        for half in self._halves.values():
+            half.inputs = half.weights = True
+
+    def begin(self, action: Action) -> None:
+        # The first stage of a model has no input gradients: its whole backward is the second half.
+        split = action.stage > 0
+        half = self._halves[action.stage]
+        half.inputs = not (split and action.kind == "W")
+        half.weights = not (split and action.kind == "I")
+
+    def end(self, action: Action) -> None:
+        half = self._halves[action.stage]
+        half.inputs = half.weights = True

@@ -157,7 +157,7 @@ def partition(
         str, typer.Option(help="What a rank has anyway, as 80GiB: up to it, only time counts.")
     ] = "0",
     costs: Annotated[
-        Path | None, typer.Option(help="A JSON file of measured costs, instead of a preset.")
+        Path | None, typer.Option(help="Measured costs: what `pagestash profile --json` wrote, or a table.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -165,12 +165,11 @@ def partition(
     from pagestash import placement
 
     try:
+        given = placement.costs_of_preset(
+            preset, layers, batch=batch, sequence=sequence, shards=shards, expert_parallel=expert
+        )
         if costs is not None:
-            given = placement.costs_of_file(costs)
-        else:
-            given = placement.costs_of_preset(
-                preset, layers, batch=batch, sequence=sequence, shards=shards, expert_parallel=expert
-            )
+            given = placement.costs_of_file(costs, given)
         placement.main(given, stages, schedule, microbatches=microbatches, memory=memory, as_json=as_json)
     except ValueError as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)

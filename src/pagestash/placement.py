@@ -9,7 +9,7 @@ from rich.table import Table
 
 from pagestash.models.config import preset
 from pagestash.models.costs import layer_costs
-from pagestash.pipeline.costs import LayerCost, read_costs
+from pagestash.pipeline.costs import LayerCost, measured_costs, read_costs
 from pagestash.pipeline.stages import Partition, partition
 from pagestash.policy import format_bytes, parse_bytes
 
@@ -30,10 +30,13 @@ def costs_of_preset(
     )
 
 
-def costs_of_file(path: Path) -> list[LayerCost]:
-    """Measured costs, from a JSON file."""
+def costs_of_file(path: Path, formulas: Sequence[LayerCost]) -> list[LayerCost]:
+    """Measured costs, from a JSON file: a table of layers, or what `pagestash profile` wrote of the same model."""
     try:
-        return read_costs(json.loads(path.read_text()))
+        found = json.loads(path.read_text())
+        if isinstance(found, dict) and "regions" in found:
+            return measured_costs(found, formulas)
+        return read_costs(found)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except ValueError as error:

@@ -74,3 +74,32 @@ def test_a_file_that_is_no_table_is_named(tmp_path):
     result = run("--costs", path, "--stages", 2)
     assert result.exit_code == 2
     assert str(path) in result.stderr
+
+
+def test_a_profile_of_the_model_gives_activations_and_times(tmp_path, monkeypatch):
+    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+    path = tmp_path / "profile.json"
+    words = [
+        "profile",
+        "--preset",
+        "tiny",
+        "--batch",
+        "1",
+        "--seq",
+        "32",
+        "--device",
+        "cpu",
+        "--repeats",
+        "1",
+    ]
+    assert CliRunner().invoke(app, [*words, "--json", str(path)]).exit_code == 0
+    regions = {row["name"]: row for row in json.loads(path.read_text())["regions"]}
+    placed = json.loads(run("--costs", path, "--stages", 2, "--json").output)
+    everything = sum(stage["activations"] for stage in placed["stages"])
+    assert everything == regions[""]["total_bytes"]
+    assert sum(stage["time"] for stage in placed["stages"]) == pytest.approx(
+        regions[""]["total_forward_seconds"] + regions[""]["total_backward_seconds"], rel=1e-6
+    )
+    result = run("--costs", path, "--layers", 3, "--stages", 2)
+    assert result.exit_code == 2
+    assert "the profile has 4 layers, the model 3" in result.stderr

@@ -1,7 +1,7 @@
 """What a layer costs the rank that holds it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 
@@ -53,3 +53,33 @@ def read_costs(layers: Mapping[str, Mapping[str, Any]]) -> list[LayerCost]:
         whole = {key: int(numbers[key]) for key in ("parameters", "activations")}
         costs.append(LayerCost(name=name, **{**numbers, **whole}))
     return costs
+
+
+def measured_costs(profile: Mapping[str, Any], layers: Sequence[LayerCost]) -> list[LayerCost]:
+    """`layers` with the activations and times that `pagestash profile --json` found; parameters stay as they are.
+
+    The profiled batch stands for a microbatch. What the model saves outside all of its layers is the head's: the
+    last norm and the loss.
+    """
+    regions = {row["name"]: row for row in profile["regions"]}
+    found = []
+    for layer in layers:
+        rows, whole = [regions[layer.name]] if layer.name in regions else [], "total_"
+        if not rows and layer is layers[-1]:
+            rows, whole = [regions[name] for name in ("", "norm") if name in regions], ""
+        if not rows:
+            raise ValueError(
+                f"the profile has no region {layer.name!r}: it is of another model, or cut short"
+            )
+        found.append(
+            replace(
+                layer,
+                activations=sum(row[f"{whole}bytes"] for row in rows),
+                forward=sum(row[f"{whole}forward_seconds"] for row in rows),
+                backward=sum(row[f"{whole}backward_seconds"] for row in rows),
+            )
+        )
+    extra = [name for name in regions if name.startswith("layers.") and name.count(".") == 1]
+    if len(extra) > len(layers) - 2:
+        raise ValueError(f"the profile has {len(extra)} layers, the model {len(layers) - 2}")
+    return found

@@ -12,7 +12,7 @@ import typer
 
 from benchmarks import tables
 
-BENCHMARKS = ("pool", "graphed_stack", "moe_layer", "moe_step", "offload", "jax_stash")
+BENCHMARKS = ("pool", "graphed_stack", "moe_layer", "moe_step", "offload", "pipeline", "jax_stash")
 """One module each, with `run(out, quick) -> path of the result`."""
 NEED_CUDA = ("pool", "graphed_stack", "moe_layer", "moe_step", "offload")
 

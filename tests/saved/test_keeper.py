@@ -569,6 +569,48 @@ def test_a_fused_operation_claims_what_it_saves_for_another_module():
     assert held.regions["pair"].bytes == 8 * WIDTH * 4
 
 
+class Claims(nn.Module):
+    """Claims tensors that are gone when others take their place."""
+
+    def __init__(self, inside) -> None:
+        super().__init__()
+        self.act = nn.Identity()
+        self.inside = inside
+
+    def forward(self, x):
+        if not self.inside:
+            return self.chain(x)
+        with ps.region(rows=torch.tensor([8]), capacity=8):
+            return self.chain(x)
+
+    def chain(self, x):
+        self.met = 0
+        for _ in range(20):
+            claimed = torch.zeros(8, WIDTH)
+            claim(self.act, claimed)
+            key = claimed.untyped_storage()._cdata
+            del claimed
+            x = torch.sigmoid(x)  # saved
+            self.met += x.untyped_storage()._cdata == key
+        return x.sum()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_claim_ends_with_the_tensor_it_was_for(inside):
+    model = nn.ModuleDict({"m": Claims(inside)})
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    (plain,) = torch.autograd.grad(model["m"](x), x)
+    policy = ps.Policy([ps.Rule("m.act", "stash", min_bytes=1)], ps.PoolConfig(page=256, device=32 * 1024))
+    keeper = ps.Keeper(policy, backend="torch").attach(model)
+    with keeper.step():
+        loss = model["m"](x)
+        assert keeper.stats().homes["stash"].bytes == 0
+        (gradient,) = torch.autograd.grad(loss, x)
+    assert torch.equal(gradient, plain)
+    # Without a region there is no claim, and keys are met again; a claim keeps its key from being given away.
+    assert bool(model["m"].met) is not inside
+
+
 def test_region_outside_a_step_does_nothing_and_checks_its_arguments():
     with ps.region("anything", rows=torch.tensor(1), capacity=3):
         pass

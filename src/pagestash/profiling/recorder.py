@@ -127,7 +127,7 @@ class Recorder:
         frame = frames()[-1]
         path = self.watch.path()
         storage = self._storage(local)
-        claimed = frame.claims.get(local.untyped_storage()._cdata)
+        claimed = frame.claimed(local.untyped_storage()._cdata)
         if claimed is not None and claimed.name != path[-1]:
             path = (*path, claimed.name)
         span = byte_range(local)

@@ -106,7 +106,7 @@ class Capture:
         run = region.run
         if (
             isinstance(run, Run)
-            and plain_storage(tensor) not in region.claims
+            and not self._is_claimed(tensor, region)
             and not self._is_weight(tensor, region)
         ):
             outer = run.home_of(tensor)
@@ -114,6 +114,10 @@ class Capture:
                 return run.drop(tensor, region.rows)
             region, chained = outer, True
         return self._handle(region, tensor, chained) or Untouched(tensor, tensor._version)
+
+    def _is_claimed(self, tensor: torch.Tensor, region: Region) -> bool:
+        key = plain_storage(tensor)
+        return key is not None and region.claimed(key) is not None
 
     def _is_weight(self, tensor: torch.Tensor, region: Region) -> bool:
         local = getattr(tensor, "_local_tensor", tensor)
@@ -132,7 +136,7 @@ class Capture:
         key = tensor.untyped_storage()._cdata
         if key in self.weights or key in region.weights:
             return None
-        region = region.claims.get(key, region)
+        region = region.claimed(key) or region
         rule = region.rule
         home: HomeName = "keep"
         maker = None
@@ -252,7 +256,8 @@ class Capture:
 
     def close(self, region: Region) -> None:
         """The region is over: its group goes to its home together, and so do those of claimed tensors."""
-        claimed = list(dict.fromkeys(region.claims.values()))  # in the order of the claims
+        # In the order of the claims.
+        claimed = list(dict.fromkeys(owner for _, owner in region.claims.values()))
         region.claims = {}
         for other in claimed:
             self.close(other)

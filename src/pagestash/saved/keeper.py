@@ -288,7 +288,7 @@ class Keeper:
             module._forward_pre_hooks.move_to_end(opening.id)
             module._forward_hooks.move_to_end(closing.id, last=False)
         outer = frames()
-        root = Region(self._capture, "", None)
+        root = Region(self._capture, "", None, whole_step=True)
         enter(root)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._capture.pack, self._capture.unpack):

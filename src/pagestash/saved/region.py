@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import Policy, Rule
 from pagestash.saved.identity import Entry, storage_keys
@@ -55,10 +56,23 @@ class Region:
     capacity: int = 0
     weights: set[int] = field(default_factory=set)
     entries: list[Entry] = field(default_factory=list)
-    claims: dict[int, "Region"] = field(default_factory=dict)
+    claims: dict[int, tuple[StorageWeakRef, "Region"]] = field(default_factory=dict)
     """Storages whose bytes, when saved in here, belong to another region."""
     run: Forward | None = None
     """What drops the tensors saved in here, to make them again; None where they have a home."""
+    whole_step: bool = False
+    """The region that a step is in where it is in no other. It ends with the step, so it can claim nothing."""
+
+    def claim(self, tensor: torch.Tensor, owner: "Region") -> None:
+        """What is saved of `tensor` in here belongs to `owner`."""
+        storage = tensor.untyped_storage()
+        # The weak reference keeps the storage's key from being given to another, and tells when it is gone.
+        self.claims[storage._cdata] = (StorageWeakRef(storage), owner)
+
+    def claimed(self, key: int) -> "Region | None":
+        """Whose the bytes of a storage are when saved in here; None: this region's."""
+        found = self.claims.get(key)
+        return None if found is None or found[0].expired() else found[1]
 
 
 # The innermost last. Scoped to the running step and thread, not to the process: a keeper that is not in a step
@@ -105,16 +119,17 @@ def claim(module: nn.Module, tensor: torch.Tensor) -> None:
         return
     inner = current[-1]
     name = inner.capture.names.get(module)
-    if name is None or running_again():
+    if name is None or inner.whole_step or running_again():
         return
     rule = inner.capture.policy.rule_for(name)
-    others = (other for other in inner.claims.values() if other.name == name and other.rule is rule)
-    owner = next(others, None)
+    owner = next(
+        (other for _, other in inner.claims.values() if other.name == name and other.rule is rule), None
+    )
     if owner is None:
         if rule is not None and rule.home == "recompute":
             return  # the module makes its tensors again by itself; what it saves is ours
         owner = Region(inner.capture, name, rule, inner.rows, inner.capacity, inner.weights)
-    inner.claims[tensor.untyped_storage()._cdata] = owner
+    inner.claim(tensor, owner)
 
 
 def running_again() -> bool:
@@ -152,10 +167,10 @@ def stay(tensor: torch.Tensor | None) -> None:
     current = _frames.get()
     if not current or tensor is None:
         return
-    inner, key = current[-1], tensor.untyped_storage()._cdata
-    owner = inner.claims.get(key, inner)
+    inner = current[-1]
+    owner = inner.claimed(tensor.untyped_storage()._cdata) or inner
     if owner.rule is not None and owner.rule.home == "stash":
-        inner.claims[key] = Region(inner.capture, owner.name, None, weights=inner.weights)
+        inner.claim(tensor, Region(inner.capture, owner.name, None, weights=inner.weights))
 
 
 @contextmanager

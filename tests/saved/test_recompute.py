@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
+from pagestash.saved.identity import checksum
 
 F = torch.nn.functional
 WIDTH, ROWS = 16, 8
@@ -966,3 +967,9 @@ def test_a_step_without_backward_leaves_nothing():
     del loss
     assert empty(keeper)
     assert not any(model[0].mlp.alive() + model[1].alive())
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (), (3, 2)])
+def test_a_checksum_of_any_shape(shape):
+    assert checksum(torch.zeros(shape)).item() == 0
+    assert checksum(torch.ones(shape)).item() != 0 or 0 in shape

@@ -130,7 +130,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     values = tensor.detach().view(integers)
     sums = values.sum(-1, dtype=torch.int64).flatten() if values.ndim > 1 else values.flatten()
-    return (sums * torch.arange(1, 2 * sums.numel(), 2, device=sums.device)).sum()
+    return (sums * (2 * torch.arange(sums.numel(), device=sums.device) + 1)).sum()
 
 
 def storage_keys(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -12,9 +12,18 @@ import typer
 
 from benchmarks import tables
 
-BENCHMARKS = ("pool", "graphed_stack", "moe_layer", "moe_step", "offload", "pipeline", "jax_stash")
+BENCHMARKS = (
+    "pool",
+    "graphed_stack",
+    "moe_layer",
+    "moe_step",
+    "offload",
+    "pipeline",
+    "pipeline_gpu",
+    "jax_stash",
+)
 """One module each, with `run(out, quick) -> path of the result`."""
-NEED_CUDA = ("pool", "graphed_stack", "moe_layer", "moe_step", "offload")
+NEED_CUDA = ("pool", "graphed_stack", "moe_layer", "moe_step", "offload", "pipeline_gpu")
 
 Out = Annotated[Path | None, typer.Option(help="Folder for the result; benchmarks/results if not given.")]
 Quick = Annotated[bool, typer.Option(help="Smaller and shorter: to see that it runs, not for the record.")]

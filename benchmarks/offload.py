@@ -17,8 +17,8 @@ from pagestash.models import Decoder, preset
 from pagestash.policy import Policy, Rule, format_bytes
 
 GIB = 2**30
-MARGIN = 0.9
-"""Of the largest fraction that hides by the profile's estimate: times of a step vary by some percent."""
+MARGIN = 0.75
+"""Of the largest fraction that hides by the profile's estimate, which is an eager step's: a graph is faster."""
 
 
 @dataclass(frozen=True)

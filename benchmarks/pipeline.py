@@ -1,9 +1,9 @@
 """Peak saved bytes on each rank of a pipeline, against what the schedule implies; and the timeline.
 
-On CPUs, over gloo; where there is a GPU, offload under a schedule as well (`pipeline_gpu`). A stage is a stack of
-small layers whose saved tensors are kept; the keeper counts them, action by action. What a schedule implies is a
-sum over its plan: the bytes of one microbatch of a stage after its forward, and after the first half of a split
-backward, for every microbatch it holds. Both are to be equal to the byte.
+On CPUs, over gloo (`pipeline_gpu` measures offload under a schedule on a GPU). A stage is a stack of small layers
+whose saved tensors are kept; the keeper counts them, action by action. What a schedule implies is a sum over its
+plan: the bytes of one microbatch of a stage after its forward, and after the first half of a split backward, for
+every microbatch it holds. Both are to be equal to the byte.
 """
 
 import tempfile
@@ -20,7 +20,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from benchmarks import pipeline_gpu
 from benchmarks.harness import Claim, write
 from pagestash import Keeper, Policy
 from pagestash.pipeline import SCHEDULES, Action, Observation, Plan, plans
@@ -182,10 +181,6 @@ def run(out: Path | None = None, quick: bool = False) -> Path:
             unit="bytes",
         )
     ]
-    if torch.cuda.is_available():
-        on_gpu, promised = pipeline_gpu.measure(world, 2 * world)
-        rows += on_gpu
-        claims += promised
     config = {"ranks": world, "microbatches": 3 * world, "width": WIDTH, "rows": ROWS, "layers": LAYERS}
     path = write("pipeline", config=config, rows=rows, claims=claims, out=out)
     for name in SCHEDULES:

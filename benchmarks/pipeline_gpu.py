@@ -7,6 +7,7 @@ its own, whose peak is the rank's.
 import tempfile
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from benchmarks.harness import Claim
+from benchmarks.harness import Claim, write
 from pagestash import Keeper, Policy, Rule
 from pagestash.pipeline import plans
 
@@ -116,8 +117,10 @@ def work(rank: int, world: int, folder: str, microbatches: int) -> None:
     dist.destroy_process_group()
 
 
-def measure(world: int, microbatches: int) -> tuple[list[dict[str, Any]], list[Claim]]:
-    """Rows for every rank, and claims for the first and the last."""
+def run(out: Path | None = None, quick: bool = False) -> Path:
+    """Measure every rank, claim for the first and the last, and write the result."""
+    world = 2 if quick else 4
+    microbatches = 2 * world
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (world, folder, microbatches), nprocs=world)
         found = [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
@@ -144,4 +147,11 @@ def measure(world: int, microbatches: int) -> tuple[list[dict[str, Any]], list[C
                         better="at least",
                     )
                 )
-    return rows, claims
+    config = {
+        "ranks": world,
+        "microbatches": microbatches,
+        "width": WIDTH,
+        "rows": ROWS,
+        "layers_a_rank": LAYERS,
+    }
+    return write("pipeline_gpu", config=config, rows=rows, claims=claims, out=out)

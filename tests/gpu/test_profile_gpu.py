@@ -78,7 +78,11 @@ def test_the_link_is_measured_and_a_policy_judged_by_it():
     assert 3e9 < link.out < 1e12
     assert 3e9 < link.back < 1e12
     assert link.copy > 4 * max(link.out, link.back)
-    norms = found.fits("layers.*.mlp_norm")
+    # A window of two groups, so that the first of three layers moves.
+    window = 2 * found.region("layers.0.mlp_norm").bytes
+    norms = found.fits(
+        ps.Policy([ps.Rule("layers.*.mlp_norm", "offload", prefetch_bytes=window + window // 10)])
+    )
     assert norms.fits
     assert norms.moved_bytes > 0
     whole = found.fits("layers.**")

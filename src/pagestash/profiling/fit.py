@@ -166,9 +166,8 @@ def _forward(
         else:
             gone = left[move.key] = max(gone, now) + fraction * move.bytes / link.out
             leaving.append((gone, move.room))
-        at_the_end = following is None or following.key in plan.stays
-        window = plan.ahead(move.key) if at_the_end else plan.window
-        limit = max(0, window - staying - (following.room if following else 0))
+        # When forward is over, what is on its way out and what stays share the window.
+        limit = plan.window if following else max(0, plan.ahead(move.key) - staying)
         while sum(room for end, room in leaving if end > now) > limit:
             end, _ = leaving.popleft()
             waited += max(0.0, end - now)

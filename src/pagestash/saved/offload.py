@@ -195,18 +195,14 @@ class Offload:
         self._leaving.append((group.left, sources, size))
 
     def _may_be_leaving(self, key: Key) -> int:
-        """Bytes that may still be on their way out now that `key` was put.
+        """Bytes that may still be on their way out now that `key` was put: a window of them.
 
-        They, what stays, and the group that comes next share the window. Near the end of a forward, where memory
-        peaks, it is the rule's own.
+        When forward is over they and what stays share the window: memory peaks there.
         """
-        next_kind, next_key = next(self.plan.after(("put", key)), ("put", None))
-        if next_key is None:
+        next_kind, _ = next(self.plan.after(("put", key)), ("put", None))
+        if next_kind == "put":
             return self.plan.window
-        at_the_end = next_kind == "get" or next_key in self.plan.stays
-        window = self.plan.ahead(key) if at_the_end else self.plan.window
-        coming = self.plan.groups[next_key].room if next_kind == "put" else 0
-        return max(0, window - sum(self._on_device.values()) - coming)
+        return max(0, self.plan.ahead(key) - sum(self._on_device.values()))
 
     def _let_go(self, limit: int) -> None:
         """Let go of sources whose copy is done, and of the oldest until no more than `limit` bytes are leaving.

@@ -1,9 +1,8 @@
 """Peak saved bytes on each rank of a pipeline, against what the schedule implies; and the timeline.
 
-On CPUs, over gloo (`pipeline_gpu` measures offload under a schedule on a GPU). A stage is a stack of small layers
-whose saved tensors are kept; the keeper counts them, action by action. What a schedule implies is a sum over its
-plan: the bytes of one microbatch of a stage after its forward, and after the first half of a split backward, for
-every microbatch it holds. Both are to be equal to the byte.
+On CPUs, over gloo. A stage is a stack of small layers whose saved tensors are kept; the keeper counts them, action
+by action. What a schedule implies is a sum over its plan: the bytes of one microbatch of a stage after its forward,
+and after the first half of a split backward, for every microbatch it holds. Both are to be equal to the byte.
 """
 
 import tempfile

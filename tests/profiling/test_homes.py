@@ -215,8 +215,8 @@ def test_bytes_fit_when_compute_waits_for_no_copy():
 
 
 def test_bytes_that_do_not_fit_have_a_fraction_that_does():
-    # 17.5 ms of copies a layer of 10. Five layers leave, by 10 + 5 · 17.5 = 97.4 ms; when the last layer ends, after
-    # 80, the window is for those that stay.
+    # 17.5 ms of copies a layer of 10. Five layers leave, by 10 + 5 · 17.5 = 97.4 ms; when the last layer ends,
+    # after 80, the window is for those that stay.
     profile = stack(8, rate=6e9)
     copy = 100 * MEGABYTE / 6e9
     found = profile.fits("layers.*")

@@ -47,7 +47,9 @@ def sized():
 
 
 @pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
-@pytest.mark.parametrize("rows", [0, 1, 20, CAPACITY])
+@pytest.mark.parametrize(
+    "rows", [0, pytest.param(1, marks=pytest.mark.slow), 20, pytest.param(CAPACITY, marks=pytest.mark.slow)]
+)
 def test_losses_and_gradients_are_the_same_to_the_last_bit(backend, pool, rows):
     model = Stack(depth=2)
     x, count = batch(rows)

@@ -98,8 +98,18 @@ def test_losses_and_gradients_are_the_same_to_the_last_bit(fraction, prefetch):
             nothing_left(keeper)
 
 
-@pytest.mark.parametrize("fraction", [0.3, 1.0])
-@pytest.mark.parametrize("rows", [0, 1, 20, CAPACITY])
+@pytest.mark.parametrize(
+    ("fraction", "rows"),
+    [
+        (0.3, 0),
+        (0.3, 20),
+        (1.0, 20),
+        *(
+            pytest.param(fraction, rows, marks=pytest.mark.slow)
+            for fraction, rows in ((0.3, 1), (0.3, CAPACITY), (1.0, 0), (1.0, 1), (1.0, CAPACITY))
+        ),
+    ],
+)
 def test_valid_rows_are_split_at_a_fixed_row(backend, fraction, rows):
     model = Stack(depth=3)
     rule = ps.Rule("layers.*.experts", "offload", fraction=fraction, prefetch_bytes=0, **RULE)

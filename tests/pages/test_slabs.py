@@ -78,8 +78,8 @@ def test_what_is_refused_is_wanted_until_it_is_forgotten():
     assert memory.wanted == 4 * PIECE
     memory.forget(2 * PIECE)
     memory.forget(PIECE)
-    memory.reset_wanted()
-    assert memory.wanted == PIECE
+    assert memory.take(PIECE) is None
+    assert memory.wanted == 4 * PIECE  # the most there ever was
 
 
 def test_it_grows_to_the_limit_and_shrinks_when_nothing_is_in_it():

@@ -498,6 +498,16 @@ def test_an_overflowing_eager_step_raises_and_the_next_one_fits(sized):
     assert same(run(model, x, rows, keeper), run(model, x, rows))
 
 
+def test_a_pool_of_host_pages_alone():
+    model = Stack()
+    x, count = batch(20)
+    plain = run(model, x, count)
+    keeper = ps.Keeper(policy(device=0, host="1MiB"), backend="torch").attach(model)
+    assert keeper.pool is not None
+    assert keeper.pool.device_pages == 0
+    assert same(run(model, x, count, keeper), plain)
+
+
 def test_a_fixed_pool_is_there_from_the_start():
     keeper = ps.Keeper(policy(device="1MiB"), backend="torch").attach(Stack())
     assert keeper.pool is not None

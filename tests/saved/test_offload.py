@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -413,3 +414,64 @@ def test_homes_mix():
     assert stats.homes["offload"].peak > 0
     assert stats.homes["stash"].peak > 0
     nothing_left(keeper)
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+
+def test_a_backward_that_comes_a_step_later():
+    model, x = TwoParts(), torch.randn(32, 64)
+    keeper = keeper_for(model, ps.Rule("*", "offload", prefetch_bytes=0, **RULE))
+
+    def both(around):
+        model.zero_grad()
+        with around():
+            early = model.a(x).square().sum()
+        with around():
+            (model.b(x * 2).square().sum() + early).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = both(nullcontext)
+    for _ in range(3):
+        assert all(torch.equal(ours, right) for ours, right in zip(both(keeper.step), plain))
+    nothing_left(keeper)
+
+
+def test_a_copy_that_fails_leaves_nothing_behind(monkeypatch):
+    model, x = MLP(), torch.randn(32, 64)
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE))
+    plain = losses_and_grads(model, [x])
+
+    def fail(*_):
+        raise MemoryError("no")
+
+    with monkeypatch.context() as patch:  # in the measured step
+        patch.setattr(torch.Tensor, "cpu", fail)
+        with pytest.raises(MemoryError), keeper.step():
+            model(x)
+    assert equal(losses_and_grads(model, [x], keeper), plain)
+    with monkeypatch.context() as patch:  # and in one that has a plan
+        patch.setattr(Offload, "_move_out", fail)
+        with pytest.raises(MemoryError), keeper.step():
+            model(x)
+    nothing_left(keeper)
+    assert equal(losses_and_grads(model, [x], keeper), plain)
+
+
+def test_a_tensor_changed_while_it_leaves_is_refused_also_if_asked_for_first(monkeypatch):
+    model, x = TwoParts(), torch.randn(32, 64)
+    keeper = keeper_for(model, ps.Rule("*", "offload", **RULE))
+    for _ in range(2):
+        with keeper.step():
+            (model.b(model.a(x).relu()).square().sum()).backward()
+    monkeypatch.setattr(offload, "is_done", lambda event: False)
+    offload_of(keeper).plan.stays = frozenset()
+    with keeper.step():
+        y = x * 1.0
+        loss = model.b(y).sum()
+        y.zero_()
+        with pytest.raises(RuntimeError, match="changed in place"):
+            loss.backward()

@@ -34,7 +34,7 @@ from pagestash.moe.block import (
 )
 from pagestash.moe.grouped import grouped_mm
 from pagestash.moe.lease import Lease, graph_is_kept
-from pagestash.saved.region import note_weights, region, stay
+from pagestash.saved.region import claim, note_weights, region, stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def arrived_experts(
     capacity = routing.order.numel()
     head = min(max(expected_rows, 0), capacity)
     cut = _Cut(head, capacity - head, *cut_ends(routing.offsets, head))
-    with region(rows=cut.rest_ends[-1:], capacity=cut.rest):
+    with region():
         note_weights(up, up_bias, down, down_bias)
         return ArrivedExperts.apply(
             slots, weights, up, down, up_bias, down_bias, ids, routing, cut, options, residual
@@ -122,10 +122,12 @@ class ArrivedExperts(torch.autograd.Function):
         )
         for place, (head, rest) in ((rows, saved_rows), (h, saved_h)):
             place.claim(head)
-            place.claim(rest)
+            place.claim(rest, rows=rest_rows, capacity=cut.rest)
             stay(head)
         if cut.head:
             stay(order)
+        else:
+            claim(None, order, rows=rest_rows, capacity=cut.rest)
         ctx.save_for_backward(
             weights, up, down, up_bias, down_bias, ids, routing.offsets, order, inverse,
             cut.head_ends, cut.rest_ends, *saved_rows, *saved_h,

@@ -40,10 +40,12 @@ class Place:
     module: nn.Module | None = None
     """Whose rule gives what autograd saves a home; None: that of the region we are in."""
 
-    def claim(self, tensor: torch.Tensor | None) -> None:
-        """What autograd saves of `tensor` falls under the module's rule."""
-        if self.module is not None and tensor is not None:
-            claim(self.module, tensor)
+    def claim(
+        self, tensor: torch.Tensor | None, *, rows: torch.Tensor | None = None, capacity: int = 0
+    ) -> None:
+        """What autograd saves of `tensor` falls under the module's rule; of `capacity` rows `rows` are valid."""
+        if tensor is not None:
+            claim(self.module, tensor, rows=rows, capacity=capacity)
 
 
 @dataclass(slots=True)

@@ -126,10 +126,6 @@ class HostSlabs:
             self._free.append(Extent(len(self._slabs), 0, more.numel()))
             self._slabs.append(more)
 
-    def reset_wanted(self) -> None:
-        """Count what is wanted from now on."""
-        self.wanted = self.used + self._refused
-
 
 def aligned(size: int) -> int:
     """Bytes that a block of `size` takes."""

@@ -60,12 +60,15 @@ class _Following:
         self._keeper, self._recorder, self._habits = keeper, recorder, habits
         self._begun = 0
         self._expected: tuple[Action, ...] = ()
+        self._groups: dict[Key, Group] | None = None
         self._before_first = ExitStack()
 
     def begin_step(self, plan: Plan) -> None:
         self._recorder.turns = turns(plan)
-        if plan.actions != self._expected and self._expect(plan):
-            self._expected = plan.actions
+        # Another schedule of these stages, or a step that went its own way, may have put its own plan in place.
+        ours = plan.actions == self._expected and self._keeper.expected() is self._groups
+        if not ours and self._expect(plan):
+            self._expected, self._groups = plan.actions, self._keeper.expected()
         # The first step of a schedule runs the stages once more, to learn their shapes.
         self._before_first.enter_context(self._keeper.aside())
 

@@ -103,21 +103,15 @@ class Capture:
 
         `chained`: it is saved to run another region again.
         """
-        run = region.run
-        if (
-            isinstance(run, Run)
-            and not self._is_claimed(tensor, region)
-            and not self._is_weight(tensor, region)
-        ):
+        key = plain_storage(tensor)
+        owner = (None if key is None else region.claimed(key)) or region
+        run = owner.run
+        if isinstance(run, Run) and not self._is_weight(tensor, region):
             outer = run.home_of(tensor)
             if outer is None:
-                return run.drop(tensor, region.rows)
+                return run.drop(tensor, owner.rows)
             region, chained = outer, True
         return self._handle(region, tensor, chained) or Untouched(tensor, tensor._version)
-
-    def _is_claimed(self, tensor: torch.Tensor, region: Region) -> bool:
-        key = plain_storage(tensor)
-        return key is not None and region.claimed(key) is not None
 
     def _is_weight(self, tensor: torch.Tensor, region: Region) -> bool:
         local = getattr(tensor, "_local_tensor", tensor)
@@ -307,6 +301,8 @@ class Capture:
             packed.asked = True
             entry.waiting -= 1
         flat = entry.home.get(entry)
+        if entry.spoiled:  # a copy under way, of which only the home knows when it is over
+            raise _changed(packed.recipe.size, "a tensor, or its row count,", entry.region)
         if not packed.dense:
             tensor = packed.recipe.apply(flat, entry.first)
             mark, packed.mark = packed.mark, None

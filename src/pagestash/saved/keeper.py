@@ -379,20 +379,21 @@ class Keeper:
         outlook = self._outlook()
         if isinstance(self._stash, MeasuredStash):
             pages = self._pages_wanted(self._stash, outlook)
-            if pages:
+            if pages or (pages is not None and self.policy.spill_bytes):
                 self._make_pool(pages)
         if outlook is not None and (self.pool is not None or not outlook.pages):
             self._plan_offload(outlook)
         return self.pool is not None
 
-    def _pages_wanted(self, measured: MeasuredStash, outlook: Outlook | None) -> int:
+    def _pages_wanted(self, measured: MeasuredStash, outlook: Outlook | None) -> int | None:
+        """Device pages; None while that is not known."""
         config = self.policy.pool
         if config.device_bytes is not None:
             return -(-config.device_bytes // config.page_bytes)
         if measured.pages or (isinstance(self._offload, MeasuredOffload) and self._offload.live):
-            return 0
+            return None
         rest = 0 if outlook is None else outlook.pages
-        return math.ceil((measured.peak_pages + rest) * config.headroom)
+        return math.ceil((measured.peak_pages + rest) * config.headroom) or None
 
     def _outlook(self) -> Outlook | None:
         measured = self._offload
@@ -446,6 +447,8 @@ class Keeper:
         """Count peaks from now on; also clears the overflow flag."""
         for tally in (self._keep.tally, self._offload.tally, self._recompute.tally):
             tally.reset_peak()
+        if isinstance(self._stash, MeasuredStash):
+            self._stash.peak_bytes = self._stash.bytes
         if self.pool is not None:
             self.pool.reset()
 

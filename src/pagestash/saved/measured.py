@@ -69,7 +69,8 @@ class MeasuredOffload:
         rule = group[0].rule
         assert rule is not None
         key = self._recorder.key(group[0].region)
-        seen = self._seen[key] = Measured(rule, [], len(group))
+        seen = self._seen[key] = Measured(rule, [])
+        self._recorder.put(key, Group(0, 0, rule.prefetch_bytes))
         for entry in group:
             source = entry.source()
             if entry.rows is not None:
@@ -78,8 +79,8 @@ class MeasuredOffload:
             # A clone where the device is the host: the source may be written over.
             entry.place = _Waiting(source.detach().cpu().clone(), key, source.device)
             entry.origin = None
+            seen.left += 1
             self.tally.count(entry.region, source.nbytes)
-        self._recorder.put(key, Group(0, 0, rule.prefetch_bytes))
 
     def get(self, entry: Entry) -> torch.Tensor:
         waiting: _Waiting = entry.place

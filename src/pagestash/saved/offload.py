@@ -117,7 +117,9 @@ class Offload:
             self.plan = make_plan(recorder.events, recorder.groups, recorder.turns)
         if slabs.wanted > slabs.size:
             slabs.fit(slabs.wanted)
-        if self.refused.peak and slabs.wanted > slabs.limit:
+        elif self.refused.peak:  # there was room enough, in pieces that were too small
+            slabs.fit(slabs.size + self.refused.peak)
+        if self.refused.peak and slabs.wanted > slabs.size:
             log.warning(
                 "offload: %s stayed on the device, since host memory is limited to %s; raise [pool] host",
                 format_bytes(self.refused.peak),
@@ -154,7 +156,6 @@ class Offload:
             self._on_device[key] = room
         for entry in group:
             if entry not in self._kept:
-                entry.place = offloaded
                 entry.origin = None
         self._let_go(self._may_be_leaving(key))
         self._prefetch(("put", key))
@@ -162,6 +163,7 @@ class Offload:
     def _admit(self, group: OffloadedGroup, entry: Entry, rule: Rule, share: int) -> None:
         """Decide what becomes of an entry's bytes, and put away those that do not leave."""
         member = group.members[entry] = Member()
+        entry.place = group  # from here on its end gives back what it was given, also if something fails
         if share:
             member.block = self.slabs.take(share)
             if member.block is None:
@@ -227,6 +229,8 @@ class Offload:
 
     def get(self, entry: Entry) -> torch.Tensor:
         self._sweep()
+        # Forward is over here: what still leaves is memory that backward can use. It also tells who was changed.
+        self._let_go(0)
         kept = self._kept.get(entry)
         if kept is not None:
             self._asked(kept)
@@ -245,8 +249,6 @@ class Offload:
 
     def _asked(self, group: OffloadedGroup) -> None:
         self._recorder.get(group.key)
-        # Forward is over here: what still leaves is memory that backward can use.
-        self._let_go(0)
         self._prefetch(("get", group.key))
 
     def _fetch(self, group: OffloadedGroup, asked: Entry | None = None) -> None:
@@ -284,6 +286,7 @@ class Offload:
                 zero_tail(rows[:lead], member.rows, self._backend)
                 if member.rest is not None:
                     self._stash().restore_into(member.rest, rows[lead:])
+                    entry.spoiled |= member.rest.spoiled
         group.restored |= group.incoming
         group.incoming = {}
 
@@ -338,10 +341,10 @@ class Offload:
             if member.block is not None:
                 self.slabs.give(member.block)
                 self.tally.count(entry.region, -member.share)
-            if not group.members:
+            if not group.members and self._live.get(group.key) is group:
                 self._recorder.drop(group.key)
                 self._on_device.pop(group.key, None)
-                self._live.pop(group.key, None)
+                del self._live[group.key]
 
 
 def _pieces(member: Member) -> tuple[torch.Tensor, ...]:

@@ -54,13 +54,14 @@ class Recorder:
         self.events.append(("put", key))
 
     def get(self, key: Key) -> None:
-        """Only the first counts: whoever asks again finds it there, or waits."""
-        if key not in self._asked:
+        """Only the first counts: whoever asks again finds it there, or waits. One of an earlier step does not."""
+        if key in self.groups and key not in self._asked:
             self._asked.add(key)
             self.events.append(("get", key))
 
     def drop(self, key: Key) -> None:
-        self.events.append(("drop", key))
+        if key in self.groups:
+            self.events.append(("drop", key))
 
     def start(self) -> None:
         """A new step."""

@@ -109,26 +109,38 @@ def no_module(rule: Rule, name: str) -> str:
     )
 
 
-def claim(module: nn.Module, tensor: torch.Tensor) -> None:
+def claim(
+    module: nn.Module | None, tensor: torch.Tensor, *, rows: torch.Tensor | None = None, capacity: int = 0
+) -> None:
     """What is saved of `tensor` in the region we are in belongs to `module`, if a rule names that.
 
     For a fused operation that stands for several modules: its autograd node saves the inputs of all of them.
+    With `rows` only that many of the tensor's `capacity` rows are valid, whoever it belongs to: where a node saves
+    tensors of several kinds, a region with `rows` would take any that happens to have as many rows for one of them.
     """
     current = _frames.get()
     if not current:
         return
     inner = current[-1]
-    name = inner.capture.names.get(module)
-    if name is None or inner.whole_step or running_again():
+    name = None if module is None else inner.capture.names.get(module)
+    if inner.whole_step or running_again() or (name is None and rows is None):
         return
-    rule = inner.capture.policy.rule_for(name)
-    owner = next(
-        (other for _, other in inner.claims.values() if other.name == name and other.rule is rule), None
-    )
-    if owner is None:
+    rule, run = inner.rule, inner.run
+    if name is None:
+        name = inner.name
+    else:
+        run = None
+        rule = inner.capture.policy.rule_for(name)
         if rule is not None and rule.home == "recompute":
             return  # the module makes its tensors again by itself; what it saves is ours
-        owner = Region(inner.capture, name, rule, inner.rows, inner.capacity, inner.weights)
+    if rows is None:
+        rows, capacity = inner.rows, inner.capacity
+    same = (
+        other
+        for _, other in inner.claims.values()
+        if (other.name, other.capacity) == (name, capacity) and other.rule is rule and other.rows is rows
+    )
+    owner = next(same, None) or Region(inner.capture, name, rule, rows, capacity, inner.weights, run=run)
     inner.claim(tensor, owner)
 
 

@@ -69,6 +69,7 @@ class Stash:
 
     def get(self, entry: Entry) -> torch.Tensor:
         self.flush()
+        self._retire()  # which tells whether what still leaves was changed
         group: StashedGroup = entry.place
         if entry not in group.restored:
             self._restore(group, entry)

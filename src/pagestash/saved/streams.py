@@ -46,9 +46,9 @@ class SideStream:
 
 
 def wait_here(event: torch.cuda.Event | None) -> None:
-    """The current stream goes on only after `event`; the host does not wait."""
+    """The current stream of the event's device goes on only after `event`; the host does not wait."""
     if event is not None:
-        torch.cuda.current_stream().wait_event(event)
+        torch.cuda.current_stream(event.device).wait_event(event)
 
 
 def is_done(event: torch.cuda.Event | None) -> bool:

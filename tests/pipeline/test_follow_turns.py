@@ -1,0 +1,47 @@
+"""Schedules that take turns over the same stages each have the keeper's plan for their own step."""
+
+from contextlib import nullcontext
+
+from pagestash.pipeline.follow import _Following
+from pagestash.pipeline.plan import Action, Plan
+from pagestash.saved.order import Group, Recorder
+
+
+class Keeper:
+    """Remembers what it was told to expect, and how often."""
+
+    def __init__(self) -> None:
+        self.groups, self.plan, self.told = {(0, 0, "r", 0): Group(8, 8)}, [], 0
+
+    def expect(self, events, groups):
+        self.plan, self.groups = [event for event in events if event[0] != "drop"], groups
+        self.told += 1
+
+    def expected(self):
+        return self.groups
+
+    def aside(self):
+        return nullcontext()
+
+
+def plan(microbatches: int) -> Plan:
+    forwards = tuple(Action("F", 0, number) for number in range(microbatches))
+    return Plan(forwards + tuple(Action("B", 0, number) for number in range(microbatches)))
+
+
+def test_each_schedule_puts_its_own_plan_in_place():
+    keeper, recorder = Keeper(), Recorder()
+    habits = {("F", 0): [("put", (0, "r", 0))], ("B", 0): [("get", (0, "r", 0))]}
+    two, three = (_Following(keeper, recorder, habits) for _ in range(2))
+    for follower, count in ((two, 2), (three, 3), (two, 2), (three, 3)):
+        follower.begin_step(plan(count))
+        follower.end_step()
+        assert len(keeper.plan) == 2 * count
+    # Nothing is planned anew for a schedule that goes on by itself, unless a step went its own way.
+    told = keeper.told
+    three.begin_step(plan(3))
+    three.end_step()
+    assert keeper.told == told
+    keeper.groups = dict(keeper.groups)
+    three.begin_step(plan(3))
+    assert keeper.told == told + 1

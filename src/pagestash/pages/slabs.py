@@ -120,6 +120,8 @@ class HostSlabs:
         """
         size = min(aligned(size), self.limit - self.limit % ALIGNMENT)
         if not self.used and not self.fixed and (size > self.size or self.size > 1.03 * size):
+            if self._slabs and self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # copies that were only ordered may still be under way
             self._free, self._slabs = [], []
         if size > self.size:
             more = host_slab(size - self.size, self.device)

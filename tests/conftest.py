@@ -49,3 +49,11 @@ def backend(request):
     if request.param == "triton":
         pytest.importorskip("triton", reason="backend triton: triton is not installed")
     return request.param
+
+
+@pytest.fixture
+def lone_rank(tmp_path):
+    """A process group of one: collectives run, and go nowhere."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

@@ -279,7 +279,7 @@ def kernels_of(work):
     return [event.name for event in seen.events() if event.device_type == DeviceType.CUDA]
 
 
-def test_a_group_of_eight_takes_one_launch_each_way():
+def test_a_group_of_eight_takes_one_launch_each_way_where_the_profiler_sees_kernels():
     """The bar is a reservation and a copy for each tensor; all of it fits in one kernel."""
     pool = PagePool("cuda", PAGE, 8 * 16)
     tensors = [numbered(256, 4096, start=i << 32) for i in range(8)]

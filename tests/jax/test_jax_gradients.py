@@ -147,7 +147,7 @@ def test_a_bare_pair_reports_rows():
     assert_identical(got, loss(plain_scan)(floats, x))
 
 
-def test_new_rematerialisation_of_jax():
+def test_new_rematerialisation_where_jax_has_the_switch():
     params, x = make([100, 0, 256, 31])
     with _remat3():
         got = gradients(with_stash(policy(capacity_factor=0.5)), params, x)

@@ -4,7 +4,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import pagestash as ps
@@ -13,12 +12,7 @@ from pagestash.moe import AllGather, MoE, MoEConfig
 TOKENS, SLOTS, WIDTH = 32, 64, 32
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lone_rank(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("lone_rank")
 
 
 def gradients(expected, *rules):

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import pagestash as ps
@@ -28,13 +27,6 @@ CONFIG = MoEConfig(
 @pytest.fixture(autouse=True)
 def _references(monkeypatch):
     monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-
-
-@pytest.fixture
-def lone_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Layer(nn.Module):

@@ -29,13 +29,6 @@ def reference_kernels(monkeypatch):
     monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
 
 
-@pytest.fixture
-def lone_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def size(tensor):
     return tensor.untyped_storage().nbytes()
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
+from pagestash.device import find_device
 from pagestash.models.config import preset
 from pagestash.models.decoder import Decoder, count_parameters
 from pagestash.policy import Policy, Rule, format_bytes, machine_memory, parse_bytes
@@ -74,7 +75,7 @@ def run(asked: Asked) -> int:
 
 def _measure(asked: Asked) -> Profile:
     _check(asked)
-    device = _device(asked.device)
+    device = find_device(asked.device, f"--device {asked.device}")
     policy = None if asked.policy is None else Policy.load(asked.policy)
     link = None if asked.link is None else float(parse_bytes(asked.link, "--link"))
     autocast = None if asked.autocast is None else _dtype("--autocast", asked.autocast)
@@ -183,15 +184,3 @@ def _dtype(option: str, name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"{option} {name}: expected one of {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device {name}: expected auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: there is no GPU here")
-    return device

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,68 +11,23 @@ from torch import nn
 from pagestash.kernels.layout import Counter
 from pagestash.pages.pool import PagePool
 from pagestash.pages.slabs import HostSlabs
-from pagestash.pages.telemetry import PoolStats
 from pagestash.policy import HomeName, Policy, format_bytes
 from pagestash.saved.capture import Capture
-from pagestash.saved.homes import Home, Keep, Tally
+from pagestash.saved.homes import Home, Keep
 from pagestash.saved.identity import storage_keys
 from pagestash.saved.measured import MeasuredOffload, Outlook
 from pagestash.saved.offload import Offload
 from pagestash.saved.order import Event, Group, Key, Recorder
 from pagestash.saved.recompute import Recompute
-from pagestash.saved.region import Region, enter, frames, leave, no_module, running_again, set_frames
-from pagestash.saved.run import Run
+from pagestash.saved.region import Region, enter, frames, no_module, set_frames
 from pagestash.saved.stash import MeasuredStash, Stash
+from pagestash.saved.stats import KeeperStats, collect
 from pagestash.saved.streams import capturing
-
-OUTSIDE = "(outside all regions)"
+from pagestash.saved.watch import Watch
 
 
 class PoolOverflow(RuntimeError):
     """The pool had fewer free pages than a group needed: the gradients of this step are not valid."""
-
-
-@dataclass(frozen=True, slots=True)
-class HomeStats:
-    """Valid bytes that wait in a home now, and at the peak since the last `reset_peaks`.
-
-    Of `recompute`: what was made again and has not been asked for yet. What it dropped is nowhere.
-    """
-
-    bytes: int
-    peak: int
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadStats:
-    """Pinned memory of the `offload` home, and the bytes that found no room in it and stayed on the device."""
-
-    host_bytes: int
-    limit: int
-    refused: int
-    refused_peak: int
-
-
-@dataclass(frozen=True, slots=True)
-class KeeperStats:
-    """Where saved tensors wait: by home, by region (whatever the home), and the pool's tiers.
-
-    What no rule matches is in `regions["(outside all regions)"]`; `pool` is None before there is one, and so is
-    `offload`. What an offload rule leaves on the device counts as kept, or as stashed where it has valid rows.
-    """
-
-    homes: dict[HomeName, HomeStats]
-    regions: dict[str, HomeStats]
-    pool: PoolStats | None
-    offload: OffloadStats | None = None
-
-    @property
-    def overflow(self) -> bool:
-        return self.pool is not None and self.pool.overflow
-
-    @property
-    def spilled_bytes(self) -> int:
-        return 0 if self.pool is None else self.pool.spilled_bytes
 
 
 class Keeper:
@@ -110,9 +64,8 @@ class Keeper:
         self._hooks: list[Any] = []
         self._own_stash: dict[str, Any] = {}
         self._own_recompute: list[Any] = []
-        self._next_to_forward: list[tuple[Any, Any, Any]] = []
+        self._watch = Watch(self._capture, self._recompute)
         self._in_step = False
-        self._aside = False
         self._habits: dict[Any, Any] = {}
 
     # --- attach ---
@@ -147,7 +100,7 @@ class Keeper:
                     self._own_recompute.append(module)
                     module.use_recompute(True)
                 else:
-                    self._watch(name, path)
+                    self._watch.add(name, path, rule)
                 if rule.home == "stash" and hasattr(module, "use_pool"):
                     self._own_stash[name] = module
                     if isinstance(self._stash, Stash):
@@ -156,6 +109,7 @@ class Keeper:
 
     def detach(self) -> None:
         """Take all hooks off again; what is stashed stays until backward has asked for it."""
+        self._watch.remove()
         for hook in self._hooks:
             hook.remove()
         for module in self._own_stash.values():
@@ -166,7 +120,6 @@ class Keeper:
         self._capture.names.clear()
         self._own_stash.clear()
         self._own_recompute.clear()
-        self._next_to_forward.clear()
         self._models.clear()
 
     def follow(self, schedule: Any) -> Any:
@@ -200,75 +153,16 @@ class Keeper:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A forward within is no part of the step: no region is opened, and everything it saves is kept."""
-        before, self._aside = self._aside, True
+        before, self._watch.aside = self._watch.aside, True
         try:
             yield
         finally:
-            self._aside = before
+            self._watch.aside = before
 
     def _made_with(self, above: Sequence[str]) -> bool:
         """Whether one of the modules `above` is under recompute, which takes all inside it along."""
         rules = [self.policy.rule_for(name) for name in above]
         return any(rule is not None and rule.home == "recompute" for rule in rules)
-
-    def _watch(self, name: str, path: Sequence[nn.Module]) -> None:
-        """Open a region around each forward of the last module of `path`, which the model's `name` leads along."""
-        module, rule = path[-1], self.policy.rule_for(name)
-        assert rule is not None
-        open_regions: list[Region | None] = []
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            outer = frames()[-1] if frames() else None
-            # No frames: another thread, such as autograd's when it runs a checkpointed forward again.
-            if (
-                outer is None
-                or running_again()
-                or not self._in_step
-                or self._aside
-                or not torch.is_grad_enabled()
-            ):
-                open_regions.append(None)
-                return
-            run = outer.run
-            if rule.home != "recompute":
-                run = None
-            elif run is None:
-                # (Inside another that is run again, a region's tensors are made with the other's.)
-                run = Run(self._recompute, self._capture, outer, path, name, rule, (args, kwargs))
-            region = Region(
-                self._capture,
-                name,
-                rule,
-                rows=outer.rows,
-                capacity=outer.capacity,
-                weights=storage_keys([*module.parameters(), *module.buffers()]),
-                run=run,
-            )
-            open_regions.append(region)
-            enter(region)
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if open_regions:
-                region = open_regions.pop()
-                if region is not None and leave(region):
-                    self._capture.close(region)
-                    if isinstance(region.run, Run) and all(frame.run is not region.run for frame in frames()):
-                        region.run.close(region.weights | self._capture.weights, output)
-
-        def note_weights(module: nn.Module, args: Any) -> None:
-            # FSDP2 gives a module new parameter storage just before its forward.
-            if self._in_step and frames():
-                frames()[-1].weights |= storage_keys(module.parameters(recurse=False))
-
-        opening = module.register_forward_pre_hook(before, with_kwargs=True)
-        # Also when forward raises: the region is over either way.
-        closing = module.register_forward_hook(after, always_call=True)
-        self._hooks += [opening, closing]
-        if rule.home == "recompute":
-            self._next_to_forward.append((module, opening, closing))
-        for child in module.modules():
-            if child is not module and next(child.parameters(recurse=False), None) is not None:
-                self._hooks.append(child.register_forward_pre_hook(note_weights))
 
     # --- step ---
 
@@ -281,12 +175,9 @@ class Keeper:
         if self._in_step:
             raise RuntimeError("keeper.step() is already open; a keeper runs one step at a time")
         self._in_step = True
+        self._watch.start()
         self._offload.start()
         self._capture.weights = storage_keys([*self.parameters(), *self.buffers()])
-        for module, opening, closing in self._next_to_forward:
-            # What is run again is forward itself: no hook of another may stand between it and ours.
-            module._forward_pre_hooks.move_to_end(opening.id)
-            module._forward_hooks.move_to_end(closing.id, last=False)
         outer = frames()
         root = Region(self._capture, "", None, whole_step=True)
         enter(root)
@@ -299,7 +190,7 @@ class Keeper:
                 self.pool.reset()
             raise
         finally:
-            self._in_step = False
+            self._in_step = self._watch.in_step = False
             set_frames(outer)
             self._capture.forget()
             self._settle()
@@ -379,7 +270,7 @@ class Keeper:
         outlook = self._outlook()
         if isinstance(self._stash, MeasuredStash):
             pages = self._pages_wanted(self._stash, outlook)
-            if pages or (pages is not None and self.policy.spill_bytes):
+            if pages is not None and (pages or self.policy.spill_bytes):
                 self._make_pool(pages)
         if outlook is not None and (self.pool is not None or not outlook.pages):
             self._plan_offload(outlook)
@@ -469,47 +360,13 @@ class Keeper:
 
     def stats(self) -> KeeperStats:
         """Bytes and peak by home and region, and the pool's tiers. Waits for the device."""
-        stash, pool = self._stash, None
-        homes: dict[HomeName, HomeStats] = {
-            "keep": _totals(self._keep.tally),
-            "stash": HomeStats(0, 0),
-            "offload": _totals(self._offload.tally),
-            "recompute": _totals(self._recompute.tally),
-        }
-        regions: dict[str, HomeStats] = {}
-        for tally in (self._keep.tally, self._offload.tally, self._recompute.tally):
-            for name, sizes in tally.by_region.items():
-                _add(regions, name or OUTSIDE, *sizes)
-        if isinstance(stash, MeasuredStash):
-            homes["stash"] = HomeStats(stash.bytes, stash.peak_bytes)
-        else:
-            stash.flush()
-            counts = stash.pool.memory.accounts.tolist()
-            for name, index in stash.accounts.items():
-                _add(regions, name, *counts[index])
-            pool = stash.pool.stats()
-            homes["stash"] = HomeStats(pool.valid_bytes, pool.valid_bytes_peak)
-        offload = None
-        if isinstance(self._offload, Offload):
-            slabs, refused = self._offload.slabs, self._offload.refused
-            offload = OffloadStats(slabs.size, slabs.limit, refused.bytes, refused.peak)
-        return KeeperStats(homes, regions, pool, offload)
+        return collect(self._keep.tally, self._recompute.tally, self._stash, self._offload)
 
     def __repr__(self) -> str:
         size = (
             "unmeasured" if self.pool is None else format_bytes(self.pool.device_pages * self.pool.page_bytes)
         )
         return f"Keeper({len(self.policy.rules)} rules, pool {size})"
-
-
-def _totals(tally: Tally) -> HomeStats:
-    return HomeStats(tally.bytes, tally.peak)
-
-
-def _add(regions: dict[str, HomeStats], name: str, now: int, peak: int) -> None:
-    """Count a region's bytes in one more home; peaks of several homes need not have been at one time."""
-    known = regions.get(name, HomeStats(0, 0))
-    regions[name] = HomeStats(known.bytes + now, known.peak + peak)
 
 
 def _prefixes(name: str) -> list[str]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from pagestash.policy import format_bytes
 from pagestash.saved.keeper import Keeper
+from pagestash.saved.surroundings import Random, random_state, set_random_state
 from pagestash.step.batch import StaticBatch
 from pagestash.step.guard import StepOverflowed, UpdateGuard
 from pagestash.step.rates import LearningRates
@@ -28,16 +29,13 @@ ATTEMPTS = 4
 something else each time."""
 
 
-_Random = tuple[torch.Tensor, torch.Tensor | None]
-
-
 @dataclass(slots=True, eq=False)
 class _InFlight:
     """A launched step whose flag the host has not seen: what it takes to run it again."""
 
     batch: list[torch.Tensor]
     rates: list[torch.Tensor | float]
-    random: _Random
+    random: Random
     outputs: list[Any]
     flag: torch.Tensor
     done: torch.cuda.Event
@@ -142,7 +140,7 @@ class GraphedStep:
 
     def _run_eagerly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         versions = self._foreign_versions()
-        random = _random_state(self._device)
+        random = random_state(self._device)
         grads = {p: None if p.grad is None else p.grad.clone() for p in self._keeper.parameters()}
         self._guard.protect([*self._keeper.buffers(), *self._extra_state])
         for _ in range(ATTEMPTS):
@@ -153,7 +151,7 @@ class GraphedStep:
                     self._guard.end()
             except StepOverflowed:
                 self._guard.roll_back()
-                _set_random_state(self._device, random)
+                set_random_state(self._device, random)
                 for parameter, grad in grads.items():
                     parameter.grad = None if grad is None else grad.clone()
                 self._grow()
@@ -206,7 +204,7 @@ class GraphedStep:
         for parameter in theirs:
             parameter.grad = None
         self._constants = self._rates.constants()
-        random = _random_state(self._device)
+        random = random_state(self._device)
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog asks for its events from a thread of its own, which a capture in the
         # default mode takes as an error.
@@ -225,7 +223,7 @@ class GraphedStep:
                 f"train_step left {left} stashed tensors without a backward: in a graph their pages would be lost "
                 "at every replay. Run backward inside train_step"
             )
-        _set_random_state(self._device, random)
+        set_random_state(self._device, random)
         self._graph = graph
         if not self._guard.optimizers:
             self._grads = {p: p.grad for p in theirs if p.grad is not None}
@@ -235,7 +233,7 @@ class GraphedStep:
     def _launch(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         assert self._static is not None
         batch, rates = self._static.copies(args, kwargs), self._rates.read()
-        random = _random_state(self._device)
+        random = random_state(self._device)
         outputs, tree = self._replay(batch, rates)
         flag = self._flags.popleft()
         flag.copy_(self._guard.flag, non_blocking=True)
@@ -278,7 +276,7 @@ class GraphedStep:
         The flag is sticky: the steps launched since then have changed nothing either.
         """
         torch.cuda.synchronize(self._device)
-        ahead = _random_state(self._device)
+        ahead = random_state(self._device)
         # A step leaves the queue only when it has been run again: an exception on the way (no memory to grow
         # into, say) loses no batch, and the next call begins here again.
         for number in range(len(self._in_flight)):
@@ -286,7 +284,7 @@ class GraphedStep:
             for attempt in range(ATTEMPTS):
                 if attempt or number == 0:
                     self._grow_and_capture()
-                _set_random_state(self._device, step.random)
+                set_random_state(self._device, step.random)
                 outputs, _ = self._replay(step.batch, step.rates)
                 self.reruns += 1
                 if not bool(self._guard.flag):
@@ -297,7 +295,7 @@ class GraphedStep:
                 if isinstance(given, torch.Tensor):
                     given.copy_(right)
             self._flags.append(self._in_flight.popleft().flag)
-        _set_random_state(self._device, ahead)
+        set_random_state(self._device, ahead)
 
     def _grow_and_capture(self) -> None:
         """Grow, and capture again if anything moved; until then the old graph's memory may be another's."""
@@ -366,16 +364,3 @@ def _no_end() -> RuntimeError:
         f"the pool overflowed {ATTEMPTS} times on one batch though it grew to what was wanted each time: the step "
         "saves other tensors each time it runs the same batch"
     )
-
-
-def _random_state(device: torch.device) -> _Random:
-    """The host's generator and, on a GPU, the device's."""
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), on_device
-
-
-def _set_random_state(device: torch.device, state: _Random) -> None:
-    on_host, on_device = state
-    torch.set_rng_state(on_host)
-    if on_device is not None:
-        torch.cuda.set_rng_state(on_device, device)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pagestash.device import find_device
 from pagestash.models.config import DecoderConfig
 from pagestash.models.costs import layer_costs
 from pagestash.models.decoder import Decoder
@@ -104,14 +105,7 @@ def _start(out: Path, resume: bool) -> Path | None:
 
 
 def _device(name: str, world: World) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device={name!r}: expected auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={name!r}: there is no GPU here")
+    device = find_device(name, f"device={name!r}")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", world.local)
     return device

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import pagestash as ps
@@ -161,13 +160,6 @@ def held(home, names, **made):
     run(model, torch.randint(0, 256, (4, TOKENS // 4 + 1)), keeper)
     regions = keeper.stats().regions
     return {name: regions[f"layers.1.{name}"].peak for name in names if f"layers.1.{name}" in regions}
-
-
-@pytest.fixture
-def lone_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("lone_rank")

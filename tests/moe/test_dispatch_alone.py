@@ -34,13 +34,6 @@ with_kernels = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def lone_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @with_kernels
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("lone_rank")

@@ -10,6 +10,7 @@ from pagestash.kernels import swiglu as S
 from pagestash.kernels.accumulate import accumulate_, accumulate_reference
 from pagestash.kernels.cross_entropy import LossOptions, linear_cross_entropy, softmax_loss_
 from pagestash.kernels.paged import Pages
+from pagestash.kernels.scale import scaled
 from pagestash.kernels.topk import topk
 from pagestash.moe import MoE, MoEConfig
 from pagestash.moe import ops as moe_ops
@@ -320,3 +321,38 @@ def test_operators_compile():
         results.append([y, *torch.autograd.grad(y.square().sum(), [x, weights])])
     for one, two in zip(*results):
         assert torch.equal(one, two)
+
+
+def test_the_head_needs_the_sum_of_its_gradient_and_as_much_as_its_weight():
+    tokens, width, vocabulary = 4096, 512, 50304
+    hidden = torch.randn(tokens, width, device=CUDA).bfloat16().requires_grad_()
+    weight = (torch.randn(vocabulary, width, device=CUDA) / 20).bfloat16().requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens,), device=CUDA)
+    hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
+    moe_ops.cross_entropy(hidden, weight, labels).backward()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    moe_ops.cross_entropy(hidden, weight, labels).backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= 1.05 * (2 * weight.nbytes + max(weight.nbytes, 256 << 20)) + 3 * hidden.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_are_scaled_and_rounded_once(dtype):
+    values, by = torch.randn(1_000_003, device=CUDA), torch.tensor(1 / 3, device=CUDA)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    got = scaled(values, by, dtype)
+    assert torch.cuda.max_memory_allocated() - before <= got.nbytes + 512
+    assert torch.equal(got, (values * by).to(dtype))
+
+
+def test_the_weights_gradient_is_not_rounded_from_chunk_to_chunk():
+    hidden = torch.randn(512, 64, device=CUDA).bfloat16()
+    weight = (torch.randn(1000, 64, device=CUDA) / 8).bfloat16()
+    labels = torch.randint(0, 1000, (512,), device=CUDA)
+    whole, parts = (
+        linear_cross_entropy(hidden, weight, labels, LossOptions(chunk=chunk))[2] for chunk in (512, 16)
+    )
+    assert error(parts, whole) < 1e-4  # a few logits are rounded otherwise

@@ -9,7 +9,7 @@ them as soon as the loss is known; what waits for backward is the gradient of `h
 loss must be a scalar that backward scales.
 
 What moves, a chunk: the logits are written by the projection, read twice and written once by the softmax, and
-read twice for the two gradients.
+read twice for the two gradients; the product for the weight reads and writes the sum that it adds to.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import torch
 from pagestash.kernels.backend import choose, tl, triton
 
 CHUNK_BYTES = 256 << 20
-"""Logits at a time: enough for a GEMM to run at full rate, and 1 % of what a long batch would keep."""
+"""Logits at a time, at least: a GEMM runs near its full rate, and it is 1 % of what a long batch would keep."""
 BLOCK = 4096
 WARPS = 8
 
@@ -71,7 +71,9 @@ def linear_cross_entropy(
     if options.mean:
         scale = 1.0 / (labels != options.ignore_index).sum().clamp(min=1).to(wide)
     use = choose(hidden.device, backend)
-    chunk = options.chunk or max(128, CHUNK_BYTES // (vocabulary * hidden.element_size()) // 128 * 128)
+    # Backward needs as much as the weight beside the sum of its gradient: logits of that size raise no peak.
+    room = max(CHUNK_BYTES, weight.nbytes if need_weight else 0)
+    chunk = options.chunk or max(128, room // (vocabulary * hidden.element_size()) // 128 * 128)
     dhidden = torch.empty_like(hidden) if need_hidden else None
     dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
     for start in range(0, tokens, chunk):
@@ -81,9 +83,20 @@ def linear_cross_entropy(
         if dhidden is not None:
             torch.mm(logits, weight, out=dhidden[part])
         if dweight is not None:
-            dweight += logits.t() @ hidden[part]
+            _add_product(dweight, logits.t(), hidden[part])
         del logits
     return losses.sum() * scale, dhidden, dweight
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add `left` · `right` to `total`, in the precision of `total`."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        # In the product itself: rounded before it is added it would be less precise, and memory of its own.
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 def softmax_loss_(

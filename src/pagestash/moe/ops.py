@@ -19,7 +19,7 @@ from torch.library import custom_op
 from pagestash.kernels import cross_entropy as head
 from pagestash.kernels import gather as rows_kernels
 from pagestash.kernels import route as route_kernels
-from pagestash.kernels import swiglu
+from pagestash.kernels import scale, swiglu
 
 
 @custom_op("pagestash::route", mutates_args=())
@@ -182,6 +182,16 @@ def _gated_backward(ctx, da):
 gated.register_autograd(_gated_backward, setup_context=_gated_setup)
 
 
+@custom_op("pagestash::scaled", mutates_args=())
+def _scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    return scale.scaled(gradient, by, dtype)
+
+
+@_scaled.register_fake
+def _(gradient, by, dtype):
+    return torch.empty_like(gradient, dtype=dtype)
+
+
 @custom_op("pagestash::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
     hidden: Tensor,
@@ -223,8 +233,8 @@ def _loss_backward(ctx, dloss, *_):
     # Not in place: a backward that comes again finds the same gradients.
     dhidden, dweight = ctx.saved_tensors
     need_hidden, need_weight = ctx.need
-    of_hidden = (dhidden * dloss).to(dhidden.dtype) if need_hidden else None
-    of_weight = (dweight * dloss).to(ctx.dtype) if need_weight else None
+    of_hidden = _scaled(dhidden, dloss, dhidden.dtype) if need_hidden else None
+    of_weight = _scaled(dweight, dloss, ctx.dtype) if need_weight else None
     return (of_hidden, of_weight, *[None] * 8)
 
 

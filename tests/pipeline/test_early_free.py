@@ -216,10 +216,11 @@ def forward_and_back(moe, experts=None):
 def releases(monkeypatch):
     """What every call of `early_free` in the MoE layer came to, by the file that made it."""
     found = {"layer": [], "dispatch": []}
+    monkeypatch.setattr("pagestash.saved.early_free._PATIENCE", 10.0)  # however busy the machine is
     for module, name in ((layer, "layer"), (alltoall, "dispatch")):
 
-        def noted(tensor, name=name):
-            release = early_free(tensor)
+        def noted(tensor, name=name, **how):
+            release = early_free(tensor, **how)
             found[name].append((release.freed, size(tensor)))
             return release
 
@@ -287,7 +288,7 @@ def test_permuted_tokens_are_gone_when_they_have_been_sent(kind, monkeypatch):
 def test_gradients_are_the_same_to_the_last_bit(kind, pooled, monkeypatch):
     freed = forward_and_back(make_layer(kind, pooled))
     for module in (layer, alltoall):
-        monkeypatch.setattr(module, "early_free", lambda tensor: Release(None))
+        monkeypatch.setattr(module, "early_free", lambda tensor, **how: Release(None))
     for ours, plain in zip(freed, forward_and_back(make_layer(kind, pooled)), strict=True):
         assert torch.equal(ours, plain)
 
@@ -324,8 +325,9 @@ def test_a_dispatch_that_hands_on_the_callers_tensor_frees_nothing():
 def alive_at(kind, monkeypatch, frees_in, moment):
     """Bytes alive at a moment of the layer's forward, with `early_free` at work in the named places alone."""
     monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)  # the last undo took it back
+    monkeypatch.setattr("pagestash.saved.early_free._PATIENCE", 10.0)
     for module, name in ((layer, "layer"), (alltoall, "dispatch")):
-        free = early_free if name in frees_in else lambda tensor: None
+        free = early_free if name in frees_in else lambda tensor, **how: None
         monkeypatch.setattr(module, "early_free", free)
     figures, live = [], Live()
     owner, name = moment

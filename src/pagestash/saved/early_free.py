@@ -17,8 +17,9 @@ import torch
 
 from pagestash.saved.capture import Capture
 
-_PATIENCE = 0.01
+_PATIENCE = 0.05
 """Seconds that a backend's thread is given to let go of a collective that is done."""
+_IN_USE = "autograd, a view or a collective holds it"
 
 
 @dataclass(slots=True, eq=False)
@@ -42,11 +43,14 @@ class Release:
         if self.work is not None:
             self.work.wait()
             self.work = None  # it holds the tensor, too
-            until = time.perf_counter() + _PATIENCE
-            while not self._free() and time.perf_counter() < until:
-                time.sleep(1e-4)
-            self.tensor = None
+            self._free_soon()
         return self
+
+    def _free_soon(self) -> None:
+        until = time.perf_counter() + _PATIENCE
+        while not self._free() and self.reason == _IN_USE and time.perf_counter() < until:
+            time.sleep(1e-4)
+        self.tensor = None
 
     def _free(self) -> bool:
         assert self.tensor is not None
@@ -58,7 +62,7 @@ class Release:
         return True
 
 
-def early_free(tensor: torch.Tensor, *, after: Any = None) -> Release:
+def early_free(tensor: torch.Tensor, *, after: Any = None, sent: bool = False) -> Release:
     """Give the tensor's memory back now, if nobody but the caller holds it; nobody may read it again.
 
         sent = dispatch(permuted)
@@ -69,7 +73,8 @@ def early_free(tensor: torch.Tensor, *, after: Any = None) -> Release:
 
     Left alone are tensors that a node saved for backward, storage that another tensor shares (as where a group of
     one rank hands back what it was given), parameters, and memory that torch does not own. `after` must be the only
-    reference to the collective's handle. The gradient goes through `tensor.grad_fn` as before.
+    reference to the collective's handle. `sent`: a collective that is over has read it, and where the backend's
+    thread on the host still has to let go, that is waited for. The gradient goes through `grad_fn` as before.
     """
     if torch.compiler.is_compiling():  # a compiler plans memory itself
         return Release(None, reason="it is being compiled")
@@ -77,8 +82,11 @@ def early_free(tensor: torch.Tensor, *, after: Any = None) -> Release:
         return Release(None, reason="this version of torch does not count references")
     release = Release(tensor, after)
     if after is None:
-        release._free()
-        release.tensor = None
+        if sent and tensor.device.type == "cpu":
+            release._free_soon()
+        else:
+            release._free()
+            release.tensor = None
     return release
 
 
@@ -102,7 +110,7 @@ def _held(tensor: torch.Tensor) -> str:
         if _base_references(tensor) > _FORGOTTEN:
             return "it is a view of a tensor that is in use"
     if _references(tensor) > 1:
-        return "autograd, a view or a collective holds it"
+        return _IN_USE
     if torch._C._storage_Use_Count(storage._cdata) > owners:
         return "another tensor shares its memory"
     return ""

@@ -23,7 +23,7 @@ BENCHMARKS = (
     "jax_stash",
 )
 """One module each, with `run(out, quick) -> path of the result`."""
-NEED_CUDA = ("pool", "graphed_stack", "moe_layer", "moe_step", "offload")
+NEED_CUDA = ("pool", "graphed_stack", "moe_layer", "moe_step", "offload", "pipeline_gpu")
 
 Out = Annotated[Path | None, typer.Option(help="Folder for the result; benchmarks/results if not given.")]
 Quick = Annotated[bool, typer.Option(help="Smaller and shorter: to see that it runs, not for the record.")]

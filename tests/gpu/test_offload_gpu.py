@@ -204,10 +204,10 @@ def broken_let_go(monkeypatch):
     """A source is let go without the compute stream waiting for its copy."""
     right = Offload._let_go
 
-    def wrong(self, limit):
+    def wrong(self, limit, asked=None):
         with monkeypatch.context() as patch:
             patch.setattr(module, "wait_here", lambda event: None)
-            right(self, 0)
+            right(self, 0, asked)
 
     monkeypatch.setattr(Offload, "_let_go", wrong)
 

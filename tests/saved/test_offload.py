@@ -41,6 +41,8 @@ def nothing_left(keeper) -> None:
     assert not offload._live
     assert not offload._on_device
     assert not offload._leaving
+    assert not offload.saved.bytes
+    assert not offload.here.bytes
     if stats.pool is not None:
         assert stats.pool.device.in_use == 0
 
@@ -475,3 +477,106 @@ def test_a_tensor_changed_while_it_leaves_is_refused_also_if_asked_for_first(mon
         y.zero_()
         with pytest.raises(RuntimeError, match="changed in place"):
             loss.backward()
+
+
+def test_what_is_spared_is_what_is_not_on_the_device():
+    model, x = MLP(depth=4), torch.randn(32, 64)
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE))
+    losses_and_grads(model, [x], keeper)
+    keeper.reset_peaks()
+    here = []
+    model.layers[1].register_full_backward_hook(lambda *_: here.append(offload_of(keeper).here.bytes))
+    with keeper.step():
+        loss = model(x)
+        here.append(offload_of(keeper).here.bytes)
+        loss.backward()
+    layer = 32 * (64 + 128 + 128) * 4
+    assert here == [
+        layer,
+        32 * 64 * 4,
+    ]  # the last layer, which stays; then what is left of layer 1, its input
+    assert offload_of(keeper).saved.peak == 4 * layer
+    assert keeper.stats().offload.spared == 3 * layer
+    nothing_left(keeper)
+
+
+def test_what_leaves_shares_the_window_with_what_comes_back(monkeypatch):
+    """Where microbatches overlap, copies out and back are under way at one time."""
+    model, batches = MLP(depth=6), [torch.randn(32, 64) for _ in range(4)]
+    plain = losses_and_grads(model, batches)
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload", **RULE))
+    seen = []
+
+    def one_forward_one_backward():
+        model.zero_grad()
+        waiting, losses = [], []
+        with keeper.step():
+            for x in batches:
+                waiting.append(model(x))
+                if len(waiting) == 3:
+                    waiting[0].backward()
+                    losses.append(waiting.pop(0).detach())
+            for loss in waiting:
+                loss.backward()
+                losses.append(loss.detach())
+        return losses, [p.grad.clone() for p in model.parameters()]
+
+    assert equal(one_forward_one_backward(), plain)
+    monkeypatch.setattr(offload, "is_done", lambda event: False)  # copies take as long as they are let
+    put, fetch = Offload.put, Offload._fetch
+
+    def note(self, coming=0):
+        leaving = sum(origin.nbytes for each in self._leaving for _, origin in each.sources)
+        seen.append((leaving, sum(self._on_device.values()) + coming))
+
+    def noting_put(self, group):
+        put(self, group)
+        note(self)
+
+    def noting_fetch(self, group, asked=None):
+        if asked is None:
+            note(self, sum(entry.length for entry in group.members))
+        fetch(self, group, asked)
+
+    monkeypatch.setattr(Offload, "put", noting_put)
+    monkeypatch.setattr(Offload, "_fetch", noting_fetch)
+    assert equal(one_forward_one_backward(), plain)
+    window = offload_of(keeper).plan.window
+    assert all(leaving + there <= window for leaving, there in seen)
+    assert any(leaving and there for leaving, there in seen)
+    nothing_left(keeper)
+
+
+def test_copies_may_take_longer_where_memory_is_far_from_its_peak(monkeypatch):
+    model, x = MLP(depth=8), torch.randn(32, 64)
+    plain = losses_and_grads(model, [x])
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload", **RULE))
+    losses_and_grads(model, [x], keeper)
+    monkeypatch.setattr(offload, "is_done", lambda event: False)
+    put, seen, layer = Offload.put, [], 32 * (64 + 128 + 128) * 4
+
+    def noting(self, group):
+        put(self, group)
+        seen.append(sum(origin.nbytes for each in self._leaving for _, origin in each.sources) // layer)
+
+    monkeypatch.setattr(Offload, "put", noting)
+    assert equal(losses_and_grads(model, [x], keeper), plain)
+    assert seen == [1, 2, 2, 2, 2, 1, 0, 0]  # a window of three, with the one being made and those that stay
+    seen.clear()
+    plan = offload_of(keeper).plan
+    plan.slack = {("put", key): 5 * layer for key in plan.groups if key[0] < "layers.6"}
+    assert equal(losses_and_grads(model, [x], keeper), plain)
+    assert seen == [1, 2, 3, 4, 5, 4, 0, 0]
+    nothing_left(keeper)
+
+
+def test_tensors_that_leave_whole_need_no_pages():
+    """A pool would have its overflow read after every step, and so make the host wait for the device."""
+    model = Stack(depth=3)
+    keeper = keeper_for(model, ps.Rule("layers.*.experts", "offload", prefetch_bytes=0, **RULE))
+    x, count = batch(CAPACITY)
+    plain = run(model, x, count)
+    for _ in range(2):
+        assert same(run(model, x, count, keeper), plain)
+    assert offload_of(keeper).tally.peak
+    assert keeper.pool is None

@@ -71,9 +71,12 @@ def test_one_forward_one_backward_keeps_the_microbatch_whose_backward_comes_next
     assert stays(made) == {"0", "1", "2"}
     made, _ = plan("F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5", ahead=0)
     assert stays(made) == set()
-    # With a window, what is asked for soonest stays: nothing for the microbatches whose backward is far.
-    made, _ = plan("F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5", ahead=20)
-    assert stays(made) == {"0", "1", "4"}
+    # With a window, what is asked for soonest stays, beside one that leaves and one that is made.
+    made, _ = plan("F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5", ahead=30)
+    assert stays(made) == {"0", "3", "4"}
+    assert made.standing == made.window == 30  # 5 leaves while 2 comes back
+    made, _ = plan("F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5", ahead=40)
+    assert len(stays(made)) == 6
 
 
 def test_a_group_that_is_never_asked_for_and_one_that_is_empty():
@@ -117,3 +120,13 @@ def test_a_recorder_tells_groups_of_one_region_apart():
     recorder.place = ()
     assert recorder.key("a") == first
     assert recorder.events == []
+
+
+def test_what_stays_leaves_room_for_what_is_made_and_what_leaves():
+    """In a pipeline a microbatch's groups wait while others are made: the window is not theirs alone."""
+    made, _ = plan("F0 F1 F2 F3 F4 F10 F11 F12 F13 F14 B4 B3 B2 B1 B0 B14 B13 B12 B11 B10")
+    # While the second forward runs one stays, one leaves, one is made; of its own groups two more fit at its end.
+    assert stays(made) == {"4", "13", "14"}
+    made, _ = plan("F0 F1 F2 F3 F4 F10 F11 F12 F13 F14 B4 B3 B2 B1 B0 B14 B13 B12 B11 B10", ahead=20)
+    assert stays(made) == {"14"}
+    assert made.standing == 10

@@ -18,6 +18,7 @@ from pagestash.saved.identity import storage_keys
 from pagestash.saved.measured import MeasuredOffload, Outlook
 from pagestash.saved.offload import Offload
 from pagestash.saved.order import Event, Group, Key, Recorder
+from pagestash.saved.pressure import Pressure, read_memory
 from pagestash.saved.recompute import Recompute
 from pagestash.saved.region import Region, enter, frames, no_module, set_frames
 from pagestash.saved.stash import MeasuredStash, Stash
@@ -51,7 +52,8 @@ class Keeper:
         self._keep = Keep()
         self._stash: Stash | MeasuredStash = MeasuredStash(policy.pool.page_bytes)
         self._recorder = Recorder()
-        self._offload: Offload | MeasuredOffload = MeasuredOffload(self._recorder)
+        pressure = Pressure(lambda: read_memory(self.device, self.parameters()))
+        self._offload: Offload | MeasuredOffload = MeasuredOffload(self._recorder, pressure)
         self._recompute = Recompute()
         self._homes: dict[HomeName, Home] = {
             "keep": self._keep,
@@ -338,6 +340,9 @@ class Keeper:
         """Count peaks from now on; also clears the overflow flag."""
         for tally in (self._keep.tally, self._offload.tally, self._recompute.tally):
             tally.reset_peak()
+        if isinstance(self._offload, Offload):
+            self._offload.saved.reset_peak()
+            self._offload.here.reset_peak()
         if isinstance(self._stash, MeasuredStash):
             self._stash.peak_bytes = self._stash.bytes
         if self.pool is not None:

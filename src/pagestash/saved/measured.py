@@ -1,7 +1,7 @@
 """The `offload` home of the first steps, which have no plan: exact copies to ordinary host memory, one by one.
 
-It waits for the device at every group. What it writes down, the order of the step and the rows that were valid,
-is what the plan of the steps to come is made from.
+It waits for the device at every group. What it writes down, the order of the step, the rows that were valid and how
+far memory was from its peak, is what the plan of the steps to come is made from.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from pagestash.policy import HomeName, Rule
 from pagestash.saved.homes import Tally
 from pagestash.saved.identity import Entry
 from pagestash.saved.order import Group, Key, Plan, Recorder, make_plan
+from pagestash.saved.pressure import Pressure
 from pagestash.saved.split import Shape, Split
 
 
@@ -49,9 +50,10 @@ class MeasuredOffload:
 
     name: HomeName = "offload"
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, pressure: Pressure) -> None:
         self.tally = Tally()
         self._recorder = recorder
+        self._pressure = pressure
         self._seen: dict[Key, Measured] = {}
 
     @property
@@ -63,6 +65,7 @@ class MeasuredOffload:
         """A new step begins; what was seen before is forgotten, unless its backward is still to come."""
         if not self.live:
             self._recorder.start()
+            self._pressure.start()
             self._seen = {}
 
     def put(self, group: Sequence[Entry]) -> None:
@@ -81,10 +84,12 @@ class MeasuredOffload:
             entry.origin = None
             seen.left += 1
             self.tally.count(entry.region, source.nbytes)
+        self._pressure.note(("put", key))
 
     def get(self, entry: Entry) -> torch.Tensor:
         waiting: _Waiting = entry.place
         self._recorder.get(waiting.key)
+        self._pressure.note(("get", waiting.key))
         flat = torch.zeros(entry.length, dtype=torch.uint8, device=waiting.device)
         flat[: waiting.copy.numel()].copy_(waiting.copy.view(-1))
         return flat
@@ -111,13 +116,15 @@ class MeasuredOffload:
             room = sum(shape.length for shape, _ in seen.entries)
             groups[key] = Group(sum(map(aligned, shares[key])), room, seen.rule.prefetch_bytes)
         plan = make_plan(events, groups, self._recorder.turns)
+        plan.slack = self._pressure.slack()
         now = most = 0
         for kind, key in events:
             pages = 0
             seen = self._seen[key]
             for (shape, valid), share in zip(seen.entries, shares[key]):
                 leaves = 0 if key in plan.stays else share
-                if shape.capacity and (leaves or not split.mostly_valid(seen.rule, shape)):
+                in_part = 0 < leaves < shape.length
+                if shape.capacity and (in_part or not (leaves or split.mostly_valid(seen.rule, shape))):
                     pages += max(1, -(-(valid - leaves) // page_bytes))
             now += pages * {"put": 1, "get": 0, "drop": -1}[kind]
             most = max(most, now)

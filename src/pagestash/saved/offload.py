@@ -39,6 +39,9 @@ class Member:
     """One entry of a group: its leading bytes in host memory, and the rows behind them in pages."""
 
     share: int = 0
+    kept: int = 0
+    here: int = 0
+    """Its bytes on the device, or on their way out or back."""
     block: HostBlock | None = None
     refused: int = 0
     rest: Entry | None = None
@@ -51,6 +54,8 @@ class OffloadedGroup:
 
     key: Key
     members: dict[Entry, Member] = field(default_factory=dict)
+    sources: list[tuple[Entry, torch.Tensor]] = field(default_factory=list)
+    """What of it is leaving: the memory that the copies read."""
     left: torch.cuda.Event | None = None
     incoming: dict[Entry, torch.Tensor] = field(default_factory=dict)
     arrived: torch.cuda.Event | None = None
@@ -77,6 +82,10 @@ class Offload:
         self.slabs = slabs
         self.plan = plan
         self.tally = Tally()
+        self.saved = Tally()
+        """All bytes that were given to this home, wherever they are; where pages hold a part, without that."""
+        self.here = Tally()
+        """Those of them on the device, on their way out or back."""
         self.refused = Tally()
         """Bytes that should have left, but found no room on the host, and stayed."""
         self._device = device
@@ -90,7 +99,7 @@ class Offload:
         self._live: dict[Key, OffloadedGroup] = {}
         self._kept: dict[Entry, OffloadedGroup] = {}
         self._on_device: dict[Key, int] = {}
-        self._leaving: deque[tuple[torch.cuda.Event | None, list[tuple[Entry, torch.Tensor]], int]] = deque()
+        self._leaving: deque[OffloadedGroup] = deque()
         self._dead: deque[tuple[OffloadedGroup, Entry]] = deque()
 
     # --- a step ---
@@ -114,7 +123,9 @@ class Offload:
         if not recorder.groups:
             return  # nothing was saved: an evaluation
         if not self.plan.agrees_with(recorder):
-            self.plan = make_plan(recorder.events, recorder.groups, recorder.turns)
+            before, self.plan = self.plan, make_plan(recorder.events, recorder.groups, recorder.turns)
+            if before.groups.keys() == self.plan.groups.keys():  # the same in another order
+                self.plan.slack = before.slack
         if slabs.wanted > slabs.size:
             slabs.fit(slabs.wanted)
         elif self.refused.peak:  # there was room enough, in pieces that were too small
@@ -157,8 +168,8 @@ class Offload:
         for entry in group:
             if entry not in self._kept:
                 entry.origin = None
-        self._let_go(self._may_be_leaving(key))
         self._prefetch(("put", key))
+        self._let_go(self._may_be_leaving(key))
 
     def _admit(self, group: OffloadedGroup, entry: Entry, rule: Rule, share: int) -> None:
         """Decide what becomes of an entry's bytes, and put away those that do not leave."""
@@ -172,6 +183,9 @@ class Offload:
                 share = 0
         member.share = share
         if not share and (entry.rows is None or self._split.mostly_valid(rule, Shape.of(entry))):
+            member.kept = entry.length
+            self.saved.count(entry.region, member.kept)
+            self._count(entry, member, member.kept)
             self._keep.put([entry])
             self._kept[entry] = group
             return
@@ -182,6 +196,8 @@ class Offload:
                 member.rest = _rest(entry, share)
                 self._stash().put([member.rest])
         self.tally.count(entry.region, share)
+        self.saved.count(entry.region, share)
+        self._count(entry, member, share)
 
     def _move_out(self, group: OffloadedGroup, moved: list[Entry]) -> None:
         with self._out.after():
@@ -192,50 +208,62 @@ class Offload:
                     piece[: part.numel()].copy_(part, non_blocking=True)
                     start += part.numel()
         group.left = self._out.mark()
-        sources = [(entry, entry.origin) for entry in moved if entry.origin is not None]
-        size = sum(origin.untyped_storage().nbytes() for _, origin in sources)
-        self._leaving.append((group.left, sources, size))
+        group.sources = [(entry, entry.origin) for entry in moved if entry.origin is not None]
+        self._leaving.append(group)
 
     def _may_be_leaving(self, key: Key) -> int:
-        """Bytes that may still be on their way out now that `key` was put: a window of them.
+        """Bytes that may still be on their way out now that `key` was put.
 
-        When forward is over they and what stays share the window: memory peaks there.
+        They share the window with what is on the device and what is on its way back, or the two together would
+        be where memory peaks: at the turn of a step, and of each microbatch. Where memory is known to be further
+        from its peak than that, they may take longer.
         """
-        next_kind, _ = next(self.plan.after(("put", key)), ("put", None))
-        if next_kind == "put":
-            return self.plan.window
-        return max(0, self.plan.ahead(key) - sum(self._on_device.values()))
+        room = self.plan.ahead(key)
+        kind, following = next(self.plan.after(("put", key)), ("get", key))
+        if kind == "put":  # forward goes on, and makes the next group while these leave
+            room = max(room, self.plan.window) - self.plan.groups[following].room
+        room = max(room, self.plan.slack.get(("put", key), 0))
+        return max(0, room - sum(self._on_device.values()))
 
-    def _let_go(self, limit: int) -> None:
+    def _let_go(self, limit: int, asked: OffloadedGroup | None = None) -> None:
         """Let go of sources whose copy is done, and of the oldest until no more than `limit` bytes are leaving.
 
         The allocator gives freed memory to the next operation of the compute stream, which is therefore told
-        to wait for the copy unless that is known to be over.
+        to wait for the copy unless that is known to be over. Those of `asked` are let go in any case, with all
+        before them: it must be known whether they were changed.
         """
-        leaving = sum(size for _, _, size in self._leaving)
+        leaving = sum(_bytes_of(group.sources) for group in self._leaving)
         while self._leaving:
-            event, sources, size = self._leaving[0]
-            if not is_done(event):
-                if leaving <= limit:
+            group = self._leaving[0]
+            if not is_done(group.left):
+                if leaving <= limit and (asked is None or not asked.sources):
                     return
-                wait_here(event)
-            for entry, origin in sources:
+                wait_here(group.left)
+            leaving -= _bytes_of(group.sources)
+            for entry, origin in group.sources:
                 # Written over while the copy may have been reading it.
                 entry.spoiled |= origin._version != entry.version
-            leaving -= size
+                self._count(entry, group.members.get(entry), 0)
+            group.sources = []
             self._leaving.popleft()
+
+    def _count(self, entry: Entry, member: Member | None, here: int) -> None:
+        """So many bytes of the entry are on the device now; None: it was dropped meanwhile."""
+        if member is not None:
+            self.here.count(entry.region, here - member.here)
+            member.here = here
 
     # --- in: backward asks for an entry ---
 
     def get(self, entry: Entry) -> torch.Tensor:
         self._sweep()
-        # Forward is over here: what still leaves is memory that backward can use. It also tells who was changed.
-        self._let_go(0)
         kept = self._kept.get(entry)
+        group: OffloadedGroup = entry.place if kept is None else kept
+        # What still leaves is memory that backward can use, but for the part of the window that it may have.
+        self._let_go(max(0, self.plan.window - sum(self._on_device.values())), group)
         if kept is not None:
-            self._asked(kept)
+            self._asked(group)
             return self._keep.get(entry)
-        group: OffloadedGroup = entry.place
         if entry not in group.restored:
             if entry not in group.incoming:
                 self._fetch(group, entry)
@@ -264,6 +292,8 @@ class Offload:
         buffers = {
             entry: torch.empty(entry.length, dtype=torch.uint8, device=self._device) for entry in entries
         }
+        for entry in entries:
+            self._count(entry, group.members[entry], group.members[entry].share)
         with self._in.after(group.left):
             for entry, buffer in buffers.items():
                 member, start = group.members[entry], 0
@@ -310,6 +340,8 @@ class Offload:
             elif there > self.plan.fetch_limit(key):
                 return
             elif group is not None:  # or the step has left the plan
+                # First the room: what leaves gives way to what is asked for soon.
+                self._let_go(max(0, self.plan.window - there), group)
                 self._fetch(group)
 
     # --- over: nothing can ask any more ---
@@ -328,6 +360,8 @@ class Offload:
         while self._dead:
             group, entry = self._dead.popleft()
             member = group.members.pop(entry)
+            self._count(entry, member, 0)
+            self.saved.count(entry.region, -(member.share or member.kept))
             if entry in group.incoming:
                 # Nobody asked for it, and its copy back may still be under way: the buffer's memory and the
                 # block's are used again only behind it.
@@ -345,6 +379,10 @@ class Offload:
                 self._recorder.drop(group.key)
                 self._on_device.pop(group.key, None)
                 del self._live[group.key]
+
+
+def _bytes_of(sources: list[tuple[Entry, torch.Tensor]]) -> int:
+    return sum(origin.untyped_storage().nbytes() for _, origin in sources)
 
 
 def _pieces(member: Member) -> tuple[torch.Tensor, ...]:

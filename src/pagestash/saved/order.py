@@ -77,7 +77,9 @@ class Plan:
     window: int = 0
     stays: frozenset[Key] = frozenset()
     standing: int = 0
-    """The most bytes that groups which stay take at one time."""
+    """Bytes that offloaded groups take on the device when most is saved."""
+    slack: dict[Event, int] = field(default_factory=dict)
+    """After an event, bytes that memory was from its peak when the step was measured; 0 where that is not known."""
     _index: dict[Event, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -90,8 +92,13 @@ class Plan:
 
     def ahead(self, key: Key) -> int:
         """The window of a group: its rule's, or the common one."""
-        group = self.groups[key]
-        return self.window if group.ahead is None else group.ahead
+        group = self.groups.get(key)
+        return self.window if group is None or group.ahead is None else group.ahead
+
+    def making_after(self, index: int) -> int:
+        """Bytes of the group that forward makes after the event of this index; 0 if backward comes next."""
+        kind, key = self.order[index + 1] if index + 1 < len(self.order) else ("get", ())
+        return self.groups[key].room if kind == "put" else 0
 
     def fetch_limit(self, key: Key) -> int:
         """Bytes that may be on the device or on their way when this group is fetched, itself included.
@@ -128,25 +135,21 @@ def make_plan(events: Sequence[Event], groups: dict[Key, Group], turns: Containe
     window = WINDOW * max((group.room for group in groups.values()), default=0)
     plan = Plan(groups, _order_of(events), window)
     plan.stays = frozenset(_staying(plan, {key for key in groups if key[:-2] in turns}))
-    there, now = 0, 0
-    for kind, key in plan.order:
-        if key in plan.stays and groups[key].size:
-            now += groups[key].room if kind == "put" else -groups[key].room
-            there = max(there, now)
-    plan.standing = there
+    plan.standing = _standing(plan)
     return plan
 
 
 def _staying(plan: Plan, turned: set[Key]) -> set[Key]:
     """The groups that never leave: at every put, those asked for last make room, and so at every fetch.
 
+    Room is also for the group that forward makes next, and for the one just put, if it leaves, on its way out.
     Those of `turned` stay without taking part: their backward is the next thing.
     """
     asked_at = {key: index for index, (kind, key) in enumerate(plan.order) if kind == "get"}
     stays = turned | {key for key, group in plan.groups.items() if not group.size}
     there: dict[Key, int] = {}
     for index, (kind, key) in enumerate(plan.order):
-        coming = 0
+        coming = plan.making_after(index)
         if kind == "put":
             if key not in asked_at or key in stays:
                 continue
@@ -158,11 +161,29 @@ def _staying(plan: Plan, turned: set[Key]) -> set[Key]:
             coming = plan.groups[key].room
         while there:
             last = max(there, key=lambda other: there[other])
-            taken = coming + sum(plan.groups[other].room for other in there)
+            leaving = plan.groups[key].room if kind == "put" and key not in there else 0
+            taken = coming + leaving + sum(plan.groups[other].room for other in there)
             if taken <= plan.ahead(last) or there[last] == index + 1:
                 break
             del there[last]
     return stays
+
+
+def _standing(plan: Plan) -> int:
+    """The most bytes that stay at one time; a window where forward turns into the backward of something else.
+
+    There, in a pipeline, what leaves and what comes back share the window anyway.
+    """
+    now = most = 0
+    for index, (kind, key) in enumerate(plan.order):
+        group = plan.groups[key]
+        if key not in plan.stays:
+            if kind == "put" and index + 1 < len(plan.order) and plan.order[index + 1][0] == "get":
+                return plan.window
+        elif group.size:
+            now += group.room if kind == "put" else -group.room
+            most = max(most, now)
+    return most
 
 
 def _order_of(events: Sequence[Event]) -> list[Event]:

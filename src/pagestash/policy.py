@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -98,7 +99,7 @@ class Rule:
 
     def matches(self, name: str) -> bool:
         """Whether a region of this dotted name falls under the rule."""
-        return re.fullmatch(_pattern(self.match), name) is not None
+        return _matches(self.match, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +247,11 @@ def _known(data: Mapping[str, Any], expected: set[str], where: str) -> None:
             hint = get_close_matches(key, expected, n=1)
             meant = f"; did you mean {hint[0]!r}?" if hint else f"; expected {', '.join(sorted(expected))}"
             raise ValueError(f"{where}: unknown key {key!r}{meant}")
+
+
+@lru_cache(maxsize=2**14)  # asked in every forward, about the same names
+def _matches(match: str, name: str) -> bool:
+    return re.fullmatch(_pattern(match), name) is not None
 
 
 def _pattern(match: str) -> str:

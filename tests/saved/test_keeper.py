@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
 from pagestash.saved.capture import Untouched
+from pagestash.saved.identity import modules_in
 from pagestash.saved.region import claim
 
 POOLS = {
@@ -173,6 +174,115 @@ def test_weights_reallocated_before_forward_stay_where_they_are():
             model(x).square().sum().backward()
     peak = keeper.stats().homes["stash"].peak
     assert peak == x.nbytes  # the input, for the weight's gradient; the weight itself was not taken
+
+
+class Borrower(nn.Module):
+    """Uses the parameters of its parts without calling them, as a fused operation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.inner.weight)
+
+
+def _swap_data(model):
+    model[0].inner.weight.data = model[0].inner.weight.data.clone()
+
+
+def _replace_parameter(model):
+    model[0].inner.weight = nn.Parameter(model[0].inner.weight.detach().clone())
+
+
+def _replace_module(model):
+    model[0].inner = nn.Linear(16, 16, bias=False)
+
+
+def _add_parameter(model):
+    model[0].register_parameter("late", nn.Parameter(torch.randn(16, 16)))
+    model[0].forward = lambda x: nn.functional.linear(x, model[0].late)
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["between steps", "within a step"])
+@pytest.mark.parametrize("change", [_swap_data, _replace_parameter, _replace_module, _add_parameter])
+def test_weights_are_those_that_a_module_has_when_its_region_opens(change, within):
+    model = nn.Sequential(Borrower())
+    keeper = ps.Keeper(ps.Policy([ps.Rule("0", "stash", min_bytes=16)], ps.PoolConfig(page=256)))
+    keeper.attach(model)
+    x = torch.randn(8, 16, requires_grad=True)
+    for _ in range(3):
+        if not within:
+            change(model)
+        with keeper.step():
+            if within:
+                change(model)
+            model(x).sum().backward()
+    assert keeper.stats().homes["stash"].peak == x.nbytes  # and nothing of the weight, of 1024 bytes
+
+
+def test_modules_are_found_once_each_wherever_they_are():
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(shared, nn.Sequential(shared, nn.ModuleDict({"a": nn.ReLU()})))
+    model.register_module("nothing", None)
+    model[1].register_module("cycle", model)
+    found = modules_in(model, shared)
+    assert found[0] is model
+    assert sorted(map(id, found)) == sorted(map(id, model.modules()))
+
+
+def test_a_module_in_several_regions_notes_its_weights_once():
+    model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(4, 4))))
+    ps.Keeper(ps.Policy([ps.Rule("**", "keep")])).attach(model)
+    assert len(model[0][0][0]._forward_pre_hooks) == 2  # one that notes, and one that opens its own region
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda x: torch.complex(x, x).conj(),
+        lambda x: torch.complex(x, x).conj().imag,
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        lambda x: x[:0],
+        lambda x: x.to_sparse(),
+    ],
+    ids=["conjugate", "negative", "quantised", "empty", "sparse"],
+)
+def test_what_is_not_its_bytes_as_they_stand_is_not_moved(odd):
+    class Save(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            saved.append(odd(x.detach().clone()))
+            ctx.save_for_backward(saved[-1])
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            came_back.extend(ctx.saved_tensors)
+            return grad.expand(8, 16)
+
+    class Module(nn.Module):
+        def forward(self, x):
+            return Save.apply(x)
+
+    saved: list[torch.Tensor] = []
+    came_back: list[torch.Tensor] = []
+    model = nn.Sequential(Module())
+    keeper = ps.Keeper(ps.Policy([ps.Rule("0", "stash", min_bytes=0)], ps.PoolConfig(page=64))).attach(model)
+    x = torch.randn(8, 16, requires_grad=True)
+    with keeper.step():
+        model(x).backward()
+    (was,), (value,) = saved, came_back
+    assert keeper.stats().homes["stash"].peak == 0
+    assert (value.layout, value.dtype, value.shape) == (was.layout, was.dtype, was.shape)
+    assert (value.is_conj(), value.is_neg()) == (was.is_conj(), was.is_neg())
+    assert torch.equal(_plain(value), _plain(was))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    return tensor.dequantize() if tensor.is_quantized else tensor.resolve_conj().resolve_neg()
 
 
 def test_small_tensors_are_kept():

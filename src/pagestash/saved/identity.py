@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import Rule
@@ -133,17 +134,47 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor | None:
     return (sums * (2 * torch.arange(sums.numel(), device=sums.device) + 1)).sum()
 
 
-def storage_keys(tensors: Iterable[torch.Tensor]) -> set[int]:
+def storage_keys(tensors: Iterable[torch.Tensor | None]) -> set[int]:
     """The storages that `tensors` live in now; those of subclasses without one (DTensor) by their local part."""
     keys = set()
     for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor)
-        keys.add(local.untyped_storage()._cdata)
+        if tensor is not None:
+            local = getattr(tensor, "_local_tensor", tensor)
+            keys.add(local.untyped_storage()._cdata)
     return keys
+
+
+def modules_in(*roots: nn.Module) -> list[nn.Module]:
+    """`roots`, then all modules in them, each once.
+
+    A region walks them anew whenever it opens: what is in a module may change at any time, and its parameters do
+    so in mid-step under FSDP2, so nothing that was found before can be trusted. Torch's own walk spends most of
+    its time on names, which nobody reads here: for a decoder's layer, 61 µs with the storages against 20.
+    """
+    found = dict.fromkeys(roots)
+    modules = list(found)
+    for module in modules:  # which grows meanwhile
+        for child in module._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                modules.append(child)
+    return modules
+
+
+def weight_keys(module: nn.Module) -> set[int]:
+    """The storages that the parameters and buffers of a module, and of all in it, live in now."""
+    tensors: list[torch.Tensor | None] = []
+    for each in modules_in(module):
+        tensors += each._parameters.values()
+        tensors += each._buffers.values()
+    return storage_keys(tensors)
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def plain_storage(tensor: torch.Tensor) -> int | None:
     """The storage of a tensor with plain memory; None for a subclass or a layout that has none of its own."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return None
     return tensor.untyped_storage()._cdata

@@ -14,7 +14,7 @@ from pagestash.pages.slabs import HostSlabs
 from pagestash.policy import HomeName, Policy, format_bytes
 from pagestash.saved.capture import Capture
 from pagestash.saved.homes import Home, Keep
-from pagestash.saved.identity import storage_keys
+from pagestash.saved.identity import modules_in, storage_keys
 from pagestash.saved.measured import MeasuredOffload, Outlook
 from pagestash.saved.offload import Offload
 from pagestash.saved.order import Event, Group, Key, Recorder
@@ -228,24 +228,27 @@ class Keeper:
 
     def modules(self) -> Iterator[nn.Module]:
         """Modules of the attached models."""
-        return (module for model in self._models for module in model.modules())
+        return iter(modules_in(*self._models))
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of the attached models."""
-        return (parameter for model in self._models for parameter in model.parameters())
+        """Parameters of the attached models, each once."""
+        values = (value for module in self.modules() for value in module._parameters.values())
+        return iter(dict.fromkeys(value for value in values if value is not None))
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Buffers of the attached models, as far as they are state: flags and counters of a step are not.
 
         (Those a module with `grow_capacity` registers as not persistent.)
         """
+        modules = [module for module in self.modules() if module._buffers]
         passing = {
             id(module._buffers[name])
-            for module in self.modules()
-            if hasattr(module, "grow_capacity")
+            for module in modules
+            if module._non_persistent_buffers_set and hasattr(module, "grow_capacity")
             for name in module._non_persistent_buffers_set
         }
-        return (b for model in self._models for b in model.buffers() if id(b) not in passing)
+        values = (value for module in modules for value in module._buffers.values())
+        return iter(dict.fromkeys(b for b in values if b is not None and id(b) not in passing))
 
     # --- the pool ---
 

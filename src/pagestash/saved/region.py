@@ -168,7 +168,7 @@ def note_weights(*tensors: torch.Tensor | None) -> None:
     """
     current = _frames.get()
     if current:
-        current[-1].weights |= storage_keys(tensor for tensor in tensors if tensor is not None)
+        current[-1].weights |= storage_keys(tensors)
 
 
 def stay(tensor: torch.Tensor | None) -> None:

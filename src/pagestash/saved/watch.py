@@ -8,7 +8,7 @@ from torch import nn
 
 from pagestash.policy import Rule
 from pagestash.saved.capture import Capture
-from pagestash.saved.identity import storage_keys
+from pagestash.saved.identity import modules_in, storage_keys, weight_keys
 from pagestash.saved.recompute import Recompute
 from pagestash.saved.region import Region, enter, frames, leave, running_again
 from pagestash.saved.run import Run
@@ -25,6 +25,7 @@ class Watch:
         self._recompute = recompute
         self._hooks: list[Any] = []
         self._next_to_forward: list[tuple[Any, Any, Any]] = []
+        self._noted: set[nn.Module] = set()
 
     def start(self) -> None:
         """A step begins."""
@@ -40,6 +41,7 @@ class Watch:
             hook.remove()
         self._hooks.clear()
         self._next_to_forward.clear()
+        self._noted.clear()
 
     def add(self, name: str, path: Sequence[nn.Module], rule: Rule) -> None:
         """Open a region around each forward of the last module of `path`, which the model's `name` leads along."""
@@ -47,10 +49,10 @@ class Watch:
         open_regions: list[Region | None] = []
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            outer = frames()[-1] if frames() else None
+            current = frames()
             # No frames: another thread, such as autograd's when it runs a checkpointed forward again.
             if (
-                outer is None
+                not current
                 or running_again()
                 or not self.in_step
                 or self.aside
@@ -58,6 +60,7 @@ class Watch:
             ):
                 open_regions.append(None)
                 return
+            outer = current[-1]
             run = outer.run
             if rule.home != "recompute":
                 run = None
@@ -70,7 +73,7 @@ class Watch:
                 rule,
                 rows=outer.rows,
                 capacity=outer.capacity,
-                weights=storage_keys([*module.parameters(), *module.buffers()]),
+                weights=weight_keys(module),
                 run=run,
             )
             open_regions.append(region)
@@ -86,8 +89,9 @@ class Watch:
 
         def note_weights(module: nn.Module, args: Any) -> None:
             # FSDP2 gives a module new parameter storage just before its forward.
-            if self.in_step and frames():
-                frames()[-1].weights |= storage_keys(module.parameters(recurse=False))
+            current = frames()
+            if self.in_step and current:
+                current[-1].weights |= storage_keys(module._parameters.values())
 
         opening = module.register_forward_pre_hook(before, with_kwargs=True)
         # Also when forward raises: the region is over either way.
@@ -95,6 +99,8 @@ class Watch:
         self._hooks += [opening, closing]
         if rule.home == "recompute":
             self._next_to_forward.append((module, opening, closing))
-        for child in module.modules():
-            if child is not module and next(child.parameters(recurse=False), None) is not None:
+        for child in modules_in(module)[1:]:
+            # Once, in however many regions it is: what it notes is for the innermost of them.
+            if child not in self._noted and any(value is not None for value in child._parameters.values()):
+                self._noted.add(child)
                 self._hooks.append(child.register_forward_pre_hook(note_weights))

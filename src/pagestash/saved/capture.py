@@ -43,11 +43,10 @@ class Kept:
     tensor: torch.Tensor
     version: int
     region: str
-    keep: Keep
     held: Held
 
     def __del__(self) -> None:
-        self.keep.release(self.held)
+        self.held.let_go()
 
 
 @dataclass(slots=True, eq=False)
@@ -104,14 +103,23 @@ class Capture:
         `chained`: it is saved to run another region again.
         """
         key = plain_storage(tensor)
-        owner = (None if key is None else region.claimed(key)) or region
+        owner = region.claimed(key) or region if region.claims else region
         run = owner.run
         if isinstance(run, Run) and not self._is_weight(tensor, region):
             outer = run.home_of(tensor)
             if outer is None:
                 return run.drop(tensor, owner.rows)
-            region, chained = outer, True
-        return self._handle(region, tensor, chained) or Untouched(tensor, tensor._version)
+            region, owner, chained = outer, outer.claimed(key) or outer, True
+        version = tensor._version
+        if key is None or key in self.weights or key in region.weights:
+            return Untouched(tensor, version)
+        if owner.rule is None or owner.rule.home != "keep":
+            handle = self._handle(owner, key, tensor, version, chained)
+            if handle is not None:
+                return handle
+        # Detached: with its graph, an operation's own output would keep that operation alive.
+        alone = tensor.detach()
+        return Kept(alone, version, owner.name, self._keep.hold(key, alone, version, owner.name))
 
     def _is_weight(self, tensor: torch.Tensor, region: Region) -> bool:
         local = getattr(tensor, "_local_tensor", tensor)
@@ -120,31 +128,23 @@ class Capture:
         key = local.untyped_storage()._cdata
         return key in self.weights or key in region.weights
 
-    def _handle(self, region: Region, tensor: torch.Tensor, chained: bool) -> Handle | Kept | None:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return None
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            return None
-        if tensor.numel() == 0:
-            return None
-        key = tensor.untyped_storage()._cdata
-        if key in self.weights or key in region.weights:
-            return None
-        region = region.claimed(key) or region
-        rule = region.rule
-        home: HomeName = "keep"
-        maker = None
+    def _handle(
+        self, region: Region, key: int, tensor: torch.Tensor, version: int, chained: bool
+    ) -> Handle | None:
+        """A handle of what moves, or is made again; None for what stays."""
         # What another region keeps alive anyway is worth neither a copy nor a forward.
-        if not self._keep.holds(key, tensor._version):
-            if rule is not None and self._worth_moving(tensor, rule):
-                home = rule.home
-            # The output of a recomputed region needs no home, unless a rule says to keep it.
-            if rule is None or rule.home != "keep":
-                maker = self._recompute.maker(key, tensor, chained=chained)
+        if self._keep.holds(key, version):
+            return None
+        home: HomeName = "keep"
+        if region.rule is not None and self._worth_moving(tensor, region.rule):
+            home = region.rule.home
+        # The output of a recomputed region needs no home, unless a rule says to keep it.
+        maker = self._recompute.maker(key, tensor, chained=chained)
         if home == "keep" and maker is None:
-            # Detached: with its graph, an operation's own output would keep that operation alive.
-            alone = tensor.detach()
-            return Kept(alone, tensor._version, region.name, self._keep, self._keep.hold(alone, region.name))
+            return None
+        # There are no bytes to move, or they are not the tensor's values as they stand.
+        if not tensor.numel() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return None
         dense = maker is None and is_sparse(tensor)
         recipe = ViewRecipe(
             tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()) * tensor.element_size()
@@ -166,9 +166,12 @@ class Capture:
     def _worth_moving(self, tensor: torch.Tensor, rule: Rule) -> bool:
         if self.device is None:
             self.device = tensor.device
-        first, last = byte_range(tensor)
+        least = rule.least_bytes
+        if tensor.nbytes < least or tensor.device != self.device:
+            return False
         # An expanded view is as small as what it repeats.
-        return tensor.device == self.device and min(tensor.nbytes, last - first) >= rule.least_bytes
+        first, last = byte_range(tensor)
+        return last - first >= least
 
     def _entry(self, key: int, tensor: torch.Tensor, region: Region, home: HomeName) -> Entry:
         """The entry that holds the tensor's bytes, or a new one in the region's group."""
@@ -250,11 +253,14 @@ class Capture:
 
     def close(self, region: Region) -> None:
         """The region is over: its group goes to its home together, and so do those of claimed tensors."""
-        # In the order of the claims.
-        claimed = list(dict.fromkeys(owner for _, owner in region.claims.values()))
-        region.claims = {}
-        for other in claimed:
-            self.close(other)
+        if region.claims:
+            # In the order of the claims.
+            claimed = list(dict.fromkeys(owner for _, owner in region.claims.values()))
+            region.claims = {}
+            for other in claimed:
+                self.close(other)
+        if not region.entries:
+            return
         group = [entry for entry in region.entries if entry.handles]
         region.entries = []
         for entry in group:
@@ -276,7 +282,7 @@ class Capture:
         """Whether the tensor was changed in place since it was saved."""
         if isinstance(packed, Slot):
             return False
-        if isinstance(packed, Untouched | Kept):
+        if isinstance(packed, (Untouched, Kept)):
             return packed.tensor._version != packed.version
         entry = packed.entry
         if entry.origin is not None and not entry.spoiled:
@@ -288,12 +294,12 @@ class Capture:
             if packed.tensor._version != packed.version:
                 raise _changed(packed.tensor.shape, "a tensor", packed.region)
             return packed.tensor
-        if isinstance(packed, Slot):
-            return packed.run.give(packed.number)
         if isinstance(packed, Untouched):
-            if self.was_changed(packed):
+            if packed.tensor._version != packed.version:
                 raise _changed(packed.tensor.shape, "a weight or buffer", "")
             return packed.tensor
+        if isinstance(packed, Slot):
+            return packed.run.give(packed.number)
         entry = packed.entry
         if self.was_changed(packed):
             raise _changed(packed.recipe.size, "a tensor, or its row count,", entry.region)

@@ -37,9 +37,11 @@ class Tally:
 
     def count(self, region: str, change: int) -> None:
         self.bytes += change
-        self.peak = max(self.peak, self.bytes)
+        if self.bytes > self.peak:
+            self.peak = self.bytes
         now, peak = self.by_region.get(region, (0, 0))
-        self.by_region[region] = (now + change, max(peak, now + change))
+        now += change
+        self.by_region[region] = (now, now if now > peak else peak)
 
     def reset_peak(self) -> None:
         self.peak = self.bytes
@@ -50,11 +52,18 @@ class Tally:
 class Held:
     """A storage that is kept, for the region that first saved a tensor in it, at the version last saved."""
 
+    keep: "Keep"
     key: int
     region: str
     size: int
     version: int
-    holders: int = 0
+    holders: int = 1
+
+    def let_go(self) -> None:
+        """A holder is gone."""
+        self.holders -= 1
+        if not self.holders:
+            self.keep.forget(self)
 
 
 class Keep:
@@ -66,23 +75,25 @@ class Keep:
         self.tally = Tally()
         self._held: dict[int, Held] = {}
 
-    def hold(self, tensor: torch.Tensor, region: str) -> Held:
-        """Count a holder of the tensor's storage; the holder keeps it alive itself, and says when it lets go."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+    def hold(self, key: int, tensor: torch.Tensor, version: int, region: str) -> Held:
+        """Count a holder of the tensor's storage; the holder keeps it alive itself, and says when it lets go.
+
+        `key` and `version` are the tensor's: the caller knows them, and each costs a call.
+        """
         held = self._held.get(key)
         if held is None:
-            held = self._held[key] = Held(key, region, storage.nbytes(), 0)
-            self.tally.count(region, held.size)
-        held.version = tensor._version
-        held.holders += 1
+            size = tensor.untyped_storage().nbytes()
+            held = self._held[key] = Held(self, key, region, size, version)
+            self.tally.count(region, size)
+        else:
+            held.version = version
+            held.holders += 1
         return held
 
-    def release(self, held: Held) -> None:
-        held.holders -= 1
-        if not held.holders:
-            del self._held[held.key]
-            self.tally.count(held.region, -held.size)
+    def forget(self, held: Held) -> None:
+        """Nobody holds the storage any more."""
+        del self._held[held.key]
+        self.tally.count(held.region, -held.size)
 
     def holds(self, key: int, version: int) -> bool:
         """Whether a storage is kept as it was at `version`."""
@@ -91,12 +102,14 @@ class Keep:
 
     def put(self, group: Sequence[Entry]) -> None:
         for entry in group:
-            assert entry.origin is not None
-            entry.place = self.hold(entry.origin, entry.region)
+            origin = entry.origin
+            assert origin is not None
+            key = origin.untyped_storage()._cdata
+            entry.place = self.hold(key, origin, origin._version, entry.region)
 
     def get(self, entry: Entry) -> torch.Tensor:
         return entry.source().view(-1)
 
     def drop(self, entry: Entry) -> None:
-        self.release(entry.place)
+        entry.place.let_go()
         entry.origin = None

@@ -88,8 +88,8 @@ class Entry:
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and end of the storage bytes that the tensor's elements lie in."""
     first = int(tensor.storage_offset()) * tensor.element_size()
-    if tensor.numel() == 0:
-        return first, first
+    if tensor.is_contiguous():  # so is what has no elements
+        return first, first + tensor.nbytes
     span = 1 + sum(int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride()))
     return first, first + span * tensor.element_size()
 

@@ -69,9 +69,9 @@ class Region:
         # The weak reference keeps the storage's key from being given to another, and tells when it is gone.
         self.claims[storage._cdata] = (StorageWeakRef(storage), owner)
 
-    def claimed(self, key: int) -> "Region | None":
+    def claimed(self, key: int | None) -> "Region | None":
         """Whose the bytes of a storage are when saved in here; None: this region's."""
-        found = self.claims.get(key)
+        found = None if key is None else self.claims.get(key)
         return None if found is None or found[0].expired() else found[1]
 
 
@@ -80,8 +80,8 @@ class Region:
 _frames: ContextVar[tuple[Region, ...]] = ContextVar("pagestash_regions", default=())
 
 
-def frames() -> tuple[Region, ...]:
-    return _frames.get()
+frames = _frames.get
+"""The regions we are in. (No function of our own around it: every saved tensor asks.)"""
 
 
 def set_frames(value: tuple[Region, ...]) -> None:

@@ -43,7 +43,7 @@ ATTENTION = ("layers.*.attn.core_attn", "layers.*.attn.attn_proj")
 KEEP = [Rule("layers.*", "keep")]
 EVERYTHING = {
     "offload everything": {},
-    "offload everything but 2 GiB": {"prefetch_bytes": "2GiB"},
+    "offload everything but 2.5 GiB": {"prefetch_bytes": "2.5GiB"},
 }
 CHEAP = ("layers.*.moe.moe_act", "layers.*.attn_norm", "layers.*.mlp_norm")
 

@@ -580,3 +580,37 @@ def test_tensors_that_leave_whole_need_no_pages():
         assert same(run(model, x, count, keeper), plain)
     assert offload_of(keeper).tally.peak
     assert keeper.pool is None
+
+
+@pytest.mark.parametrize("prefetch", [0, None, 10**9])
+def test_the_plan_does_not_change_what_it_was_made_from(prefetch):
+    """A tensor that all layers save is asked for by all of them, whether it leaves or stays."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Turn() for _ in range(5))
+
+        def forward(self, x):
+            by = torch.cos(x)
+            for layer in self.layers:
+                x = layer(x, by)
+            return x.square().sum()
+
+    class Turn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(64, 64)
+
+        def forward(self, x, by):
+            return self.inner(x) * by + x
+
+    model, x = Turned(), torch.randn(32, 64)
+    plain = losses_and_grads(model, [x])
+    keeper = keeper_for(model, ps.Rule("layers.**", "offload", prefetch_bytes=prefetch, **RULE))
+    losses_and_grads(model, [x], keeper)
+    plan = offload_of(keeper).plan
+    for _ in range(3):
+        assert equal(losses_and_grads(model, [x], keeper), plain)
+        assert offload_of(keeper).plan is plan
+    nothing_left(keeper)

@@ -1,7 +1,7 @@
 """Offload and recompute on slices of published decoders: time and peak memory beside keeping everything.
 
-Eager steps follow one another as in training: the host launches one while the device still runs the one before.
-`ms_alone` is that of a step which finds the device idle, and waits for the host.
+Eager steps follow one another as in training: the host launches one while the device still runs the one before, and
+the first, which finds the device idle and waits for the host, does not count (`ms_alone` is its time).
 """
 
 import gc
@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ ATTENTION = ("layers.*.attn.core_attn", "layers.*.attn.attn_proj")
 KEEP = [Rule("layers.*", "keep")]
 EVERYTHING = {
     "offload everything": {},
-    "offload everything but 2.5 GiB": {"prefetch_bytes": "2.5GiB"},
+    "offload everything but 3 GiB": {"prefetch_bytes": "3GiB"},
 }
 CHEAP = ("layers.*.moe.moe_act", "layers.*.attn_norm", "layers.*.mlp_norm")
 
@@ -101,17 +102,15 @@ class Bench:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
 
-        def several(count: int) -> None:
-            for _ in range(count):
-                with around():
-                    self.step()
+        def once() -> None:
+            with around():
+                self.step()
 
-        alone = statistics.median(_milliseconds(lambda: several(1)) for _ in range(3))
         row: dict[str, Any] = {
             "preset": self.slice.preset,
             "policy": name,
-            "ms": statistics.median(_milliseconds(lambda: several(steps)) / steps for _ in range(3)),
-            "ms_alone": alone,
+            "ms": _milliseconds(once, steps),
+            "ms_alone": statistics.median(_milliseconds(once, 1, before=0) for _ in range(3)),
             "peak_bytes": torch.cuda.max_memory_allocated() - before,
             "loss": loss.item(),
         }
@@ -140,13 +139,9 @@ class Bench:
         for _ in range(4):
             loss = graphed(self.tokens, self.labels)
 
-        def replay(step: Callable[..., torch.Tensor] = graphed) -> None:
-            for _ in range(steps):
-                step(self.tokens, self.labels)
-
-        milliseconds = statistics.median(_milliseconds(replay) / steps for _ in range(3))
+        milliseconds = _milliseconds(partial(graphed, self.tokens, self.labels), steps)
         keeper.detach()
-        del graphed, replay  # with them the graph's memory
+        del graphed  # with it the graph's memory
         _quiet()
         torch.cuda.empty_cache()
         return {
@@ -211,7 +206,7 @@ def run_slice(which: Slice, steps: int) -> tuple[list[dict[str, Any]], list[Clai
                 )
             )
     if which.preset != "deepseek-v3":  # there a step of it takes several seconds
-        rows.append(bench.measure("save_on_cpu", None, 2))
+        rows.append(bench.measure("save_on_cpu", None, 1))
         _tell(rows[-1], keep)
     if len({row["loss"] for row in rows}) != 1:
         raise RuntimeError(f"losses differ: { {row['policy']: row['loss'] for row in rows} }")
@@ -222,7 +217,7 @@ def run(out: Path | None = None, quick: bool = False) -> Path:
     """Measure all policies on both slices and write the result."""
     rows, claims = [], []
     for which in (QUICK,) if quick else SLICES:
-        found, promised = run_slice(which, 3 if quick else 6)
+        found, promised = run_slice(which, 3 if quick else 10)
         rows += found
         claims += promised
         _quiet()
@@ -239,13 +234,17 @@ def _tell(row: dict[str, Any], keep: dict[str, Any]) -> None:
     )
 
 
-def _milliseconds(work: Callable[[], None]) -> float:
+def _milliseconds(step: Callable[[], Any], steps: int, before: int = 1) -> float:
+    """The time of one of several steps in a row, `before` of which come first and do not count."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
+    torch.cuda.synchronize()
+    for number in range(before + steps):
+        if number == before:
+            start.record()
+        step()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end)
+    return start.elapsed_time(end) / steps
 
 
 def _quiet() -> None:

@@ -129,3 +129,23 @@ def test_cross_entropy_computes_only_what_is_asked_for():
         assert not ops.cross_entropy(hidden, weight, torch.randint(0, 23, (9,))).requires_grad
     with pytest.raises(ValueError, match="reduction='none'"):
         ops.cross_entropy(hidden, weight, torch.zeros(9).long(), reduction="none")
+
+
+def test_a_loss_that_nothing_depends_on_has_no_gradients():
+    hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    loss = ops.cross_entropy(hidden, weight, torch.tensor([0, 1, 2, 4]))
+
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    Cut.apply(loss).backward()
+    assert hidden.grad is None
+    assert weight.grad is None
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    torch.autograd.gradcheck(lambda h, w: ops.cross_entropy(h, w, torch.tensor([0, 1, 2, 4])), wide)

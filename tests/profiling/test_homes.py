@@ -215,14 +215,14 @@ def test_bytes_fit_when_compute_waits_for_no_copy():
 
 
 def test_bytes_that_do_not_fit_have_a_fraction_that_does():
-    # 17.5 ms of copies a layer of 10. Five layers leave, by 10 + 5 · 17.5 = 97.4 ms; when the last layer ends,
-    # after 80, the window is for those that stay.
+    # 17.5 ms of copies a layer of 10. Five layers leave, by 10 + 5 · 17.5 = 97.4 ms; when the last layer begins,
+    # after 70, the window is for it and the two others that stay.
     profile = stack(8, rate=6e9)
     copy = 100 * MEGABYTE / 6e9
     found = profile.fits("layers.*")
     assert not found.fits
-    assert found.exposed_seconds == pytest.approx(10 * MS + 5 * copy - 80 * MS)
-    assert found.fraction == pytest.approx(14 * MS / copy, abs=0.01)
+    assert found.exposed_seconds == pytest.approx(10 * MS + 5 * copy - 70 * MS)
+    assert found.fraction == pytest.approx(12 * MS / copy, abs=0.01)
     rule = ps.Rule("layers.*", "offload", fraction=found.fraction)
     assert profile.fits(ps.Policy([rule])).fits
     assert not profile.fits(ps.Policy([ps.Rule("layers.*", "offload", fraction=found.fraction + 0.02)])).fits

@@ -13,6 +13,8 @@ WARPS = 8
 
 def scaled(values: torch.Tensor, by: torch.Tensor, dtype: torch.dtype, backend: str = "auto") -> torch.Tensor:
     """`values` (contiguous) times `by`, a floating scalar on its device, in `dtype`."""
+    if not values.is_contiguous():
+        raise ValueError(f"values of strides {values.stride()}: expected a contiguous tensor")
     if choose(values.device, backend) == "torch" or not values.numel():
         return scaled_reference(values, by, dtype)
     out = torch.empty_like(values, dtype=dtype)

@@ -231,6 +231,8 @@ def _loss_setup(ctx, inputs, output):
 
 
 def _loss_backward(ctx, dloss, *_):
+    if dloss is None:  # nothing depends on the loss
+        return (None,) * 10
     # Not in place: a backward that comes again finds the same gradients.
     dhidden, dweight = ctx.saved_tensors
     need_hidden, need_weight = ctx.need
@@ -255,7 +257,8 @@ def cross_entropy(
 ) -> Tensor:
     """The cross entropy (float32) of `hidden` [..., d] projected by `weight` [V, d], without keeping logits.
 
-    Gradients are computed with the loss, `chunk` tokens at a time, and scaled in backward.
+    Gradients are computed with the loss, `chunk` tokens at a time, and scaled in backward; those of gradients are
+    refused.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r}: expected 'mean' or 'sum'")

@@ -159,15 +159,14 @@ def _forward(
     leaving: deque[tuple[float, int]] = deque()
     left: dict[Key, float] = {}
     staying, gone, waited = 0, 0.0, 0.0
-    for move, following in zip(order, [*order[1:], None]):
+    for move in order:
         now = move.ready + waited
         if move.key in plan.stays:
             staying += move.room
         else:
             gone = left[move.key] = max(gone, now) + fraction * move.bytes / link.out
             leaving.append((gone, move.room))
-        # When forward is over, what is on its way out and what stays share the window.
-        limit = plan.window if following else max(0, plan.ahead(move.key) - staying)
+        limit = plan.leaving_limit(move.key, staying)
         while sum(room for end, room in leaving if end > now) > limit:
             end, _ = leaving.popleft()
             waited += max(0.0, end - now)

@@ -132,13 +132,12 @@ class Capture:
         self, region: Region, key: int, tensor: torch.Tensor, version: int, chained: bool
     ) -> Handle | None:
         """A handle of what moves, or is made again; None for what stays."""
+        # What another region keeps alive anyway is worth neither a copy nor a forward.
+        if self._keep.holds(key, version):
+            return None
         home: HomeName = "keep"
         if region.rule is not None and self._worth_moving(tensor, region.rule):
             home = region.rule.home
-        # What another region keeps alive anyway is worth neither a copy nor a forward. But what its own home left
-        # there for now is one entry with this: whether it moves or stays, the home hears of all who ask for it.
-        if self._keep.holds(key, version) and not self._known(key, home):
-            return None
         # The output of a recomputed region needs no home, unless a rule says to keep it.
         maker = self._recompute.maker(key, tensor, chained=chained)
         if home == "keep" and maker is None:
@@ -182,7 +181,10 @@ class Capture:
         if rows is None:
             first -= first % 16  # so that every dtype's view starts on an element, and copies are wide
         version = tensor._version
-        known = self._known(key, home)
+        known = self._entries.setdefault((key, home), [])
+        # The weak reference keeps the storage's identity from being given to another tensor; an entry whose
+        # storage is gone can no longer be the one that is being saved.
+        known[:] = [entry for entry in known if entry.handles and not entry.storage.expired()]
         for entry in known:
             if entry.same_content(version, rows, first, last):
                 return entry
@@ -205,16 +207,6 @@ class Capture:
         known.append(entry)
         region.entries.append(entry)
         return entry
-
-    def _known(self, key: int, home: HomeName) -> list[Entry]:
-        """The entries of a storage in one home.
-
-        The weak reference keeps the identity of the storage from being given to another; an entry whose storage is
-        gone can no longer be the one that is being saved.
-        """
-        known = self._entries.setdefault((key, home), [])
-        known[:] = [entry for entry in known if entry.handles and not entry.storage.expired()]
-        return known
 
     def _made(self, key: int, tensor: torch.Tensor, run: Run, number: int) -> Entry:
         """The entry of a recomputed region's output, which no home need hold."""

@@ -50,13 +50,16 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A storage that is kept, for the region that first saved a tensor in it, at the version last saved."""
+    """A storage that is kept, for the region that first saved a tensor in it, at the version last saved.
+
+    That is None while it stays by the decision of another home alone.
+    """
 
     keep: "Keep"
     key: int
     region: str
     size: int
-    version: int
+    version: int | None
     holders: int = 1
 
     def let_go(self) -> None:
@@ -75,7 +78,7 @@ class Keep:
         self.tally = Tally()
         self._held: dict[int, Held] = {}
 
-    def hold(self, key: int, tensor: torch.Tensor, version: int, region: str) -> Held:
+    def hold(self, key: int, tensor: torch.Tensor, version: int | None, region: str) -> Held:
         """Count a holder of the tensor's storage; the holder keeps it alive itself, and says when it lets go.
 
         `key` and `version` are the tensor's: the caller knows them, and each costs a call.
@@ -86,8 +89,9 @@ class Keep:
             held = self._held[key] = Held(self, key, region, size, version)
             self.tally.count(region, size)
         else:
-            held.version = version
             held.holders += 1
+            if version is not None:
+                held.version = version
         return held
 
     def forget(self, held: Held) -> None:
@@ -96,16 +100,19 @@ class Keep:
         self.tally.count(held.region, -held.size)
 
     def holds(self, key: int, version: int) -> bool:
-        """Whether a storage is kept as it was at `version`."""
+        """Whether a storage is kept as it was at `version`, whatever other homes decide.
+
+        (Else what a plan lets stay would change what is saved next, and so the order that the plan was made from.)
+        """
         held = self._held.get(key)
         return held is not None and held.version == version
 
     def put(self, group: Sequence[Entry]) -> None:
+        """Entries of another home, which stay for now."""
         for entry in group:
             origin = entry.origin
             assert origin is not None
-            key = origin.untyped_storage()._cdata
-            entry.place = self.hold(key, origin, origin._version, entry.region)
+            entry.place = self.hold(origin.untyped_storage()._cdata, origin, None, entry.region)
 
     def get(self, entry: Entry) -> torch.Tensor:
         return entry.source().view(-1)

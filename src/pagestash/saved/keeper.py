@@ -52,7 +52,7 @@ class Keeper:
         self._keep = Keep()
         self._stash: Stash | MeasuredStash = MeasuredStash(policy.pool.page_bytes)
         self._recorder = Recorder()
-        pressure = Pressure(lambda: read_memory(self.device, self.parameters()))
+        pressure = Pressure(lambda: read_memory(self.device, self.parameters))
         self._offload: Offload | MeasuredOffload = MeasuredOffload(self._recorder, pressure)
         self._recompute = Recompute()
         self._homes: dict[HomeName, Home] = {
@@ -277,6 +277,8 @@ class Keeper:
             pages = self._pages_wanted(self._stash, outlook)
             if pages is not None and (pages or self.policy.spill_bytes):
                 self._make_pool(pages)
+                if outlook is not None:  # what was measured had no pool
+                    outlook.plan.tighten(pages * self.policy.pool.page_bytes)
         if outlook is not None and (self.pool is not None or not outlook.pages):
             self._plan_offload(outlook)
         return self.pool is not None
@@ -343,9 +345,6 @@ class Keeper:
         """Count peaks from now on; also clears the overflow flag."""
         for tally in (self._keep.tally, self._offload.tally, self._recompute.tally):
             tally.reset_peak()
-        if isinstance(self._offload, Offload):
-            self._offload.saved.reset_peak()
-            self._offload.here.reset_peak()
         if isinstance(self._stash, MeasuredStash):
             self._stash.peak_bytes = self._stash.bytes
         if self.pool is not None:

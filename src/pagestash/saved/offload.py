@@ -39,7 +39,6 @@ class Member:
     """One entry of a group: its leading bytes in host memory, and the rows behind them in pages."""
 
     share: int = 0
-    kept: int = 0
     here: int = 0
     """Its bytes on the device, or on their way out or back."""
     block: HostBlock | None = None
@@ -82,10 +81,6 @@ class Offload:
         self.slabs = slabs
         self.plan = plan
         self.tally = Tally()
-        self.saved = Tally()
-        """All bytes that were given to this home, wherever they are; where pages hold a part, without that."""
-        self.here = Tally()
-        """Those of them on the device, on their way out or back."""
         self.refused = Tally()
         """Bytes that should have left, but found no room on the host, and stayed."""
         self._device = device
@@ -99,6 +94,7 @@ class Offload:
         self._live: dict[Key, OffloadedGroup] = {}
         self._kept: dict[Entry, OffloadedGroup] = {}
         self._on_device: dict[Key, int] = {}
+        self._here = 0  # bytes on the device: kept, leaving, coming back and in use
         self._leaving: deque[OffloadedGroup] = deque()
         self._dead: deque[tuple[OffloadedGroup, Entry]] = deque()
 
@@ -123,9 +119,7 @@ class Offload:
         if not recorder.groups:
             return  # nothing was saved: an evaluation
         if not self.plan.agrees_with(recorder):
-            before, self.plan = self.plan, make_plan(recorder.events, recorder.groups, recorder.turns)
-            if before.groups.keys() == self.plan.groups.keys():  # the same in another order
-                self.plan.slack = before.slack
+            self.plan = make_plan(recorder.events, recorder.groups, recorder.turns)
         if slabs.wanted > slabs.size:
             slabs.fit(slabs.wanted)
         elif self.refused.peak:  # there was room enough, in pieces that were too small
@@ -183,21 +177,18 @@ class Offload:
                 share = 0
         member.share = share
         if not share and (entry.rows is None or self._split.mostly_valid(rule, Shape.of(entry))):
-            member.kept = entry.length
-            self.saved.count(entry.region, member.kept)
-            self._count(entry, member, member.kept)
+            self._count(member, entry.length)
             self._keep.put([entry])
             self._kept[entry] = group
             return
+        self.tally.count(entry.region, share)
+        self._count(member, share)
         if entry.rows is not None:
             # Its buffer has room for the worst case: rows that do not leave are better off in pages.
             member.rows = entry.rows.detach().clone()
             if share < entry.length:
                 member.rest = _rest(entry, share)
                 self._stash().put([member.rest])
-        self.tally.count(entry.region, share)
-        self.saved.count(entry.region, share)
-        self._count(entry, member, share)
 
     def _move_out(self, group: OffloadedGroup, moved: list[Entry]) -> None:
         with self._out.after():
@@ -214,16 +205,11 @@ class Offload:
     def _may_be_leaving(self, key: Key) -> int:
         """Bytes that may still be on their way out now that `key` was put.
 
-        They share the window with what is on the device and what is on its way back, or the two together would
-        be where memory peaks: at the turn of a step, and of each microbatch. Where memory is known to be further
-        from its peak than that, they may take longer.
+        A part of the window; or more, where memory is known to be further from its peak than that.
         """
-        room = self.plan.ahead(key)
-        kind, following = next(self.plan.after(("put", key)), ("get", key))
-        if kind == "put":  # forward goes on, and makes the next group while these leave
-            room = max(room, self.plan.window) - self.plan.groups[following].room
-        room = max(room, self.plan.slack.get(("put", key), 0))
-        return max(0, room - sum(self._on_device.values()))
+        beside = self._here - sum(_bytes_of(group.sources) for group in self._leaving)
+        far = self.plan.slack.get(("put", key), 0) - beside
+        return max(far, self.plan.leaving_limit(key, sum(self._on_device.values())))
 
     def _let_go(self, limit: int, asked: OffloadedGroup | None = None) -> None:
         """Let go of sources whose copy is done, and of the oldest until no more than `limit` bytes are leaving.
@@ -243,15 +229,15 @@ class Offload:
             for entry, origin in group.sources:
                 # Written over while the copy may have been reading it.
                 entry.spoiled |= origin._version != entry.version
-                self._count(entry, group.members.get(entry), 0)
+                if entry in group.members:  # or it was dropped meanwhile
+                    self._count(group.members[entry], 0)
             group.sources = []
             self._leaving.popleft()
 
-    def _count(self, entry: Entry, member: Member | None, here: int) -> None:
-        """So many bytes of the entry are on the device now; None: it was dropped meanwhile."""
-        if member is not None:
-            self.here.count(entry.region, here - member.here)
-            member.here = here
+    def _count(self, member: Member, here: int) -> None:
+        """So many of its bytes are on the device now."""
+        self._here += here - member.here
+        member.here = here
 
     # --- in: backward asks for an entry ---
 
@@ -259,8 +245,11 @@ class Offload:
         self._sweep()
         kept = self._kept.get(entry)
         group: OffloadedGroup = entry.place if kept is None else kept
-        # What still leaves is memory that backward can use, but for the part of the window that it may have.
-        self._let_go(max(0, self.plan.window - sum(self._on_device.values())), group)
+        # What still leaves is memory that backward can use, but for what is left of the window.
+        there = sum(self._on_device.values())
+        if group.key not in self._on_device:
+            there += sum(each.length for each in group.members)
+        self._let_go(max(0, self.plan.ahead(group.key) - there), group)
         if kept is not None:
             self._asked(group)
             return self._keep.get(entry)
@@ -293,7 +282,7 @@ class Offload:
             entry: torch.empty(entry.length, dtype=torch.uint8, device=self._device) for entry in entries
         }
         for entry in entries:
-            self._count(entry, group.members[entry], group.members[entry].share)
+            self._count(group.members[entry], group.members[entry].share)
         with self._in.after(group.left):
             for entry, buffer in buffers.items():
                 member, start = group.members[entry], 0
@@ -360,14 +349,13 @@ class Offload:
         while self._dead:
             group, entry = self._dead.popleft()
             member = group.members.pop(entry)
-            self._count(entry, member, 0)
-            self.saved.count(entry.region, -(member.share or member.kept))
+            self._count(member, 0)
             if entry in group.incoming:
                 # Nobody asked for it, and its copy back may still be under way: the buffer's memory and the
                 # block's are used again only behind it.
                 wait_here(group.arrived)
                 del group.incoming[entry]
-            if member.rest is not None:
+            if member.rest is not None and member.rest.place is not None:
                 self._stash().drop(member.rest)
             if member.refused:
                 self.slabs.forget(member.refused)

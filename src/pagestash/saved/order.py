@@ -100,12 +100,28 @@ class Plan:
         kind, key = self.order[index + 1] if index + 1 < len(self.order) else ("get", ())
         return self.groups[key].room if kind == "put" else 0
 
+    def leaving_limit(self, key: Key, there: int) -> int:
+        """Bytes that may still be on their way out when `key` was put and `there` bytes are on the device.
+
+        They share the window with those, and with what forward makes meanwhile, or all of them together would be
+        where memory peaks: at the turn of a step, and of each microbatch.
+        """
+        room = self.ahead(key)
+        kind, following = next(self.after(("put", key)), ("get", key))
+        if kind == "put":
+            room = max(room, self.window) - self.groups[following].room
+        return max(0, room - there)
+
     def fetch_limit(self, key: Key) -> int:
         """Bytes that may be on the device or on their way when this group is fetched, itself included.
 
         No more than stood there at the turn, or fetching would raise the peak that offload lowers.
         """
         return min(self.ahead(key), max(self.standing, self.groups[key].room))
+
+    def tighten(self, size: int) -> None:
+        """So many bytes are taken from now on that were free when the step was measured."""
+        self.slack = {event: max(0, slack - size) for event, slack in self.slack.items()}
 
     def agrees_with(self, recorder: Recorder) -> bool:
         """Whether a step put and asked for the same groups in the same order as this plan's."""

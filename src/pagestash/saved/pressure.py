@@ -13,21 +13,40 @@ from pagestash.saved.order import Event
 
 
 class Reading(NamedTuple):
-    """Bytes that are allocated now, the most that were since the last reading, and those of gradients."""
+    """Bytes that are allocated now, the most that were since the last reading, and each gradient's."""
 
     now: int
     peak: int
-    gradients: int
+    gradients: dict[int, int]
+
+    @property
+    def beside(self) -> int:
+        """What is allocated now beside gradients."""
+        return self.now - sum(self.gradients.values())
 
 
-def read_memory(device: torch.device | None, parameters: Iterable[torch.Tensor]) -> Reading | None:
+def read_memory(
+    device: torch.device | None, parameters: Callable[[], Iterable[torch.Tensor]]
+) -> Reading | None:
     """A reading of the allocator, whose peak statistics start anew; None on a device that has none."""
     if device is None or device.type != "cuda":
         return None
-    gradients = sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None)
-    reading = Reading(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device), gradients)
+    gradients = {
+        id(parameter): getattr(parameter.grad, "_local_tensor", parameter.grad).nbytes
+        for parameter in parameters()
+        if parameter.grad is not None
+    }
+    now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    return reading
+    return Reading(now, peak, gradients)
+
+
+class _Peak(NamedTuple):
+    """The peak between two events, and bounds of what it is beside gradients, were they all there before."""
+
+    whole: int
+    at_least: int
+    at_most: int
 
 
 class Pressure:
@@ -35,13 +54,13 @@ class Pressure:
 
     def __init__(self, read: Callable[[], Reading | None]) -> None:
         self._read = read
-        self._first: Reading | None = None
-        self._last: tuple[Event, Reading] | None = None
-        self._after: dict[Event, Reading] = {}
+        self.start()
 
     def start(self) -> None:
         """A new step. Nothing is read before its first event: there may be none."""
-        self._first, self._last, self._after = None, None, {}
+        self._first: Reading | None = None
+        self._last: tuple[Event, Reading] | None = None
+        self._peaks: dict[Event, _Peak] = {}
 
     def note(self, event: Event) -> None:
         """An event of the step has come: the time since the last one is over."""
@@ -52,25 +71,29 @@ class Pressure:
             self._first = reading
         else:
             before, begun = self._last
-            known = self._after.get(before)
-            peak = max(reading.peak, 0 if known is None else known.peak)
-            self._after[before] = Reading(begun.now, peak, begun.gradients)
+            # Of the gradients made in between, a step that has them all makes at least the largest once more.
+            made = [size for which, size in reading.gradients.items() if which not in begun.gradients]
+            peak = _Peak(
+                reading.peak,
+                reading.peak - sum(reading.gradients.values()) + max(made, default=0),
+                reading.peak - sum(begun.gradients.values()),
+            )
+            known = self._peaks.get(before, peak)
+            self._peaks[before] = _Peak(*map(max, known, peak))
         self._last = event, reading
 
     def slack(self) -> dict[Event, int]:
-        """After each event, bytes more that would not have raised the step's peak, in this step and in later ones.
+        """After each event, bytes more that would not have raised the step's peak, in this step or in later ones.
 
         What the step left behind is there from the beginning of the next: gradients, if they are not dropped, and
         whatever else. The time after the last event does not count, in which an optimizer may make its state.
         """
-        if not self._after or self._first is None:
+        if not self._peaks or self._first is None or self._last is None:
             return {}
-        last = self._read()
-        assert last is not None
-        left = max(0, (last.now - last.gradients) - (self._first.now - self._first.gradients))
-        most = max(reading.peak for reading in self._after.values())
-        most_beside = max(reading.peak - reading.gradients for reading in self._after.values())
+        left = max(0, self._last[1].beside - self._first.beside)
+        whole = max(peak.whole for peak in self._peaks.values())
+        beside = max(peak.at_least for peak in self._peaks.values())
         return {
-            event: max(0, min(most - peak, most_beside - (peak - gradients)) - left)
-            for event, (_, peak, gradients) in self._after.items()
+            event: max(0, min(whole - peak.whole, beside - peak.at_most) - left)
+            for event, peak in self._peaks.items()
         }

@@ -25,17 +25,12 @@ class HomeStats:
 
 @dataclass(frozen=True, slots=True)
 class OffloadStats:
-    """Pinned memory of the `offload` home, what found no room in it and stayed on the device, and what it spares.
-
-    `spared` is what the device's peak falls by: the most bytes that were given to the home at one time, less the
-    most of them that were on the device, staying, leaving or coming back.
-    """
+    """Pinned memory of the `offload` home, and the bytes that found no room in it and stayed on the device."""
 
     host_bytes: int
     limit: int
     refused: int
     refused_peak: int
-    spared: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +81,7 @@ def collect(
         homes["stash"] = HomeStats(pool.valid_bytes, pool.valid_bytes_peak)
     if isinstance(offload, Offload):
         slabs, refused = offload.slabs, offload.refused
-        spared = offload.saved.peak - offload.here.peak
-        limits = OffloadStats(slabs.size, slabs.limit, refused.bytes, refused.peak, spared)
+        limits = OffloadStats(slabs.size, slabs.limit, refused.bytes, refused.peak)
     return KeeperStats(homes, regions, pool, limits)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ class Watch:
         self._recompute = recompute
         self._hooks: list[Any] = []
         self._next_to_forward: list[tuple[Any, Any, Any]] = []
-        self._noted: set[nn.Module] = set()
+        self._noted: WeakSet[nn.Module] = WeakSet()
 
     def start(self) -> None:
         """A step begins."""

@@ -207,9 +207,17 @@ class Offload:
 
         A part of the window; or more, where memory is known to be further from its peak than that.
         """
-        beside = self._here - sum(_bytes_of(group.sources) for group in self._leaving)
-        far = self.plan.slack.get(("put", key), 0) - beside
-        return max(far, self.plan.leaving_limit(key, sum(self._on_device.values())))
+        near = self.plan.leaving_limit(key, sum(self._on_device.values()))
+        slack = self.plan.slack.get(("put", key), 0)
+        if slack <= near:
+            return near
+        leaving = sum(
+            group.members[entry].here
+            for group in self._leaving
+            for entry, _ in group.sources
+            if entry in group.members
+        )
+        return max(near, slack - (self._here - leaving))
 
     def _let_go(self, limit: int, asked: OffloadedGroup | None = None) -> None:
         """Let go of sources whose copy is done, and of the oldest until no more than `limit` bytes are leaving.

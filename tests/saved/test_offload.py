@@ -446,11 +446,11 @@ def test_a_copy_that_fails_leaves_nothing_behind(monkeypatch):
     keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE))
     plain = losses_and_grads(model, [x])
 
-    def fail(*_):
+    def fail(*_, **__):
         raise MemoryError("no")
 
     with monkeypatch.context() as patch:  # in the measured step
-        patch.setattr(torch.Tensor, "cpu", fail)
+        patch.setattr(torch.Tensor, "to", fail)
         with pytest.raises(MemoryError), keeper.step():
             model(x)
     assert equal(losses_and_grads(model, [x], keeper), plain)
@@ -590,4 +590,24 @@ def test_the_plan_does_not_change_what_it_was_made_from(prefetch):
     for _ in range(3):
         assert equal(losses_and_grads(model, [x], keeper), plain)
         assert offload_of(keeper).plan is plan
+    nothing_left(keeper)
+
+
+def test_what_a_fraction_leaves_on_the_device_takes_no_part_of_the_window(monkeypatch):
+    """It would be full for all of backward, and every other tensor fetched when it is asked for."""
+    model, x = MLP(depth=16), torch.randn(32, 64)
+    plain = losses_and_grads(model, [x])
+    keeper = keeper_for(model, ps.Rule("layers.*.1", "offload", fraction=0.6, **RULE))  # a tensor a layer
+    losses_and_grads(model, [x], keeper)
+    late, fetch = [], Offload._fetch
+
+    def noting(self, group, asked=None):
+        late.append(asked is not None)
+        fetch(self, group, asked)
+
+    monkeypatch.setattr(Offload, "_fetch", noting)
+    assert equal(losses_and_grads(model, [x], keeper), plain)
+    moved = offload_of(keeper).tally.peak // (32 * 128 * 4)
+    assert late == [False] * moved
+    assert 6 <= moved <= 8  # ten leave by the rule, and up to three of them stay at the end of forward
     nothing_left(keeper)

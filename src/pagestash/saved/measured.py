@@ -79,8 +79,8 @@ class MeasuredOffload:
             if entry.rows is not None:
                 source = source[: min(max(int(entry.rows.item()), 0), entry.capacity)]
             seen.entries.append((Shape.of(entry), source.nbytes))
-            # A clone where the device is the host: the source may be written over.
-            entry.place = _Waiting(source.detach().cpu().clone(), key, source.device)
+            # A copy also where the device is the host: the source may be written over.
+            entry.place = _Waiting(source.detach().to("cpu", copy=True), key, source.device)
             entry.origin = None
             seen.left += 1
             self.tally.count(entry.region, source.nbytes)
@@ -113,7 +113,7 @@ class MeasuredOffload:
         shares: dict[Key, list[int]] = {}
         for key, seen in self._seen.items():
             shares[key] = [split.share(seen.rule, shape) for shape, _ in seen.entries]
-            room = sum(shape.length for shape, _ in seen.entries)
+            room = sum(shape.length for (shape, _), share in zip(seen.entries, shares[key]) if share)
             groups[key] = Group(sum(map(aligned, shares[key])), room, seen.rule.prefetch_bytes)
         plan = make_plan(events, groups, self._recorder.turns)
         plan.slack = self._pressure.slack()

@@ -146,7 +146,8 @@ class Offload:
         assert rule is not None
         key = self._recorder.key(group[0].region)
         shares = {entry: self._split.share(rule, Shape.of(entry)) for entry in group}
-        size, room = sum(map(aligned, shares.values())), sum(entry.length for entry in group)
+        size = sum(map(aligned, shares.values()))
+        room = sum(entry.length for entry, share in shares.items() if share)
         self._recorder.put(key, Group(size, room, rule.prefetch_bytes))
         stays = key in self.plan.stays
         offloaded = OffloadedGroup(key)
@@ -157,7 +158,7 @@ class Offload:
         if moved:
             self.slabs.fixed |= capturing()
             self._move_out(offloaded, moved)
-        else:
+        elif stays and room:  # and not for want of host memory, or because the rule's fraction leaves it here
             self._on_device[key] = room
         for entry in group:
             if entry not in self._kept:
@@ -256,7 +257,7 @@ class Offload:
         # What still leaves is memory that backward can use, but for what is left of the window.
         there = sum(self._on_device.values())
         if group.key not in self._on_device:
-            there += sum(each.length for each in group.members)
+            there += _room_of(group)
         self._let_go(max(0, self.plan.ahead(group.key) - there), group)
         if kept is not None:
             self._asked(group)
@@ -300,7 +301,7 @@ class Offload:
                     start += part.numel()
         group.arrived = self._in.mark()
         group.incoming |= buffers
-        self._on_device[group.key] = sum(entry.length for entry in group.members)
+        self._on_device[group.key] = _room_of(group)
 
     def _take_in(self, group: OffloadedGroup) -> None:
         """From here on the compute stream may read what came back; the rest of it comes from pages."""
@@ -330,6 +331,8 @@ class Offload:
                 continue
             seen.add(key)
             group = self._live.get(key)
+            if group is not None and not _room_of(group):
+                continue  # nothing of it has left
             there += self.plan.groups[key].room
             if kind == "put" or key in self.plan.stays:
                 if there > self.plan.window:
@@ -375,6 +378,11 @@ class Offload:
                 self._recorder.drop(group.key)
                 self._on_device.pop(group.key, None)
                 del self._live[group.key]
+
+
+def _room_of(group: OffloadedGroup) -> int:
+    """Bytes that it takes on the device when what has left is back."""
+    return sum(entry.length for entry, member in group.members.items() if member.share)
 
 
 def _bytes_of(sources: list[tuple[Entry, torch.Tensor]]) -> int:

@@ -21,7 +21,8 @@ class Group:
     """What the order has to know of a group.
 
     It takes `size` bytes of host memory, `room` bytes of the device when it is back (a valid-row tensor comes
-    back at its full capacity), and it is fetched `ahead` bytes ahead, or as the plan says.
+    back at its full capacity; what a rule's fraction leaves there is no part of it), and it is fetched `ahead`
+    bytes ahead, or as the plan says.
     """
 
     size: int

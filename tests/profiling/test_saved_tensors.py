@@ -1,6 +1,7 @@
 """What a profile records: every saved tensor, its region, whose memory it is, and who else holds it."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
+from pagestash.profiling.recorder import Recorder
 from pagestash.saved.region import claim
 
 ROWS, WIDTH = 6, 8
@@ -314,3 +316,23 @@ def test_a_compiled_module_is_one_region_and_runs_compiled():
     assert {tensor.region for tensor in found.tensors} == {"0", "1"}
     assert len(calls) == 1
     assert found.total_bytes == 2 * SIZE
+
+
+def test_garbage_is_gone_before_the_allocator_is_asked(monkeypatch):
+    """A model in a cycle, collected in the middle of forward, would be counted as memory that forward gave back."""
+
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+    cycle, alive = Cycle(), []
+    gone = weakref.ref(cycle)
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH)
+    monkeypatch.setattr(Recorder, "_allocated", lambda self: alive.append(gone() is not None) or 0)
+    gc.disable()
+    try:
+        del cycle
+        ps.profile(model, x, loss=torch.sum, repeats=1)
+    finally:
+        gc.enable()
+    assert alive[0] is False

@@ -1,5 +1,6 @@
 """Records every tensor that autograd saves: which region, which storage, whose memory, and until when."""
 
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -101,6 +102,7 @@ class Recorder:
     def forward(self) -> Iterator[None]:
         """Record what is saved while open."""
         casts = _Casts(self) if self._tell_casts else nullcontext()
+        gc.collect()  # a model that is only garbage, and goes in the middle of this, would count against it
         self._before = self._allocated()
         with self.watch.forward(), casts, torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield

@@ -22,7 +22,8 @@ from pagestash.policy import Policy, Rule, format_bytes
 
 GIB = 2**30
 MARGIN = 0.75
-"""Of the largest fraction that hides by the profile's estimate, which is an eager step's: a graph is faster."""
+"""Of the largest fraction that hides by the profile's estimate, where that is not all of it: the estimate is of an
+eager step, and a graph is faster. A claim names the fraction that ran."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,6 @@ class Bench:
         graphed = ps.GraphedStep(train_step, keeper)
         for _ in range(4):
             loss = graphed(self.tokens, self.labels)
-
         milliseconds = _milliseconds(partial(graphed, self.tokens, self.labels), steps)
         keeper.detach()
         del graphed  # with it the graph's memory

@@ -9,6 +9,7 @@ comes at once, which stay. On the last rank of 1F1B that is each of them.
 import tempfile
 from contextlib import nullcontext
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +100,13 @@ def promised(plan: Plan) -> int:
     """What the peak should fall by, from the schedule alone."""
     layer = 5 * WIDTH * ROWS * 4  # its input, and two tensors of twice the width
     microbatch = LAYERS // len(plan.stages) * layer
-    saved = [sum(counts.values()) for counts in plan.held()]
+    saved = max(sum(counts.values()) for counts in plan.held())
     at_once = turns(plan)
-    staying = [
-        sum(((action.stage, action.microbatch) in at_once) * {"F": 1}.get(action.kind, -1) for action in done)
-        for done in (plan.actions[:count] for count in range(1, len(plan.actions) + 1))
-    ]
-    if max(saved) == max(staying):
-        return 0
-    return microbatch * (max(saved) - max(staying)) - WINDOW * layer
+    comes_and_goes = (
+        1 if kind == "F" else -1 for kind, stage, number in plan.actions if (stage, number) in at_once
+    )
+    staying = max(accumulate(comes_and_goes), default=0)
+    return 0 if saved == staying else microbatch * (saved - staying) - WINDOW * layer
 
 
 def work(rank: int, world: int, folder: str, microbatches: int) -> None:

@@ -1,18 +1,27 @@
 """The user's rules: which region's saved tensors go to which home, and how large the pool is."""
 
+import json
+import math
+import operator
 import os
 import re
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from pagestash.toml import read_toml
+
 HomeName = Literal["keep", "stash", "offload", "recompute"]
 HOMES: tuple[HomeName, ...] = get_args(HomeName)
 MIN_BYTES: dict[str, int] = {"offload": 1 << 20, "recompute": 0}
+MOST_BYTES = 2**63 - 1
+"""Sizes are counted in int64 on the device."""
+
+MOST_PAGE = 1 << 30
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     f"{letter}iB": 1 << (10 * power) for power, letter in enumerate("KMGT", start=1)
@@ -25,16 +34,25 @@ def parse_bytes(text: str | int, what: str = "size") -> int:
     >>> parse_bytes("64KiB")
     65536
     """
-    if isinstance(text, int) and not isinstance(text, bool):
-        amount, unit = float(text), ""
-    else:
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    refusal = ValueError(f"{what}={text!r}: expected a number with a unit, like '64KiB', '8GiB' or '2GB'")
+    value: Any = text
+    if isinstance(text, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
         if not found or found[2] not in _UNITS:
-            raise ValueError(f"{what}={text!r}: expected a number with a unit, like '64KiB', '8GiB' or '2GB'")
-        amount, unit = float(found[1]), found[2]
-    if amount < 0:
+            raise refusal
+        amount = float(found[1]) * _UNITS[found[2]]
+        size = round(amount) if math.isfinite(amount) else MOST_BYTES + 1
+    elif isinstance(value, float) and value.is_integer():
+        size = int(value)
+    elif isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise refusal
+    else:
+        size = operator.index(value)
+    if size < 0:
         raise ValueError(f"{what}={text!r}: expected 0 or more")
-    return round(amount * _UNITS[unit])
+    if size > MOST_BYTES:
+        raise ValueError(f"{what}={text!r}: expected less than {format_bytes(MOST_BYTES)}")
+    return size
 
 
 def machine_memory() -> int:
@@ -49,6 +67,61 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+# --- what a field may be: a check takes the value and its name, and returns the value or raises a ValueError ---
+
+Check = Callable[[Any, str], Any]
+
+
+def _pattern_text(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{what}={value!r}: expected a pattern like 'layers.*.experts'")
+    return value
+
+
+def _one_of(*choices: str) -> Check:
+    def check(value: Any, what: str) -> str:
+        if isinstance(value, str) and value in choices:
+            return value
+        hint = get_close_matches(str(value), choices, n=1)
+        meant = f"; did you mean {hint[0]!r}?" if hint else ""
+        raise ValueError(f"{what}={value!r} is none of {', '.join(choices)}{meant}")
+
+    return check
+
+
+def _number(low: float, high: float) -> Check:
+    def check(value: Any, what: str) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high:
+            raise ValueError(f"{what}={value!r}: expected a number from {low:g} to {high:g}")
+        return float(value)
+
+    return check
+
+
+def _bytes_or(other: str | None) -> Check:
+    def check(value: Any, what: str) -> Any:
+        is_other = value is None if other is None else isinstance(value, str) and value == other
+        return value if is_other else parse_bytes(value, what)
+
+    return check
+
+
+def _page(value: Any, what: str) -> int:
+    size = parse_bytes(value, what)
+    if not 0 < size <= MOST_PAGE or size % 16:
+        raise ValueError(
+            f"{what}={size}: expected a positive multiple of 16 bytes, at most {format_bytes(MOST_PAGE)}"
+        )
+    return size
+
+
+def _check_fields(target: Any, checks: Mapping[str, Check], where: str) -> None:
+    """Hold each field of a frozen dataclass to its check, and keep what that returns."""
+    for name, check in checks.items():
+        object.__setattr__(target, name, check(getattr(target, name), f"{where} {name}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +142,14 @@ class Rule:
     prefetch_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.match:
-            raise ValueError("rule match='': expected a pattern like 'layers.*.experts'")
-        if self.home not in HOMES:
-            hint = get_close_matches(str(self.home), HOMES, n=1)
-            meant = f"; did you mean {hint[0]!r}?" if hint else ""
-            raise ValueError(f"rule {self.match!r}: home={self.home!r} is none of {', '.join(HOMES)}{meant}")
-        if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):
-            raise ValueError(
-                f"rule {self.match!r}: fraction={self.fraction!r}: expected a number from 0 to 1"
-            )
-        if not 0 <= self.fraction <= 1:
-            raise ValueError(f"rule {self.match!r}: fraction={self.fraction!r}: expected 0 to 1")
+        _pattern_text(self.match, "rule match")
+        _check_fields(self, _RULE_FIELDS, f"rule {self.match!r}:")
         if self.home != "offload" and (self.fraction != 1.0 or self.prefetch_bytes is not None):
             raise ValueError(
                 f"rule {self.match!r}: fraction and prefetch_bytes belong to home='offload', not to {self.home!r}"
             )
-        object.__setattr__(self, "fraction", float(self.fraction))
-        least = MIN_BYTES.get(self.home, 65536) if self.min_bytes is None else self.min_bytes
-        object.__setattr__(self, "min_bytes", parse_bytes(least, f"rule {self.match!r}: min_bytes"))
-        if self.prefetch_bytes is not None:
-            ahead = parse_bytes(self.prefetch_bytes, f"rule {self.match!r}: prefetch_bytes")
-            object.__setattr__(self, "prefetch_bytes", ahead)
+        if self.min_bytes is None:
+            object.__setattr__(self, "min_bytes", MIN_BYTES.get(self.home, 65536))
 
     @property
     def least_bytes(self) -> int:
@@ -102,13 +161,23 @@ class Rule:
         return _matches(self.match, name)
 
 
+_RULE_FIELDS: dict[str, Check] = {
+    "match": _pattern_text,
+    "home": _one_of(*HOMES),
+    "min_bytes": _bytes_or(None),
+    "fraction": _number(0, 1),
+    "prefetch_bytes": _bytes_or(None),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
     """Memory: page size, device pages (`"auto"` measures the first steps), and pinned host memory.
 
     `host` bounds all pinned memory: of a policy that offloads, the slabs, which grow to what is needed; of one
     that does not, the pages to spill to. `spill` sets some of it aside for spilling in both cases. `"auto"` is
-    no page to spill to, and up to half of the machine's memory for offload.
+    no page to spill to, and up to half of the machine's memory for offload. So is a bound for offload that is
+    more than the machine has. Pages to spill to are pinned at once, and refused if the machine has less.
     """
 
     page: int | str = 65536
@@ -118,16 +187,9 @@ class PoolConfig:
     headroom: float = 1.10
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "page", parse_bytes(self.page, "pool page"))
-        for name in ("device", "host", "spill"):
-            if getattr(self, name) != "auto":
-                object.__setattr__(self, name, parse_bytes(getattr(self, name), f"pool {name}"))
+        _check_fields(self, _POOL_FIELDS, "pool")
         if self.spill != "auto" and self.host != "auto" and int(self.spill) > int(self.host):
             raise ValueError(f"pool spill={self.spill}: more than host={self.host}, of which it is a part")
-        if self.page_bytes == 0 or self.page_bytes % 16:
-            raise ValueError(f"pool page={self.page}: expected a positive multiple of 16 bytes")
-        if not self.headroom >= 1.0:
-            raise ValueError(f"pool headroom={self.headroom}: expected 1.0 or more")
 
     @property
     def page_bytes(self) -> int:
@@ -137,6 +199,15 @@ class PoolConfig:
     def device_bytes(self) -> int | None:
         """Bytes of device pages, or None where they are to be measured."""
         return None if self.device == "auto" else int(self.device)
+
+
+_POOL_FIELDS: dict[str, Check] = {
+    "page": _page,
+    "device": _bytes_or("auto"),
+    "host": _bytes_or("auto"),
+    "spill": _bytes_or("auto"),
+    "headroom": _number(1, 100),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +222,16 @@ class Policy:
     rules: Sequence[Rule] = ()
     pool: PoolConfig = field(default_factory=PoolConfig)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.rules, str | bytes) or not isinstance(self.rules, Sequence):
+            raise ValueError(f"policy rules={self.rules!r}: expected a list of Rule")
+        for number, rule in enumerate(self.rules, start=1):
+            if not isinstance(rule, Rule):
+                raise ValueError(f"policy rules: number {number} is {rule!r}: expected a Rule")
+        if not isinstance(self.pool, PoolConfig):
+            raise ValueError(f"policy pool={self.pool!r}: expected a PoolConfig")
+        object.__setattr__(self, "rules", tuple(self.rules))
+
     @property
     def spill_bytes(self) -> int:
         """Pinned bytes for host pages, which a stash spills to."""
@@ -163,8 +244,10 @@ class Policy:
         """The most pinned bytes that offload may take."""
         if not self._offloads:
             return 0
-        host = machine_memory() // 2 if self.pool.host == "auto" else int(self.pool.host)
-        return max(0, host - self.spill_bytes)
+        memory = machine_memory()
+        host = memory // 2 if self.pool.host == "auto" else int(self.pool.host)
+        # Pinning all that a machine has ends it, so a bound that it cannot reach is none.
+        return max(0, (host if host <= memory else memory // 2) - self.spill_bytes)
 
     @property
     def _offloads(self) -> bool:
@@ -177,14 +260,9 @@ class Policy:
     def check(self, names: Iterable[str]) -> None:
         """Refuse a rule that matches none of `names`, or only names that an earlier rule takes.
 
-        And a limit of pinned memory that this machine cannot have.
+        And pages to spill to that this machine cannot pin; a larger bound for offload is a warning.
         """
-        for limit in ("host", "spill"):
-            size, most = getattr(self.pool, limit), machine_memory()
-            if size != "auto" and int(size) > most:
-                raise ValueError(
-                    f"pool {limit}={format_bytes(int(size))}: this machine has {format_bytes(most)} of memory"
-                )
+        self._check_host()
         known = [name for name in names if name]
         for rule in self.rules:
             matched = [name for name in known if rule.matches(name)]
@@ -202,21 +280,35 @@ class Policy:
                     "the first match wins, so put the narrower rule first"
                 )
 
+    def _check_host(self) -> None:
+        most = machine_memory()
+        has = f"this machine has {format_bytes(most)} of memory"
+        if self.spill_bytes > most:
+            key = "host" if self.pool.spill == "auto" else "spill"
+            raise ValueError(
+                f"pool {key}={format_bytes(self.spill_bytes)}: {has}, and pages to spill to are pinned at once"
+            )
+        if self._offloads and self.pool.host != "auto" and int(self.pool.host) > most:
+            told = f"offload takes up to {format_bytes(self.offload_bytes)}"
+            warnings.warn(f"pool host={format_bytes(int(self.pool.host))}: {has}; {told}", stacklevel=3)
+
     @classmethod
     def load(cls, path: str | Path) -> "Policy":
         """Read a policy from a TOML file."""
+        data = read_toml(path)
         try:
-            return cls.from_dict(tomllib.loads(Path(path).read_text()))
-        except (ValueError, OSError) as error:
+            return cls.from_dict(data)
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Policy":
         """A policy from the tables of a TOML file."""
         _known(data, {"pool", "rule"}, "policy")
-        pool = data.get("pool", {})
+        pool, rules = data.get("pool", {}), data.get("rule", [])
         _known(pool, {item.name for item in fields(PoolConfig)}, "[pool]")
-        rules = data.get("rule", [])
+        if isinstance(rules, str | bytes) or not isinstance(rules, Sequence):
+            raise ValueError(f"rule={rules!r}: expected tables that begin with [[rule]]")
         for number, rule in enumerate(rules, start=1):
             _known(rule, {item.name for item in fields(Rule)}, f"[[rule]] {number}")
             for needed in ("match", "home"):
@@ -227,24 +319,27 @@ class Policy:
     def to_toml(self) -> str:
         """The policy as TOML that `load` reads back to an equal one."""
         lines = ["[pool]"]
-        for item in fields(PoolConfig):
-            value = getattr(self.pool, item.name)
-            lines.append(f'{item.name} = "{value}"' if value == "auto" else f"{item.name} = {value}")
+        lines += [f"{item.name} = {_toml(getattr(self.pool, item.name))}" for item in fields(PoolConfig)]
         for rule in self.rules:
-            match = rule.match.replace("\\", "\\\\").replace('"', '\\"')
-            lines += ["", "[[rule]]", f'match = "{match}"', f'home = "{rule.home}"']
-            lines += [f"min_bytes = {rule.min_bytes}"]
-            if rule.fraction != 1.0:
-                lines += [f"fraction = {rule.fraction}"]
-            if rule.prefetch_bytes is not None:
-                lines += [f"prefetch_bytes = {rule.prefetch_bytes}"]
+            lines += ["", "[[rule]]"]
+            for item in fields(Rule):
+                value = getattr(rule, item.name)
+                if value != item.default:
+                    lines.append(f"{item.name} = {_toml(value)}")
         return "\n".join(lines) + "\n"
 
 
-def _known(data: Mapping[str, Any], expected: set[str], where: str) -> None:
+def _toml(value: str | float) -> str:
+    # JSON's strings are TOML's, but for one control character.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _known(data: Any, expected: set[str], where: str) -> None:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where}: {data!r} is no table; expected {', '.join(sorted(expected))}")
     for key in data:
         if key not in expected:
-            hint = get_close_matches(key, expected, n=1)
+            hint = get_close_matches(str(key), expected, n=1)
             meant = f"; did you mean {hint[0]!r}?" if hint else f"; expected {', '.join(sorted(expected))}"
             raise ValueError(f"{where}: unknown key {key!r}{meant}")
 

@@ -1,8 +1,22 @@
 """Rules and their TOML: what matches, what is refused, and how it says so."""
 
+import dataclasses
+import os
+import re
+import warnings
+
 import pytest
 
-from pagestash.policy import Policy, PoolConfig, Rule, format_bytes, machine_memory, parse_bytes
+from pagestash.policy import (
+    _POOL_FIELDS,
+    _RULE_FIELDS,
+    Policy,
+    PoolConfig,
+    Rule,
+    format_bytes,
+    machine_memory,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +94,25 @@ def test_what_only_offload_understands_is_refused_elsewhere(extra):
         Rule("layers.*", "stash", **extra)
 
 
-def test_a_host_limit_larger_than_the_machine_is_refused():
+def test_a_bound_for_offload_larger_than_the_machine_is_the_default_with_a_warning():
     policy = Policy(rules=[Rule("a", "offload")], pool=PoolConfig(host="900TiB"))
-    with pytest.raises(ValueError, match=r"pool host=900\.0 TiB: this machine has"):
+    with pytest.warns(UserWarning, match=r"pool host=900\.0 TiB: this machine has .* offload takes up to"):
+        policy.check(["a"])
+    assert policy.offload_bytes == machine_memory() // 2
+    most = Policy(rules=[Rule("a", "offload")], pool=PoolConfig(host=machine_memory()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        most.check(["a"])
+    assert most.offload_bytes == machine_memory()
+
+
+@pytest.mark.parametrize(
+    ("home", "key"),
+    [("stash", {"host": "900TiB"}), ("stash", {"spill": "900TiB"}), ("offload", {"spill": "900TiB"})],
+)
+def test_pages_to_spill_to_are_pinned_at_once_and_refused_on_a_smaller_machine(home, key):
+    policy = Policy(rules=[Rule("a", home)], pool=PoolConfig(**key))
+    with pytest.raises(ValueError, match=rf"pool {next(iter(key))}=900\.0 TiB: this machine has"):
         policy.check(["a"])
 
 
@@ -112,6 +142,7 @@ def test_a_policy_comes_back_from_its_own_toml(tmp_path):
             Rule("layers.*.experts", "stash", min_bytes=4096),
             Rule("attn", "offload", fraction=0.5, prefetch_bytes="64MiB"),
             Rule('od"d\\', "keep"),
+            Rule("a\nb\x7f\u00e9", "keep"),
         ],
         pool=PoolConfig(page="4KiB", device="8GiB", host="1GiB", headroom=1.25),
     )
@@ -140,6 +171,14 @@ def test_units_are_read_in_toml(tmp_path):
         ("[pool]\npage = '100'\n", "pool page=100: expected a positive multiple of 16"),
         ("[pool]\nheadroom = 0.9\n", "pool headroom=0.9"),
         ("[[rule\n", "policy.toml"),
+        ("rule = 3\n", r"rule=3: expected tables that begin with \[\[rule\]\]"),
+        ("rule = 'all'\n", r"rule='all': expected tables"),
+        ("rule = [1]\n", r"\[\[rule\]\] 1: 1 is no table"),
+        ("[rule]\nmatch = 'a'\nhome = 'stash'\n", "expected tables that begin with"),
+        ("pool = []\n", r"\[pool\]: \[\] is no table"),
+        ("pool = 5\n", r"\[pool\]: 5 is no table"),
+        ("[[pool]]\npage = 16\n", r"\[pool\]: .* is no table"),
+        ("a = " + "[" * 5000, "nested too deeply"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_path_and_the_key(tmp_path, toml, message):
@@ -148,6 +187,92 @@ def test_a_bad_file_is_refused_with_its_path_and_the_key(tmp_path, toml, message
     with pytest.raises(ValueError, match=message) as caught:
         Policy.load(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[pool]\n# \xe9t\xe9\n"])
+def test_a_file_that_is_no_text_is_named(tmp_path, content):
+    (tmp_path / "policy.toml").write_bytes(content)
+    with pytest.raises(ValueError, match=r"policy\.toml: it is no UTF-8 text"):
+        Policy.load(tmp_path / "policy.toml")
+
+
+def test_a_folder_is_no_policy(tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path}: Is a directory"):
+        Policy.load(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read_is_named(tmp_path):
+    (tmp_path / "policy.toml").touch(mode=0)
+    with pytest.raises(ValueError, match=r"policy\.toml: Permission denied"):
+        Policy.load(tmp_path / "policy.toml")
+
+
+def test_an_empty_file_keeps_everything(tmp_path):
+    (tmp_path / "policy.toml").touch()
+    assert Policy.load(tmp_path / "policy.toml") == Policy()
+
+
+# One value of every kind that TOML and Python have; a field takes some of them.
+VALUES = [
+    "a lot", "", "auto", "64KiB", "-1", "9" * 400, 0, 1, -1, 5, 0.5, 1.5, -0.5, 10**400, float("nan"), float("inf"),
+    True, False, None, [], [1], {}, {"a": 1}, b"64KiB", object(),
+]  # fmt: skip
+TAKES = {
+    "match": ["a lot", "auto", "64KiB", "-1", "9" * 400],
+    "home": [],
+    "min_bytes": ["64KiB", 0, 1, 5, None],
+    "fraction": [0, 1, 0.5],
+    "prefetch_bytes": ["64KiB", 0, 1, 5, None],
+    "page": ["64KiB"],
+    "device": ["auto", "64KiB", 0, 1, 5],
+    "host": ["auto", "64KiB", 0, 1, 5],
+    "spill": ["auto", "64KiB", 0, 1, 5],
+    "headroom": [1, 5, 1.5],
+}
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:20])
+@pytest.mark.parametrize("key", TAKES)
+def test_a_field_takes_what_it_can_be_and_names_itself_otherwise(key, value):
+    rule = {"match": "layers", "home": "offload"}
+    made = Rule if key in {field.name for field in dataclasses.fields(Rule)} else PoolConfig
+    given = {**rule, key: value} if made is Rule else {key: value}
+    if any(type(value) is type(fine) and value == fine for fine in TAKES[key]):
+        made(**given)
+        return
+    with pytest.raises(ValueError, match=f"(rule|pool).* {key}=.*(expected|none of)"):
+        made(**given)
+
+
+def test_every_field_is_checked():
+    known = {field.name for kind in (Rule, PoolConfig) for field in dataclasses.fields(kind)}
+    assert _RULE_FIELDS.keys() | _POOL_FIELDS.keys() == known
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rules": "x"}, "policy rules='x': expected a list of Rule"),
+        ({"rules": 5}, "policy rules=5: expected a list of Rule"),
+        ({"rules": None}, "policy rules=None"),
+        ({"rules": [1]}, "policy rules: number 1 is 1: expected a Rule"),
+        ({"rules": [Rule("a", "keep"), {"match": "b"}]}, "policy rules: number 2 is"),
+        ({"rules": Rule("a", "keep")}, "policy rules=Rule"),
+        ({"pool": {"page": 16}}, "policy pool={'page': 16}: expected a PoolConfig"),
+        ({"pool": None}, "policy pool=None"),
+    ],
+)
+def test_a_policy_is_made_of_rules_and_a_pool(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Policy(**given)
+
+
+def test_rules_do_not_change_with_the_list_they_came_in():
+    rules = [Rule("a", "keep")]
+    policy = Policy(rules)
+    rules.clear()
+    assert policy.rule_for("a") is not None
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 
-# Without a GPU the CPU build of torch is pinned: the CUDA build is gigabytes that could not run.
+# Without a GPU everything is pinned, torch to its CPU build: the CUDA build is gigabytes that could not run.
+# `make test CONSTRAINTS=` takes the newest of everything instead.
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints/cpu.txt)
 NO_TORCH := "No CPU build of torch was found. Point pip at an index that has one (PIP_EXTRA_INDEX_URL), or install torch into $(VENV) first."
 
-.PHONY: demo test test-all lint gpu-test bench clean
+.PHONY: demo test test-all coverage lint docs wheel gpu-test bench clean
 
 demo: $(VENV)/.base
 	$(PY) -m pagestash demo
@@ -18,10 +19,23 @@ test: $(VENV)/.test
 test-all: $(VENV)/.test
 	$(PY) -m pytest -q -m "not gpu"
 
+coverage: $(VENV)/.test
+	$(PY) -m coverage erase
+	$(PY) -m coverage run -m pytest -q -m "not gpu and not slow"
+	$(PY) -m coverage combine -q
+	$(PY) -m coverage report
+
 lint: $(VENV)/.lint
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+docs: $(VENV)/.docs
+	$(PY) -m mkdocs build --strict
+
+wheel: $(VENV)/.release
+	rm -rf dist
+	$(PY) -m build
 
 gpu-test: $(VENV)/.test
 	$(PY) -m pytest -q tests/gpu
@@ -30,7 +44,7 @@ bench: $(VENV)/.test
 	$(PY) -m benchmarks all
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist site
 
 # A stamp for each set of extras, so that `make demo` installs no test tools.
 $(VENV)/bin/python:
@@ -42,9 +56,17 @@ $(VENV)/.base: pyproject.toml constraints/cpu.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(PY) -m pip install -q $(CONSTRAINTS) -e ".[test,jax,plot]"
+	$(PY) -m pip install -q $(CONSTRAINTS) -e ".[test,jax,hf,plot]"
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.test
 	$(PY) -m pip install -q $(CONSTRAINTS) -e ".[lint]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.base
+	$(PY) -m pip install -q $(CONSTRAINTS) -e ".[docs]"
+	touch $@
+
+$(VENV)/.release: $(VENV)/.base
+	$(PY) -m pip install -q $(CONSTRAINTS) -e ".[release]"
 	touch $@

@@ -85,14 +85,16 @@ class Capture:
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """A handle for an activation; weights and what has no plain memory stay as they are."""
-        region = None
+        region = run = None
         for frame in reversed(frames()):
             if frame.capture is self:
                 if region is None:
                     region = frame
-                if frame.run is not None:
-                    frame.run.note(tensor)
-                    break
+                if frame.run is not None and frame.run is not run:
+                    # Every forward that will be run again counts it: one may lie in a region of another home,
+                    # which lies in one that is run again itself.
+                    run = frame.run
+                    run.note(tensor)
         if region is None:
             return Untouched(tensor, tensor._version)
         return self.pack_in(region, tensor)
@@ -303,10 +305,13 @@ class Capture:
         entry = packed.entry
         if self.was_changed(packed):
             raise _changed(packed.recipe.size, "a tensor, or its row count,", entry.region)
-        if not packed.asked:
-            packed.asked = True
-            entry.waiting -= 1
-        flat = entry.home.get(entry)
+        if entry.place is None:  # its region is not over: forward takes gradients inside, and may do so again
+            flat = entry.source().view(-1)
+        else:
+            if not packed.asked:
+                packed.asked = True
+                entry.waiting -= 1
+            flat = entry.home.get(entry)
         if entry.spoiled:  # a copy under way, of which only the home knows when it is over
             raise _changed(packed.recipe.size, "a tensor, or its row count,", entry.region)
         if not packed.dense:

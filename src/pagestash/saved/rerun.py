@@ -1,6 +1,8 @@
 """A region that is run again: for the tensors that its operations save, and for its outputs."""
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +20,7 @@ Layout = tuple[int, int, int]
 """Where a tensor lies in its storage (first byte, end), and how large that is."""
 
 
-class _Enough(Exception):
+class _Enough(BaseException):  # no `except Exception` of a forward may take it
     """All that is waited for has been made."""
 
 
@@ -34,6 +36,7 @@ class Rerun:
         self._wanted = wanted
         self._wanted_outputs = outputs
         self._versions: list[tuple[torch.Tensor, int]] = []
+        self._being_made: list[tuple[FrameType, int]] = []
         self._count = 0
         self._decided = 0
         # A sharded module inside must come to its end, where it puts its shards back.
@@ -56,6 +59,7 @@ class Rerun:
             pass
         finally:
             set_frames(before)
+            self._being_made.clear()
         if ended and self._count != len(run.saved):
             raise self._differs(
                 f"{len(run.saved)} tensors were saved the first time, {self._count} this time"
@@ -67,6 +71,10 @@ class Rerun:
                     "changed in place afterwards, which would be refused without a keeper, too; clone it before "
                     "changing it"
                 )
+        for number, tensor in self.found.items():
+            mark = run.marks.pop(number, None)
+            if mark is not None and sum_differs(mark, tensor):
+                raise self._differs(f"tensor {number}, {_describe(*run.saved[number])}, had other values")
         if self._wanted_outputs:
             self._take_outputs(tensors_of(output))
 
@@ -95,11 +103,24 @@ class Rerun:
         if number in self._wanted:
             self.found[number] = tensor.detach()
             self._versions.append((tensor, tensor._version))
-            mark = self._run.marks.pop(number, None)
-            if mark is not None and sum_differs(mark, tensor):
-                raise self._differs(f"tensor {number}, {_describe(*saved[number])}, had other values")
-        if self._may_stop and len(self.found) == len(self._wanted):
+            if not tensor.requires_grad:
+                # It may be one that the running operation has made and not filled yet, as the noise of rrelu. An
+                # input that needs a gradient is complete.
+                caller = sys._getframe(2)
+                self._being_made.append((caller, caller.f_lasti))
+        if self._may_stop and len(self.found) == len(self._wanted) and self._all_made():
             raise _Enough
+
+    def _all_made(self) -> bool:
+        """Whether the operations that the tensors were saved in are over: none of their calls is being run."""
+        if self._being_made:
+            running = set()
+            frame: FrameType | None = sys._getframe(2)
+            while frame is not None:
+                running.add((frame, frame.f_lasti))
+                frame = frame.f_back
+            self._being_made = [call for call in self._being_made if call in running]
+        return not self._being_made
 
     def _take_outputs(self, tensors: list[torch.Tensor]) -> None:
         for number in self._wanted_outputs:

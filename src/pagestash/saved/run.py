@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import Rule
 from pagestash.saved.identity import Entry, byte_range, plain_storage
+from pagestash.saved.once import once
 from pagestash.saved.region import Region, frames, set_frames
 from pagestash.saved.rerun import Layout, Rerun, layout, sum_differs
 from pagestash.saved.surroundings import (
@@ -143,7 +144,7 @@ class Run:
         before = random_state(device)
         set_frames((*current[:start], region))
         try:
-            result = fn()
+            result = once(fn)  # which a forward around this one may have to remember, too
             drawn = drawn_since(device, before)
             after = random_state(device) if drawn else None
             self._decisions.append((self._hold(result, region), after))
@@ -159,7 +160,7 @@ class Run:
         """These tensors are held: where an operation saves one, there is nothing to drop."""
         for tensor in tensors_of(tree):
             key = plain_storage(tensor)
-            if key is not None:
+            if key is not None and not tensor.is_inference():
                 self._taken_in.setdefault(key, []).append((tensor.detach(), tensor._version))
 
     def close(self, weights: set[int], output: Any) -> None:
@@ -192,17 +193,24 @@ class Run:
     def _hold(self, tree: Any, region: Region, *, chained: bool = False) -> Any:
         """`tree` with its tensors packed in `region`'s home."""
         numbers = count()
+        known: dict[int, _Held] = {}
 
         def hold(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
+            # (An inference tensor is never saved and has no version; outside inference mode nothing changes it.)
+            if not isinstance(leaf, torch.Tensor) or leaf.is_inference():
                 return leaf
+            # One tensor in two places is one the next time, too: attention asks whether `query is key`.
+            held = known.get(id(leaf))
+            if held is not None:
+                return held
             packed = self._capture.pack_in(region, leaf.detach(), chained=chained)
             entry = getattr(packed, "entry", None)
             if entry is not None and entry.home is self._home:
                 self.weight += entry.place[0].weight
             what = (self.name, len(self._decisions), chained, next(numbers))
             mark = self._home.first_mark(what, leaf) if region.rows is None else None
-            return _Held(packed, leaf.requires_grad, mark)
+            held = known[id(leaf)] = _Held(packed, leaf.requires_grad, mark)
+            return held
 
         return map_leaves(hold, tree)
 
@@ -281,10 +289,13 @@ class Run:
 
     def again_from(self, tree: Any) -> Any:
         """What was held, as tensors of their own without a graph."""
+        known: dict[_Held, torch.Tensor] = {}
 
         def bring(leaf: Any) -> Any:
             if not isinstance(leaf, _Held):
                 return leaf
+            if leaf in known:
+                return known[leaf]
             changed = self._capture.was_changed(leaf.packed)
             tensor = None if changed else self._capture.unpack(leaf.packed).detach()
             mark, leaf.mark = leaf.mark, None
@@ -294,7 +305,8 @@ class Run:
                     "before backward, so that it cannot be run again; clone it before changing it, or give the "
                     "region another home"
                 )
-            return tensor.requires_grad_(leaf.requires_grad)
+            known[leaf] = tensor.requires_grad_(leaf.requires_grad)
+            return tensor
 
         return map_leaves(bring, tree)
 

@@ -67,7 +67,9 @@ class Watch:
                 run = None
             elif run is None:
                 # (Inside another that is run again, a region's tensors are made with the other's.)
-                run = Run(self._recompute, self._capture, outer, path, name, rule, (args, kwargs))
+                # (A copy of an attached model has its hooks, too: what runs again is what ran.)
+                way = path if module is path[-1] else [module]
+                run = Run(self._recompute, self._capture, outer, way, name, rule, (args, kwargs))
             region = Region(
                 self._capture,
                 name,

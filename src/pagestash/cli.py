@@ -7,6 +7,19 @@ import typer
 
 import pagestash
 
+# Named here, because --help must not load torch.
+PRESETS = ("tiny", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b")
+SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "LoopedBFS",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+_PRESETS, _SCHEDULES = ", ".join(PRESETS), ", ".join(SCHEDULES)
+
 app = typer.Typer(
     help="Activation memory for Mixture-of-Experts training.",
     no_args_is_help=True,
@@ -33,13 +46,17 @@ def _options(
 @app.command()
 def train(
     out: Annotated[Path, typer.Option(help="The run's folder: metrics.jsonl and checkpoints.")],
-    preset: Annotated[str | None, typer.Option(help="The model's shape.  [default: tiny]")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help=f"The model's shape: {_PRESETS}.  [default: tiny]")
+    ] = None,
     layers: Annotated[int | None, typer.Option(help="Cut the preset to this many layers.")] = None,
     steps: Annotated[int | None, typer.Option(help="The last step.  [default: 200]")] = None,
     policy: Annotated[str | None, typer.Option(help="none, or a policy file.  [default: none]")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data.  [default: 0]")] = None,
     pipeline: Annotated[int | None, typer.Option(help="Ranks the layers are cut over.  [default: 1]")] = None,
-    schedule: Annotated[str | None, typer.Option(help="The pipeline's schedule.  [default: 1F1B]")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help=f"With --pipeline, its schedule: {_SCHEDULES}.  [default: 1F1B]")
+    ] = None,
     expert: Annotated[
         int | None, typer.Option(help="Ranks that share the experts.  [default: all of a stage]")
     ] = None,
@@ -87,7 +104,9 @@ def train(
 
 @app.command()
 def profile(
-    preset: Annotated[str | None, typer.Option(help="A model's published shape.  [default: tiny]")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help=f"A model's published shape: {_PRESETS}.  [default: tiny]")
+    ] = None,
     module: Annotated[
         str | None,
         typer.Option(
@@ -143,8 +162,10 @@ def profile(
 @app.command()
 def partition(
     stages: Annotated[int, typer.Option(help="Stages of the pipeline, on all ranks together.")],
-    schedule: Annotated[str, typer.Option(help="A schedule of torch.distributed.pipelining.")] = "1F1B",
-    preset: Annotated[str, typer.Option(help="The model's shape; its costs are by formula.")] = "tiny",
+    schedule: Annotated[str, typer.Option(help=f"Of torch.distributed.pipelining: {_SCHEDULES}.")] = "1F1B",
+    preset: Annotated[
+        str, typer.Option(help=f"The model's shape, with costs by formula: {_PRESETS}.")
+    ] = "tiny",
     layers: Annotated[int | None, typer.Option(help="Cut the preset to this many layers.")] = None,
     microbatches: Annotated[
         int | None, typer.Option(help="Microbatches a step.  [default: twice the stages]")

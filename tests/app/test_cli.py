@@ -85,6 +85,24 @@ def test_help_and_version_load_no_torch():
     assert json.loads(lines[-1]) is False
 
 
+@pytest.mark.parametrize("command", ["train", "profile", "partition"])
+def test_help_names_the_presets(command):
+    from pagestash.models import PRESETS
+
+    assert tuple(PRESETS) == pagestash.cli.PRESETS
+    text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "300"}).output
+    assert all(name in text for name in PRESETS)
+
+
+@pytest.mark.parametrize("command", ["train", "partition"])
+def test_help_names_the_schedules(command):
+    from pagestash.pipeline.plan import SCHEDULES
+
+    assert SCHEDULES == pagestash.cli.SCHEDULES
+    text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "300"}).output
+    assert all(name in text for name in SCHEDULES)
+
+
 def test_importing_the_package_loads_neither_torch_nor_jax():
     code = "import sys, pagestash; dir(pagestash); assert not {'torch', 'jax'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -65,6 +65,16 @@ def test_the_command_writes_metrics_and_a_checkpoint(tmp_path):
         (["--set", "expert_parallel=2"], "expert_parallel=2 does not divide the 1 ranks"),
         (["--set", "dispatch=mail"], "dispatch='mail'"),
         (["--resume"], "there is no run in"),
+        (["--seed", "-1"], "seed=-1: expected at least 0"),
+        (["--seed", 2**63], f"seed={2**63}: expected at most {2**63 - 1}"),
+        (["--seed", 10**30], "seed=1000"),
+        (["--schedule", "DualPipeV"], "schedule='DualPipeV' is for a pipeline: give --pipeline"),
+        (["--schedule", "1F1B", "--pipeline", "1"], "schedule='1F1B' is for a pipeline"),
+        (["--set", "chunks=2"], "chunks=2 is for a pipeline"),
+        (["--set", "lr=inf"], "lr=inf: expected at most"),
+        (["--set", "lr=nan"], "lr=nan: expected at least 0"),
+        (["--set", "lr=" + "9" * 400], "lr is too large a number"),
+        (["--set", "beta1=1"], "beta1=1.0: expected at least 0 and less than 1"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(tmp_path, arguments, message):
@@ -76,6 +86,31 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, arguments, message):
 def test_tensorboard_that_is_not_there_is_named(tmp_path):
     line = refused(tmp_path, "--out", tmp_path / "run", "--set", "tensorboard=true")
     assert "the tensorboard package is not installed" in line
+
+
+POLICIES = {
+    "match = 5": "[[rule]]\nmatch = 5\nhome = 'stash'\n",
+    "headroom='a lot'": "[pool]\nheadroom = 'a lot'\n",
+    "rule=3": "rule = 3\n",
+    "[] is no table": "pool = []\n",
+}
+
+
+@pytest.mark.parametrize("message", POLICIES)
+def test_a_wrong_type_in_a_policy_is_named_with_the_file(tmp_path, message):
+    (tmp_path / "policy.toml").write_text(POLICIES[message])
+    line = refused(tmp_path, "--out", tmp_path / "run", "--policy", tmp_path / "policy.toml")
+    assert "policy.toml: " in line
+    assert message.replace(" = ", "=") in line
+
+
+@pytest.mark.parametrize("option", ["--policy", "--config"])
+def test_a_file_that_is_no_text_is_named(tmp_path, option):
+    (tmp_path / "file.toml").write_bytes(b"\xff\xfe")
+    assert "file.toml: it is no UTF-8 text" in refused(
+        tmp_path, "--out", tmp_path / "run", option, tmp_path / "file.toml"
+    )
+    assert f"{tmp_path}: Is a directory" in refused(tmp_path, "--out", tmp_path / "run", option, tmp_path)
 
 
 def test_an_empty_corpus_is_refused(tmp_path):

@@ -1,11 +1,14 @@
 """Checkpoints: tensors in safetensors, counters in JSON, in a folder that is whole or not there.
 
 A checkpoint is written beside its place, synced, and renamed into it: a process that dies at any moment
-leaves the one before. Neither format can hold code.
+leaves the one before. Neither format can hold code. `checksums.json` has the SHA-256 of every other file, read back
+from what was written: a byte that changed later, or a file of another step, is found before anything is loaded.
 """
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,36 +18,63 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from pagestash.train.folder import RunError, reason, sync
+
 FOLDER = "checkpoints"
+CHECKSUMS = "checksums.json"
+STATE = "state.json"
+FORMAT = 2
+"""In a checkpoint's state; 1, or none, is from before there were checksums."""
 _PARTIAL = ".partial-"
 
 
 def save(
-    run: Path, step: int, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Any, keep: int
+    run: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, torch.Tensor]],
+    state: Mapping[str, Any],
+    keep: int,
 ) -> Path:
-    """Write `step-N` with one file for each group of tensors, then let all but the last `keep` go."""
+    """Write `step-N` with one file for each group of tensors, then let all but the last `keep` go.
+
+    Where that fails (a full disk) it is a `RunError`, and the checkpoints there were are still there.
+    """
     folder = run / FOLDER
     final = folder / f"step-{step:08d}"
-    if final.exists():  # the same step of the same run
+    if final.is_dir():  # the same step of the same run
         return final
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(left)
     partial = folder / f"{_PARTIAL}{step:08d}"
-    partial.mkdir()
-    for name, group in tensors.items():
-        path = partial / f"{name}.safetensors"
-        save_file({key: value.contiguous() for key, value in group.items()}, path)
-        _sync(path)
-    path = partial / "state.json"
-    path.write_text(json.dumps(state, indent=2) + "\n")
-    _sync(path)
-    _sync(partial)
-    os.rename(partial, final)
-    _sync(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for rest in folder.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
+        partial.mkdir()
+        _write(partial, tensors, {"format": FORMAT, **state})
+        os.rename(partial, final)
+        sync(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)  # a disk that is full needs the room
+        last = latest(run)
+        left = "there is none before it" if last is None else f"the last whole one is {last.name}"
+        raise RunError(f"checkpoint {final} cannot be written ({reason(error)}); {left}") from error
     for old in _all(run)[:-keep]:
         _discard(old)
     return final
+
+
+def _write(folder: Path, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Mapping[str, Any]) -> None:
+    for name, group in tensors.items():
+        path = folder / f"{name}.safetensors"
+        save_file({key: value.contiguous() for key, value in group.items()}, path)
+        sync(path)
+    _write_json(folder / STATE, state)
+    _write_json(folder / CHECKSUMS, {path.name: _digest(path) for path in sorted(folder.iterdir())})
+    sync(folder)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+    sync(path)
 
 
 def latest(run: Path) -> Path | None:
@@ -56,18 +86,30 @@ def latest(run: Path) -> Path | None:
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The counters."""
     try:
-        return json.loads((checkpoint / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint {checkpoint}: state.json cannot be read ({error})") from error
+        return _state(checkpoint)
+    except _Damage as damage:
+        raise _refusal(checkpoint, damage) from damage
+
+
+def has_checksums(checkpoint: Path) -> bool:
+    """Whether a version wrote it that writes them."""
+    return _has_checksums(checkpoint)
+
+
+def verify(checkpoint: Path) -> None:
+    """Hold every file to its checksum; a `RunError` names the first that fails, and the checkpoint before it."""
+    try:
+        _verify(checkpoint)
+    except _Damage as damage:
+        raise _refusal(checkpoint, damage) from damage
 
 
 def shapes(checkpoint: Path, name: str) -> dict[str, tuple[int, ...]]:
     """The shapes of a group of tensors, from the file's head alone."""
     try:
-        with safe_open(checkpoint / f"{name}.safetensors", "pt") as file:
-            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"checkpoint {checkpoint}: {name}.safetensors cannot be read ({error})") from error
+        return _shapes(checkpoint, name)
+    except _Damage as damage:
+        raise _refusal(checkpoint, damage) from damage
 
 
 def check_shapes(checkpoint: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -85,8 +127,106 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else "×".join(map(str, shape)) or "a number"
 
 
+class _Damage(Exception):
+    """What is wrong with one file of a checkpoint."""
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / STATE
+    try:
+        state = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _Damage(f"{STATE} cannot be read ({reason(error)})") from error
+    step = state.get("step") if isinstance(state, dict) else None
+    if not isinstance(step, int) or step != _step(checkpoint):
+        raise _Damage(f"{STATE} is not of this step")
+    form = state.get("format", 1)
+    if form != 1 or _has_checksums(checkpoint):
+        _check_digest(path, _checksums(checkpoint))
+    if form not in (1, FORMAT):
+        raise _Damage(f"format {form!r} is of a later version of pagestash")
+    return state
+
+
+def _has_checksums(checkpoint: Path) -> bool:
+    return (checkpoint / CHECKSUMS).exists()
+
+
+def _checksums(checkpoint: Path) -> dict[str, str]:
+    try:
+        found = json.loads((checkpoint / CHECKSUMS).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _Damage(f"{CHECKSUMS} cannot be read ({reason(error)})") from error
+    if not isinstance(found, dict):
+        raise _Damage(f"{CHECKSUMS} is no table")
+    return found
+
+
+def _verify(checkpoint: Path) -> None:
+    """Of an older version's: that the files can be opened, which is all that can be known."""
+    files = sorted(path for path in checkpoint.glob("*.safetensors"))
+    _state(checkpoint)
+    if not _has_checksums(checkpoint):
+        for path in files:
+            _shapes(checkpoint, path.stem)
+        return
+    known = _checksums(checkpoint)
+    for name in sorted({*known, *(path.name for path in files)}):
+        _check_digest(checkpoint / name, known)
+
+
+def _check_digest(path: Path, known: Mapping[str, str]) -> None:
+    try:
+        found = _digest(path)
+    except OSError as error:
+        raise _Damage(f"{path.name} cannot be read ({reason(error)})") from error
+    if known.get(path.name) != found:
+        raise _Damage(f"{path.name} is not what was written (its checksum differs)")
+
+
+def _shapes(checkpoint: Path, name: str) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(checkpoint / f"{name}.safetensors", "pt") as file:
+            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise _Damage(f"{name}.safetensors cannot be read ({reason(error)})") from error
+
+
+def _refusal(checkpoint: Path, damage: _Damage) -> RunError:
+    """The damage, and what there is to go back to."""
+    for before in reversed(_all(checkpoint.parent.parent)):
+        if _step(before) >= _step(checkpoint):
+            continue
+        try:
+            _verify(before)
+        except _Damage:
+            continue
+        way = (
+            f"{before.name} before it is whole: move {checkpoint.name} away, and --resume goes on from there"
+        )
+        return RunError(f"checkpoint {checkpoint}: {damage}; {way}")
+    return RunError(f"checkpoint {checkpoint}: {damage}; there is no whole one before it")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _all(run: Path) -> list[Path]:
-    return sorted((run / FOLDER).glob("step-*"))
+    """Checkpoints by their step; whatever else is in the folder is not looked at."""
+    try:
+        found = [path for path in (run / FOLDER).iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(found, key=_step)
+
+
+_NAME = re.compile(r"step-(\d{8,})", re.ASCII)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _discard(checkpoint: Path) -> None:
@@ -94,11 +234,3 @@ def _discard(checkpoint: Path) -> None:
     gone = checkpoint.with_name(f"{_PARTIAL}{checkpoint.name}")
     os.rename(checkpoint, gone)
     shutil.rmtree(gone)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -7,10 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from pagestash.policy import format_bytes
 from pagestash.train.config import checked, merge, parse_assignments, read_toml
+from pagestash.train.folder import RunError
 from pagestash.train.loop import train
 from pagestash.train.metrics import Display, Listener, display
 from pagestash.train.prepare import Plan, prepare
@@ -32,10 +34,30 @@ def run(
         sources = [read_toml(config) if config else {}, parse_assignments(assignments), checked(given)]
         plan = prepare(_settings(sources), out, resume=resume)
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":  # every rank finds it, one says so
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return WRONG_INPUT
+        return _refuse(str(error))
+    try:
+        return _train(plan)
+    except RunError as error:
+        return _refuse(str(error))
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if type(error) is RuntimeError and "DefaultCPUAllocator" not in str(error):
+            raise
+        return _refuse(
+            f"{plan.device} has too little memory for this run; try smaller batch, sequence or layers"
+        )
+
+
+def _refuse(text: str) -> int:
+    if os.environ.get("RANK", "0") == "0":  # every rank finds it, one says so
+        print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    return WRONG_INPUT
+
+
+def _train(plan: Plan) -> int:
     console = Console()
+    if plan.world.leads:
+        for notice in plan.notices:
+            print(f"note: {notice}", file=sys.stderr)
     with ExitStack() as stack:
         listeners: list[Listener] = []
         if plan.world.leads:

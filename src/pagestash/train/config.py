@@ -1,5 +1,6 @@
 """The settings of a training run: defaults, a TOML file, the command line; the later wins."""
 
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
+from pagestash import toml
 from pagestash.models.config import DecoderConfig, preset
 
 
@@ -71,20 +73,14 @@ class TrainConfig:
     """Whether a step on a single GPU is a CUDA graph."""
 
     def __post_init__(self) -> None:
-        least = {
-            "steps": 1,
-            "batch": 1,
-            "sequence": 1,
-            "decay_steps": 1,
-            "keep_checkpoints": 1,
-            "pipeline": 1,
-        }
-        least |= {"microbatches": 0, "chunks": 0}
-        least |= dict.fromkeys(("warmup", "checkpoint_every", "log_every", "expert_parallel", "clip"), 0)
-        least |= dict.fromkeys(("lr", "min_lr", "weight_decay", "capacity_factor", "bias_rate", "seed"), 0)
-        for name, low in least.items():
-            if not getattr(self, name) >= low:
-                raise ValueError(f"{name}={getattr(self, name)}: expected at least {low}")
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                bound = f"at most {high}" if value > high else f"at least {low}"
+                raise ValueError(f"{name}={value}: expected {bound}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least 0 and less than 1")
         if self.dispatch not in DISPATCHES:
             raise ValueError(f"dispatch={self.dispatch!r}: expected one of {', '.join(DISPATCHES)}")
         if self.batch % self.parts:
@@ -108,6 +104,18 @@ class TrainConfig:
         return asdict(self)
 
 
+_COUNT, _FINITE = 2**31 - 1, sys.float_info.max
+_RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(
+        ("steps", "batch", "sequence", "decay_steps", "keep_checkpoints", "pipeline"), (1, _COUNT)
+    ),
+    **dict.fromkeys(("warmup", "checkpoint_every", "log_every", "expert_parallel"), (0, _COUNT)),
+    **dict.fromkeys(("microbatches", "chunks"), (0, _COUNT)),
+    **dict.fromkeys(("lr", "min_lr", "weight_decay", "capacity_factor", "bias_rate", "clip"), (0, _FINITE)),
+    "seed": (0, 2**63 - 1),
+}
+"""The least and the most that a setting may be; neither admits a NaN, and the most no infinity."""
+
 DISPATCHES = ("all_gather", "all_to_all", "all_to_all_exact")
 
 
@@ -124,10 +132,9 @@ def merge(*layers: Mapping[str, Any]) -> TrainConfig:
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The settings in a TOML file; a wrong one is named with the file."""
+    values = toml.read_toml(path)
     try:
-        return checked(tomllib.loads(Path(path).read_text()))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
+        return checked(values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -191,6 +198,8 @@ def _check_type(value: Any, kind: Any, name: str) -> Any:
     elif origin is not None:  # a literal: the class checks its values
         kind = str
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > sys.float_info.max:
+            raise ValueError(f"{name} is too large a number")
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"{name}={value!r}: expected {_NAMES[kind]}")
@@ -204,5 +213,5 @@ def _value(text: str) -> Any:
     """A TOML value, or the text itself where it is none: paths and names need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text

@@ -20,10 +20,11 @@ from pagestash.saved.keeper import Keeper
 from pagestash.step.graphed import GraphedStep
 from pagestash.train import checkpoint
 from pagestash.train.config import TrainConfig
-from pagestash.train.metrics import JsonLines, Listener, TensorBoard
+from pagestash.train.folder import RunError, Settings, claim, reason, write_settings
+from pagestash.train.metrics import METRICS, JsonLines, Listener, TensorBoard
 from pagestash.train.parallel import Ranks, clip_gradients, make_dispatch
 from pagestash.train.passes import PipelinedModel, WholeModel
-from pagestash.train.prepare import Plan
+from pagestash.train.prepare import Plan, check_unchanged
 from pagestash.train.state import TrainState, make_optimizer
 
 
@@ -44,25 +45,30 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def train(plan: Plan, listeners: Sequence[Listener] = (), *, backend: str = "auto") -> TrainResult:
-    """Run a plan to its last step, or until Ctrl-C; ends with a checkpoint either way."""
+    """Run a plan to its last step, or until Ctrl-C; ends with a checkpoint either way.
+
+    What is wrong with the files (another run writes there, a damaged checkpoint, a full disk) is a `RunError`.
+    """
     with ExitStack() as stack:
         stack.enter_context(_deterministic(plan.config.deterministic and plan.device.type == "cuda"))
         ranks = Ranks(plan.world, plan.device)
         stack.callback(ranks.close)
+        ranks.any(False)  # every rank has looked at the folder before the first one writes in it
+        ranks.lead(lambda: _begin(plan, stack))
         run = _Run(plan, ranks, backend)
         stack.callback(run.keeper.detach)
         stop = stack.enter_context(_stop_when_asked())
         heard: list[Listener] = []
-        if plan.world.leads:
-            plan.out.mkdir(parents=True, exist_ok=True)
-            run.lines = JsonLines(plan.out, run.done)
-            stack.callback(run.lines.close)
-            heard = [run.lines, *listeners]
-            if plan.config.tensorboard:
-                board = TensorBoard(plan.out)
-                stack.callback(board.close)
-                heard.append(board)
+        ranks.lead(lambda: heard.extend([*run.open(stack), *listeners]))
         return run.to_the_end(heard, stop)
+
+
+def _begin(plan: Plan, stack: ExitStack) -> None:
+    """Have the folder for this run alone, and all that is read from it as it was written."""
+    stack.enter_context(claim(plan.out))
+    check_unchanged(plan)
+    if plan.start is not None:
+        checkpoint.verify(plan.start)
 
 
 class _Run:
@@ -101,6 +107,18 @@ class _Run:
             # FSDP's collectives come and go with the host's bookkeeping; a graph holds the steps of one GPU.
             graph=config.graph and plan.device.type == "cuda" and world.size == 1,
         )
+
+    def open(self, stack: ExitStack) -> list[Listener]:
+        """The files that this run writes to, closed with the stack; its settings are written before a step is."""
+        self._write_settings(self.done or None)
+        self.lines = JsonLines(self.plan.out, self.done)
+        stack.callback(self.lines.close)
+        files: list[Listener] = [self.lines]
+        if self.config.tensorboard:
+            board = TensorBoard(self.plan.out)
+            stack.callback(board.close)
+            files.append(board)
+        return files
 
     def _make_models(self) -> list[Decoder]:
         """The model, or the stages of it that this rank holds."""
@@ -156,14 +174,19 @@ class _Run:
             if due or number == config.steps or number % every == 0 or (alone and stop.asked):
                 self.step.wait()
                 seconds = (time.perf_counter() - since) / len(waiting)
-                for finished in waiting:
-                    line, runs = self._line(*finished, seconds, runs)
-                    for listener in listeners:
-                        listener.step(line)
+                failed: RunError | None = None
+                try:
+                    for finished in waiting:
+                        line, runs = self._line(*finished, seconds, runs)
+                        for listener in listeners:
+                            listener.step(line)
+                except OSError as error:
+                    failed = self._cannot_write(error)
                 waiting.clear()
                 since = time.perf_counter()
                 # All ranks look at the same step, so that they stop together.
-                if self.ranks.any(stop.asked):
+                if self.ranks.any(stop.asked or failed is not None):
+                    self.ranks.agree(failed)
                     self._save()
                     return TrainResult(number, number < config.steps)
             if due or number == config.steps:
@@ -200,8 +223,10 @@ class _Run:
 
     def _save(self) -> None:
         tensors = self.state.gather()
-        if self.lines is None:
-            return
+        self.ranks.lead(lambda: self._write_checkpoint(tensors))
+
+    def _write_checkpoint(self, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
+        assert self.lines is not None
         self.lines.sync()
         counters = {
             "step": self.done,
@@ -210,6 +235,16 @@ class _Run:
             "config": self.config.to_json(),
         }
         checkpoint.save(self.plan.out, self.done, tensors, counters, self.config.keep_checkpoints)
+        self._write_settings(self.done)
+
+    def _write_settings(self, step: int | None) -> None:
+        plan = self.plan
+        write_settings(plan.out, Settings(self.config.to_json(), plan.corpus.digest, step))
+
+    def _cannot_write(self, error: OSError) -> RunError:
+        last = checkpoint.latest(self.plan.out)
+        left = "there is no checkpoint yet" if last is None else f"the last checkpoint is {last.name}"
+        return RunError(f"{self.plan.out / METRICS} cannot be written ({reason(error)}); {left}")
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pagestash.policy import format_bytes
+from pagestash.train.folder import RunError, reason, write_whole
 
 METRICS = "metrics.jsonl"
 
@@ -30,15 +31,15 @@ class JsonLines:
 
     def __init__(self, run: Path, after: int) -> None:
         path = run / METRICS
-        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= after]
-        partial = run / f".{METRICS}.partial"
-        partial.write_text("".join(kept))
-        os.replace(partial, path)
-        self._file = path.open("a")
+        lines, _ = recorded(run)
+        write_whole(path, "".join(text for step, text in lines if step <= after))
+        # Without a buffer: closing it has nothing left to write, which would fail again on a full disk.
+        self._file = path.open("ab", buffering=0)
 
     def step(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(_finite(line)) + "\n")
-        self._file.flush()
+        rest = memoryview((json.dumps(_finite(line)) + "\n").encode())
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
     def sync(self) -> None:
         """Have the lines on disk, before a checkpoint that comes after them."""
@@ -90,14 +91,42 @@ def display(console: Console) -> Iterator[Progress]:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of a run."""
-    return [json.loads(line) for line in _whole_lines(run / METRICS)]
+    return [json.loads(text) for _, text in recorded(run)[0]]
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """Lines that were written to their end."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+def recorded(run: Path) -> tuple[list[tuple[int, str]], bool]:
+    """The step and text of every line, and whether one more was torn, as a process leaves it that is killed.
+
+    A line that is none of a run is a `RunError` with its number.
+    """
+    path = run / METRICS
+    try:
+        *whole, torn = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], False
+    except OSError as error:
+        raise RunError(f"{path} cannot be read ({reason(error)})") from error
+    lines: list[tuple[int, str]] = []
+    for number, raw in enumerate(whole, start=1):
+        step = _step_of(raw)
+        if step is None or (lines and step <= lines[-1][0]):
+            told = (
+                "is no line of a run"
+                if step is None
+                else f"is of step {step}, after one of step {lines[-1][0]}"
+            )
+            shown = raw[:40].decode(errors="backslashreplace")
+            raise RunError(f"{path}, line {number} {told}: {shown!r}; mend it, or move the file away")
+        lines.append((step, raw.decode() + "\n"))
+    return lines, bool(torn)
+
+
+def _step_of(raw: bytes) -> int | None:
+    try:
+        step = json.loads(raw.decode())["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
 def _finite(value: Any) -> Any:

@@ -7,6 +7,7 @@ expert's over those that hold the same experts.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ from pagestash.moe.dispatch import Dispatch
 from pagestash.moe.layer import MoE
 from pagestash.moe.parts import ExpertLinear
 from pagestash.train.config import TrainConfig
+from pagestash.train.folder import RunError, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,23 @@ class Ranks:
         if self.everyone is None:
             return here
         return bool(self.sum(torch.tensor(float(here), device=self.device)))
+
+    def agree(self, error: RunError | None) -> None:
+        """End the run on all ranks if one has an error; every rank must ask."""
+        if self.any(error is not None):
+            raise error or RunError("another rank has ended the run")
+
+    def lead(self, action: Callable[[], None]) -> None:
+        """Have the first rank alone do what it may fail to do, as writing a file; all ranks go on, or none."""
+        error = None
+        if self.world.leads:
+            try:
+                action()
+            except RunError as problem:
+                error = problem
+            except OSError as problem:
+                error = RunError(f"{problem.filename or 'a file'}: {reason(problem)}")
+        self.agree(error)
 
     # --- whole tensors, for checkpoints ---
 

@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from pagestash.policy import Policy
 from pagestash.train import checkpoint
 from pagestash.train.config import TrainConfig, checked, merge
 from pagestash.train.data import Corpus, load_corpus
-from pagestash.train.metrics import METRICS
+from pagestash.train.folder import SETTINGS, RunError, read_settings, reason
+from pagestash.train.metrics import METRICS, recorded
 from pagestash.train.parallel import World
 
 
@@ -37,6 +38,9 @@ class Plan:
     """The checkpoint to go on from."""
     placed: Partition | None = None
     """With a pipeline: which layers stand on which stage."""
+    resumes: bool = False
+    notices: tuple[str, ...] = ()
+    """What a user should know of the run that goes on."""
 
 
 def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = False) -> Plan:
@@ -44,10 +48,13 @@ def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = Fals
 
     A wrong one is a `ValueError` of one line. With `resume`, settings that are not given are those of the run.
     """
-    out = Path(out)
-    start = _start(out, resume)
-    saved = checkpoint.read_state(start) if start else {}
-    config = merge(checked(saved.get("config", {})), settings)
+    out, settings = Path(out), checked(settings)
+    found = _look(out, resume)
+    start = found.start
+    config = merge(found.config, settings)
+    for name in ("schedule", "chunks"):
+        if name in settings and config.pipeline == 1:
+            raise ValueError(f"{name}={settings[name]!r} is for a pipeline: give --pipeline, or leave it out")
     decoder = config.decoder()
     world = World.from_environment(config, decoder.experts)
     if config.capacity_factor:
@@ -64,11 +71,18 @@ def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = Fals
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("tensorboard=true: the tensorboard package is not installed")
     corpus = load_corpus(config.corpus, config.sequence + 1)
-    if saved and saved["corpus"] != corpus.digest and "corpus" not in settings:
+    if found.corpus not in (None, corpus.digest) and "corpus" not in settings:
         raise ValueError(f"{out}: the corpus has changed since this run began; name it to go on with another")
-    if saved and saved["step"] > config.steps:
-        raise ValueError(f"{out}: the run is at step {saved['step']}, past steps={config.steps}")
-    return Plan(config, decoder, policy, corpus, world, device, out, start, placed)
+    if found.step > config.steps:
+        raise ValueError(f"{out}: the run is at step {found.step}, past steps={config.steps}")
+    notices = tuple(found.notices)
+    return Plan(config, decoder, policy, corpus, world, device, out, start, placed, resume, notices)
+
+
+def check_unchanged(plan: Plan) -> None:
+    """Refuse a plan if another run wrote in its folder after it was made."""
+    if _look(plan.out, plan.resumes).start != plan.start:
+        raise RunError(f"{plan.out}: another run has written there meanwhile; start again")
 
 
 def _place(config: TrainConfig, decoder: DecoderConfig, world: World, device: torch.device) -> Partition:
@@ -92,16 +106,83 @@ def config_with_capacity(config: TrainConfig, rows: int) -> DecoderConfig:
     return merge(config.to_json(), {"model": {"capacity": rows}}).decoder()
 
 
-def _start(out: Path, resume: bool) -> Path | None:
+@dataclass(slots=True)
+class _Found:
+    """What a folder holds of a run that is to go on."""
+
+    start: Path | None = None
+    step: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
+    corpus: str | None = None
+    notices: list[str] = field(default_factory=list)
+
+
+def _look(out: Path, resume: bool) -> _Found:
+    try:
+        return _resumed(out) if resume else _fresh(out)
+    except OSError as error:
+        raise RunError(f"--out {out}: {reason(error)}") from error
+
+
+def _fresh(out: Path) -> _Found:
     if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out}: it is a file")
-    if not resume:
-        if any((out / name).exists() for name in (METRICS, checkpoint.FOLDER)):
-            raise ValueError(f"--out {out} holds another run; --resume goes on with it")
-        return None
-    if not out.is_dir():
-        raise ValueError(f"--resume: there is no run in {out}")
-    return checkpoint.latest(out)
+        raise RunError(f"--out {out}: it is a file")
+    if _holds_a_run(out):
+        raise RunError(f"--out {out} holds another run; --resume goes on with it")
+    return _Found()
+
+
+def _resumed(out: Path) -> _Found:
+    if not _holds_a_run(out):
+        raise RunError(f"--resume: there is no run in {out}")
+    found, settings = _Found(checkpoint.latest(out)), read_settings(out)
+    if settings is not None:
+        found.config, found.corpus = _checked(settings.config, out / SETTINGS), settings.corpus
+    if found.start is not None:
+        _take_checkpoint(found, found.start, fresh=settings is None)
+    if settings is None and found.start is None:
+        raise RunError(
+            f"--resume: {out} has neither a checkpoint nor {SETTINGS}: they are gone, or an older version ended "
+            "before its first checkpoint; begin again in another folder"
+        )
+    reached = (settings and settings.checkpoint) or 0
+    if found.start is None and reached:
+        raise RunError(
+            f"--resume: the checkpoints of {out} are gone, the last one was of step {reached}; bring them back, or "
+            "begin again in another folder"
+        )
+    if found.start is None:
+        found.notices.append(f"{out} has no checkpoint yet; its run begins again, with its settings")
+    elif reached > found.step:
+        found.notices.append(f"the run had a checkpoint of step {reached}, which is gone")
+    lines, torn = recorded(out)
+    if torn:
+        found.notices.append(f"the last line of {METRICS} was not written to its end, and is dropped")
+    if found.step and len([step for step, _ in lines if step <= found.step]) < found.step:
+        found.notices.append(f"{METRICS} lacks lines of steps before {found.step + 1}")
+    return found
+
+
+def _take_checkpoint(found: _Found, start: Path, *, fresh: bool) -> None:
+    state = checkpoint.read_state(start)
+    found.step = state["step"]
+    if fresh:  # of an older version, which kept the settings in checkpoints alone
+        if not isinstance(state.get("config"), Mapping) or not isinstance(state.get("corpus"), str):
+            raise RunError(f"checkpoint {start}: {checkpoint.STATE} lacks the settings of the run")
+        found.config, found.corpus = _checked(state["config"], start), state["corpus"]
+    if not checkpoint.has_checksums(start):
+        found.notices.append(f"{start} is of an older version and has no checksums: it is loaded unchecked")
+
+
+def _checked(config: Any, where: Path) -> dict[str, Any]:
+    try:
+        return checked(config)
+    except ValueError as error:
+        raise RunError(f"{where}: {error}") from error
+
+
+def _holds_a_run(out: Path) -> bool:
+    return any((out / name).exists() for name in (METRICS, SETTINGS, checkpoint.FOLDER))
 
 
 def _device(name: str, world: World) -> torch.device:

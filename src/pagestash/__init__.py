@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pagestash.profiling.measure import profile as profile
     from pagestash.profiling.result import Profile as Profile
     from pagestash.saved.keeper import Keeper as Keeper
-    from pagestash.saved.keeper import PoolOverflow as PoolOverflow
     from pagestash.saved.once import once as once
+    from pagestash.saved.overflow import PoolOverflow as PoolOverflow
     from pagestash.saved.region import region as region
     from pagestash.step.graphed import GraphedStep as GraphedStep
 
@@ -28,7 +28,7 @@ _FOUND_IN = {
     "PagePool": "pagestash.pages.pool",
     "Policy": "pagestash.policy",
     "PoolConfig": "pagestash.policy",
-    "PoolOverflow": "pagestash.saved.keeper",
+    "PoolOverflow": "pagestash.saved.overflow",
     "Profile": "pagestash.profiling.result",
     "Rule": "pagestash.policy",
     "once": "pagestash.saved.once",

@@ -178,6 +178,8 @@ class PoolConfig:
     that does not, the pages to spill to. `spill` sets some of it aside for spilling in both cases. `"auto"` is
     no page to spill to, and up to half of the machine's memory for offload. So is a bound for offload that is
     more than the machine has. Pages to spill to are pinned at once, and refused if the machine has less.
+    `on_overflow` is for eager steps: a group that finds no page stays where it is (`"keep"`), or the step raises
+    `PoolOverflow` (`"raise"`).
     """
 
     page: int | str = 65536
@@ -185,6 +187,7 @@ class PoolConfig:
     host: int | str = "auto"
     spill: int | str = "auto"
     headroom: float = 1.10
+    on_overflow: Literal["keep", "raise"] = "keep"
 
     def __post_init__(self) -> None:
         _check_fields(self, _POOL_FIELDS, "pool")
@@ -207,6 +210,7 @@ _POOL_FIELDS: dict[str, Check] = {
     "host": _bytes_or("auto"),
     "spill": _bytes_or("auto"),
     "headroom": _number(1, 100),
+    "on_overflow": _one_of("keep", "raise"),
 }
 
 

@@ -156,3 +156,22 @@ def test_expected_rows_stay_and_the_others_go_to_pages(expected):
     stays = padded_rows(head) * WIDTH * 4 + head * 2 * INNER * 4
     assert stays <= kept < stays + 8192  # and indices
     assert not stats.overflow
+
+
+@pytest.mark.parametrize("pages", [1, 5, 14, 30, 60])
+@pytest.mark.parametrize("expected", [0, 60])
+def test_received_rows_that_find_no_page_stay_where_they_are(expected, pages):
+    torch.manual_seed(0)
+    model, x = Stack(lambda: Loopback(expected)), torch.randn(TOKENS, WIDTH)
+    plain = run(model, x)
+    keeper = ps.Keeper(policy(device=pages * 1024, headroom=1.0), backend="torch").attach(model)
+    assert equal(run(model, x, keeper), plain)
+    rows_pages = DEPTH * -(-(TOKENS * TOP_K - expected) * WIDTH * 4 // 1024)
+    if pages < rows_pages:
+        assert keeper.stats().no_page.groups > 0
+    # Where only what is expendable stood in the way, it gives way the next time.
+    assert (keeper.pool.device_pages > pages) == (pages < rows_pages)
+    keeper.reset_peaks()
+    assert equal(run(model, x, keeper), plain)
+    stats = keeper.stats()
+    assert (stats.no_page.groups, stats.overflow, stats.pool.device.in_use) == (0, False, 0)

@@ -424,20 +424,6 @@ def test_a_forward_in_another_thread_is_left_alone(sized):
     assert len(results) == 1
 
 
-def test_an_overflow_of_a_step_that_failed_is_not_the_next_ones(sized):
-    model, keeper, plain = sized
-
-    def overflow_and_fail():
-        with keeper.step():
-            model(*batch(64))
-            assert keeper.stats().overflow
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        overflow_and_fail()
-    assert same(run(model, *batch(20), keeper), plain)
-
-
 def test_a_tensor_changed_in_place_after_its_region_is_as_it_was_when_saved():
     class Square(nn.Module):
         def forward(self, x):
@@ -597,15 +583,6 @@ def test_a_forward_whose_backward_never_runs_leaves_nothing(sized):
 
 
 # --- overflow, regions, keepers ---
-
-
-def test_an_overflowing_eager_step_raises_and_the_next_one_fits(sized):
-    model, keeper, _ = sized
-    x, rows = batch(64)
-    with pytest.raises(ps.PoolOverflow, match="were wanted"):
-        run(model, x, rows, keeper)
-    assert in_use(keeper) == 0
-    assert same(run(model, x, rows, keeper), run(model, x, rows))
 
 
 def test_a_pool_of_host_pages_alone():

@@ -34,6 +34,7 @@ from pagestash.moe.block import (
 )
 from pagestash.moe.grouped import grouped_mm
 from pagestash.moe.lease import Lease, graph_is_kept
+from pagestash.pages.pool import PagePool
 from pagestash.saved.region import claim, note_weights, region, stay
 
 
@@ -92,7 +93,7 @@ class ArrivedExperts(torch.autograd.Function):
         rows, h = options.rows, options.h
         stashes = options.kept and cut.rest > 0
         rows_lease = h_lease = x_rest = None
-        if stashes and rows.pool is not None:
+        if stashes and rows.pool is not None and not _denied(rows.pool, x, rest_rows, cut.rest):
             rows_lease = Lease(rows.pool, (cut.rest, x.shape[1]), x.dtype, rest_rows, account=rows.account)
             # As large as `y_RD` will be, and let go after `a` has its memory: one block then serves both.
             x_rest = x.new_empty(capacity, x.shape[1])[: cut.rest]
@@ -107,7 +108,9 @@ class ArrivedExperts(torch.autograd.Function):
             h_lease = Lease(h.pool, shape, x.dtype, rest_rows, account=h.account, expendable=True)
         del a_room
         a = swiglu.forward(h_rest, info, options.activation, _pages(h_lease), head=h_head)
-        saved_rows = (x_head, None if rows.pool is not None else x_rest)
+        # What the pool has no page for is left to autograd, as without a pool.
+        in_pages = rows.pool is not None and not (stashes and rows_lease is None)
+        saved_rows = (x_head, None if in_pages else x_rest)
         saved_h = (None if h.again else h_head, None if h.pool is not None or h.again else h_rest)
         del x_head, x_rest, h_head, h_rest
         y_RD = grouped_mm(a, down_x.transpose(-2, -1), routing.offsets)
@@ -208,6 +211,12 @@ class ArrivedExperts(torch.autograd.Function):
             dx_rest = _product(dh_rest, up, rest_ends)
             dx = combine(dx_head, inverse, rest=dx_rest, added=dy if ctx.residual else None)
         return dx, dweights, dup, ddown, dup_bias, ddown_bias, None, None, None, None, None
+
+
+def _denied(pool: PagePool, x: torch.Tensor, rows: torch.Tensor, capacity: int) -> bool:
+    """Whether a step that keeps what finds no page has none for rows like those of `x`."""
+    pool.flush()
+    return pool.room.denies(capacity * x.shape[1] * x.element_size(), rows, capacity)
 
 
 def _pages(lease: Lease | None) -> Pages | None:

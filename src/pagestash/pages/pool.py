@@ -21,6 +21,7 @@ from pagestash.pages.checks import (
     fill_pattern,
 )
 from pagestash.pages.host import host_slab
+from pagestash.pages.room import Room
 from pagestash.pages.telemetry import PoolStats, read_stats
 from pagestash.pages.ticket import Ticket, TicketGroup, lay_out
 
@@ -76,6 +77,7 @@ class PagePool:
             accounts=torch.zeros(ACCOUNTS, 2, dtype=torch.int64, device=self.device),
             overflow=torch.zeros((), dtype=torch.float32, device=self.device),
         )
+        self.room = Room(self.memory)
 
     def __repr__(self) -> str:
         return (
@@ -139,7 +141,9 @@ class PagePool:
                 self.memory, sources, spans, range(len(spans)), book, tiers="device" if host_later else "both"
             )
         self._live += len(spans)
-        return [Ticket(group, i, tensor.shape, tensor.dtype) for i, tensor in enumerate(tensors)]
+        tickets = [Ticket(group, i, tensor.shape, tensor.dtype) for i, tensor in enumerate(tensors)]
+        self.room.enter(tickets, fixed)
+        return tickets
 
     def reserve(
         self,
@@ -164,7 +168,9 @@ class PagePool:
         self.reservations += 1
         stash.reserve(self.memory, spans, [-1], rows, book, account, expendable=expendable)
         self._live += 1
-        return Ticket(TicketGroup(self._id, book, spans, account), 0, template.shape, dtype)
+        ticket = Ticket(TicketGroup(self._id, book, spans, account), 0, template.shape, dtype)
+        self.room.enter([ticket], [-1], expendable=expendable)
+        return ticket
 
     def write(self, ticket: Ticket, tensor: torch.Tensor) -> None:
         """Copy the valid rows of `tensor` into the pages of a reserved ticket, where it has any."""
@@ -239,6 +245,7 @@ class PagePool:
         for ticket in tickets:
             ticket.released = True
         self._live -= len(tickets)
+        self.room.leave(tickets)
 
     def release_later(self, ticket: Ticket) -> None:
         """Release at the next call that launches anything; safe from any thread, as when a tensor dies."""

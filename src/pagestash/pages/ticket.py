@@ -27,6 +27,8 @@ class Ticket:
     shape: torch.Size
     dtype: torch.dtype
     released: bool = False
+    most_pages: int = 0
+    """The most pages it can hold, as the host knows it."""
 
     @property
     def span(self) -> Span:

@@ -71,6 +71,12 @@ class Entry:
         flat.set_(self.origin.untyped_storage(), self.first, (self.length,), (1,))
         return flat.view(self.capacity, -1) if self.rows is not None else flat
 
+    def valid_bytes(self) -> int:
+        """Its bytes, or those of its valid rows. Waits for the device where it has a row count."""
+        if self.rows is None:
+            return self.length
+        return self.length // self.capacity * min(max(int(self.rows.item()), 0), self.capacity)
+
     def same_content(self, version: int, rows: torch.Tensor | None, first: int, last: int) -> bool:
         """Whether bytes `first` to `last` as saved now are those that this entry holds."""
         return (

@@ -18,6 +18,7 @@ from pagestash.saved.identity import modules_in, storage_keys
 from pagestash.saved.measured import MeasuredOffload, Outlook
 from pagestash.saved.offload import Offload
 from pagestash.saved.order import Event, Group, Key, Recorder
+from pagestash.saved.overflow import Agreement, grow, make_room, refuse_if_overflowed
 from pagestash.saved.pressure import Pressure, read_memory
 from pagestash.saved.recompute import Recompute
 from pagestash.saved.region import Region, enter, frames, no_module, set_frames
@@ -25,10 +26,6 @@ from pagestash.saved.stash import MeasuredStash, Stash
 from pagestash.saved.stats import KeeperStats, collect
 from pagestash.saved.streams import capturing
 from pagestash.saved.watch import Watch
-
-
-class PoolOverflow(RuntimeError):
-    """The pool had fewer free pages than a group needed: the gradients of this step are not valid."""
 
 
 class Keeper:
@@ -68,6 +65,7 @@ class Keeper:
         self._own_recompute: list[Any] = []
         self._watch = Watch(self._capture, self._recompute)
         self._in_step = False
+        self._ranks = Agreement()
         self._habits: dict[Any, Any] = {}
 
     # --- attach ---
@@ -170,9 +168,12 @@ class Keeper:
 
     @contextmanager
     def step(self, *, check: bool = True) -> Iterator[None]:
-        """One forward and backward, or several. At the end an overflow raises `PoolOverflow`.
+        """One forward and backward, or several.
 
-        Without `check` nobody looks: the caller feeds `keeper.overflow` to the optimizer (`GraphedStep` does).
+        A group that finds no page stays where it is, and the pool grows at the end. With `[pool] on_overflow =
+        "raise"` it comes back as zeros instead, and the end raises `PoolOverflow`: on all ranks, where
+        `torch.distributed` has several, which must therefore all have the same steps. Without `check` nobody
+        looks: the caller feeds `keeper.overflow` to the optimizer (`GraphedStep` does).
         """
         if self._in_step:
             raise RuntimeError("keeper.step() is already open; a keeper runs one step at a time")
@@ -183,21 +184,32 @@ class Keeper:
         outer = frames()
         root = Region(self._capture, "", None, whole_step=True)
         enter(root)
+        if self.pool is not None:
+            self.pool.room.decides = check and self.policy.pool.on_overflow == "keep" and not capturing()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._capture.pack, self._capture.unpack):
-                yield
-        except BaseException:
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(self._capture.pack, self._capture.unpack):
+                    yield
+            finally:
+                if self.pool is not None:
+                    self.pool.room.decides = False
+                self._in_step = self._watch.in_step = False
+                set_frames(outer)
+                self._capture.forget()
+                self._settle()
+        except BaseException as error:
+            if check and isinstance(error, Exception):
+                # What a refused group's zeros lead to is no reason of its own.
+                refuse_if_overflowed(self.pool, self._ranks, self.policy.pool, error)
             # The step is lost in any case; its overflow must not be taken for the next one's.
             if check and self.pool is not None:
                 self.pool.reset()
             raise
-        finally:
-            self._in_step = self._watch.in_step = False
-            set_frames(outer)
-            self._capture.forget()
-            self._settle()
         if check:
-            self._after_step()
+            self.size_pool()
+            if isinstance(self._stash, Stash):
+                make_room(self._stash.pool, self.policy.pool.headroom, self._stash.no_page)
+            refuse_if_overflowed(self.pool, self._ranks, self.policy.pool)
 
     def _settle(self) -> None:
         # Offload first: it gives back pages, too.
@@ -208,16 +220,6 @@ class Keeper:
         # A captured step is what it is; and pinning memory is no part of it.
         if isinstance(self._offload, Offload) and not capturing():
             self._offload.learn()
-
-    def _after_step(self) -> None:
-        self.size_pool()
-        if isinstance(self._stash, Stash) and bool(self._stash.pool.overflow):
-            wanted, had = self.grow_pool()
-            self._stash.pool.reset()
-            raise PoolOverflow(
-                f"the pool had {had} pages and {wanted} were wanted: the gradients of this step are not valid. "
-                "Zero them and run the step again; the pool has grown to what was wanted."
-            )
 
     # --- what it watches ---
 
@@ -323,21 +325,14 @@ class Keeper:
             host_bytes=self.policy.spill_bytes,
             backend=self._backend,
         )
-        self._stash = self._homes["stash"] = Stash(pool)
+        self._stash = self._homes["stash"] = Stash(pool, self._keep)
         for name, module in self._own_stash.items():
             module.use_pool(pool, self._stash.account(name))
 
     def grow_pool(self) -> tuple[int, int]:
         """Grow the device tier to what was wanted, times the headroom; returns (pages wanted, pages had)."""
-        pool = self.pool
-        assert pool is not None
-        stats = pool.stats()
-        had = stats.device.pages + stats.host.pages
-        wanted = stats.device.wanted
-        # Expendable groups are no reason to grow: the next run leaves room for the others.
-        if stats.required > had:
-            pool.grow(device_pages=math.ceil(wanted * self.policy.pool.headroom) - stats.host.pages)
-        return wanted, had
+        assert self.pool is not None
+        return grow(self.pool, self.policy.pool.headroom)
 
     # --- stats ---
 
@@ -347,6 +342,8 @@ class Keeper:
             tally.reset_peak()
         if isinstance(self._stash, MeasuredStash):
             self._stash.peak_bytes = self._stash.bytes
+        else:
+            self._stash.no_page.reset_peak()
         if self.pool is not None:
             self.pool.reset()
 

@@ -75,9 +75,7 @@ class MeasuredOffload:
         seen = self._seen[key] = Measured(rule, [])
         self._recorder.put(key, Group(0, 0, rule.prefetch_bytes))
         for entry in group:
-            source = entry.source()
-            if entry.rows is not None:
-                source = source[: min(max(int(entry.rows.item()), 0), entry.capacity)]
+            source = entry.source().view(-1)[: entry.valid_bytes()]
             seen.entries.append((Shape.of(entry), source.nbytes))
             # A copy also where the device is the host: the source may be written over.
             entry.place = _Waiting(source.detach().to("cpu", copy=True), key, source.device)

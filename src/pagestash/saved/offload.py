@@ -188,8 +188,9 @@ class Offload:
             # Its buffer has room for the worst case: rows that do not leave are better off in pages.
             member.rows = entry.rows.detach().clone()
             if share < entry.length:
-                member.rest = _rest(entry, share)
-                self._stash().put([member.rest])
+                stash = self._stash()
+                member.rest = _rest(entry, share, stash)
+                stash.put([member.rest])
 
     def _move_out(self, group: OffloadedGroup, moved: list[Entry]) -> None:
         with self._out.after():
@@ -313,7 +314,7 @@ class Offload:
                 lead = member.share // rows.shape[1]
                 zero_tail(rows[:lead], member.rows, self._backend)
                 if member.rest is not None:
-                    self._stash().restore_into(member.rest, rows[lead:])
+                    member.rest.home.restore_into(member.rest, rows[lead:])
                     entry.spoiled |= member.rest.spoiled
         group.restored |= group.incoming
         group.incoming = {}
@@ -367,7 +368,7 @@ class Offload:
                 wait_here(group.arrived)
                 del group.incoming[entry]
             if member.rest is not None and member.rest.place is not None:
-                self._stash().drop(member.rest)
+                member.rest.home.drop(member.rest)
             if member.refused:
                 self.slabs.forget(member.refused)
                 self.refused.count(entry.region, -member.refused)
@@ -393,7 +394,7 @@ def _pieces(member: Member) -> tuple[torch.Tensor, ...]:
     return () if member.block is None else member.block.pieces
 
 
-def _rest(entry: Entry, share: int) -> Entry:
+def _rest(entry: Entry, share: int, home: Stash | MeasuredStash) -> Entry:
     """The rows of a valid-row entry behind its first `share` bytes, as an entry of its own."""
     assert entry.rows is not None
     lead = share // (entry.length // entry.capacity)
@@ -407,6 +408,7 @@ def _rest(entry: Entry, share: int) -> Entry:
         rows=rows,
         rows_version=rows._version,
         capacity=entry.capacity - lead,
+        home=home,
         region=entry.region,
         rule=entry.rule,
     )

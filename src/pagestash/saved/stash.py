@@ -13,7 +13,9 @@ from pagestash.kernels.layout import ACCOUNTS
 from pagestash.pages.pool import PagePool
 from pagestash.pages.ticket import Ticket
 from pagestash.policy import HomeName
+from pagestash.saved.homes import Keep
 from pagestash.saved.identity import Entry
+from pagestash.saved.overflow import NoPage
 from pagestash.saved.streams import SideStream, wait_here
 
 
@@ -33,8 +35,9 @@ class Stash:
 
     name: HomeName = "stash"
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, keep: Keep) -> None:
         self.pool = pool
+        self.no_page = NoPage(keep)
         self.accounts: dict[str, int] = {}
         self._spills = pool.host_pages > 0
         self._out = SideStream(pool.device)
@@ -45,6 +48,10 @@ class Stash:
     def put(self, group: Sequence[Entry]) -> None:
         self.flush()
         self._retire()
+        wanted = self._pages_denied(group)
+        if wanted is not None:
+            self.no_page.put(group, wanted)
+            return
         sources = [entry.source() for entry in group]
         tickets = self.pool.stash(
             sources,
@@ -66,6 +73,15 @@ class Stash:
             entry.place = stashed
             entry.origin = None
         self._groups.append(stashed)
+
+    def _pages_denied(self, group: Sequence[Entry]) -> list[int] | None:
+        """The pages that each entry wants, where the step keeps what finds none and this group finds none."""
+        room = self.pool.room
+        if not room.decides or room.covers(sum(room.pages(entry.length) for entry in group)):
+            return None
+        # The pool is nearly full: count exactly, which waits for the device.
+        wanted = [room.pages(entry.valid_bytes()) for entry in group]
+        return wanted if sum(wanted) > room.count() else None
 
     def get(self, entry: Entry) -> torch.Tensor:
         self.flush()
@@ -189,10 +205,7 @@ class MeasuredStash:
     def put(self, group: Sequence[Entry]) -> None:
         self.reservations += 1
         for entry in group:
-            source = entry.source()
-            if entry.rows is not None:
-                source = source[: min(max(int(entry.rows.item()), 0), entry.capacity)]
-            entry.place = source.clone()
+            entry.place = entry.source().view(-1)[: entry.valid_bytes()].clone()
             entry.origin = None
             self._count(entry.place.nbytes, 1)
 

@@ -34,17 +34,28 @@ class OffloadStats:
 
 
 @dataclass(frozen=True, slots=True)
+class NoPageStats:
+    """Stashed groups that found no page and stayed where they were, since the last `reset_peaks`; their bytes."""
+
+    groups: int
+    bytes: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
 class KeeperStats:
     """Where saved tensors wait: by home, by region (whatever the home), and the pool's tiers.
 
     What no rule matches is in `regions["(outside all regions)"]`; `pool` is None before there is one, and so is
     `offload`. What an offload rule leaves on the device counts as kept, or as stashed where it has valid rows.
+    What found no page counts as kept, and in `no_page`.
     """
 
     homes: dict[HomeName, HomeStats]
     regions: dict[str, HomeStats]
     pool: PoolStats | None
     offload: OffloadStats | None = None
+    no_page: NoPageStats = NoPageStats(0, 0, 0)
 
     @property
     def overflow(self) -> bool:
@@ -60,6 +71,7 @@ def collect(
 ) -> KeeperStats:
     """What the homes hold. Waits for the device."""
     pool = limits = None
+    no_page = NoPageStats(0, 0, 0)
     homes: dict[HomeName, HomeStats] = {
         "keep": _totals(keep),
         "stash": HomeStats(0, 0),
@@ -79,10 +91,12 @@ def collect(
             _add(regions, name, *counts[index])
         pool = stash.pool.stats()
         homes["stash"] = HomeStats(pool.valid_bytes, pool.valid_bytes_peak)
+        left = stash.no_page
+        no_page = NoPageStats(left.groups, left.tally.bytes, left.tally.peak)
     if isinstance(offload, Offload):
         slabs, refused = offload.slabs, offload.refused
         limits = OffloadStats(slabs.size, slabs.limit, refused.bytes, refused.peak)
-    return KeeperStats(homes, regions, pool, limits)
+    return KeeperStats(homes, regions, pool, limits, no_page)
 
 
 def _totals(tally: Tally) -> HomeStats:

@@ -6,7 +6,8 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from pagestash.saved.keeper import Keeper, PoolOverflow
+from pagestash.saved.keeper import Keeper
+from pagestash.saved.overflow import PoolOverflow
 
 
 class Bounded(Protocol):

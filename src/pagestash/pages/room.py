@@ -1,0 +1,124 @@
+"""How many pages are certainly free, as the host knows it without waiting.
+
+Pages are given out on the device, in the order of the compute stream. The host knows that order, too: which
+tickets are live, and the most pages that each can hold. That is exact where the rows were given as a number; where
+only the device knows them it is the whole capacity, until the ticket's header has been read back. So
+
+    free pages  >=  all pages - the most that live tickets hold,
+
+and a group that fits this bound fits. The bound is integer arithmetic. Headers are read back from the first time
+that it did not suffice, by a copy to pinned memory; who asks waits for the oldest of them, and only as far as that
+helps.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pagestash.kernels.layout import HEADER, Counter, Header, PoolMemory, Status
+from pagestash.pages.ticket import Ticket
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """Headers on their way to the host."""
+
+    tickets: list[Ticket]
+    headers: torch.Tensor
+    here: torch.cuda.Event | None
+
+
+class Room:
+    """The free pages of one pool, from below."""
+
+    def __init__(self, memory: PoolMemory) -> None:
+        self.decides = False
+        """Whether this step keeps what finds no page. Who needs pages then asks `denies` first."""
+        self.unsure = False
+        """Whether a group took pages that were not certain to be there: only the overflow flag tells."""
+        self._memory = memory
+        self._held = 0
+        self._reads = False
+        self._readings: deque[_Reading] = deque()
+
+    @property
+    def free(self) -> int:
+        """Pages that are free for certain, in both tiers."""
+        return self._memory.device_pages + self._memory.host_pages - self._held
+
+    def pages(self, size: int) -> int:
+        """Pages that `size` bytes take."""
+        return -(-size // self._memory.page_bytes)
+
+    def denies(self, size: int, rows: torch.Tensor | None = None, capacity: int = 0) -> bool:
+        """Whether a tensor of `size` bytes, of which `rows` of `capacity` rows are valid, finds no pages.
+
+        False in a step that does not keep what finds none. Waits for the device where the pool is nearly full.
+        """
+        if not self.decides or self.covers(self.pages(size)):
+            return False
+        if rows is not None:
+            size = size // max(capacity, 1) * min(max(int(rows), 0), capacity)
+        return self.pages(size) > self.count()
+
+    def covers(self, pages: int) -> bool:
+        """Whether `pages` more are certain to be there; waits for the oldest headers, as far as it takes."""
+        while self.free < pages and self._readings:
+            self._take_in(self._readings.popleft())
+        if self.free >= pages:
+            return True
+        self._reads = True
+        return False
+
+    def count(self) -> int:
+        """The pages that are free behind all that was launched. Waits for the device."""
+        # Both in one copy, with the counter between them.
+        values = self._memory.state[Counter.DEVICE_FREE : Counter.HOST_FREE + 1].tolist()
+        return values[0] + values[-1]
+
+    def enter(
+        self, tickets: Sequence[Ticket], fixed_rows: Sequence[int], *, expendable: bool = False
+    ) -> None:
+        """Tickets were reserved together; -1 for rows that only the device knows."""
+        held = 0
+        for ticket, rows in zip(tickets, fixed_rows):
+            span = ticket.span
+            ticket.most_pages = self.pages(span.row_bytes * (span.capacity if rows < 0 else rows))
+            held += ticket.most_pages
+        self.unsure |= held > self.free and not expendable
+        self._held += held
+        if self._reads and held and (expendable or -1 in fixed_rows):
+            self._read(list(tickets))
+
+    def leave(self, tickets: Sequence[Ticket]) -> None:
+        """Tickets were released: what is launched from here on finds their pages free."""
+        for ticket in tickets:
+            self._held -= ticket.most_pages
+            ticket.most_pages = 0
+
+    def _read(self, tickets: list[Ticket]) -> None:
+        while self._readings and all(ticket.released for ticket in self._readings[0].tickets):
+            self._readings.popleft()
+        book = tickets[0].group.book[: HEADER * len(tickets)]
+        if not book.is_cuda:
+            self._take_in(_Reading(tickets, book, None))
+        elif not torch.cuda.is_current_stream_capturing():
+            headers = torch.empty(book.shape, dtype=book.dtype, pin_memory=True)
+            headers.copy_(book, non_blocking=True)
+            here = torch.cuda.Event()
+            here.record(torch.cuda.current_stream(book.device))
+            self._readings.append(_Reading(tickets, headers, here))
+
+    def _take_in(self, reading: _Reading) -> None:
+        if all(ticket.released for ticket in reading.tickets):
+            return
+        if reading.here is not None:
+            reading.here.synchronize()
+        headers = reading.headers.view(-1, HEADER).tolist()
+        for ticket, header in zip(reading.tickets, headers):
+            if not ticket.released:
+                pages = header[Header.PAGES] if header[Header.STATUS] == Status.GRANTED else 0
+                self._held += pages - ticket.most_pages
+                ticket.most_pages = pages

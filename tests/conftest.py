@@ -20,8 +20,8 @@ HERE = Path(__file__).parent
 if not HAS_CUDA:
     # Before any file imports jax, wherever it stands: XLA reads its flags once.
     runpy.run_path(str(HERE / "jax" / "conftest.py"))
-# `benchmarks` from the root, and the operation sequences that CPU and GPU tests have in common.
-sys.path[:0] = [str(HERE.parent), str(HERE / "pages")]
+# `benchmarks` from the root, the operation sequences that CPU and GPU tests have in common, and what tests share.
+sys.path[:0] = [str(HERE.parent), str(HERE / "pages"), str(HERE / "support")]
 
 try:
     from hypothesis import HealthCheck, settings

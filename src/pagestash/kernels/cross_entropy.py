@@ -2,7 +2,7 @@
 
 `loss = Σ over labelled tokens of (1 - ε)·(lse - x[label]) + ε·(lse - mean x) + z·lse²`, with the logits
 x = hidden · weightᵀ, lse their log-sum-exp, ε the label smoothing, and the sum divided by the number of
-labelled tokens for the mean. Tokens whose label is `ignore_index` count for nothing.
+labelled tokens for the mean. Tokens whose label is `ignore_index` count for nothing, whatever `hidden` holds there.
 
 Logits exist for one chunk of tokens at a time, in the model's precision, and their gradient is written over
 them as soon as the loss is known; what waits for backward is the gradient of `hidden` and of `weight`. So the
@@ -83,9 +83,18 @@ def linear_cross_entropy(
         if dhidden is not None:
             torch.mm(logits, weight, out=dhidden[part])
         if dweight is not None:
-            _add_product(dweight, logits.t(), hidden[part])
+            _add_product(dweight, logits.t(), _labelled(hidden[part], labels[part], options.ignore_index))
         del logits
     return losses.sum() * scale, dhidden, dweight
+
+
+def _labelled(hidden: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """`hidden` with zeros for tokens without a label: the product over tokens would make NaN of 0 · NaN.
+
+    Always a copy: to ask whether any label is ignored would wait for the device. A token's d elements move twice
+    here, beside its V logits five times.
+    """
+    return torch.where((labels == ignore_index)[:, None], 0.0, hidden)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -104,6 +104,18 @@ def test_multihot_is_the_naive_one_to_the_last_bit(backend, dtype):
     assert torch.equal(dense.view(bits), naive.view(bits))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_multihot_adds_the_weights_of_an_expert_chosen_twice(backend, dtype):
+    ids = torch.tensor([[2, 0, 2], [1, 1, 1], [-1, 3, -1], [0, 1, 2]], dtype=torch.int32)
+    weights = torch.tensor([[0.5, 1, 0.25], [1, 2, 4], [8, -0.0, 8], [1, 2, 3]]).to(dtype)
+    chosen, dense = R.multihot(ids, weights, 4, backend=backend)
+    wanted = [[1, 0, 0.75, 0], [0, 7, 0, 0], [0, 0, 0, -0.0], [1, 2, 3, 0]]
+    assert dense.tolist() == wanted
+    assert dense[2].signbit().tolist() == [False, False, False, True]
+    assert chosen.tolist() == [[1, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1], [1, 1, 1, 0]]
+
+
 @pytest.mark.skipif(not interpreted(), reason="interpreter")
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 70), st.integers(1, 4), st.integers(1, 20), st.integers(0, 200), st.integers(0, 2**16))

@@ -78,7 +78,7 @@ def multihot(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The dense form of a choice: bool [T, E], true where chosen, and the weights there, zero elsewhere.
 
-    A token's ids are distinct; an id outside 0 to E - 1 stands for no choice.
+    The weights of an expert that a token chose twice are added. An id outside 0 to E - 1 stands for no choice.
     """
     if ids.shape != weights.shape or ids.ndim != 2:
         raise ValueError(
@@ -135,9 +135,11 @@ def multihot_reference(
     # One column more than there are experts, for the ids that stand for no choice.
     column = torch.where((ids >= 0) & (ids < experts), ids, experts).to(torch.int64)
     chosen = torch.zeros(ids.shape[0], experts + 1, dtype=torch.bool, device=ids.device)
-    dense = torch.zeros(ids.shape[0], experts + 1, dtype=weights.dtype, device=ids.device)
+    # From -0.0, to which any weight adds exactly: one of -0.0 keeps its sign.
+    dense = torch.full(chosen.shape, -0.0, device=ids.device).to(weights.dtype)
     chosen.scatter_(1, column, True)
-    dense.scatter_(1, column, weights)
+    dense.scatter_add_(1, column, weights)
+    dense = torch.where(chosen, dense, 0)
     return chosen[:, :experts].contiguous(), dense[:, :experts].contiguous()
 
 
@@ -276,9 +278,13 @@ def _multihot_kernel(
         expert = tl.load(ids + at, mask=token < tokens, other=-1)
         weight = tl.load(weights + at, mask=token < tokens, other=0.0)
         here = expert[:, None] == column[None, :]
+        if value.dtype == tl.bfloat16:  # the interpreter would add its bits
+            both = (value.to(tl.float32) + weight[:, None].to(tl.float32)).to(tl.bfloat16)
+        else:
+            both = value + weight[:, None]
+        # The first is chosen, not added to zero: a weight of -0.0 keeps its sign.
+        value = tl.where(here, tl.where(hot > 0, both, weight[:, None]), value)
         hot = tl.where(here, 1, hot).to(tl.uint8)
-        # Chosen, not added: a weight of -0.0 keeps its sign.
-        value = tl.where(here, weight[:, None], value)
     at = token[:, None].to(tl.int64) * experts + column[None, :]
     mask = (token[:, None] < tokens) & (column[None, :] < experts)
     tl.store(chosen + at, hot, mask=mask)

@@ -93,12 +93,38 @@ def test_garbage_past_the_valid_rows_reaches_nothing():
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "triton"])
+def test_a_product_over_the_whole_buffer_sees_zeros_where_no_choice_is(kernels, monkeypatch):
+    """Plain products, which know nothing of valid rows: their weights' gradients sum over the buffer."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(backend, "interpreted", lambda: kernels)
+    ids = torch.tensor([[0, -1], [3, 1], [-1, -1]], dtype=torch.int32)
+    _, offsets, order, inverse = ops.route(ids, E, 0, 8)
+    token = order[:3].long() // 2
+    x, up, down, w = torch.randn(3, D), torch.randn(D, 2 * N) / 4, torch.randn(N, D) / 3, torch.rand(3, 2)
+
+    def gradients(fused):
+        leaves = [t.clone().requires_grad_() for t in (x, up, down, w)]
+        a, b, c, d = leaves
+        if fused:
+            inner = ops.gated(ops.gather(a, inverse, 8) @ b, offsets[-1:], d, order)
+            y = ops.combine(inner @ c, inverse)
+        else:
+            gate, linear = (a[token] @ b).chunk(2, dim=1)
+            rows = (F.silu(gate) * linear * d.view(-1)[order[:3].long(), None]) @ c
+            y = torch.zeros(3, D).index_add(0, token, rows)
+        return torch.autograd.grad(y.square().sum(), leaves)
+
+    for got, wanted in zip(gradients(True), gradients(False)):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_multihot_gradient_is_that_of_scatter():
-    ids = torch.tensor([[0, 3], [2, -1]])
-    weights = torch.randn(2, 2, requires_grad=True)
+    ids = torch.tensor([[0, 3], [2, -1], [1, 1]])
+    weights = torch.randn(3, 2, requires_grad=True)
     _, dense = ops.multihot(ids, weights, E)
-    dense.backward(torch.arange(8.0).view(2, 4))
-    assert weights.grad.tolist() == [[0.0, 3.0], [6.0, 0.0]]
+    dense.backward(torch.arange(12.0).view(3, 4))
+    assert weights.grad.tolist() == [[0.0, 3.0], [6.0, 0.0], [9.0, 9.0]]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

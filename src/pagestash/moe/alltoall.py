@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from pagestash.kernels.gather import ALIGNMENT
+from pagestash.kernels.gather import ALIGNMENT, combine, spread
 from pagestash.kernels.route import route
-from pagestash.moe import ops
 from pagestash.moe.capacity import HEADROOM, Capacity
 from pagestash.moe.collectives import Ranks
 from pagestash.moe.config import MoEConfig
@@ -61,7 +60,10 @@ class AllToAll:
             raise ValueError(f"pair_capacity={pair_capacity}: expected at least 1 row")
         self.ranks = Ranks(group, config.experts)
         self.experts, self.padded, self.max_tokens = self.ranks.experts, padded, max_tokens
-        self._fan = min(config.top_k, self.experts)  # rows that one token can have for one rank
+        self._fan = min(
+            config.top_k, self.experts
+        )  # rows that one token, of distinct ids, can have for one rank
+        self._repeats_fit = self._fan == config.top_k
         self._pair, self._rows = Capacity(pair_capacity), Capacity(config.capacity)
         self._expected = config.expected_rows
 
@@ -78,7 +80,7 @@ class AllToAll:
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, over: torch.Tensor | None
     ) -> Received:
         wire = self._lay_out_padded(x, ids, over) if self.padded else self._lay_out_exact(ids)
-        slots = ops.gather(x, wire.place, wire.slots)
+        slots = _ToSlots.apply(x, wire.place, wire.slots)
         slots, slot_weights, slot_ids, wanted = _ToExperts.apply(
             slots, weights.float(), ids, wire, self.ranks
         )
@@ -93,7 +95,7 @@ class AllToAll:
         wire = received.state
         returned = _ToTokens.apply(slots, wire, self.ranks)
         early_free(slots, sent=True)  # while the caller still has it
-        return ops.combine(returned, wire.place)
+        return _FromSlots.apply(returned, wire.place)
 
     def grow_capacity(self, *, headroom: float = HEADROOM, alignment: int = ALIGNMENT) -> bool:
         """Make room on every rank for the most that any rank wanted. Every rank calls it; it waits."""
@@ -112,7 +114,7 @@ class AllToAll:
         pair = self._pair.limit(self.max_tokens * self._fan)
         owner = torch.div(ids, self.experts, rounding_mode="floor")
         routing = route(owner, self.ranks.count)
-        if self._pair.rows is not None:
+        if self._pair.rows is not None or not self._repeats_fit:
             most = routing.counts.max()
             self._pair.observe(most)
             if over is not None:
@@ -143,6 +145,37 @@ class _Wire:
     pair: int = 0  # slots for each rank; 0: exact
     sent: list[int] | None = None
     arriving: list[int] | None = None
+
+
+class _ToSlots(torch.autograd.Function):
+    """Tokens [T, d] to their slots [S, d]; padding stays uninitialised, and nobody reads it."""
+
+    @staticmethod
+    def forward(ctx, x, place, slots):
+        ctx.save_for_backward(place)
+        return spread(x.contiguous(), place, slots)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dslots):
+        (place,) = ctx.saved_tensors
+        return combine(dslots.contiguous(), place), None, None
+
+
+class _FromSlots(torch.autograd.Function):
+    """Slots [S, d] to tokens [T, d], summed in the order of the choices; padding gets an uninitialised gradient."""
+
+    @staticmethod
+    def forward(ctx, slots, place):
+        ctx.save_for_backward(place)
+        ctx.slots = slots.shape[0]
+        return combine(slots.contiguous(), place)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (place,) = ctx.saved_tensors
+        return spread(dy.contiguous(), place, ctx.slots), None
 
 
 class _ToExperts(torch.autograd.Function):

@@ -8,6 +8,9 @@ them as `torch.ops.pagestash.*`; the functions below are the same with names.
     a = gated(h, offsets[-1:], weights, order)         # saves h only
     y = combine(rows, inverse)                         # saves indices only
     loss = cross_entropy(hidden, weight, labels)       # saves the gradients, no logits
+
+Rows of a buffer that no choice has are zero, in results and in gradients: a product over the whole buffer, such as
+a weight's gradient, is then right. The kernels themselves leave these rows uninitialised, and do not read them.
 """
 
 from typing import cast
@@ -20,6 +23,8 @@ from pagestash.kernels import cross_entropy as head
 from pagestash.kernels import gather as rows_kernels
 from pagestash.kernels import route as route_kernels
 from pagestash.kernels import scale, swiglu
+from pagestash.kernels.backend import choose
+from pagestash.kernels.tail import zero_tail
 
 
 @custom_op("pagestash::route", mutates_args=())
@@ -69,8 +74,20 @@ multihot.register_autograd(_multihot_backward, setup_context=_multihot_setup)
 
 @custom_op("pagestash::gather", mutates_args=())
 def gather(tokens: Tensor, inverse: Tensor, capacity: int) -> Tensor:
-    """Token rows [T, d] at their places in [capacity, d]; other rows are undefined."""
-    return rows_kernels.spread(tokens.contiguous(), inverse, capacity)
+    """Token rows [T, d] at their places in [capacity, d]; other rows are zero."""
+    return _spread(tokens.contiguous(), inverse, capacity)
+
+
+def _spread(tokens: Tensor, inverse: Tensor, capacity: int, weights: Tensor | None = None) -> Tensor:
+    """`spread` into zeros."""
+    zeros = tokens.new_zeros(capacity, tokens.shape[1])
+    return rows_kernels.spread_in_two(tokens, inverse, 0, capacity, weights, rest=zeros)[1]
+
+
+def _zero_past(rows: Tensor, count: Tensor) -> Tensor:
+    """`rows` [R, n], with zeros written from row `count`, a device integer, on."""
+    zero_tail(rows.view(torch.uint8), count, choose(rows.device, "auto"))
+    return rows
 
 
 @gather.register_fake
@@ -106,7 +123,7 @@ def _combine_backward_op(
     gradient: Tensor, inverse: Tensor, weights: Tensor | None, rows: Tensor | None, capacity: int
 ) -> tuple[Tensor, Tensor]:
     gradient = gradient.contiguous()
-    drows = rows_kernels.spread(gradient, inverse, capacity, weights)
+    drows = _spread(gradient, inverse, capacity, weights)
     if rows is None:
         return drows, gradient.new_empty(0, dtype=torch.float32)
     return drows, rows_kernels.weight_gradient(rows, inverse, gradient)
@@ -142,9 +159,9 @@ def gated(
     order: Tensor | None = None,
     activation: str = "silu",
 ) -> Tensor:
-    """`act(gate) · linear · weight` [R, n] for the first `rows` (a device integer) of `h` [R, 2n]."""
+    """`act(gate) · linear · weight` [R, n] for the first `rows` (a device integer) of `h` [R, 2n], then zeros."""
     info = swiglu.RowInfo(rows, weights, order)
-    return swiglu.forward(h.contiguous(), info, cast(swiglu.Activation, activation))
+    return _zero_past(swiglu.forward(h.contiguous(), info, cast(swiglu.Activation, activation)), rows)
 
 
 @gated.register_fake
@@ -159,7 +176,7 @@ def _gated_backward_op(
     info = swiglu.RowInfo(rows, weights, order)
     kind = cast(swiglu.Activation, activation)
     dh, _, dweights = swiglu.backward(h.contiguous(), gradient.contiguous(), info, kind)
-    return dh, h.new_empty(0, dtype=torch.float32) if dweights is None else dweights
+    return _zero_past(dh, rows), h.new_empty(0, dtype=torch.float32) if dweights is None else dweights
 
 
 @_gated_backward_op.register_fake

@@ -48,6 +48,22 @@ def test_one_rank_alone_with_the_kernels_interpreted(kind):
     check(run(spread, *given), run(local, *given), {"y", "x", "up", "down", "weights"})
 
 
+@with_kernels
+@pytest.mark.parametrize("interpreted", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("lone_rank")
+def test_gradients_of_biases_read_no_padding(kind, interpreted, monkeypatch):
+    """Four tokens where the wire has room for fourteen: the gradients of the other slots are NaN here."""
+    monkeypatch.setattr(backend, "interpreted", lambda: interpreted)
+    given = problem("bias", 2)
+    config = make_config(CASES["bias"])
+    local, spread = MoE(config), MoE(config, dispatch=make_dispatch(kind, config))
+    for moe in (local, spread):
+        load(moe, given["parameters"])
+    given = [given[part][:4] for part in ("x", "weights", "ids", "dy")]
+    check(run(spread, *given), run(local, *given), {"up", "down", "up_bias", "down_bias"})
+
+
 @pytest.mark.usefixtures("lone_rank")
 def test_bad_arguments_are_named():
     config = make_config(CASES["random"])

@@ -108,6 +108,29 @@ def test_bf16_is_as_close_as_bf16_can_be():
     compare(moe, torch.randn(T, D).to(torch.bfloat16), 2e-2)
 
 
+@pytest.mark.usefixtures("both")
+def test_an_expert_chosen_twice_counts_twice():
+    """As if chosen once, with both weights."""
+    torch.manual_seed(0)
+    moe = MoE(config(bias=True))
+    moe.expert_fc2.bias.data.normal_()
+    x, w = torch.randn(4, D), torch.rand(4, K)
+    twice = torch.tensor([[0, 0], [1, 0], [5, 5], [2, 3]], dtype=torch.int32)
+    once, summed = twice.clone(), w.clone()
+    once[[0, 2], 1], summed[[0, 2], 0] = -1, w[[0, 2]].sum(1)
+    found = []
+    for ids, weights in ((twice, w), (once, summed)):
+        moe.zero_grad()
+        x, weights = x.detach().requires_grad_(), weights.clone().requires_grad_()
+        y = moe.experts(x, weights, ids)
+        y.square().sum().backward()
+        grads = [p.grad for name, p in moe.named_parameters() if name.startswith("expert_")]
+        found.append([y, x.grad, weights.grad[[0, 2], 0], *grads])
+    assert len(found[0]) == 7
+    for one, two in zip(*found):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.usefixtures("reference")
 def test_experts_without_rows_get_zero_gradients():
     moe = MoE(config(top_k=1))

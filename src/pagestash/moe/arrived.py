@@ -183,14 +183,15 @@ class ArrivedExperts(torch.autograd.Function):
         if h_lease is not None and not again:
             h_lease.close()
         ddown = grouped_mm(dy_RD.t(), a, offsets) if needs(ctx, "down") else None
-        del dy_RD, a
+        del a
         dup_bias = ddown_bias = None
-        if up_bias is not None:
-            dup_bias = bias_gradient(torch.cat([dh_head, dh_rest]), offsets)
         if down_bias is not None:
             assert dweights is not None
-            more, ddown_bias = down_bias_gradients(dy, weights, down_bias, ids, inverse)
+            more, ddown_bias = down_bias_gradients(dy, dy_RD, weights, down_bias, ids, inverse, offsets)
             dweights = dweights + more
+        del dy_RD
+        if up_bias is not None:
+            dup_bias = bias_gradient(torch.cat([dh_head, dh_rest]), offsets)
         dup = None
         if needs(ctx, "up"):
             if head:

@@ -20,13 +20,15 @@ from torch.autograd.function import once_differentiable
 
 from pagestash.kernels import swiglu
 from pagestash.kernels.ends import missing_ends
-from pagestash.kernels.gather import combine, spread
-from pagestash.kernels.route import multihot
+from pagestash.kernels.gather import combine, spread, weight_gradient
 from pagestash.kernels.swiglu import Activation, RowInfo
 from pagestash.moe.grouped import grouped_mm
 from pagestash.moe.lease import Lease, graph_is_kept
 from pagestash.pages.pool import PagePool
 from pagestash.saved.region import claim
+
+COLUMNS = 16
+"""The narrowest operand that `grouped_mm`'s alignment allows on every backend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,14 +184,15 @@ class LocalExperts(torch.autograd.Function):
         if lease is not None and not again:
             lease.close()
         ddown = grouped_mm(dy_RD.t(), a, offsets) if needs(ctx, "down") else None
-        del dy_RD, a
+        del a
         dup_bias, ddown_bias = None, None
-        if up_bias is not None:
-            dup_bias = bias_gradient(dh, offsets)
         if down_bias is not None:
             assert dweights is not None
-            more, ddown_bias = down_bias_gradients(dy, weights, down_bias, ids, inverse)
+            more, ddown_bias = down_bias_gradients(dy, dy_RD, weights, down_bias, ids, inverse, offsets)
             dweights = dweights + more
+        del dy_RD
+        if up_bias is not None:
+            dup_bias = bias_gradient(dh, offsets)
         dup = None
         if needs(ctx, "up"):
             x_RD = spread(x, inverse, capacity) if x_RD is None else x_RD
@@ -243,21 +246,29 @@ class SharedBlock(torch.autograd.Function):
 
 def down_bias_gradients(
     dy: torch.Tensor,
+    dy_RD: torch.Tensor,
     weights: torch.Tensor,
     down_bias: torch.Tensor,
     ids: torch.Tensor,
     inverse: torch.Tensor,
+    offsets: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a bias that `combine` adds gives to the gradient of the weights [T, K], and its own [E, d]."""
-    placed = torch.where(inverse >= 0, ids, -1)
-    each = dy @ down_bias.t()
-    at = placed.clamp(min=0).to(torch.int64)
-    of_weights = torch.where(inverse >= 0, each.float().gather(1, at), 0.0)
-    return of_weights, multihot(placed, weights.to(dy.dtype), down_bias.shape[0])[1].t() @ dy
+    """What a bias that `combine` adds gives to the gradient of the weights [T, K], and its own [E, d].
+
+    `dy_RD` is `dy` [T, d] in expert order. A slot that is no choice's (padding) holds garbage, perhaps NaN, and
+    neither sum reads it. The bias sums by row, so an expert that a token chose twice counts twice.
+    """
+    chosen = torch.where(inverse >= 0, ids, -1).contiguous()
+    of_weights = weight_gradient(down_bias.contiguous(), chosen, dy)
+    # The weight of each row, as wide as `bias_gradient`'s column of ones.
+    column = spread(dy.new_ones(dy.shape[0], COLUMNS), inverse, dy_RD.shape[0], weights.contiguous())
+    return of_weights, bias_gradient(dy_RD, offsets, column)
 
 
-def bias_gradient(gradient: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The sum of each expert's rows: a product with a column of ones, so its order is fixed."""
-    # 16 columns: the narrowest operand that grouped_mm's alignment allows on every backend.
-    column = gradient.new_ones(gradient.shape[0], 16)
+def bias_gradient(
+    gradient: torch.Tensor, offsets: torch.Tensor, column: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum of each expert's rows, times their entry of `column` if given: a product, so its order is fixed."""
+    if column is None:
+        column = gradient.new_ones(gradient.shape[0], COLUMNS)
     return grouped_mm(gradient.t(), column, offsets)[..., 0].contiguous()

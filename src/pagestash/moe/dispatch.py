@@ -13,7 +13,7 @@ class Received:
     """Slots that came off the wire for the experts of this rank; everything stays on the device."""
 
     slots: torch.Tensor
-    """[slots, d], differentiable; garbage where no expert of this rank was chosen."""
+    """[slots, d], differentiable; where no expert of this rank was chosen, garbage, and so is its gradient."""
     weights: torch.Tensor
     """Float32 [slots, choices], differentiable: the weight of each choice."""
     ids: torch.Tensor

@@ -31,7 +31,7 @@ lint: $(VENV)/.lint
 	$(PY) -m mypy
 
 docs: $(VENV)/.docs
-	$(PY) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 wheel: $(VENV)/.release
 	rm -rf dist

@@ -18,6 +18,7 @@ BENCHMARKS = (
     "moe_layer",
     "moe_step",
     "offload",
+    "step_memory",
     "pipeline",
     "pipeline_gpu",
     "jax_stash",
@@ -108,16 +109,22 @@ def run_all(out: Out = None, quick: Quick = False) -> None:
 def table(
     check: Annotated[bool, typer.Option(help="Change nothing; exit 1 if the table is stale.")] = False,
 ) -> None:
-    """Write the README's table of results."""
-    try:
-        stale = tables.update(tables.README, tables.RESULTS, check=check)
-    except ValueError as error:
-        print(f"{tables.README.name}: {error}")
-        raise typer.Exit(2) from None
+    """Write the tables of results: all of them into docs/results.md, a few into the README."""
+    stale = []
+    for page, text in (
+        (tables.PAGE, tables.render(tables.RESULTS)),
+        (tables.README, tables.headlines(tables.RESULTS)),
+    ):
+        try:
+            changed = tables.update(page, text, check=check)
+        except ValueError as error:
+            print(f"{page.name}: {error}")
+            raise typer.Exit(2) from None
+        stale += [page.name] if changed else []
     if check and stale:
-        print(f"{tables.README.name}: the table of results is stale; run `python -m benchmarks table`")
+        print(f"stale: {', '.join(stale)}; run `python -m benchmarks table`")
         raise typer.Exit(1)
-    print(f"{tables.README.name}: {'written' if stale else 'up to date'}")
+    print(f"written: {', '.join(stale)}" if stale else "up to date")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A result file is JSON with the machine, the versions and the commit, the configuration, one row a
 measurement, and the claims: each figure the project promises, the bar it has to clear, and what was seen.
-The README's table is made from the claims of all files (`python -m benchmarks table`).
+docs/results.md is made from the claims of all files, and so is the README's table (`python -m benchmarks table`).
 """
 
 import importlib.metadata

@@ -1,31 +1,78 @@
-"""The README's table of results, made from the claims in `benchmarks/results`."""
+"""Tables of results, made from the claims in `benchmarks/results`: all of them, and the README's six."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 SIGNS = {"at most": "≤", "at least": "≥"}
+NONE_YET = "No results yet: `make bench` on a machine with a GPU."
+HEADLINES = (
+    # benchmark, how its claim begins; then for the reader: what was measured, and against what
+    (
+        "graphed_stack",
+        "held bytes of",
+        "12 layers in a CUDA graph, buffers for 4 times the average rows: bytes held",
+        "the same graph without the stash",
+    ),
+    (
+        "moe_step",
+        "MoE step, qwen3: stashed in a graph over exact-shape eager, time",
+        "MoE layers of Qwen3-30B-A3B, stashed, in a CUDA graph: time",
+        "exact shapes, eager",
+    ),
+    (
+        "moe_step",
+        "MoE step, qwen3: stash on over off, same graph, time",
+        "what the stash itself costs them: time",
+        "the same graph without the stash",
+    ),
+    (
+        "offload",
+        "qwen3-30b-a3b, offload experts and norms as far as it hides",
+        "experts and norms offloaded, as much as hides behind compute: time",
+        "everything kept",
+    ),
+    (
+        "pipeline_gpu",
+        "offload under 1F1B, first of 4 ranks",
+        "offload under 1F1B, first of 4 ranks: fall of the peak",
+        "what the schedule implies",
+    ),
+    (
+        "jax_stash",
+        "JAX stash_scan: temp bytes of plain, 48 layers, GPU",
+        "JAX `stash_scan`, 48 layers: temporary bytes",
+        "plain `lax.scan`",
+    ),
+)
 
 
 def render(results: Path = RESULTS) -> str:
     """A Markdown table with a line for each claim, file by file in the order of their names."""
     lines = ["| what | seen | bar | machine |", "| --- | --- | --- | --- |"]
-    for path in sorted(results.glob("*.json")):
-        body = json.loads(path.read_text())
-        machine = _machine(body["environment"], "jax" if body["benchmark"].startswith("jax") else "torch")
-        for claim in body["claims"]:
-            unit = f" {claim['unit']}" if claim["unit"] else ""
-            # A bar that was missed stands in the table like the others.
-            missed = "" if claim["holds"] else " (missed)"
-            bar = f"{SIGNS[claim['better']]} {claim['bar']:g}{unit}"
-            lines.append(
-                f"| {_cell(claim['what'])} | {claim['value']:.4g}{unit}{missed} | {bar} | {machine} |"
-            )
-    return "\n".join(lines) if len(lines) > 2 else "No results yet: `make bench` on a machine with a GPU."
+    for _, claim, machine in _claims(results):
+        unit = f" {claim['unit']}" if claim["unit"] else ""
+        bar = f"{SIGNS[claim['better']]} {claim['bar']:g}{unit}"
+        lines.append(f"| {_cell(claim['what'])} | {_seen(claim)} | {bar} | {machine} |")
+    return "\n".join(lines) if len(lines) > 2 else NONE_YET
+
+
+def headlines(results: Path = RESULTS) -> str:
+    """The README's table: a line for each of `HEADLINES` that has a result."""
+    lines = ["| what | over | seen | machine |", "| --- | --- | --- | --- |"]
+    claims = list(_claims(results))
+    for benchmark, begins, what, over in HEADLINES:
+        for name, claim, machine in claims:
+            if name == benchmark and claim["what"].startswith(begins):
+                lines.append(f"| {what} | {over} | **{_seen(claim)}** | {machine} |")
+                break
+    return "\n".join(lines) if len(lines) > 2 else NONE_YET
 
 
 def replaced(text: str, table: str) -> str:
@@ -37,13 +84,29 @@ def replaced(text: str, table: str) -> str:
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
-def update(readme: Path = README, results: Path = RESULTS, *, check: bool = False) -> bool:
-    """Write the table into the README, or with `check` only compare; whether it was stale."""
-    old = readme.read_text()
-    new = replaced(old, render(results))
+def update(text: Path, table: str, *, check: bool = False) -> bool:
+    """Write a table into a text, or with `check` only compare; whether it was stale."""
+    old = text.read_text()
+    new = replaced(old, table)
     if new != old and not check:
-        readme.write_text(new)
+        text.write_text(new)
     return new != old
+
+
+def _claims(results: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Benchmark, claim and machine of every claim."""
+    for path in sorted(results.glob("*.json")):
+        body = json.loads(path.read_text())
+        name = body["benchmark"]
+        machine = _machine(body["environment"], "jax" if name.startswith("jax") else "torch")
+        for claim in body["claims"]:
+            yield name, claim, machine
+
+
+def _seen(claim: dict[str, Any]) -> str:
+    unit = f" {claim['unit']}" if claim["unit"] else ""
+    # A bar that was missed stands in the table like the others.
+    return f"{claim['value']:.4g}{unit}{'' if claim['holds'] else ' (missed)'}"
 
 
 def _machine(environment: dict[str, Any], package: str) -> str:

@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as command_line
-from benchmarks import tables
+from benchmarks import step_memory, tables
 from benchmarks.harness import Claim, write
 
 FAST = Claim(what="stash over `a | b`", value=0.951234, bar=0.92, better="at least")
@@ -16,12 +16,14 @@ SMALL = Claim(what="held bytes", value=0.5, bar=0.45, better="at most", unit="Gi
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    """A README and a folder of results of its own."""
+    """A README, a page and a folder of results of its own."""
     folder = tmp_path / "results"
     write("speed", config={"size": 3}, rows=[{"seconds": 0.5}], claims=[FAST, SMALL], out=folder)
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
-    monkeypatch.setattr(tables, "README", readme)
+    for name in ("README", "PAGE"):
+        text = tmp_path / f"{name}.md"
+        text.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+        monkeypatch.setattr(tables, name, text)
+    monkeypatch.setattr(tables, "HEADLINES", [("speed", "held", "bytes", "half"), ("none", "", "", "")])
     monkeypatch.setattr(tables, "RESULTS", folder)
     return folder
 
@@ -59,13 +61,20 @@ def test_the_table_has_a_line_for_each_claim_and_hides_no_miss(results):
     assert rule.count("|") == head.count("|") == 5
 
 
+def test_the_headlines_are_the_chosen_claims_with_their_misses(results):
+    head, rule, line = tables.headlines(results).splitlines()
+    assert head == "| what | over | seen | machine |"
+    assert rule.count("|") == head.count("|") == line.count("|")
+    assert line.startswith("| bytes | half | **0.5 GiB (missed)** | ")
+
+
 def test_only_what_stands_between_the_markers_is_replaced(results):
-    assert tables.update(tables.README, results, check=True)
-    assert "old" in tables.README.read_text()
-    assert tables.update(tables.README, results)
-    text = tables.README.read_text()
-    assert text == f"before\n{tables.BEGIN}\n{tables.render(results)}\n{tables.END}\nafter\n"
-    assert not tables.update(tables.README, results)
+    table = tables.render(results)
+    assert tables.update(tables.PAGE, table, check=True)
+    assert "old" in tables.PAGE.read_text()
+    assert tables.update(tables.PAGE, table)
+    assert tables.PAGE.read_text() == f"before\n{tables.BEGIN}\n{table}\n{tables.END}\nafter\n"
+    assert not tables.update(tables.PAGE, table)
 
 
 def test_a_text_without_markers_is_refused():
@@ -80,6 +89,7 @@ def test_the_table_command_fails_while_the_table_is_stale():
     assert stale.exit_code == 1
     assert "stale" in stale.output
     assert runner.invoke(command_line.app, ["table"]).exit_code == 0
+    assert "old" not in tables.README.read_text() + tables.PAGE.read_text()
     assert runner.invoke(command_line.app, ["table", "--check"]).exit_code == 0
 
 
@@ -110,6 +120,15 @@ def test_a_benchmark_that_cannot_run_is_a_reason_and_no_error(monkeypatch):
     assert "pool: cannot run, it needs a CUDA GPU" in done.output
 
 
-def test_the_readme_shows_the_results_that_are_kept():
-    text = tables.README.read_text()
-    assert text == tables.replaced(text, tables.render()), "stale: run `python -m benchmarks table`"
+def test_the_readme_and_the_page_show_the_results_that_are_kept():
+    for page, table in ((tables.PAGE, tables.render()), (tables.README, tables.headlines())):
+        assert not tables.update(page, table, check=True), "stale: run `python -m benchmarks table`"
+    # A headline that no result answers to would be left out in silence.
+    assert tables.headlines().count("\n") == len(tables.HEADLINES) + 1
+
+
+def test_the_picture_of_a_step_is_drawn_from_the_result_that_is_kept():
+    body = json.loads((tables.RESULTS / "step_memory.json").read_text())
+    assert step_memory.PICTURE.read_text() == step_memory.draw(body["rows"], body["config"])
+    peaks = [f"{row['peak_bytes'] / 2**20:.0f} MiB" for row in body["rows"]]
+    assert all(peak in tables.README.read_text() for peak in peaks)

@@ -1,4 +1,4 @@
-"""The commands and examples of docs/pipeline.md."""
+"""The commands of docs/pipeline.md; its Python runs in tests/guides."""
 
 import json
 import re
@@ -26,11 +26,6 @@ def test_the_launch_has_options_that_there_are():
     known = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).output
     words = shlex.split(line)
     assert all(word in known for word in words[words.index("train") :] if word.startswith("--"))
-
-
-def test_the_placing_example_runs():
-    (text,) = [text for kind, text in BLOCKS if kind == "python" and "partition(" in text]
-    exec(compile(text, "docs/pipeline.md", "exec"), {})
 
 
 def test_the_costs_are_costs():

@@ -132,14 +132,3 @@ def test_the_commands_of_the_guide_run(tmp_path, monkeypatch):
     for line in ours:
         result = run(*shlex.split(line)[2:], "--repeats", "1", "--seq", "16")
         assert result.exit_code == 0, (line, result.output, result.exception)
-
-
-def test_the_python_of_the_guide_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    blocks = [text for kind, text in GUIDE if kind == "python" and "def make_model" not in text]
-    names = {}
-    for text in blocks:
-        exec(compile(text, "docs/profile.md", "exec"), names)
-    assert names["found"].total_bytes > 0
-    assert "saved for backward" in capsys.readouterr().out
-    assert (tmp_path / "profile.json").exists()

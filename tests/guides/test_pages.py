@@ -1,0 +1,167 @@
+"""Every Python example of the README and the guides runs as printed, and does what its page says."""
+
+import contextlib
+import io
+import re
+import socket
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pagestash as ps
+from pagestash.models import Decoder, preset
+
+ROOT = Path(__file__).parents[2]
+PAGES = {page.relative_to(ROOT).as_posix(): page for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]}
+NOT_RUN = {"docs/maxtext.md": "lines of MaxText, which is not installed"}
+
+
+def blocks(page, kind="python"):
+    """The page's examples, with where they begin in it."""
+    text = PAGES[page].read_text()
+    for found in re.finditer(rf"^```{kind}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        yield text[: found.start(1)].count("\n"), found[1]
+
+
+def run(page, names=None, begin=lambda number, names: None):
+    """Run the page's examples one after the other, in one namespace; what they printed, and the namespace.
+
+    `begin(number, names)` comes before each, to make what a page takes for granted.
+    """
+    names = {} if names is None else names
+    printed = []
+    for number, (line, text) in enumerate(blocks(page)):
+        begin(number, names)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile("\n" * line + text, PAGES[page], "exec"), names)
+        printed.append(out.getvalue())
+    return printed, names
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path, monkeypatch):
+    """A folder to write to, the torch references, and the environment of a single rank."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    for key, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(key, str(value))
+    torch.manual_seed(0)
+
+
+def test_every_page_with_examples_has_a_test():
+    tested = re.findall(r'run\("([^"]+)"', Path(__file__).read_text())
+    assert {page for page in PAGES if list(blocks(page))} == {*tested, *NOT_RUN}
+
+
+@pytest.mark.parametrize("page", NOT_RUN)
+def test_what_is_not_run_is_python_all_the_same(page):
+    for line, text in blocks(page):
+        compile("\n" * line + text, PAGES[page], "exec")
+
+
+def test_the_readme():
+    def begin(number, names):
+        if number == 3:  # the models of our own have run; Hugging Face's is next
+            stats = names["keeper"].stats()
+            assert all(stats.homes[home].peak > 0 for home in ("stash", "offload", "recompute")), stats.homes
+            assert torch.isfinite(names["loss"])
+
+    printed, names = run("README.md", begin=begin)
+    homes = names["keeper"].stats().homes
+    assert homes["offload"].peak > 0
+    assert homes["recompute"].peak > 0
+    assert printed[-1] == "62 rows of 80\n"
+
+    # The layer with a buffer of its own: of x, and of what relu gave, the valid rows go to the pool.
+    model = nn.ModuleList([names["Experts"](16, 16)])
+    keeper = ps.Keeper(ps.Policy([ps.Rule("0", "stash", min_bytes=0)])).attach(model)
+    with keeper.step():
+        y = model[0](torch.randn(64, 16, requires_grad=True), torch.tensor(10))
+        assert int(keeper.held()["stash"]) == 2 * 10 * 16 * 4
+        y[:10].sum().backward()
+
+
+def test_the_tutorial():
+    printed, _ = run("docs/tutorial.md")
+    assert printed[-1] == "True\n"
+
+
+def test_offload_moves_bytes_to_the_host():
+    printed, _ = run("docs/offload.md")
+    moved, host = map(int, printed[-1].split())
+    assert moved > 0
+    assert host >= moved
+    assert f"prints `{printed[-1].strip()}`" in PAGES["docs/offload.md"].read_text()
+
+
+def test_profile(tmp_path):
+    printed, names = run("docs/profile.md")
+    assert names["verdict"].moved_bytes > 0
+    assert "saved for backward" in printed[0]
+    assert (tmp_path / "profile.json").exists()
+
+
+def test_expert_parallel(tmp_path):
+    def begin(number, names):
+        if number == 1:  # the first example ended its process group
+            torch.distributed.init_process_group(
+                "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+            )
+
+    printed, _ = run("docs/expert-parallel.md", begin=begin)
+    torch.distributed.destroy_process_group()
+    assert printed[0].startswith("rank 0 of 1: 8 experts here, loss ")
+
+
+@pytest.mark.usefixtures("lone_rank")
+def test_pipeline():
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import Schedule1F1B
+
+    layers = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8)])})
+    layers.forward = lambda x: layers.layers[0](x).tanh()
+    stage = PipelineStage(layers, 0, 1, torch.device("cpu"))
+    names = {
+        "ps": ps,
+        "policy": ps.Policy([ps.Rule("layers.*", "offload", min_bytes=0)]),
+        "stages": [stage],
+        "schedule": Schedule1F1B(stage, 4, loss_fn=lambda y, target: (y - target).square().mean()),
+        "tokens": torch.randn(8, 8),
+    }
+    step = names["schedule"].step
+    names["schedule"].step = lambda tokens: step(tokens, target=torch.zeros_like(tokens))
+
+    def begin(number, names):
+        if number == 2:
+            assert layers.layers[0].weight.grad.abs().sum() > 0
+            work = torch.distributed.all_reduce(torch.ones(1), async_op=True)
+            names |= {"combine": torch.sum, "rows": torch.ones(4), "sent": torch.ones(4), "work": work}
+
+    _, names = run("docs/pipeline.md", names, begin)
+    names["release"].wait()
+    assert names["rows"].untyped_storage().size() == names["sent"].untyped_storage().size() == 0
+
+
+def test_jax():
+    printed, names = run("docs/jax.md")
+    assert printed[0] == "369 rows wanted, room for 480, 0 recomputed\n"
+    assert float(abs(names["grads"]["wi"][3]).max()) == 0  # the layer without rows
+    assert printed[1].strip() in PAGES["docs/jax.md"].read_text()
+
+
+POLICIES = [(page, text) for page in PAGES for _, text in blocks(page, "toml") if "[[rule]]" in text] + [
+    (path.name, path.read_text()) for path in sorted(ROOT.glob("examples/*.toml"))
+]
+
+
+@pytest.mark.parametrize(("where", "text"), POLICIES, ids=[where for where, _ in POLICIES])
+def test_every_policy_shown_is_one_and_names_parts_of_our_models(where, text):
+    policy = ps.Policy.from_dict(tomllib.loads(text))
+    policy.check([name for name, _ in Decoder(preset("tiny")).named_modules() if name])
+    assert policy.pool.host in (0, "auto"), f"{where}: a number of bytes that a reader's machine may not have"

@@ -1,17 +1,23 @@
-"""A rank that raises brings the others down, within the process group's timeout and with a message."""
+"""A rank that raises brings the others down: when the process group's timeout is over, or when the rank has died.
 
-import time
+Nothing here is timed. Collectives that must succeed have the patience of hours; the timeout is made short only for
+one that cannot, as the other rank is known not to come.
+"""
+
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from pagestash.moe import AllGather, AllToAll, MoE, MoEConfig
 
-TIMEOUT = 2.5
-# Each waits for a timeout: one for every dispatch, both passes among them.
+PATIENT, SHORT = timedelta(hours=1), timedelta(seconds=0.3)
+HANGS = 240
+"""Seconds after which a process counts as hung: far below the patience, far above what it needs."""
+# Both passes among them.
 CASES = [("gather", "forward"), ("padded", "backward"), ("exact", "forward")]
 
 
@@ -25,35 +31,34 @@ def make(kind, group):
     return MoE(config, dispatch=dispatches[kind]())
 
 
-def step(moe, rank, where):
-    """A step in which rank 1 raises, before the layer or before backward."""
-    if rank == 1 and where == "forward":
-        raise ValueError("a bad batch on rank 1")
-    y, _ = moe(torch.randn(6, 16))
-    if rank == 1 and where == "backward":
-        raise ValueError("a bad loss on rank 1")
+def step(moe, rank, where, before_the_last=lambda: None):
+    """A step in which rank 1 raises, before the layer or before backward; the other calls back just there."""
+    if where == "backward":
+        y, _ = moe(torch.randn(6, 16))
+    if rank == 1:
+        raise ValueError(f"a bad batch on rank 1, before {where}")
+    before_the_last()
+    if where == "forward":
+        y, _ = moe(torch.randn(6, 16))
     y.sum().backward()
 
 
 def work(rank, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=PATIENT
+    )
     found = {}
     for kind, where in CASES:
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT))
-        moe = make(kind, group)
-        dist.barrier()  # with the default group's patience: what is timed begins here
-        start = time.monotonic()
+        group = dist.new_group([0, 1], timeout=PATIENT)
         try:
-            step(moe, rank, where)
+            step(make(kind, group), rank, where, lambda group=group: _set_pg_timeout(SHORT, group))
         except (RuntimeError, ValueError) as error:
-            found[kind, where] = (str(error), time.monotonic() - start)
+            found[kind, where] = str(error)
         dist.barrier()  # rank 1 stays alive, and says nothing, until rank 0 has given up
     torch.save(found, f"{folder}/{rank}.pt")
     # At last rank 1 dies of its error, as a training script would.
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
-    moe = make("gather", group)
-    dist.barrier()
+    moe = make("gather", dist.new_group([0, 1], timeout=PATIENT))
     try:
         step(moe, rank, "backward")
     except RuntimeError as error:
@@ -75,7 +80,7 @@ def ended(tmp_path_factory):
             process.start()
     try:
         for process in processes:
-            process.join(90)
+            process.join(HANGS)
         return [process.exitcode for process in processes], folder
     finally:
         for process in processes:
@@ -85,15 +90,17 @@ def ended(tmp_path_factory):
 @pytest.mark.parametrize(("kind", "where"), CASES)
 def test_a_rank_that_waits_in_vain_says_so_when_the_timeout_is_over(ended, kind, where):
     waiting, raising = (torch.load(ended[1] / f"{rank}.pt") for rank in range(2))
-    assert "on rank 1" in raising[kind, where][0]
-    message, seconds = waiting[kind, where]
+    assert raising[kind, where] == f"a bad batch on rank 1, before {where}"
+    message = waiting[kind, where]
     assert "rank 0 of 2" in message
     assert "expert-parallel layer failed" in message
     assert "another rank has raised" in message
-    assert TIMEOUT * 0.9 < seconds < TIMEOUT + 5
+    assert "imed out" in message  # the backend's own words
 
 
-def test_a_rank_that_dies_takes_the_others_with_it_long_before_the_timeout(ended):
+def test_a_rank_that_dies_takes_the_others_with_it_and_no_timeout_is_waited_for(ended):
     codes, folder = ended
     assert codes == [1, 1]
-    assert "another rank has raised" in torch.load(folder / "dead.pt")
+    message = torch.load(folder / "dead.pt")
+    assert "another rank has raised" in message
+    assert "imed out" not in message

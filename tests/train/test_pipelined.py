@@ -65,22 +65,25 @@ def piped_jobs(folder, given, names):
     return [({**given, **how, "schedule": name}, folder / name, False) for name in names]
 
 
+CLIP = 0.1
+"""Well below the norm of a first gradient: every step is clipped."""
 FEW = ("1F1B", "InterleavedZeroBubble", "DualPipeV")
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """Schedules on two ranks, with a stash and without clipping, beside a single process."""
+    """Schedules on two ranks, with a stash, beside a single process; one of them with clipping."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    # Clipping scales by a norm that is summed over the ranks: in another order, so other in the last bit.
-    given = four_layers(folder, clip=0.0)
+    given, clipped = four_layers(folder, clip=0.0), four_layers(folder, clip=CLIP)
     longer = {**given, "steps": STEPS + 1}
     alone(given, folder / "whole")
+    alone(clipped, folder / "whole, clipped")
     alone(longer, folder / "longer")
     # One that a single process began, and after these one that a pipeline did.
     alone(given, folder / "begun alone")
     jobs = [
         *piped_jobs(folder, given, FEW),
+        ({**clipped, "pipeline": 2, "schedule": "1F1B"}, folder / "clipped", False),
         ({**longer, "pipeline": 2, "schedule": "1F1B"}, folder / "begun alone", True),
     ]
     spawn(runs, 2, jobs)
@@ -98,6 +101,15 @@ def check_equal(first, second):
 def test_a_schedule_trains_what_one_process_does(two_ranks, name):
     check_equal(two_ranks / "whole", two_ranks / name)
     assert all(line["saved_bytes"]["stash"] > 0 for line in read_metrics(two_ranks / name)[1:])
+
+
+def test_clipping_rounds_by_a_norm_that_is_summed_over_ranks(two_ranks):
+    """The first loss is the same to the last bit; the norm, and what follows from it, up to the order of its sum."""
+    whole, parts = (read_metrics(two_ranks / name) for name in ("whole, clipped", "clipped"))
+    assert whole[0]["loss"] == parts[0]["loss"]
+    assert all(line["grad_norm"] > 2 * CLIP for line in whole)
+    assert whole[0]["grad_norm"] == pytest.approx(parts[0]["grad_norm"], rel=1e-6)
+    close(two_ranks / "whole, clipped", two_ranks / "clipped")
 
 
 @pytest.mark.slow

@@ -274,7 +274,7 @@ def work(rank, world, folder):
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(minutes=20),  # only ever waited for in full by ranks that hang
     )
     me, found = Rank(rank, world), {}
     with filled_with_nan():

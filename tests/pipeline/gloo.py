@@ -37,7 +37,7 @@ def _enter(rank, work, world, folder, args):
     torch.set_num_threads(1)
     # A port of the machine would be a race between test runs.
     store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=20))
     try:
         torch.save(work(rank, world, *args), f"{folder}/{rank}.pt")
         dist.barrier()

@@ -132,10 +132,10 @@ def test_among_equals_stages_are_even():
 def test_many_layers_are_placed_at_once_and_well(name):
     big = [layer(f"layers.{i}", 3_000, 20) for i in range(254)]
     costs = [layer("embed", 5_000, 1), *big, layer("head", 5_000, 150)]
-    begun = time.perf_counter()
+    begun = time.process_time()
     placed = partition(costs, 64, name, microbatches=128)
-    # About half a second on one free core; the machine may be busy.
-    assert time.perf_counter() - begun < 10
+    # About half a second of a core, however busy the machine is with other things.
+    assert time.process_time() - begun < 10
     # Nobody can do better than to share everything out in pieces of any size, each at its lightest.
     total = sum(c.parameters for c in costs)
     light = min(stage.in_flight for stage in placed.stages)

@@ -1,14 +1,13 @@
 """When regions run: the cuts of a step, forward and backward."""
 
 import itertools
-import time
 
 import pytest
 import torch
 from torch import nn
 
 import pagestash as ps
-from pagestash.profiling.timeline import EventClock, Timeline
+from pagestash.profiling.timeline import EventClock, HostClock, Timeline
 from pagestash.profiling.watch import Watch
 
 WIDTH = 4
@@ -26,15 +25,19 @@ class Ticks:
 
 
 class Slow(torch.autograd.Function):
+    """Takes so many seconds of a clock that stands still otherwise."""
+
+    now = 0.0
+
     @staticmethod
     def forward(ctx, x, forward, backward):
         ctx.backward_seconds = backward
-        time.sleep(forward)
+        Slow.now += forward
         return x.clone()
 
     @staticmethod
     def backward(ctx, dy):
-        time.sleep(ctx.backward_seconds)
+        Slow.now += ctx.backward_seconds
         return dy, None, None
 
 
@@ -109,15 +112,16 @@ def test_a_module_that_raises_leaves_no_hook_and_no_frame():
     ps.profile(model[0], torch.randn(2, WIDTH), repeats=1)
 
 
-def test_time_belongs_to_the_region_that_took_it():
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Sleep(0.05, 0.0), Sleep(0.0, 0.08)))
+def test_time_belongs_to_the_region_that_took_it(monkeypatch):
+    monkeypatch.setattr(HostClock, "mark", lambda self: Slow.now)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Sleep(2.0, 0.0), Sleep(0.0, 4.0)))
     found = ps.profile(model, torch.randn(2, WIDTH), repeats=1)
     slow, late, both = (found.region(name) for name in ("1.0", "1.1", "1"))
-    assert slow.forward_seconds >= 0.05 > slow.backward_seconds
-    assert late.backward_seconds >= 0.08 > late.forward_seconds
-    assert both.total_forward_seconds >= 0.05 > both.forward_seconds
-    assert both.total_backward_seconds >= 0.08 > both.backward_seconds
-    assert found.plain_seconds >= 0.13
+    assert (slow.forward_seconds, slow.backward_seconds) == (2.0, 0.0)
+    assert (late.forward_seconds, late.backward_seconds) == (0.0, 4.0)
+    assert (both.total_forward_seconds, both.forward_seconds) == (2.0, 0.0)
+    assert (both.total_backward_seconds, both.backward_seconds) == (4.0, 0.0)
+    assert found.plain_seconds == 6.0
     total = found.region("")
     assert total.total_forward_seconds == pytest.approx(found.forward_seconds)
     assert total.total_backward_seconds == pytest.approx(found.backward_seconds)

@@ -30,7 +30,7 @@ def torchrun(ranks, given, out, *more):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -104,7 +104,7 @@ def test_a_schedule_trains_what_one_process_does(two_ranks, name):
 
 
 def test_clipping_rounds_by_a_norm_that_is_summed_over_ranks(two_ranks):
-    """The first loss is the same to the last bit; the norm, and what follows from it, up to the order of its sum."""
+    """The first loss is the same to the last bit; the norm, and what follows from it, up to the order of sums."""
     whole, parts = (read_metrics(two_ranks / name) for name in ("whole, clipped", "clipped"))
     assert whole[0]["loss"] == parts[0]["loss"]
     assert all(line["grad_norm"] > 2 * CLIP for line in whole)

@@ -3,6 +3,7 @@
 What a GPU does differently (streams, captured memory) is tested in tests/gpu; what the host does is the same.
 """
 
+import random
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +63,7 @@ def fake_graphs(monkeypatch):
     def capture(self):
         state = [v for o in self._guard.optimizers for s in o.state.values() for v in s.values()]
         state += [*self._keeper.parameters(), *self._keeper.buffers(), self._keeper.pool.overflow]
+        state += self._involved.scalers.tensors()
         before = [tensor.detach().clone() for tensor in state]
         real(self)
         self._graph.step = self
@@ -154,3 +156,90 @@ def test_a_recovery_that_fails_loses_no_batch():
     # The fourth batch overflows; the host sees it at the sixth call.
     failed, large = train(inside=True, fail=(5, out_of_memory)), train(inside=True, device="4MiB")
     assert equal(failed[0], large[0])
+
+
+@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize("clip", [False, True], ids=["", "unscaled and clipped"])
+def test_a_scalers_flag_and_ours_both_leave_an_update_out(clip):
+    """The scaler sets `found_inf` on the optimizer at every step, where the graph's own flag was."""
+    ends = []
+    for pool in ({}, {"device": "4MiB"}):
+        torch.manual_seed(0)
+        model = Stack()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        keeper = ps.Keeper(policy(headroom=1.0, **pool), backend="torch").attach(model)
+
+        def train_step(x, rows, blow, model=model, optimizer=optimizer, scaler=scaler):
+            loss = model(x, rows)
+            scaler.scale(loss * blow).backward()
+            if clip:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return loss
+
+        step = GraphedStep(train_step, keeper, optimizer=optimizer)
+        step._graphed, step._stream = True, Nothing()
+        torch.manual_seed(5)
+        losses = []
+        for number, rows in enumerate(ROWS):
+            # Infinite gradients in the sixth, which does not fit either, and in the seventh, which does.
+            blow = torch.tensor(float("inf") if number in (5, 6) else 1.0)
+            losses.append(step(*batch(rows, number), blow))
+        step.wait()
+        assert (step.reruns > 0) == (not pool)
+        steps = [state["step"] for state in optimizer.state.values()]
+        assert all(count == len(ROWS) - 2 for count in steps)
+        ends.append([torch.stack(losses), scaler._scale, scaler._growth_tracker, *model.parameters()])
+    assert equal(*ends)
+
+
+@pytest.mark.usefixtures("fake_graphs")
+def test_a_buffer_that_forward_replaces_is_refused():
+    class Averaging(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = Stack(1)
+            self.register_buffer("ema", torch.zeros(32))
+
+        def forward(self, x, rows):
+            self.ema = 0.9 * self.ema + 0.1 * x.mean(0)
+            return self.stack(x - self.ema, rows)
+
+    model = Averaging()
+    rules = [ps.Rule("stack.layers.*.experts", "stash", min_bytes=256)]
+    keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page=256)), backend="torch").attach(model)
+    step = GraphedStep(lambda x, rows: model(x, rows).backward(), keeper)
+    step._graphed, step._stream = True, Nothing()
+    with pytest.raises(ValueError, match="replaces the buffer 'ema' of Averaging"):
+        step(*batch(8))
+
+
+@pytest.mark.usefixtures("fake_graphs")
+def test_a_capture_that_fails_leaves_the_host_as_it_was():
+    model = Stack()
+    keeper = ps.Keeper(policy(), backend="torch").attach(model)
+    calls = []
+
+    def train_step(x, rows):
+        calls.append(random.random())
+        loss = model(x, rows)
+        loss.backward()
+        if len(calls) == 3:
+            raise KeyError("in the capture")
+        return loss
+
+    step = GraphedStep(train_step, keeper)
+    step._graphed, step._stream = True, Nothing()
+    for _ in range(2):
+        step(*batch(8))
+    gradients = [p.grad for p in model.parameters()]
+    with pytest.raises(KeyError):
+        step(*batch(8))
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients))
+    step(*batch(8))
+    step(*batch(8))
+    assert calls[2] == calls[3], "what a capture draws was not drawn"

@@ -146,7 +146,8 @@ def storage_keys(tensors: Iterable[torch.Tensor | None]) -> set[int]:
     for tensor in tensors:
         if tensor is not None:
             local = getattr(tensor, "_local_tensor", tensor)
-            keys.add(local.untyped_storage()._cdata)
+            if local.layout is torch.strided:  # a sparse one has no storage of its own
+                keys.add(local.untyped_storage()._cdata)
     return keys
 
 

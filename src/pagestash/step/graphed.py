@@ -1,23 +1,25 @@
 """`GraphedStep`: a training step as one CUDA graph, run again on the same batch when the pool overflows."""
 
-import gc
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from pagestash.policy import format_bytes
 from pagestash.saved.keeper import Keeper
-from pagestash.saved.surroundings import Random, random_state, set_random_state
 from pagestash.step.batch import StaticBatch
+from pagestash.step.before import AllRandom, Before, Involved
+from pagestash.step.garbage import no_garbage_collection
 from pagestash.step.guard import StepOverflowed, UpdateGuard
 from pagestash.step.rates import LearningRates
+from pagestash.step.state import ProtectedState
 
 log = logging.getLogger("pagestash")
 
@@ -35,7 +37,7 @@ class _InFlight:
 
     batch: list[torch.Tensor]
     rates: list[torch.Tensor | float]
-    random: Random
+    random: AllRandom
     outputs: list[Any]
     flag: torch.Tensor
     done: torch.cuda.Event
@@ -63,8 +65,12 @@ class GraphedStep:
 
     On a CPU, or with `graph=False`, the same happens within each call.
 
-    `state` names tensors that the step changes besides parameters, optimizer state and the model's buffers.
-    With `torch.distributed` running, all ranks of `group` (default: all) skip and rerun together.
+    A rerun begins where the first run did: parameters, optimizer state, gradients, buffers, a `scaler`, and every
+    generator of random numbers that is torch's default, Python's or numpy's global one, or that `train_step` refers
+    to. `state` names other tensors that the step changes, `scaler` and `generators` what it reaches only through
+    attributes of other objects. What a step keeps in plain attributes, files or iterators is not put back;
+    an iterator that `train_step` refers to is refused. With `torch.distributed` running, all ranks of `group`
+    (default: all) skip and rerun together.
     """
 
     def __init__(
@@ -74,6 +80,8 @@ class GraphedStep:
         *,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         state: Sequence[torch.Tensor] = (),
+        scaler: GradScaler | Sequence[GradScaler] = (),
+        generators: Sequence[Any] = (),
         warmup: int = 2,
         graph: bool | None = None,
         group: Any = None,
@@ -93,10 +101,11 @@ class GraphedStep:
         self._train_step = train_step
         self._keeper = keeper
         self._device = device
-        self._extra_state = list(state)
+        scalers = [scaler] if isinstance(scaler, GradScaler) else scaler
+        self._involved = Involved(train_step, keeper, optimizers, state, scalers, generators)
         self._warmup = warmup
         self._graphed = device.type == "cuda" if graph is None else graph
-        self._guard = UpdateGuard(keeper, optimizers, device, group)
+        self._guard = UpdateGuard(keeper, optimizers, self._involved.scalers, device, group)
         self._rates = LearningRates(optimizers)
         self._constants: list[dict[str, Any]] = []
         self._grads: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -111,9 +120,10 @@ class GraphedStep:
         """Batches that were run again because a pool overflowed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._calls += 1
-        if not self._graphed or self._calls <= self._warmup:
-            return self._on_stream(self._run_eagerly, args, kwargs)
+        if not self._graphed or self._calls < self._warmup:
+            result = self._on_stream(self._run_eagerly, args, kwargs)
+            self._calls += 1  # not if it failed: warm-up measures
+            return result
         if self._static is None:
             self._prepare(args, kwargs)
         elif self._constants != self._rates.constants():
@@ -140,28 +150,48 @@ class GraphedStep:
 
     def _run_eagerly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         versions = self._foreign_versions()
-        random = random_state(self._device)
-        grads = {p: None if p.grad is None else p.grad.clone() for p in self._keeper.parameters()}
-        self._guard.protect([*self._keeper.buffers(), *self._extra_state])
+        before = Before(self._involved)
+        before.remember_gradients()
+        self._protect(before)
         for _ in range(ATTEMPTS):
-            try:
-                with self._rates_for_warmup(), self._keeper.step(check=False):
-                    self._guard.begin(eager=True)
-                    result = self._train_step(*args, **kwargs)
-                    self._guard.end()
-            except StepOverflowed:
-                self._guard.roll_back()
-                set_random_state(self._device, random)
-                for parameter, grad in grads.items():
-                    parameter.grad = None if grad is None else grad.clone()
+            overflowed, result = self._attempt(args, kwargs)
+            if overflowed:
+                self._guard.state.put_back()
+                before.put_back()
                 self._grow()
                 self.reruns += 1
                 continue
             self._check_foreign(versions)
-            if self._calls >= self._warmup or not self._graphed:
+            if self._graphed:
+                before.buffers.refuse_replaced()
+            if self._calls + 1 >= self._warmup or not self._graphed:
                 self._keeper.size_pool()
             return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result)
         raise _no_end()
+
+    def _attempt(self, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """Run the step; whether it overflowed, and what it returned."""
+        try:
+            with self._rates_for_warmup(), self._keeper.step(check=False):
+                self._guard.begin(eager=True)
+                result = self._train_step(*args, **kwargs)
+                self._guard.end()
+        except StepOverflowed:
+            return True, None
+        except Exception as error:
+            # The zeros of a refused group make other code raise: anomaly mode, checks of norms and pivots.
+            if not self._guard.overflowed_before(error):
+                raise
+            log.warning("the step overflowed, and raised %s in consequence", type(error).__name__)
+            return True, None
+        finally:
+            self._guard.leave()
+        return False, result
+
+    def _protect(self, before: Before) -> None:
+        state = self._involved.state(before.buffers)
+        if not self._guard.state.is_for(state):
+            self._guard.state = ProtectedState(state, self._device)
 
     def _rates_for_warmup(self) -> AbstractContextManager[None]:
         if not self._graphed:
@@ -192,48 +222,63 @@ class GraphedStep:
         self._static = StaticBatch(args, kwargs, self._device)
         self._static.fill(self._static.copies(args, kwargs))
         self._flags.extend(torch.zeros((), pin_memory=True) for _ in range(LAG + 2))
-        self._guard.protect([*self._keeper.buffers(), *self._extra_state])
         self._capture()
 
     def _capture(self) -> None:
         assert self._static is not None
         assert self._stream is not None
         self._graph = self._outputs = None  # their memory goes first
+        before = Before(self._involved)
+        self._protect(before)
         # The graph makes gradients of its own, anew in each replay.
-        theirs = {parameter: parameter.grad for parameter in self._keeper.parameters()}
+        theirs = {parameter: parameter.grad for parameter in self._involved.parameters()}
         for parameter in theirs:
             parameter.grad = None
         self._constants = self._rates.constants()
-        random = random_state(self._device)
         graph = torch.cuda.CUDAGraph()
+        for generator in self._involved.generators.on_devices:
+            graph.register_generator_state(generator)
         # thread_local: NCCL's watchdog asks for its events from a thread of its own, which a capture in the
         # default mode takes as an error.
         capture = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
-        with self._rates.on_device(), _no_garbage_collection(), capture:
-            args, kwargs = self._static.arguments
-            self._guard.begin(eager=False)
-            with self._keeper.step(check=False):
-                result = self._train_step(*args, **kwargs)
-                self._guard.end()
-            self._outputs = tree_map(lambda leaf: _report(leaf, self._guard.flag), result)
-            del result
-        left = 0 if self._keeper.pool is None else self._keeper.pool.live_tickets
-        if left:
-            raise RuntimeError(
-                f"train_step left {left} stashed tensors without a backward: in a graph their pages would be lost "
-                "at every replay. Run backward inside train_step"
-            )
-        set_random_state(self._device, random)
+        try:
+            with self._rates.on_device(), no_garbage_collection(), capture:
+                args, kwargs = self._static.arguments
+                self._guard.begin(eager=False)
+                with self._keeper.step(check=False):
+                    result = self._train_step(*args, **kwargs)
+                    self._guard.end()
+                self._outputs = tree_map(lambda leaf: _report(leaf, self._guard.flag), result)
+                del result
+            self._check_captured(before)
+        except BaseException:
+            for parameter, grad in theirs.items():
+                parameter.grad = grad
+            raise
+        finally:
+            self._guard.leave()
+            # The host has run the step's code, and the device has not: on the host nothing has happened either.
+            self._guard.state.put_back(host_only=True)
+            before.put_back()
         self._graph = graph
         if not self._guard.optimizers:
             self._grads = {p: p.grad for p in theirs if p.grad is not None}
             for parameter, grad in theirs.items():
                 parameter.grad = grad
 
+    def _check_captured(self, before: Before) -> None:
+        before.buffers.refuse_replaced()
+        left = 0 if self._keeper.pool is None else self._keeper.pool.live_tickets
+        if left:
+            raise RuntimeError(
+                f"train_step left {left} stashed tensors without a backward: in a graph their pages would be lost "
+                "at every replay. Run backward inside train_step"
+            )
+
     def _launch(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         assert self._static is not None
         batch, rates = self._static.copies(args, kwargs), self._rates.read()
-        random = random_state(self._device)
+        random = AllRandom(self._involved, in_graph=True)
         outputs, tree = self._replay(batch, rates)
         flag = self._flags.popleft()
         flag.copy_(self._guard.flag, non_blocking=True)
@@ -276,7 +321,7 @@ class GraphedStep:
         The flag is sticky: the steps launched since then have changed nothing either.
         """
         torch.cuda.synchronize(self._device)
-        ahead = random_state(self._device)
+        ahead = AllRandom(self._involved, in_graph=True)
         # A step leaves the queue only when it has been run again: an exception on the way (no memory to grow
         # into, say) loses no batch, and the next call begins here again.
         for number in range(len(self._in_flight)):
@@ -284,7 +329,7 @@ class GraphedStep:
             for attempt in range(ATTEMPTS):
                 if attempt or number == 0:
                     self._grow_and_capture()
-                set_random_state(self._device, step.random)
+                step.random.put_back()
                 outputs, _ = self._replay(step.batch, step.rates)
                 self.reruns += 1
                 if not bool(self._guard.flag):
@@ -295,7 +340,7 @@ class GraphedStep:
                 if isinstance(given, torch.Tensor):
                     given.copy_(right)
             self._flags.append(self._in_flight.popleft().flag)
-        set_random_state(self._device, ahead)
+        ahead.put_back()
 
     def _grow_and_capture(self) -> None:
         """Grow, and capture again if anything moved; until then the old graph's memory may be another's."""
@@ -336,19 +381,6 @@ class GraphedStep:
             result = run(*args)
         current.wait_stream(self._stream)
         return result
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """What the collector frees may be an old graph or a communicator, and freeing that ends a capture."""
-    gc.collect()
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _report(leaf: Any, flag: torch.Tensor) -> Any:

@@ -1,13 +1,15 @@
 """An overflowing step changes nothing: the flag over all ranks, optimizers that heed it, state that is put back."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from pagestash.saved.keeper import Keeper
-from pagestash.saved.overflow import PoolOverflow
+from pagestash.saved.overflow import Agreement, PoolOverflow
+from pagestash.step.scaling import Scalers
+from pagestash.step.state import ProtectedState
 
 
 class Bounded(Protocol):
@@ -31,7 +33,7 @@ class StepOverflowed(PoolOverflow):
 class UpdateGuard:
     """Keeps parameters, optimizer state and other state as they were when a step overflows.
 
-    `flag` is 0-d float32 on the device: the largest of all ranks' overflow flags. In a graph it is the fused
+    `flag` is 0-d float32 on the device: the largest of all ranks' overflow flags. In a graph it joins the fused
     optimizers' `found_inf`, and protected state is selected on the device; eagerly the host looks at it
     before the optimizer runs.
     """
@@ -40,6 +42,7 @@ class UpdateGuard:
         self,
         keeper: Keeper,
         optimizers: Sequence[torch.optim.Optimizer],
+        scalers: Scalers,
         device: torch.device,
         group: Any = None,
     ) -> None:
@@ -48,42 +51,51 @@ class UpdateGuard:
         found = [cast(Bounded, module) for module in keeper.modules() if hasattr(module, "grow_capacity")]
         # A layer and the part of it that is bounded may both answer, with one flag between them.
         self.bounded = list({id(module.over_capacity): module for module in found}.values())
+        self.state = ProtectedState([], device)
         self._keeper = keeper
+        self._scalers = scalers
         self._group = group
+        self._ranks = Agreement(group)
         self._eager = False
-        self._reduced_at: int | None = None
-        self._state: list[torch.Tensor] = []
-        self._shadow: list[torch.Tensor] = []
+        self._running = False
+        self._armed = False
+        self._reduced_at: tuple[int, int] | None = None
+        self._bounded_forwards = 0
+        self._theirs: dict[torch.optim.Optimizer, Any] = {}
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_update)
-
-    def protect(self, state: Iterable[torch.Tensor]) -> None:
-        """Name the tensors that a step may change and an overflowing one must not; makes room to copy them."""
-        self._state = list(state)
-        if [(t.shape, t.dtype) for t in self._shadow] != [(t.shape, t.dtype) for t in self._state]:
-            self._shadow = [torch.empty_like(tensor) for tensor in self._state]
+            optimizer.register_step_post_hook(self._after_update)
+        for module in self.bounded:
+            cast(torch.nn.Module, module).register_forward_pre_hook(self._count_forward)
 
     def begin(self, *, eager: bool) -> None:
         """Remember protected state at the start of a step; in a graph these are launches of the graph."""
         self._eager = eager
+        self._running = True
         self._reduced_at = None
-        for shadow, tensor in zip(self._shadow, self._state):
-            shadow.copy_(tensor)
+        self.state.remember()
 
     def end(self) -> None:
         """The end of a step: raise if it overflowed (eager), or put state back where it did (graph)."""
         self._reduce()
         if self._eager:
             self._raise_if_overflowed()
-            return
-        skip = self.flag > 0
-        for shadow, tensor in zip(self._shadow, self._state):
-            tensor.copy_(torch.where(skip, shadow, tensor))
+        else:
+            self.state.select(self.flag > 0)
+        self.leave()
 
-    def roll_back(self) -> None:
-        """Put remembered state back."""
-        for shadow, tensor in zip(self._shadow, self._state):
-            tensor.copy_(shadow)
+    def leave(self) -> None:
+        """The step is over, however it ended: updates of the same optimizer elsewhere are not its business."""
+        self._running = False
+
+    def overflowed_before(self, error: Exception) -> bool:
+        """Whether `error` came out of a step that overflowed, on this rank or another: it means nothing then."""
+        if self._reduced_at is None:
+            self._read_flags()
+            self._reduced_at = self._taken()
+            if self._group is not None:
+                self.flag.fill_(float(self._ranks.any(bool(self.flag), error)))
+        return bool(self.flag)
 
     def arm(self) -> None:
         """Make every optimizer heed the flag on the device, as it heeds a gradient scaler's `found_inf`."""
@@ -95,27 +107,64 @@ class UpdateGuard:
                     f"{name} cannot leave out an update on the device: a step in a CUDA graph needs an optimizer "
                     f"that takes `found_inf`, such as torch.optim.AdamW(..., fused=True)"
                 )
-            optimizer.found_inf = self.flag  # type: ignore[attr-defined]
             for group in optimizer.param_groups:
                 if "capturable" in group:
                     group["capturable"] = True  # a fused optimizer's step counts are on the device already
+        if self._group is not None and not self._armed:
+            dist.all_reduce(self.flag.clone(), group=self._group)  # its communicator is no part of a graph
+        self._armed = True
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._running:
+            return
+        self._scalers.check_caller()
         self._reduce()
         if self._eager:
             self._raise_if_overflowed()
+        elif self._armed:
+            theirs = self._theirs[optimizer] = vars(optimizer).get("found_inf")
+            # A gradient scaler's, which leaves an update out just as ours does.
+            both = self.flag if theirs is None else torch.maximum(self.flag, theirs)
+            optimizer.found_inf = both  # type: ignore[attr-defined]
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in self._theirs:
+            # As it was: a scaler takes its own away again.
+            theirs = self._theirs.pop(optimizer)
+            if theirs is None:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+            else:
+                optimizer.found_inf = theirs  # type: ignore[attr-defined]
+
+    def _count_forward(self, *_: Any) -> None:
+        self._bounded_forwards += 1
+
+    def _taken(self) -> tuple[int, int]:
+        """What so far could overflow: groups that asked for pages, and forwards of modules with a capacity."""
+        return self._keeper.reservations, self._bounded_forwards
 
     def _reduce(self) -> None:
         """The flag over all ranks. Every stash of the step is behind us: updates come after backward."""
         if self._reduced_at is not None:
-            if self._keeper.reservations != self._reduced_at:
+            if self._taken() != self._reduced_at:
                 raise ValueError(
-                    "train_step saves tensors after an optimizer's step: had they overflowed, that update could no "
-                    "longer be left out. Put all forwards and backwards before the updates, or use one "
-                    "GraphedStep for each update"
+                    "train_step saves tensors after an optimizer's step, or runs a layer of bounded capacity: had "
+                    "they overflowed, that update could no longer be left out. Put all forwards and backwards "
+                    "before the updates, or use one GraphedStep for each update"
                 )
             return
-        self._reduced_at = self._keeper.reservations
+        self._reduced_at = self._taken()
+        self._read_flags()
+        if self._group is None:
+            return
+        if self._eager:
+            # By the host, which is about to look: a rank whose attempt failed takes part in the same vote.
+            self.flag.fill_(float(self._ranks.any(bool(self.flag))))
+        else:
+            dist.all_reduce(self.flag, op=dist.ReduceOp.MAX, group=self._group)
+
+    def _read_flags(self) -> None:
+        """The flag of this rank."""
         overflow = self._keeper.overflow
         if overflow is None:
             self.flag.zero_()
@@ -123,8 +172,6 @@ class UpdateGuard:
             self.flag.copy_(overflow)
         for module in self.bounded:
             torch.maximum(self.flag, module.over_capacity, out=self.flag)
-        if self._group is not None:
-            dist.all_reduce(self.flag, op=dist.ReduceOp.MAX, group=self._group)
 
     def _raise_if_overflowed(self) -> None:
         if bool(self.flag):

@@ -1,0 +1,99 @@
+"""What an attempt at a step may change on its way to the first update, as it was before, for the next attempt."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from pagestash.saved.identity import modules_in
+from pagestash.saved.keeper import Keeper
+from pagestash.saved.surroundings import Random, random_state, set_random_state
+from pagestash.step.randomness import Generators, is_generator, set_state
+from pagestash.step.reach import iterators, reached
+from pagestash.step.scaling import Scalers
+from pagestash.step.state import Buffers
+
+
+class Involved:
+    """Who takes part in a step: the keeper's model, what was passed, and what `train_step` was seen to refer to."""
+
+    def __init__(
+        self,
+        train_step: Callable[..., Any],
+        keeper: Keeper,
+        optimizers: Sequence[torch.optim.Optimizer],
+        state: Iterable[torch.Tensor],
+        scalers: Iterable[GradScaler],
+        generators: Iterable[Any],
+    ) -> None:
+        found = reached(train_step)
+        for name in iterators(found):
+            raise ValueError(
+                f"train_step refers to the iterator {name!r}: a step that is run again would be given the next "
+                "item; pass the batch as an argument"
+            )
+        values = list(found.values())
+        self.device = keeper.device
+        self.optimizers = optimizers
+        self.scalers = Scalers([*scalers, *(v for v in values if isinstance(v, GradScaler))], optimizers)
+        self.generators = Generators([*generators, *filter(is_generator, values)])
+        self._keeper = keeper
+        self._others = [value for value in values if isinstance(value, nn.Module)]
+        self._state = list(state)
+
+    def modules(self) -> list[nn.Module]:
+        return list(dict.fromkeys([*self._keeper.modules(), *modules_in(*self._others)]))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Every parameter that a backward of the step may give a gradient."""
+        owned = (p for o in self.optimizers for group in o.param_groups for p in group["params"])
+        others = (p for module in modules_in(*self._others) for p in module._parameters.values())
+        found = [*self._keeper.parameters(), *owned, *(p for p in others if p is not None)]
+        return list(dict.fromkeys(found))
+
+    def state(self, buffers: Buffers) -> list[torch.Tensor]:
+        """Tensors that a step changes besides parameters and optimizer state."""
+        return [*buffers.tensors(), *self._state, *self.scalers.tensors()]
+
+
+class Before:
+    """Random states, gradients, and the host's part of buffers and scalers, before an attempt."""
+
+    def __init__(self, involved: Involved) -> None:
+        self.buffers = Buffers(involved.modules())
+        self._involved = involved
+        self._random = AllRandom(involved)
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor | None, torch.Tensor | None]] = []
+        involved.scalers.remember()
+
+    def remember_gradients(self) -> None:
+        for parameter in self._involved.parameters():
+            gradient = parameter.grad
+            copy = None if gradient is None else gradient.detach().clone()
+            self._gradients.append((parameter, gradient, copy))
+
+    def put_back(self) -> None:
+        self._random.put_back()
+        self.buffers.put_back()
+        self._involved.scalers.put_back()
+        for parameter, gradient, copy in self._gradients:
+            if gradient is not None and copy is not None:
+                with torch.no_grad():
+                    gradient.copy_(copy)
+            parameter.grad = gradient
+
+
+class AllRandom:
+    """Where every generator that a step draws from stands now; or those that a replay draws from."""
+
+    def __init__(self, involved: Involved, *, in_graph: bool = False) -> None:
+        assert involved.device is not None
+        self._device = involved.device
+        self._torch: Random = random_state(self._device)
+        self._others = involved.generators.state_of_graphs() if in_graph else involved.generators.state()
+
+    def put_back(self) -> None:
+        set_random_state(self._device, self._torch)
+        set_state(self._others)

@@ -1,0 +1,72 @@
+"""Gradient scalers in a step that may be run again: what an attempt left in them, and who calls the optimizer."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+_SET_BY_A_SCALER = ("grad_scale", "found_inf")
+
+
+class Scalers:
+    """The scalers of a step: their device state is protected like a buffer, and the host's is remembered here."""
+
+    def __init__(self, scalers: Iterable[GradScaler], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._scalers = [scaler for scaler in scalers if scaler.is_enabled()]
+        self._optimizers = optimizers
+        self._before: list[tuple[GradScaler, dict[str, Any]]] = []
+        self._set: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The scales and their counts of steps, where there are any yet."""
+        found = (each for scaler in self._scalers for each in (scaler._scale, scaler._growth_tracker))
+        return [tensor for tensor in found if tensor is not None]
+
+    def remember(self) -> None:
+        self._before = [(scaler, _host_state(scaler)) for scaler in self._scalers]
+        self._set = [
+            (optimizer, {name: vars(optimizer)[name] for name in _SET_BY_A_SCALER if name in vars(optimizer)})
+            for optimizer in self._optimizers
+        ]
+
+    def put_back(self) -> None:
+        """What was unscaled or checked in an attempt was not; an exception left nothing on the optimizers."""
+        for scaler, state in self._before:
+            vars(scaler).update(state)
+        self._before = [(scaler, _host_state(scaler)) for scaler, _ in self._before]
+        for optimizer, attributes in self._set:
+            for name in _SET_BY_A_SCALER:
+                vars(optimizer).pop(name, None)
+            vars(optimizer).update(attributes)
+
+    def check_caller(self) -> None:
+        """From an optimizer's hook: refuse a scaler that is at work and that nobody named."""
+        frame, depth = sys._getframe(1), 0
+        while frame is not None and depth < 20:
+            if frame.f_code.co_filename.endswith("grad_scaler.py"):
+                scaler = frame.f_locals.get("self")
+                known = any(scaler is each for each in self._scalers)
+                if isinstance(scaler, GradScaler) and scaler.is_enabled() and not known:
+                    raise ValueError(
+                        "train_step uses a GradScaler that GraphedStep does not know, so that an overflowing step "
+                        "could not be undone in it; pass scaler=..."
+                    )
+            frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
+
+
+def _host_state(scaler: GradScaler) -> dict[str, Any]:
+    """A scaler's attributes, with copies of what it writes in place on the host."""
+    states = scaler._per_optimizer_states
+    copies = {
+        optimizer: {key: dict(value) if isinstance(value, dict) else value for key, value in state.items()}
+        for optimizer, state in states.items()
+    }
+    factory = states.default_factory if isinstance(states, defaultdict) else None
+    return {
+        "_per_optimizer_states": defaultdict(factory, copies),
+        "_scale": scaler._scale,
+        "_growth_tracker": scaler._growth_tracker,
+    }

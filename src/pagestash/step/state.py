@@ -1,0 +1,150 @@
+"""State that a step may change and an overflowing one must not: tensors by their bytes, buffers by their names.
+
+Bytes, because buffers come in all kinds: an expanded, quantised or inference tensor refuses to be written in place,
+and its memory does not.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagestash.saved.identity import byte_range
+
+
+class ProtectedState:
+    """Remembers tensors at the start of a step, to put back where it overflowed.
+
+    On the host that is `put_back`, which writes only what changed; in a graph `select`, for what the graph can
+    change: memory of the device.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+        self._tensors = list(tensors)
+        self._storages = _storages(self._tensors)
+        found = (view for tensor in self._tensors for view in _bytes_of(tensor))
+        self._views = list({(view.data_ptr(), view.nbytes): view for view in found}.values())
+        self._shadow = [torch.empty_like(view) for view in self._views]
+        self._on_device = [view.device.type == device.type for view in self._views]
+        self._sparse = [tensor for tensor in self._tensors if _is_sparse(tensor)]
+        self._versions: list[int] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def is_for(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether these are the tensors, where they were."""
+        theirs = list(tensors)
+        return (
+            len(theirs) == len(self._tensors)
+            and all(a is b for a, b in zip(theirs, self._tensors))
+            and _storages(theirs) == self._storages
+        )
+
+    def remember(self) -> None:
+        """In a capture these are launches of the graph; sparse tensors of the device are left out of it."""
+        for shadow, view in zip(self._shadow, self._views):
+            shadow.copy_(view)
+        self._versions = [tensor._version for tensor in self._sparse if not tensor.is_inference()]
+        self._copies = [
+            (tensor, tensor.detach().clone())
+            for tensor in self._sparse
+            if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+        ]
+
+    def select(self, skip: torch.Tensor) -> None:
+        """Put back what is on the device if `skip` is true there; nobody waits."""
+        if self._versions != [tensor._version for tensor in self._sparse if not tensor.is_inference()]:
+            raise ValueError(
+                "train_step changes a sparse buffer, which a CUDA graph cannot undo; pass graph=False"
+            )
+        for shadow, view, on_device in zip(self._shadow, self._views, self._on_device):
+            if on_device:
+                view.copy_(torch.where(skip, shadow, view))
+
+    def put_back(self, *, host_only: bool = False) -> None:
+        """Put back what changed; waits for the device, unless only the host's memory is asked for."""
+        for shadow, view, on_device in zip(self._shadow, self._views, self._on_device):
+            if not (host_only and on_device) and not torch.equal(shadow, view):
+                view.copy_(shadow)
+        for tensor, copy in self._copies:
+            if not (host_only and tensor.is_cuda) and not _same(tensor, copy):
+                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                    tensor.copy_(copy)
+
+
+class Buffers:
+    """Which tensors the buffers of modules are: a forward may replace one by another."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [(module, _state_of(module)) for module in modules]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, each once."""
+        found = (value for _, names in self._modules for value in names.values() if value is not None)
+        return list({id(tensor): tensor for tensor in found}.values())
+
+    def refuse_replaced(self) -> None:
+        """For a graph, which goes on with the tensors that it was captured with."""
+        for module, names in self._modules:
+            now = _state_of(module)
+            for name in now.keys() | names.keys():
+                if now.get(name) is not names.get(name):
+                    raise ValueError(
+                        f"train_step replaces the buffer {name!r} of {type(module).__name__} by another tensor, "
+                        "and a CUDA graph goes on reading the first; write to it in place (buffer.copy_(...)), or "
+                        "pass graph=False"
+                    )
+
+    def put_back(self) -> None:
+        for module, names in self._modules:
+            for name in _state_of(module).keys() - names.keys():
+                del module._buffers[name]
+            module._buffers.update(names)
+
+
+def _state_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's buffers; flags and counters of a step, as a module with a capacity has them, are no state."""
+    passing = module._non_persistent_buffers_set if hasattr(module, "grow_capacity") else ()
+    return {name: buffer for name, buffer in module._buffers.items() if name not in passing}
+
+
+def _is_sparse(tensor: torch.Tensor) -> bool:
+    return tensor.layout != torch.strided and tensor.layout != torch._mkldnn  # type: ignore[attr-defined]
+
+
+def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with memory that a tensor is made of: itself, unless it is a subclass that wraps others."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in _inner(getattr(tensor, name))]
+    return [tensor] if tensor.layout == torch.strided and tensor.device.type != "meta" else []
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [part.untyped_storage()._cdata for tensor in tensors for part in _inner(tensor)]
+
+
+def _bytes_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The memory that a tensor's elements lie in, as integers."""
+    return [view for part in _inner(tensor) for view in _as_integers(part)]
+
+
+def _as_integers(tensor: torch.Tensor) -> list[torch.Tensor]:
+    first, last = byte_range(tensor)
+    if not tensor.numel():
+        return []
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    flat.set_(tensor.untyped_storage(), first, (last - first,), (1,))
+    return [flat.view(torch.int64) if first % 8 == 0 and (last - first) % 8 == 0 else flat]
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(_sparse_parts(left), _sparse_parts(right)))
+
+
+def _sparse_parts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()

@@ -247,7 +247,7 @@ def test_received_tokens_stay_where_the_layer_is_run_again(kind, releases):
     keeper = ps.Keeper(ps.Policy([ps.Rule("moe", "recompute")])).attach(nn.ModuleDict({"moe": Calls(moe)}))
     torch.manual_seed(1)
     with keeper.step():
-        results = forward_and_back(moe, keeper._models[0]["moe"])
+        results = forward_and_back(moe, keeper._attached.models[0]["moe"])
     assert releases["layer"] == []
     assert all(torch.equal(ours, right) for ours, right in zip(results, plain, strict=True))
 

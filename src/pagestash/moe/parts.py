@@ -40,6 +40,11 @@ class Placed(nn.Module):
         """Whether backward makes it again, so that forward saves nothing."""
         self.made_again = again
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy belongs to no keeper."""
+        own = {"pool": None, "account": 0, "made_again": False, "backward_half": None}
+        return super().__getstate__() | own
+
     def place(self) -> Place:
         """Where the saved tensor waits."""
         return Place(module=self, pool=self.pool, account=self.account, again=self.made_again)

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from pagestash.profiling.records import ALLOCATED, BATCH, OUTPUT, USER, Kind, SavedTensor
 from pagestash.profiling.timeline import Path, Timeline
-from pagestash.profiling.watch import Watch, is_compiled
+from pagestash.profiling.watch import Watch
+from pagestash.saved.compiled import hidden, is_compiled
 from pagestash.saved.identity import byte_range, row_range
 from pagestash.saved.region import Region, frames
 
@@ -69,6 +70,7 @@ class _Handle:
     saved: _Saved
     timeline: Timeline
 
+    @hidden
     def __del__(self) -> None:
         storage = self.saved.storage
         self.saved.held = False
@@ -122,6 +124,7 @@ class Recorder:
 
     # --- saved tensors ---
 
+    @hidden
     def _pack(self, tensor: torch.Tensor) -> Any:
         local = _local(tensor)
         if local.layout != torch.strided or not local.numel():
@@ -157,6 +160,7 @@ class Recorder:
         # The host waits for the count: this step is not the one that is timed.
         return rows[0], rows[0] + int(frame.rows) * ((rows[1] - rows[0]) // frame.capacity)
 
+    @hidden
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Handle):
             return packed

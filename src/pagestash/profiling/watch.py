@@ -5,10 +5,14 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from pagestash.policy import Policy
 from pagestash.profiling.timeline import MODEL, Path, Timeline
+from pagestash.saved.calls import begin, end, set_calls, under_way
+from pagestash.saved.compiled import hidden, is_compiled
+from pagestash.saved.hooks import Hook
 from pagestash.saved.region import Region, enter, frames, leave, set_frames
 
 
@@ -46,7 +50,7 @@ class Watch:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Watch while open. Backward needs no frames: its nodes know where they were made."""
-        outer, hooks = frames(), []
+        outer, calls, hooks = frames(), under_way(), []
         for name, module in self._modules:
             hooks += self._hook(name, module)
         enter(Region(self, "", None))
@@ -55,6 +59,7 @@ class Watch:
             yield
         finally:
             set_frames(outer)
+            set_calls(calls)
             for hook in hooks:
                 hook.remove()
 
@@ -66,32 +71,32 @@ class Watch:
         self._switch()
 
     def _hook(self, name: str, module: nn.Module) -> list[Any]:
-        open_regions: list[Region | None] = []
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not frames():  # another thread, or a forward that backward runs again
-                open_regions.append(None)
-                return
-            outer = frames()[-1]
-            region = Region(self, name, None, rows=outer.rows, capacity=outer.capacity)
-            open_regions.append(region)
-            enter(region)
-            self._switch()
-            self._count()
-            if self._listener is not None:
-                self._listener.entered(name, module, (args, kwargs))
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            region = open_regions.pop() if open_regions else None
-            if region is not None and leave(region):
-                if self._listener is not None:
-                    self._listener.left(name, output)
-                self._switch()
-
+        opening = _Opening(self, name)
         return [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True),
+            module.register_forward_pre_hook(opening, with_kwargs=True),
+            module.register_forward_hook(_Closing(opening), always_call=True),
         ]
+
+    def enter(self, hook: object, name: str, module: nn.Module, given: Any) -> None:
+        """A module's forward begins."""
+        if not frames():  # another thread, or a forward that backward runs again
+            return
+        outer = frames()[-1]
+        region = Region(self, name, None, rows=outer.rows, capacity=outer.capacity)
+        begin(hook, region)
+        enter(region)
+        self._switch()
+        self._count()
+        if self._listener is not None:
+            self._listener.entered(name, module, given)
+
+    def leave(self, hook: object, name: str, result: Any) -> None:
+        """It is over."""
+        region = end(hook)
+        if region is not None and leave(region):
+            if self._listener is not None:
+                self._listener.left(name, result)
+            self._switch()
 
     def _switch(self) -> bool:
         path = self.path() or MODEL
@@ -104,6 +109,30 @@ class Watch:
         self.calls[path] = self.calls.get(path, 0) + 1
 
 
+class _Opening(Hook):
+    """Before forward. What is compiled is no region of its own."""
+
+    def __init__(self, watch: Watch, name: str) -> None:
+        self.watch, self.name = watch, name
+
+    @hidden
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.watch.enter(self, self.name, module, (args, kwargs))
+
+
+class _Closing(Hook):
+    """After forward."""
+
+    def __init__(self, opening: _Opening) -> None:
+        self.opening = opening
+
+    @hidden
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.opening.watch.leave(self.opening, self.opening.name, output)
+
+
 def watched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules to put hooks on: all but the model itself, and what is inside a compiled one."""
     compiled: list[str] = []
@@ -113,8 +142,3 @@ def watched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             compiled.append(f"{name}." if name else "")
         if name and not inside:
             yield name, module
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` made it: hooks inside would be traced, and a dispatch mode would switch it off."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

@@ -9,6 +9,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import HomeName, Policy, Rule
+from pagestash.saved.compiled import hidden
 from pagestash.saved.homes import Held, Home, Keep
 from pagestash.saved.identity import Entry, ViewRecipe, byte_range, is_sparse, plain_storage, row_range
 from pagestash.saved.recompute import Recompute
@@ -27,6 +28,7 @@ class Handle:
     mark: torch.Tensor | None = None  # its checksum, the first time that it is to be made again
     asked: bool = False
 
+    @hidden
     def __del__(self) -> None:
         entry = self.entry
         entry.handles -= 1
@@ -45,6 +47,7 @@ class Kept:
     region: str
     held: Held
 
+    @hidden
     def __del__(self) -> None:
         self.held.let_go()
 
@@ -83,21 +86,22 @@ class Capture:
 
     # --- pack: forward saves a tensor ---
 
+    @hidden
     def pack(self, tensor: torch.Tensor) -> Packed:
         """A handle for an activation; weights and what has no plain memory stay as they are."""
-        region = run = None
+        region = owner = run = None
         for frame in reversed(frames()):
-            if frame.capture is self:
-                if region is None:
-                    region = frame
-                if frame.run is not None and frame.run is not run:
-                    # Every forward that will be run again counts it: one may lie in a region of another home,
-                    # which lies in one that is run again itself.
-                    run = frame.run
-                    run.note(tensor)
-        if region is None:
+            if region is None and isinstance(frame.capture, Capture):
+                # Of another keeper, perhaps, whose step is open around this one's: torch asks the inner one only.
+                region, owner = frame, frame.capture
+            if frame.run is not None and frame.run is not run:
+                # Every forward that will be run again counts it: one may lie in a region of another home,
+                # which lies in one that is run again itself.
+                run = frame.run
+                run.note(tensor)
+        if region is None or owner is None:
             return Untouched(tensor, tensor._version)
-        return self.pack_in(region, tensor)
+        return owner.pack_in(region, tensor)
 
     def pack_in(self, region: Region, tensor: torch.Tensor, *, chained: bool = False) -> Packed:
         """What stands for a tensor that is saved in `region`.
@@ -291,6 +295,7 @@ class Capture:
             entry.spoiled = entry.origin._version != entry.version
         return entry.spoiled
 
+    @hidden
     def unpack(self, packed: Packed) -> torch.Tensor:
         if isinstance(packed, Kept):
             if packed.tensor._version != packed.version:
@@ -305,7 +310,9 @@ class Capture:
         entry = packed.entry
         if self.was_changed(packed):
             raise _changed(packed.recipe.size, "a tensor, or its row count,", entry.region)
-        if entry.place is None:  # its region is not over: forward takes gradients inside, and may do so again
+        if (
+            entry.place is None
+        ):  # its region is not over: forward takes gradients inside, or an interrupt ended it
             flat = entry.source().view(-1)
         else:
             if not packed.asked:

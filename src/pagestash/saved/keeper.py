@@ -12,16 +12,17 @@ from pagestash.kernels.layout import Counter
 from pagestash.pages.pool import PagePool
 from pagestash.pages.slabs import HostSlabs
 from pagestash.policy import HomeName, Policy, format_bytes
+from pagestash.saved.attached import Attached
 from pagestash.saved.capture import Capture
 from pagestash.saved.homes import Home, Keep
-from pagestash.saved.identity import modules_in, storage_keys
+from pagestash.saved.identity import storage_keys
 from pagestash.saved.measured import MeasuredOffload, Outlook
 from pagestash.saved.offload import Offload
 from pagestash.saved.order import Event, Group, Key, Recorder
 from pagestash.saved.overflow import Agreement, grow, make_room, refuse_if_overflowed
 from pagestash.saved.pressure import Pressure, read_memory
 from pagestash.saved.recompute import Recompute
-from pagestash.saved.region import Region, enter, frames, no_module, set_frames
+from pagestash.saved.region import Region, enter, frames, set_frames
 from pagestash.saved.stash import MeasuredStash, Stash
 from pagestash.saved.stats import KeeperStats, collect
 from pagestash.saved.streams import capturing
@@ -47,80 +48,60 @@ class Keeper:
         self.policy = policy
         self._backend = backend
         self._keep = Keep()
-        self._stash: Stash | MeasuredStash = MeasuredStash(policy.pool.page_bytes)
         self._recorder = Recorder()
-        pressure = Pressure(lambda: read_memory(self.device, self.parameters))
-        self._offload: Offload | MeasuredOffload = MeasuredOffload(self._recorder, pressure)
         self._recompute = Recompute()
-        self._homes: dict[HomeName, Home] = {
-            "keep": self._keep,
-            "stash": self._stash,
-            "offload": self._offload,
-            "recompute": self._recompute,
-        }
+        self._stash: Stash | MeasuredStash
+        self._offload: Offload | MeasuredOffload
+        self._homes: dict[HomeName, Home] = {"keep": self._keep, "recompute": self._recompute}
+        self._measure()
         self._capture = Capture(policy, self._homes, None)
-        self._models: list[nn.Module] = []
         self._hooks: list[Any] = []
-        self._own_stash: dict[str, Any] = {}
-        self._own_recompute: list[Any] = []
         self._watch = Watch(self._capture, self._recompute)
+        self._attached = Attached(policy, self._capture, self._watch)
         self._in_step = False
         self._ranks = Agreement()
         self._habits: dict[Any, Any] = {}
+
+    def _measure(self) -> None:
+        """The next step is measured, as the first one is."""
+        pressure = Pressure(lambda: read_memory(self.device, self.parameters))
+        self._stash = self._homes["stash"] = MeasuredStash(self.policy.pool.page_bytes)
+        self._offload = self._homes["offload"] = MeasuredOffload(self._recorder, pressure)
 
     # --- attach ---
 
     def attach(self, model: nn.Module, regions: Sequence[str] = ()) -> "Keeper":
         """Watch the modules of `model` that a rule names; `regions` are the names that `ps.region` will open."""
-        names = {name: module for name, module in model.named_modules() if name}
-        self.policy.check([*names, *regions])
-        for name in regions:
-            rule = self.policy.rule_for(name)
-            if rule is not None and rule.home == "recompute" and name not in names:
-                raise ValueError(no_module(rule, name))
-        first = next(iter(model.parameters()), None)
-        device = torch.device("cpu") if first is None else first.device
-        if self._capture.device is not None and self._capture.device != device:
-            raise ValueError(f"model is on {device}, this keeper's other model on {self._capture.device}")
-        self._capture.device = device
-        if self.policy.pool.device_bytes is not None and self.pool is None:
-            self.size_pool()
-        self._models.append(model)
-        for name, module in names.items():
-            rule = self.policy.rule_for(name)
-            if rule is not None:
-                self._capture.names[module] = name
-                above = _prefixes(name)
-                path = [model, *(names[each] for each in above), module]
-                if (
-                    rule.home == "recompute"
-                    and hasattr(module, "use_recompute")
-                    and not self._made_with(above)
-                ):
-                    self._own_recompute.append(module)
-                    module.use_recompute(True)
-                else:
-                    self._watch.add(name, path, rule)
-                if rule.home == "stash" and hasattr(module, "use_pool"):
-                    self._own_stash[name] = module
-                    if isinstance(self._stash, Stash):
-                        module.use_pool(self._stash.pool, self._stash.account(name))
+        self._attached.add(model, regions)
+        self._follow_device()
+        if isinstance(self._stash, Stash):
+            self._hand_out(self._stash)
         return self
 
     def detach(self) -> None:
         """Take all hooks off again; what is stashed stays until backward has asked for it."""
-        self._watch.remove()
+        if self._in_step:
+            raise RuntimeError("keeper.detach() in a step, whose regions are open; detach when it is over")
+        self._attached.remove()
         for hook in self._hooks:
             hook.remove()
-        for module in self._own_stash.values():
-            module.use_pool(None, 0)
-        for module in self._own_recompute:
-            module.use_recompute(False)
         self._hooks.clear()
-        self._capture.names.clear()
-        self._own_stash.clear()
-        self._own_recompute.clear()
-        self._models.clear()
+
+    def _follow_device(self) -> None:
+        """The models are where they are now: what was made for another device is made anew."""
+        device, before = self._attached.device(), self._capture.device
+        if device is None or device == before:
+            return
+        if before is not None:
+            if self._stash.live or self._offload.live:
+                raise RuntimeError(
+                    f"the model was moved from {before} to {device}, and tensors of an earlier step still wait; "
+                    "move it when backward is over and nothing holds its graph"
+                )
+            self._measure()
+        self._capture.device = device
+        if self.policy.pool.device_bytes is not None and device.type != "meta":
+            self.size_pool()
 
     def follow(self, schedule: Any) -> Any:
         """Know what a pipeline schedule does next, from its own plan; `remove()` what this returns to stop.
@@ -159,11 +140,6 @@ class Keeper:
         finally:
             self._watch.aside = before
 
-    def _made_with(self, above: Sequence[str]) -> bool:
-        """Whether one of the modules `above` is under recompute, which takes all inside it along."""
-        rules = [self.policy.rule_for(name) for name in above]
-        return any(rule is not None and rule.home == "recompute" for rule in rules)
-
     # --- step ---
 
     @contextmanager
@@ -177,9 +153,17 @@ class Keeper:
         """
         if self._in_step:
             raise RuntimeError("keeper.step() is already open; a keeper runs one step at a time")
+        if not self.policy.rules:  # nothing to do, at no cost
+            yield
+            return
+        self._follow_device()
+        if self._capture.device is not None and self._capture.device.type == "meta":
+            raise RuntimeError("the model is on the meta device: model.to_empty(device=...) before a step")
         self._in_step = True
         self._watch.start()
         self._offload.start()
+        if isinstance(self._stash, Stash):
+            self._stash.measured.reset_peak()
         self._capture.weights = storage_keys([*self.parameters(), *self.buffers()])
         outer = frames()
         root = Region(self._capture, "", None, whole_step=True)
@@ -193,7 +177,8 @@ class Keeper:
             finally:
                 if self.pool is not None:
                     self.pool.room.decides = False
-                self._in_step = self._watch.in_step = False
+                self._in_step = False
+                self._watch.stop()
                 set_frames(outer)
                 self._capture.forget()
                 self._settle()
@@ -210,6 +195,7 @@ class Keeper:
             if isinstance(self._stash, Stash):
                 make_room(self._stash.pool, self.policy.pool.headroom, self._stash.no_page)
             refuse_if_overflowed(self.pool, self._ranks, self.policy.pool)
+        self._watch.refuse_compiled()
 
     def _settle(self) -> None:
         # Offload first: it gives back pages, too.
@@ -226,31 +212,19 @@ class Keeper:
     @property
     def device(self) -> torch.device | None:
         """Where the attached model is; None before `attach`."""
-        return self._capture.device
+        return self._attached.device() or self._capture.device
 
     def modules(self) -> Iterator[nn.Module]:
         """Modules of the attached models."""
-        return iter(modules_in(*self._models))
+        return self._attached.modules()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the attached models, each once."""
-        values = (value for module in self.modules() for value in module._parameters.values())
-        return iter(dict.fromkeys(value for value in values if value is not None))
+        return self._attached.parameters()
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Buffers of the attached models, as far as they are state: flags and counters of a step are not.
-
-        (Those a module with `grow_capacity` registers as not persistent.)
-        """
-        modules = [module for module in self.modules() if module._buffers]
-        passing = {
-            id(module._buffers[name])
-            for module in modules
-            if module._non_persistent_buffers_set and hasattr(module, "grow_capacity")
-            for name in module._non_persistent_buffers_set
-        }
-        values = (value for module in modules for value in module._buffers.values())
-        return iter(dict.fromkeys(b for b in values if b is not None and id(b) not in passing))
+        """Buffers of the attached models, as far as they are state: flags and counters of a step are not."""
+        return self._attached.buffers()
 
     # --- the pool ---
 
@@ -313,6 +287,7 @@ class Keeper:
             self._keep,
             lambda: self._stash,
             self._recorder,
+            tally=self._offload.tally,
             backend=self._backend,
         )
 
@@ -325,9 +300,14 @@ class Keeper:
             host_bytes=self.policy.spill_bytes,
             backend=self._backend,
         )
-        self._stash = self._homes["stash"] = Stash(pool, self._keep)
-        for name, module in self._own_stash.items():
-            module.use_pool(pool, self._stash.account(name))
+        measured = self._stash.tally if isinstance(self._stash, MeasuredStash) else None
+        stash = self._stash = self._homes["stash"] = Stash(pool, self._keep, measured)
+        self._hand_out(stash)
+
+    def _hand_out(self, stash: Stash) -> None:
+        """Modules that write pages by themselves get the pool."""
+        for name, module in self._attached.own_stash.items():
+            module.use_pool(stash.pool, stash.account(name))
 
     def grow_pool(self) -> tuple[int, int]:
         """Grow the device tier to what was wanted, times the headroom; returns (pages wanted, pages had)."""
@@ -341,8 +321,9 @@ class Keeper:
         for tally in (self._keep.tally, self._offload.tally, self._recompute.tally):
             tally.reset_peak()
         if isinstance(self._stash, MeasuredStash):
-            self._stash.peak_bytes = self._stash.bytes
+            self._stash.tally.reset_peak()
         else:
+            self._stash.measured.reset_peak()
             self._stash.no_page.reset_peak()
         if self.pool is not None:
             self.pool.reset()
@@ -352,7 +333,7 @@ class Keeper:
         stash = self._stash
         waiting: int | torch.Tensor
         if isinstance(stash, MeasuredStash):
-            waiting = stash.bytes
+            waiting = stash.tally.bytes
         else:
             waiting = stash.pool.memory.state[Counter.BYTES].clone()
         return {
@@ -371,9 +352,3 @@ class Keeper:
             "unmeasured" if self.pool is None else format_bytes(self.pool.device_pages * self.pool.page_bytes)
         )
         return f"Keeper({len(self.policy.rules)} rules, pool {size})"
-
-
-def _prefixes(name: str) -> list[str]:
-    """The names of the modules that a dotted name leads through."""
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts))]

@@ -76,11 +76,14 @@ class Offload:
         stash: Callable[[], Stash | MeasuredStash],
         recorder: Recorder,
         *,
+        tally: Tally | None = None,
         backend: str = "auto",
     ) -> None:
         self.slabs = slabs
         self.plan = plan
-        self.tally = Tally()
+        self.tally = tally or Tally()
+        """Until the next step, what was measured."""
+        self._started = False
         self.refused = Tally()
         """Bytes that should have left, but found no room on the host, and stayed."""
         self._device = device
@@ -98,6 +101,12 @@ class Offload:
         self._leaving: deque[OffloadedGroup] = deque()
         self._dead: deque[tuple[OffloadedGroup, Entry]] = deque()
 
+    @property
+    def live(self) -> bool:
+        """Whether a backward is still to come."""
+        self._sweep()
+        return bool(self._live)
+
     # --- a step ---
 
     def start(self) -> None:
@@ -105,6 +114,9 @@ class Offload:
         self._recorder.start()
         self._split.start()
         self.refused.reset_peak()
+        if not self._started:
+            self._started = True
+            self.tally.reset_peak()
 
     def settle(self) -> None:
         """End of a step: the current stream has waited for both side streams, and the host knows what is free."""

@@ -92,13 +92,17 @@ def enter(region: Region) -> None:
     _frames.set((*_frames.get(), region))
 
 
-def leave(region: Region) -> bool:
-    """Go back to where `region` was entered, past anything an exception left open; False if it is not open."""
+def leave(region: Region) -> tuple[Region, ...]:
+    """Go back to where `region` was entered; what that leaves, the innermost first, and nothing if it is not open.
+
+    More than itself where an exception has ended regions inside that nobody left.
+    """
     current = _frames.get()
     if region not in current:
-        return False
-    _frames.set(current[: current.index(region)])
-    return True
+        return ()
+    start = current.index(region)
+    _frames.set(current[:start])
+    return current[start:][::-1]
 
 
 def no_module(rule: Rule, name: str) -> str:
@@ -229,5 +233,5 @@ def region(
     try:
         yield
     finally:
-        if leave(inner):
-            outer.capture.close(inner)
+        for left in leave(inner):
+            left.capture.close(left)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pagestash.saved.compiled import hidden
 from pagestash.saved.identity import byte_range, checksum
 from pagestash.saved.region import Region, frames, set_frames
 from pagestash.saved.surroundings import set_random_state
@@ -144,12 +145,14 @@ class Rerun:
 
 
 # Functions of the module, not methods: autograd never lets go of a pack hook that raised, as `_Enough` does.
+@hidden
 def _pack(tensor: torch.Tensor) -> None:
     rerun = frames()[-1].run
     assert rerun is not None
     rerun.note(tensor)
 
 
+@hidden
 def _unpack(packed: None) -> torch.Tensor:
     raise AssertionError("a region that is run again takes no gradients: its first forward would have raised")
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import Rule
+from pagestash.saved.compiled import hidden
 from pagestash.saved.identity import Entry, byte_range, plain_storage
 from pagestash.saved.once import once
 from pagestash.saved.region import Region, frames, set_frames
@@ -40,6 +41,7 @@ class Slot:
     run: "Run"
     number: int
 
+    @hidden
     def __del__(self) -> None:
         self.run.forget(self.number)
 

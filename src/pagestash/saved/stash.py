@@ -13,7 +13,7 @@ from pagestash.kernels.layout import ACCOUNTS
 from pagestash.pages.pool import PagePool
 from pagestash.pages.ticket import Ticket
 from pagestash.policy import HomeName
-from pagestash.saved.homes import Keep
+from pagestash.saved.homes import Keep, Tally
 from pagestash.saved.identity import Entry
 from pagestash.saved.overflow import NoPage
 from pagestash.saved.streams import SideStream, wait_here
@@ -35,8 +35,10 @@ class Stash:
 
     name: HomeName = "stash"
 
-    def __init__(self, pool: PagePool, keep: Keep) -> None:
+    def __init__(self, pool: PagePool, keep: Keep, measured: Tally | None = None) -> None:
         self.pool = pool
+        self.measured = measured or Tally()
+        """Until the next step, what was measured."""
         self.no_page = NoPage(keep)
         self.accounts: dict[str, int] = {}
         self._spills = pool.host_pages > 0
@@ -131,6 +133,12 @@ class Stash:
         self._out.join()
         self._in.join()
 
+    @property
+    def live(self) -> bool:
+        """Whether a backward is still to come."""
+        self.flush()
+        return self.pool.live_tickets > 0
+
     def account(self, region: str) -> int:
         """The row of the pool's accounts that counts the bytes of `region`."""
         return self.accounts.setdefault(region, min(len(self.accounts), ACCOUNTS - 1))
@@ -199,30 +207,33 @@ class MeasuredStash:
         self.reservations = 0
         self.pages = 0
         self.peak_pages = 0
-        self.bytes = 0
-        self.peak_bytes = 0
+        self.tally = Tally()
 
     def put(self, group: Sequence[Entry]) -> None:
         self.reservations += 1
         for entry in group:
             entry.place = entry.source().view(-1)[: entry.valid_bytes()].clone()
             entry.origin = None
-            self._count(entry.place.nbytes, 1)
+            self._count(entry.region, entry.place.nbytes, 1)
 
     def get(self, entry: Entry) -> torch.Tensor:
         flat = torch.zeros(entry.length, dtype=torch.uint8, device=entry.place.device)
         flat[: entry.place.numel()].copy_(entry.place.view(-1))
         return flat
 
+    @property
+    def live(self) -> bool:
+        """Whether a backward is still to come."""
+        return self.pages > 0
+
     def restore_into(self, entry: Entry, buffer: torch.Tensor) -> None:
         buffer.view(-1).copy_(self.get(entry))
 
     def drop(self, entry: Entry) -> None:
-        self._count(entry.place.nbytes, -1)
+        self._count(entry.region, entry.place.nbytes, -1)
         entry.place = None
 
-    def _count(self, size: int, sign: int) -> None:
+    def _count(self, region: str, size: int, sign: int) -> None:
         self.pages += sign * -(-size // self.page_bytes)
-        self.bytes += sign * size
         self.peak_pages = max(self.peak_pages, self.pages)
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        self.tally.count(region, sign * size)

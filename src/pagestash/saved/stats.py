@@ -83,14 +83,18 @@ def collect(
         for name, sizes in tally.by_region.items():
             _add(regions, name or OUTSIDE, *sizes)
     if isinstance(stash, MeasuredStash):
-        homes["stash"] = HomeStats(stash.bytes, stash.peak_bytes)
+        homes["stash"] = _totals(stash.tally)
+        for name, sizes in stash.tally.by_region.items():
+            _add(regions, name, *sizes)
     else:
         stash.flush()
         counts = stash.pool.memory.accounts.tolist()
-        for name, index in stash.accounts.items():
-            _add(regions, name, *counts[index])
+        measured = stash.measured.by_region
+        for name in dict.fromkeys((*stash.accounts, *measured)):
+            now, peak = counts[stash.accounts[name]] if name in stash.accounts else (0, 0)
+            _add(regions, name, now, max(peak, measured.get(name, (0, 0))[1]))
         pool = stash.pool.stats()
-        homes["stash"] = HomeStats(pool.valid_bytes, pool.valid_bytes_peak)
+        homes["stash"] = HomeStats(pool.valid_bytes, max(pool.valid_bytes_peak, stash.measured.peak))
         left = stash.no_page
         no_page = NoPageStats(left.groups, left.tally.bytes, left.tally.peak)
     if isinstance(offload, Offload):

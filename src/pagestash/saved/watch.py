@@ -8,7 +8,10 @@ import torch
 from torch import nn
 
 from pagestash.policy import Rule
+from pagestash.saved.calls import begin, end, set_calls, under_way
 from pagestash.saved.capture import Capture
+from pagestash.saved.compiled import at_compile_time, compiling_around, hidden, hidden_here
+from pagestash.saved.hooks import Hook
 from pagestash.saved.identity import modules_in, storage_keys, weight_keys
 from pagestash.saved.recompute import Recompute
 from pagestash.saved.region import Region, enter, frames, leave, running_again
@@ -22,83 +25,46 @@ class Watch:
         self.in_step = False
         self.aside = False
         """A forward that runs now is no part of the step."""
-        self._capture = capture
-        self._recompute = recompute
+        self.openings: list[Opening] = []
+        self.capture = capture
+        self.recompute = recompute
         self._hooks: list[Any] = []
         self._next_to_forward: list[tuple[Any, Any, Any]] = []
         self._noted: WeakSet[nn.Module] = WeakSet()
+        self._calls = under_way()
 
     def start(self) -> None:
         """A step begins."""
         self.in_step = True
+        self._calls = under_way()
         for module, opening, closing in self._next_to_forward:
             # What is run again is forward itself: no hook of another may stand between it and ours.
             module._forward_pre_hooks.move_to_end(opening.id)
             module._forward_hooks.move_to_end(closing.id, last=False)
+
+    def stop(self) -> None:
+        """The step is over, with whatever calls an exception has left open."""
+        self.in_step = False
+        set_calls(self._calls)
 
     def remove(self) -> None:
         """Take all hooks off again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.openings.clear()
         self._next_to_forward.clear()
         self._noted.clear()
 
     def add(self, name: str, path: Sequence[nn.Module], rule: Rule) -> None:
         """Open a region around each forward of the last module of `path`, which the model's `name` leads along."""
         module = path[-1]
-        open_regions: list[Region | None] = []
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            current = frames()
-            # No frames: another thread, such as autograd's when it runs a checkpointed forward again.
-            if (
-                not current
-                or running_again()
-                or not self.in_step
-                or self.aside
-                or not torch.is_grad_enabled()
-            ):
-                open_regions.append(None)
-                return
-            outer = current[-1]
-            run = outer.run
-            if rule.home != "recompute":
-                run = None
-            elif run is None:
-                # (Inside another that is run again, a region's tensors are made with the other's.)
-                # (A copy of an attached model has its hooks, too: what runs again is what ran.)
-                way = path if module is path[-1] else [module]
-                run = Run(self._recompute, self._capture, outer, way, name, rule, (args, kwargs))
-            region = Region(
-                self._capture,
-                name,
-                rule,
-                rows=outer.rows,
-                capacity=outer.capacity,
-                weights=weight_keys(module),
-                run=run,
-            )
-            open_regions.append(region)
-            enter(region)
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if open_regions:
-                region = open_regions.pop()
-                if region is not None and leave(region):
-                    self._capture.close(region)
-                    if isinstance(region.run, Run) and all(frame.run is not region.run for frame in frames()):
-                        region.run.close(region.weights | self._capture.weights, output)
-
-        def note_weights(module: nn.Module, args: Any) -> None:
-            # FSDP2 gives a module new parameter storage just before its forward.
-            current = frames()
-            if self.in_step and current:
-                current[-1].weights |= storage_keys(module._parameters.values())
-
-        opening = module.register_forward_pre_hook(before, with_kwargs=True)
-        # Also when forward raises: the region is over either way.
-        closing = module.register_forward_hook(after, always_call=True)
+        first = Opening(self, name, path, rule)
+        self.openings.append(first)
+        opening = module.register_forward_pre_hook(first, with_kwargs=True)
+        # Also when forward raises: the region is over either way. Before the closing hooks that are there: of two
+        # keepers' regions, the one that was opened last is closed first.
+        closing = module.register_forward_hook(Closing(first), always_call=True, prepend=True)
         self._hooks += [opening, closing]
         if rule.home == "recompute":
             self._next_to_forward.append((module, opening, closing))
@@ -106,4 +72,135 @@ class Watch:
             # Once, in however many regions it is: what it notes is for the innermost of them.
             if child not in self._noted and any(value is not None for value in child._parameters.values()):
                 self._noted.add(child)
-                self._hooks.append(child.register_forward_pre_hook(note_weights))
+                self._hooks.append(child.register_forward_pre_hook(NoteWeights(self)))
+
+    def refuse_compiled(self) -> None:
+        """At the end of a step: raise where hooks were compiled and never ran, so that no region was opened."""
+        for opening in self.openings:
+            if opening.compiled and not opening.ran:
+                raise RuntimeError(opening.why_not())
+
+
+class Opening(Hook):
+    """Before forward: open the module's region."""
+
+    def __init__(self, watch: Watch, name: str, path: Sequence[nn.Module], rule: Rule) -> None:
+        self.watch = watch
+        self.name = name
+        self.path = path
+        self.rule = rule
+        self.ran = False
+        """Whether a region was ever opened."""
+        self.compiled = False
+
+    @hidden_here
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            self.note_compiled()
+            return
+        # Where a module is compiled that is run again outside, other tensors would be saved the second time.
+        if self.rule.home == "recompute" and compiling_around() is not None and self._opens():
+            raise RuntimeError(_compiled_again(self.name, self.rule))
+        self.open(module, args, kwargs)
+
+    @at_compile_time
+    def note_compiled(self) -> bool:
+        self.compiled = True
+        return True
+
+    def why_not(self) -> str:
+        """What to do, where only the compiler has seen this hook."""
+        return (
+            f"rule {self.rule.match!r} names {self.name!r}, which runs inside torch.compile of a module or "
+            "function around it: that is one graph, and what is saved where cannot be told. (The gradients of this "
+            f"step are right.) Compile {self.name!r} itself before keeper.attach(model), or smaller parts, or name "
+            "the compiled module in the rule"
+        )
+
+    def _opens(self) -> bool:
+        watch = self.watch
+        # No frames: another thread, such as autograd's when it runs a checkpointed forward again.
+        return (
+            watch.in_step
+            and bool(frames())
+            and not running_again()
+            and not watch.aside
+            and torch.is_grad_enabled()
+        )
+
+    @hidden
+    def open(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._opens():
+            if frames():
+                begin(self, None)
+            return
+        watch, outer = self.watch, frames()[-1]
+        self.ran = True
+        run = outer.run
+        if self.rule.home != "recompute":
+            run = None
+        elif run is None:
+            # (Inside another that is run again, a region's tensors are made with the other's.)
+            # (A replica of a module has its hooks, too: what runs again is what ran.)
+            way = self.path if module is self.path[-1] else [module]
+            run = Run(watch.recompute, watch.capture, outer, way, self.name, self.rule, (args, kwargs))
+        region = Region(
+            watch.capture,
+            self.name,
+            self.rule,
+            rows=outer.rows,
+            capacity=outer.capacity,
+            weights=weight_keys(module),
+            run=run,
+        )
+        begin(self, region)
+        enter(region)
+
+
+class Closing(Hook):
+    """After forward, or when it has raised: close the region that `opening` opened for this call."""
+
+    def __init__(self, opening: Opening) -> None:
+        self.opening = opening
+
+    @hidden_here
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.close(output)
+
+    @hidden
+    def close(self, output: Any) -> None:
+        region = end(self.opening)
+        left = () if region is None else leave(region)
+        if region is None or not left:
+            return
+        for each in left:
+            each.capture.close(each)
+        if isinstance(region.run, Run) and all(frame.run is not region.run for frame in frames()):
+            region.run.close(region.weights | self.opening.watch.capture.weights, output)
+
+
+class NoteWeights(Hook):
+    """Before the forward of a module inside a region: FSDP2 gives it new parameter storage just then."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    @hidden_here
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.note(module)
+
+    @hidden
+    def note(self, module: nn.Module) -> None:
+        current = frames()
+        if self.watch.in_step and current:
+            current[-1].weights |= storage_keys(module._parameters.values())
+
+
+def _compiled_again(name: str, rule: Rule) -> str:
+    return (
+        f"rule {rule.match!r}: {name!r} runs inside torch.compile (of a module around it, or by {name}.compile()), "
+        "and home='recompute' would run it again outside. Compile the module itself, with torch.compile(module) in "
+        "its place in the model, before keeper.attach(model); or give it another home"
+    )

@@ -1,0 +1,153 @@
+"""The models that a keeper watches: which of their modules fall under a rule, and what state they have."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagestash.policy import Policy, Rule
+from pagestash.saved.capture import Capture
+from pagestash.saved.compiled import compile_anew, is_compiled, is_wrapper
+from pagestash.saved.identity import modules_in
+from pagestash.saved.names import named_modules, prefixes
+from pagestash.saved.region import no_module
+from pagestash.saved.watch import Watch
+
+
+class Attached:
+    """Puts a keeper's hooks on the modules that its rules name, and knows those modules."""
+
+    def __init__(self, policy: Policy, capture: Capture, watch: Watch) -> None:
+        self.models: list[nn.Module] = []
+        self.own_stash: dict[str, Any] = {}
+        """Modules under a stash rule that write pages by themselves."""
+        self._own_recompute: list[Any] = []
+        self._policy = policy
+        self._capture = capture
+        self._watch = watch
+
+    def add(self, model: nn.Module, regions: Sequence[str]) -> None:
+        """Watch the modules of `model` that a rule names; a `ValueError` leaves everything as it was."""
+        if any(model is other for other in self.models):
+            raise ValueError("this keeper is attached to the model already; keeper.detach() takes it off")
+        if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+            raise ValueError("nn.DataParallel runs copies of a model in threads; use DistributedDataParallel")
+        device = _device_of(model)
+        for other in self.models:
+            there = _device_of(other)
+            if there != device and "meta" not in (there.type, device.type):
+                raise ValueError(f"model is on {device}, this keeper's other model on {there}")
+        names = named_modules(model)
+        self._policy.check([*names, *regions])
+        for name in regions:
+            rule = self._policy.rule_for(name)
+            if rule is not None and rule.home == "recompute" and name not in names:
+                raise ValueError(no_module(rule, name))
+        found = [
+            (name, module, rule)
+            for name, module in names.items()
+            if (rule := self._policy.rule_for(name)) is not None
+            and not self._known(name, module, rule)
+            and not self._inside_compiled(model, names, name, rule)
+        ]
+        self.models.append(model)
+        module: Any
+        for name, module, rule in found:
+            self._capture.names[module] = name
+            above = prefixes(name)
+            path = [model, *(names[each] for each in above), module]
+            if rule.home == "recompute" and hasattr(module, "use_recompute") and not self._made_with(above):
+                self._own_recompute.append(module)
+                module.use_recompute(True)
+            else:
+                compile_anew(path[:-1])
+                self._watch.add(name, path, rule)
+            if rule.home == "stash" and hasattr(module, "use_pool"):
+                self.own_stash[name] = module
+
+    def remove(self) -> None:
+        """Take everything off again."""
+        self._watch.remove()
+        for module in self.own_stash.values():
+            module.use_pool(None, 0)
+        for module in self._own_recompute:
+            module.use_recompute(False)
+        self._capture.names.clear()
+        self.own_stash.clear()
+        self._own_recompute.clear()
+        self.models.clear()
+
+    def _known(self, name: str, module: nn.Module, rule: Rule) -> bool:
+        """Whether the module is watched already, as a part of another model."""
+        before = self._capture.names.get(module)
+        if before is None:
+            return False
+        if self._policy.rule_for(before) is not rule:
+            raise ValueError(
+                f"{name!r} is {before!r} of another model that this keeper is attached to, and the rules give the "
+                "two names different homes; give both the same rule"
+            )
+        return True
+
+    def _inside_compiled(self, model: nn.Module, names: dict[str, nn.Module], name: str, rule: Rule) -> bool:
+        """Whether the module runs inside a compiled one that is under the same rule, and so need not be watched.
+
+        A `ValueError` if that is under another: no hook inside can tell what is saved where.
+        """
+        above = ["", *prefixes(name)]
+        outside = next((each for each in above if is_compiled(names[each] if each else model)), None)
+        if outside is None:
+            if rule.home == "recompute" and is_compiled(names[name]) and not is_wrapper(names[name]):
+                raise ValueError(
+                    f"rule {rule.match!r}: {name!r} was compiled by {name}.compile(), and home='recompute' would "
+                    "run it again uncompiled; put torch.compile(module) in its place in the model"
+                )
+            return False
+        if outside and self._policy.rule_for(outside) is rule:
+            return True
+        whole = repr(outside) if outside else "the model"
+        instead = f"name {outside!r} in the rule" if outside else "give what is saved in it no rule"
+        raise ValueError(
+            f"rule {rule.match!r} names {name!r}, which is inside {whole}, and torch.compile makes one graph of "
+            f"that; compile {name!r} itself, or smaller parts than that, or {instead}"
+        )
+
+    def _made_with(self, above: Sequence[str]) -> bool:
+        """Whether one of the modules `above` is under recompute, which takes all inside it along."""
+        rules = [self._policy.rule_for(name) for name in above]
+        return any(rule is not None and rule.home == "recompute" for rule in rules)
+
+    # --- what is attached ---
+
+    def device(self) -> torch.device | None:
+        """Where the models are now: one that is attached may be moved before its first step."""
+        return _device_of(self.models[0]) if self.models else None
+
+    def modules(self) -> Iterator[nn.Module]:
+        return iter(modules_in(*self.models))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Each once."""
+        values = (value for module in self.modules() for value in module._parameters.values())
+        return iter(dict.fromkeys(value for value in values if value is not None))
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """As far as they are state: flags and counters of a step are not.
+
+        (Those a module with `grow_capacity` registers as not persistent.)
+        """
+        modules = [module for module in self.modules() if module._buffers]
+        passing = {
+            id(module._buffers[name])
+            for module in modules
+            if module._non_persistent_buffers_set and hasattr(module, "grow_capacity")
+            for name in module._non_persistent_buffers_set
+        }
+        values = (value for module in modules for value in module._buffers.values())
+        return iter(dict.fromkeys(b for b in values if b is not None and id(b) not in passing))
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    first = next(iter(model.parameters()), None)
+    return torch.device("cpu") if first is None else first.device

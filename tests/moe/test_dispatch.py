@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import start_ranks
 from uninitialised import filled_with_nan
 
 from pagestash.kernels import backend
@@ -296,11 +296,7 @@ def work(rank, world, folder):
 def ranks(request, tmp_path_factory):
     """What each rank found, in order."""
     world, folder = request.param, tmp_path_factory.mktemp("ranks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "0")  # the torch references: the processes test the wire
-        # A server that has imported torch once, and forks: half the time of importing it in every process.
-        mp.set_forkserver_preload(["torch", "pagestash.moe", "pytest"])
-        mp.start_processes(work, (world, str(folder)), nprocs=world, start_method="forkserver")
+    start_ranks(work, (world, str(folder)), world)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import server
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from pagestash.moe import AllGather, AllToAll, MoE, MoEConfig
@@ -70,12 +70,9 @@ def work(rank, folder):
 def ended(tmp_path_factory):
     """The processes' exit codes, and where they wrote."""
     folder = tmp_path_factory.mktemp("failures")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "0")
-        mp.set_forkserver_preload(["torch", "pagestash.moe", "pytest"])
-        # Not mp.spawn: that one ends the others itself when one has raised.
-        make_process = mp.get_context("forkserver").Process
-        processes = [make_process(target=work, args=(rank, str(folder))) for rank in range(2)]
+    with server() as context:
+        # Not `start_ranks`: that one ends the others itself when one has raised.
+        processes = [context.Process(target=work, args=(rank, str(folder))) for rank in range(2)]
         for process in processes:
             process.start()
     try:

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import start_ranks
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -29,7 +29,7 @@ FEW_AND_MANY = {
 def spawn(work, world, *args):
     """Run `work(rank, world, *args)` on `world` processes; what each returned."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_enter, (work, world, folder, args), nprocs=world)
+        start_ranks(_enter, (work, world, folder, args), world)
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from pagestash.kernels import backend
 from pagestash.train import prepare, read_metrics, train
 
 TEXT = "".join(f"def f{n}(x):\n    return x * {n} + {n % 7}\n\n" for n in range(200))
@@ -33,6 +34,14 @@ def run(given, out, *, resume=False, listeners=()):
     """Train, and the metrics of all steps."""
     train(prepare(given, out, resume=resume), listeners)
     return read_metrics(Path(out))
+
+
+def runs(rank, world, jobs):
+    """Train on these ranks, which `gloo.spawn` started, one job after the other."""
+    backend.interpreted = lambda: False
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    for given, out, resume in jobs:
+        train(prepare(given, out, resume=resume))
 
 
 def without_time(lines):

@@ -1,6 +1,5 @@
 """A pipeline trains what one process does: the same losses, the same checkpoints, whatever the schedule."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -11,12 +10,12 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 sys.path.insert(0, str(Path(__file__).parent))
 from gloo import spawn
-from small import MODEL, run, settings
+from small import MODEL, run, runs, settings
 from test_ranks import close, torchrun
 
 from pagestash.kernels import backend
 from pagestash.pipeline.plan import SCHEDULES
-from pagestash.train import prepare, read_metrics, train
+from pagestash.train import prepare, read_metrics
 from pagestash.train.checkpoint import latest
 
 STEPS = 2
@@ -25,14 +24,6 @@ STEPS = 2
 def four_layers(folder, **changes):
     """Four layers of which the first is dense: six places for up to four stages."""
     return settings(folder, layers=4, batch=4, microbatches=4, steps=STEPS, **changes)
-
-
-def runs(rank, world, jobs):
-    """Train on these ranks, one job after the other."""
-    backend.interpreted = lambda: False
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    for given, out, resume in jobs:
-        train(prepare(given, out, resume=resume))
 
 
 def same(first, second):

@@ -76,7 +76,7 @@ Check = Callable[[Any, str], Any]
 
 def _pattern_text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{what}={value!r}: expected a pattern like 'layers.*.experts'")
+        raise ValueError(f"{what}={value!r}: expected a pattern like 'layers.*.moe.experts'")
     return value
 
 
@@ -218,9 +218,10 @@ _POOL_FIELDS: dict[str, Check] = {
 class Policy:
     """Rules, first match wins; what no rule matches is kept.
 
-    >>> policy = Policy(rules=[Rule("layers.*.experts", "stash")])
-    >>> policy.rule_for("layers.0.experts").home
-    'stash'
+    Examples:
+        >>> policy = Policy(rules=[Rule("layers.*.moe.experts", "stash")])
+        >>> policy.rule_for("layers.0.moe.experts").home
+        'stash'
     """
 
     rules: Sequence[Rule] = ()

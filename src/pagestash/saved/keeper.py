@@ -32,7 +32,7 @@ from pagestash.saved.watch import Watch
 class Keeper:
     """Gives the saved tensors of a model's regions the homes that a policy names.
 
-        keeper = Keeper(Policy(rules=[Rule("layers.*.experts", "stash")])).attach(model)
+        keeper = Keeper(Policy(rules=[Rule("layers.*.moe.experts", "stash")])).attach(model)
         with keeper.step():
             loss = model(batch)
             loss.backward()

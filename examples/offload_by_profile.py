@@ -1,0 +1,66 @@
+"""Offload as much as hides behind compute: measure a step, ask what fits, and train with that.
+
+    python examples/offload_by_profile.py
+
+On a CPU there is no link; the profile assumes 50 GB/s each way, and copies go to another place in the same memory.
+"""
+
+import argparse
+from contextlib import nullcontext
+
+import torch
+
+import pagestash as ps
+from pagestash.models import Decoder, preset
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=4)
+    asked = parser.parse_args(arguments)
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Decoder(preset(asked.preset, layers=asked.layers))
+    model.initialise(0)
+    model.to(device)
+    tokens = torch.randint(0, 256, (2, asked.sequence + 1), generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
+    batch = tokens[:, :-1], tokens[:, 1:]
+
+    # 1. What does a step save, and how long does each region run?
+    found = ps.profile(model, batch)
+    print(f"saved for backward: {found.total_bytes:,} bytes")
+
+    # 2. Of what attention saves, how much can the link move behind compute?
+    rule = {
+        "match": "layers.*.attn.core_attn",
+        "home": "offload",
+        "min_bytes": "4KiB",
+        "prefetch_bytes": "256KiB",
+    }
+    everything = ps.Policy([ps.Rule(**rule)])
+    verdict = found.fits(everything)
+    print(
+        f"of attention's {found.home_bytes(everything)['offload']:,} bytes hides a fraction of {verdict.fraction}"
+    )
+
+    # 3. Train with just so much.
+    keeper = ps.Keeper(ps.Policy([ps.Rule(**rule, fraction=max(verdict.fraction, 0.01))])).attach(model)
+    losses = {"keep": 0.0, "offload": 0.0}
+    for home in losses:
+        for _ in range(asked.steps):  # the first step with a keeper is measured, the others go by its order
+            model.zero_grad()
+            with keeper.step() if home == "offload" else nullcontext():
+                loss = sum(model(*batch))
+                loss.backward()
+            losses[home] = loss.item()
+    print(f"losses equal to the last bit: {losses['keep'] == losses['offload']}")
+    print(f"waited on the host: {keeper.stats().homes['offload'].peak:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Every script in examples/ runs, in small, and shows what it says it shows."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run an example's `main`; the lines that it printed."""
+
+    def run(name, *arguments):
+        # On a CPU a user has the references; interpreted kernels are tested elsewhere.
+        monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.main([str(argument) for argument in arguments])
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def numbers(line):
+    return [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", line)]
+
+
+def test_every_script_is_run_and_listed():
+    scripts = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert scripts == set(re.findall(r'(?:run\("|EXAMPLES / ")([a-z_]+)', Path(__file__).read_text()))
+    listed = (EXAMPLES / "README.md").read_text()
+    assert all(f"[`{path.name}`]" in listed for path in EXAMPLES.iterdir() if path.suffix in (".py", ".toml"))
+
+
+def test_own_loop_saves_bytes_and_changes_no_loss(run):
+    equal, held = run("own_loop", "--steps", 3, "--capacity", 128, "--width", 32)
+    assert equal == "losses equal to the last bit: True"
+    kept, stashed = numbers(held)
+    assert stashed < kept / 2
+
+
+def test_graphed_step_runs_a_batch_again_when_the_pool_is_too_small(run):
+    losses, reruns, _ = run("graphed_step", "--steps", 6, "--capacity", 128, "--width", 32)
+    assert "nan" not in losses
+    assert numbers(reruns) == [1]
+
+
+def test_offload_by_profile_moves_bytes_and_changes_no_loss(run):
+    *_, equal, host = run("offload_by_profile", "--layers", 3, "--sequence", 64, "--steps", 2)
+    assert equal == "losses equal to the last bit: True"
+    assert numbers(host) > [0]
+
+
+def test_jax_scan_gives_the_gradients_of_the_plain_scan(run):
+    rows, recomputed, equal = run("jax_scan", "--layers", 4, "--rows", 64, "--width", 16)
+    wanted, room, worst = numbers(rows)
+    assert wanted <= room < worst
+    assert numbers(recomputed) == [0]
+    assert equal == "gradients are those of the plain scan: True"
+
+
+def test_pipeline_moves_what_the_first_rank_holds_and_nothing_of_the_last():
+    command = [sys.executable, EXAMPLES / "pipeline.py", "--rows", "8", "--width", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.splitlines()
+    assert numbers(first)[2] > 0
+    assert last == "rank 1 of 2: 0 bytes waited on the host"

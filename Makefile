@@ -4,8 +4,15 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 
 # Without a GPU everything is pinned, torch to its CPU build: the CUDA build is gigabytes that could not run.
-# `make test CONSTRAINTS=` takes the newest of everything instead.
+# `make test CONSTRAINTS=` takes the newest of everything instead. Where the package index lacks a pinned version (a mirror
+# that lags behind), only torch is pinned, and a line says so; with STRICT set that is an error.
+PINS        := constraints/cpu.txt constraints/torch-cpu.txt
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints/cpu.txt)
+LOOSE       := $(if $(CONSTRAINTS),-c constraints/torch-cpu.txt)
+STRICT      ?=
+INSTALL = install() { $(PY) -m pip install -q $(CONSTRAINTS) "$$@" || { test -z "$(STRICT)" && \
+	echo "Not all versions of constraints/cpu.txt are to be had here: installing others." >&2 && \
+	$(PY) -m pip install -q $(LOOSE) "$$@"; }; }; install
 NO_TORCH := "No CPU build of torch was found. Point pip at an index that has one (PIP_EXTRA_INDEX_URL), or install torch into $(VENV) first."
 
 .PHONY: demo test test-all coverage lint docs wheel gpu-test bench clean
@@ -50,23 +57,23 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.base: pyproject.toml constraints/cpu.txt | $(VENV)/bin/python
-	$(PY) -m pip install -q $(CONSTRAINTS) torch || { echo $(NO_TORCH) >&2; exit 1; }
-	$(PY) -m pip install -q $(CONSTRAINTS) -e ".[train]"
+$(VENV)/.base: pyproject.toml $(PINS) | $(VENV)/bin/python
+	$(INSTALL) torch || { echo $(NO_TORCH) >&2; exit 1; }
+	$(INSTALL) -e ".[train]"
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(PY) -m pip install -q $(CONSTRAINTS) -e ".[test,jax,hf,plot]"
+	$(INSTALL) -e ".[test,jax,hf,plot]"
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.test
-	$(PY) -m pip install -q $(CONSTRAINTS) -e ".[lint]"
+	$(INSTALL) -e ".[lint]"
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.base
-	$(PY) -m pip install -q $(CONSTRAINTS) -e ".[docs]"
+	$(INSTALL) -e ".[docs]"
 	touch $@
 
 $(VENV)/.release: $(VENV)/.base
-	$(PY) -m pip install -q $(CONSTRAINTS) -e ".[release]"
+	$(INSTALL) -e ".[release]"
 	touch $@

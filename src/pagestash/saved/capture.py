@@ -14,8 +14,8 @@ from pagestash.saved.homes import Held, Home, Keep
 from pagestash.saved.identity import Entry, ViewRecipe, byte_range, is_sparse, plain_storage, row_range
 from pagestash.saved.recompute import Recompute
 from pagestash.saved.region import Region, frames
-from pagestash.saved.rerun import sum_differs
 from pagestash.saved.run import Run, Slot
+from pagestash.saved.values import When, mark_of
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,7 @@ class Handle:
     entry: Entry
     recipe: ViewRecipe
     dense: bool  # the entry's bytes are this view's elements in order, to be laid out with its strides again
-    mark: torch.Tensor | None = None  # its checksum, the first time that it is to be made again
+    mark: torch.Tensor | None = None  # of its values, where what is made again is checked
     asked: bool = False
 
     @hidden
@@ -164,9 +164,8 @@ class Capture:
         entry.handles += 1
         entry.waiting += 1
         mark = None
-        if maker is not None and region.rows is None:
-            what = (entry.region, maker[1], region.name, recipe.size, recipe.stride, recipe.byte_offset)
-            mark = self._recompute.first_mark(what, tensor)
+        if maker is not None and maker[0].checked is not When.NEVER and region.rows is None:
+            mark = mark_of(tensor)
         return Handle(entry, recipe, dense, mark)
 
     def _worth_moving(self, tensor: torch.Tensor, rule: Rule) -> bool:
@@ -324,13 +323,14 @@ class Capture:
         if not packed.dense:
             tensor = packed.recipe.apply(flat, entry.first)
             mark, packed.mark = packed.mark, None
-            if mark is not None and sum_differs(mark, tensor):
-                raise RuntimeError(
+            if mark is not None:
+                differs = (
                     f"the output of region {entry.region!r}, which is under recompute, came out otherwise when it "
                     "was made again for the operation that saved it: either forward is not deterministic, or a "
                     "kernel changed the output in place without telling autograd. A rule of 'keep' for the region "
                     "that saved it holds it instead"
                 )
+                self._recompute.checks.compare(mark, tensor, entry.place[0].checked, differs)
             return tensor
         recipe = packed.recipe
         packed_rows = flat.view(recipe.dtype).view(recipe.size)

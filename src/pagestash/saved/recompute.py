@@ -4,18 +4,18 @@ A region under recompute keeps its inputs and drops what it saved (`run.py`). It
 a later region saves it, the entry's home is this one, and its place is (run, number of the output).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from threading import RLock
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import HomeName
 from pagestash.saved.homes import Tally
-from pagestash.saved.identity import Entry, checksum, plain_storage
+from pagestash.saved.identity import Entry, plain_storage
 from pagestash.saved.run import Run
 from pagestash.saved.surroundings import Known
+from pagestash.saved.values import Checks
 
 LIGHT = 8
 """An output that another recomputed region takes in is dropped if making it again brings back at most this many
@@ -31,10 +31,10 @@ class Recompute:
     def __init__(self) -> None:
         self.tally = Tally()
         """Of what was made again and waits."""
-        self.known: Known = WeakKeyDictionary()
+        self.known = Known()
+        self.checks = Checks()
         self.lock = RLock()
         """Held while a region is run again: autograd has a thread for each device."""
-        self._marked: set[Hashable] = set()
         self._held: dict[tuple[str, int], list[int]] = {}
         self._outputs: dict[int, tuple[StorageWeakRef, int, Run, int]] = {}
 
@@ -85,16 +85,7 @@ class Recompute:
     def forget(self) -> None:
         """The step is over: outputs that are alive now belong to the caller."""
         self._outputs.clear()
-
-    def first_mark(self, what: Hashable, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A checksum of what is held or made again, the first time that there is such a thing.
-
-        Versions do not see kernels that write without telling autograd. In a capture nobody could look.
-        """
-        if what in self._marked or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return None
-        self._marked.add(what)
-        return checksum(tensor) if plain_storage(tensor) is not None else None
+        self.checks.step_over()
 
     # --- counts ---
 

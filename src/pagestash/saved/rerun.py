@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from pagestash.saved.compiled import hidden
-from pagestash.saved.identity import byte_range, checksum
+from pagestash.saved.generators import set_others_state
+from pagestash.saved.identity import byte_range
 from pagestash.saved.region import Region, frames, set_frames
 from pagestash.saved.surroundings import set_random_state
 from pagestash.saved.trees import tensors_of
@@ -46,6 +47,7 @@ class Rerun:
 
     def go(self) -> None:
         run = self._run
+        run._objects.check()
         run._surroundings.check()
         args, kwargs = run.again_from(run._inputs)
         self._gather_weights()
@@ -61,6 +63,7 @@ class Rerun:
         finally:
             set_frames(before)
             self._being_made.clear()
+        run._surroundings.weights.check_after()
         if ended and self._count != len(run.saved):
             raise self._differs(
                 f"{len(run.saved)} tensors were saved the first time, {self._count} this time"
@@ -74,8 +77,9 @@ class Rerun:
                 )
         for number, tensor in self.found.items():
             mark = run.marks.pop(number, None)
-            if mark is not None and sum_differs(mark, tensor):
-                raise self._differs(f"tensor {number}, {_describe(*run.saved[number])}, had other values")
+            if mark is not None:
+                what = f"tensor {number}, {_describe(*run.saved[number])}, had other values"
+                run._home.checks.compare(mark, tensor, run.checked, self._differing(what))
         if self._wanted_outputs:
             self._take_outputs(tensors_of(output))
 
@@ -86,10 +90,12 @@ class Rerun:
             raise self._differs(
                 f"once() was called {len(decisions)} times the first time, and more this time"
             )
-        result, random = decisions[self._decided]
+        result, random, others = decisions[self._decided]
         self._decided += 1
         if random is not None:
             set_random_state(self._run._capture.device_here, random)
+        if others is not None:
+            set_others_state(others)
         return self._run.again_from(result)
 
     def note(self, tensor: torch.Tensor) -> None:
@@ -131,16 +137,19 @@ class Rerun:
 
     def _gather_weights(self) -> None:
         """An output may be asked for before backward has come to its sharded module, which gathers them."""
-        if self._run._surroundings.sharded():
+        if self._run._surroundings.weights.sharded():
             unit: Any = next((module for module in reversed(self._run._path) if is_sharded(module)), None)
             if unit is not None:
                 unit.unshard()  # and stays so: its backward is near, and reshards it
 
     def _differs(self, how: str) -> RuntimeError:
-        return RuntimeError(
+        return RuntimeError(self._differing(how))
+
+    def _differing(self, how: str) -> str:
+        return (
             f"region {self._run.name!r} is under recompute, and did something else when it was run again: {how}. "
-            "Forward must do the same each time; what it decides on goes into pagestash.once(...), or the region "
-            "into another home"
+            "Forward must do the same each time. It may read its arguments, weights, buffers, and attributes that "
+            "are plain values; what it decides on goes into pagestash.once(...), or the region into another home"
         )
 
 
@@ -163,14 +172,6 @@ def layout(tensor: torch.Tensor) -> Layout:
 
 def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{dtype} {tuple(shape)}"
-
-
-def sum_differs(mark: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether the tensor has another checksum than `mark`. Waits for the device, except in a capture."""
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
-    found = checksum(tensor)
-    return found is not None and not torch.equal(mark, found)
 
 
 def is_sharded(module: nn.Module) -> bool:

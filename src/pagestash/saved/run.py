@@ -8,7 +8,6 @@ the second one is ever used.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import Rule
 from pagestash.saved.compiled import hidden
-from pagestash.saved.identity import Entry, byte_range, plain_storage
+from pagestash.saved.generators import Others, others_drawn_since, others_state
+from pagestash.saved.identity import Entry, byte_range, checksum, plain_storage
+from pagestash.saved.objects import Objects, may_change
 from pagestash.saved.once import once
 from pagestash.saved.region import Region, frames, set_frames
-from pagestash.saved.rerun import Layout, Rerun, layout, sum_differs
+from pagestash.saved.rerun import Layout, Rerun, layout
 from pagestash.saved.surroundings import (
     Random,
     Surroundings,
@@ -28,6 +29,7 @@ from pagestash.saved.surroundings import (
     random_state,
 )
 from pagestash.saved.trees import map_leaves, tensors_of
+from pagestash.saved.values import When, mark_of
 
 if TYPE_CHECKING:
     from pagestash.saved.capture import Capture
@@ -75,6 +77,7 @@ class Run:
         self.outputs: dict[int, Entry] = {}  # those that a later region saved
         self.layouts: dict[int, Layout] = {}
         self.marks: dict[int, torch.Tensor] = {}
+        self.checked = home.checks.due(path[-1])
         self.dropped = 0
         self.weight = 0
         """Bytes that running the region again brings back, with those of the regions it must run before."""
@@ -83,20 +86,28 @@ class Run:
         self._outer: Region | None = outer  # while forward runs
         self._path = path
         self._least = rule.least_bytes
-        self._decisions: list[tuple[Any, Random | None]] = []
+        self._decisions: list[tuple[Any, Random | None, Others | None]] = []
         self._alive: set[int] = set()
+        self._to_mark: list[tuple[int, torch.Tensor, int]] = []
         self._made: dict[int, torch.Tensor] = {}
         self._made_outputs: dict[int, torch.Tensor] = {}
         self._made_on: torch.cuda.Stream | None = None
         self._storages: dict[int, StorageWeakRef] = {}
         self._taken_in: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        self._objects = Objects(name)
         self._take_in(arguments)
         self._inputs = self._hold(arguments, outer, chained=True)
-        self._surroundings = Surroundings(self.module, name, capture.device_here, home.known)
+        self._surroundings = Surroundings(
+            self.module, name, capture.device_here, home.known, look=self.checked is not When.NEVER
+        )
 
     @property
     def module(self) -> nn.Module:
         return self._path[-1]
+
+    def weight_storages(self) -> set[int]:
+        """The storages of the module's weights and buffers."""
+        return self._surroundings.storages()
 
     # --- the first forward ---
 
@@ -126,10 +137,8 @@ class Run:
             self.dropped += tensor.untyped_storage().nbytes()
         number = len(self.saved) - 1
         self._alive.add(number)
-        if is_choice(tensor) and rows is None:
-            mark = self._home.first_mark((self.name, number), tensor)
-            if mark is not None:
-                self.marks[number] = mark
+        if self.checked is not When.NEVER and rows is None and key is not None:
+            self._to_mark.append((number, tensor.detach(), tensor._version))
         return Slot(self, number)
 
     def decide(self, fn: Callable[[], Any]) -> Any:
@@ -144,12 +153,14 @@ class Run:
                 self._capture, self.name, self._outer.rule, inner.rows, inner.capacity, weights=inner.weights
             )
         before = random_state(device)
+        others = others_state() if self._surroundings.watches_others() else None
         set_frames((*current[:start], region))
         try:
             result = once(fn)  # which a forward around this one may have to remember, too
             drawn = drawn_since(device, before)
             after = random_state(device) if drawn else None
-            self._decisions.append((self._hold(result, region), after))
+            drawn = others is not None and others_drawn_since(others)
+            self._decisions.append((self._hold(result, region), after, others_state() if drawn else None))
             if region is not inner:
                 self._take_in(result)
             return result
@@ -168,6 +179,7 @@ class Run:
     def close(self, weights: set[int], output: Any) -> None:
         """The first forward is over: its outputs can be made again from here on."""
         self._surroundings.close()
+        self._objects.close()
         self._outer = None
         for tensors in self._taken_in.values():
             for tensor, version in tensors:
@@ -189,17 +201,24 @@ class Run:
             if self.saved:  # else another's hooks took it all, a checkpoint's, whose business it is
                 self._home.remember(key, tensor, self, number)
         self.weight += self.dropped + sum(tensor.untyped_storage().nbytes() for tensor in made.values())
+        # Only now: the operation that saved a tensor may not have filled it then.
+        for number, tensor, version in self._to_mark:
+            mark = mark_of(tensor) if tensor._version == version else None
+            if mark is not None:
+                self.marks[number] = mark
+        self._to_mark = []
         self._taken_in = {}
         self._storages = {}
 
     def _hold(self, tree: Any, region: Region, *, chained: bool = False) -> Any:
         """`tree` with its tensors packed in `region`'s home."""
-        numbers = count()
         known: dict[int, _Held] = {}
 
         def hold(leaf: Any) -> Any:
             # (An inference tensor is never saved and has no version; outside inference mode nothing changes it.)
             if not isinstance(leaf, torch.Tensor) or leaf.is_inference():
+                if chained and may_change(leaf):
+                    self._objects.add(leaf)
                 return leaf
             # One tensor in two places is one the next time, too: attention asks whether `query is key`.
             held = known.get(id(leaf))
@@ -207,10 +226,14 @@ class Run:
                 return held
             packed = self._capture.pack_in(region, leaf.detach(), chained=chained)
             entry = getattr(packed, "entry", None)
+            remade = False
             if entry is not None and entry.home is self._home:
+                remade = True
                 self.weight += entry.place[0].weight
-            what = (self.name, len(self._decisions), chained, next(numbers))
-            mark = self._home.first_mark(what, leaf) if region.rows is None else None
+            mark = None
+            if self.checked is not When.NEVER and region.rows is None and plain_storage(leaf) is not None:
+                # Of what is held, every bit.
+                mark = mark_of(leaf) if remade else checksum(leaf)
             held = known[id(leaf)] = _Held(packed, leaf.requires_grad, mark)
             return held
 
@@ -298,24 +321,18 @@ class Run:
                 return leaf
             if leaf in known:
                 return known[leaf]
-            changed = self._capture.was_changed(leaf.packed)
-            tensor = None if changed else self._capture.unpack(leaf.packed).detach()
+            changed = (
+                f"region {self.name!r} is under recompute, and a tensor that it took in was changed in place "
+                "before backward, so that it cannot be run again; clone it before changing it, or give the "
+                "region another home"
+            )
+            if self._capture.was_changed(leaf.packed):
+                raise RuntimeError(changed)
+            tensor = self._capture.unpack(leaf.packed).detach()
             mark, leaf.mark = leaf.mark, None
-            if tensor is None or (mark is not None and sum_differs(mark, tensor)):
-                raise RuntimeError(
-                    f"region {self.name!r} is under recompute, and a tensor that it took in was changed in place "
-                    "before backward, so that it cannot be run again; clone it before changing it, or give the "
-                    "region another home"
-                )
+            if mark is not None:
+                self._home.checks.compare(mark, tensor, self.checked, changed)
             known[leaf] = tensor.requires_grad_(leaf.requires_grad)
             return tensor
 
         return map_leaves(bring, tree)
-
-
-def is_choice(tensor: torch.Tensor) -> bool:
-    """Whether the values are indices or a mask: to make others the second time would be another forward.
-
-    A generator's state, which operations save as one or two integers, may be anything where it is not used.
-    """
-    return tensor.dtype in (torch.bool, torch.int32, torch.int64) and tensor.numel() > 2

@@ -1,21 +1,36 @@
-"""What a forward depends on besides its arguments: random state, autocast, buffers and weights."""
+"""What a forward depends on besides its arguments: random state, autocast, buffers, weights and attributes."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
+
+from pagestash.saved.attributes import Attributes, Names
+from pagestash.saved.generators import Others, others_drawn_since, others_state, set_others_state
+from pagestash.saved.identity import modules_in
+from pagestash.saved.weights import Touched, Weights
 
 SMALL_BUFFER = 65536
 """Buffers up to this many bytes are copied before every forward: a copy costs less than to be surprised.
 (Versions do not tell all: `F.batch_norm` writes its statistics without counting one.)"""
 
 Random = tuple[torch.Tensor, torch.Tensor | None]
-Known = WeakKeyDictionary[nn.Module, dict[str, bool]]
-"""For each large buffer of a module that was seen: whether its forward ever changed it."""
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """What was learned of the modules that were run."""
+
+    buffers: WeakKeyDictionary[nn.Module, dict[str, bool]] = field(default_factory=WeakKeyDictionary)
+    """For each large buffer of a module that was seen: whether its forward ever changed it."""
+    touched: Touched = field(default_factory=WeakKeyDictionary)
+    attributes: Names = field(default_factory=WeakKeyDictionary)
+    draws: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    """Modules whose forward was seen to draw from Python's or NumPy's generator."""
 
 
 def random_state(device: torch.device) -> Random:
@@ -45,11 +60,19 @@ class _Buffer:
     name: str
     tensor: torch.Tensor
     version: int
+    storage: torch.UntypedStorage  # held: no other gets its identity
     copy: torch.Tensor | None
 
     @property
     def small(self) -> bool:
         return self.tensor.nbytes <= SMALL_BUFFER
+
+    def changed(self) -> bool:
+        """Whether it has other bytes, or other memory, as far as torch tells."""
+        return (
+            self.tensor._version != self.version
+            or self.tensor.untyped_storage()._cdata != self.storage._cdata
+        )
 
     def same_content(self) -> bool:
         """Waits for the device; a capture must not, and takes it for changed."""
@@ -60,19 +83,20 @@ class _Buffer:
 class Surroundings:
     """Taken before a module's first forward, closed after it; `restored` for each of its later ones."""
 
-    def __init__(self, module: nn.Module, name: str, device: torch.device, known: Known) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, device: torch.device, known: Known, *, look: bool
+    ) -> None:
+        """`look`: whether to look for what this module was not seen to do so far."""
         self.name = name
         self.device = device
+        self._module = module
         self._known = known
-        self._weights = [
-            (owner, short, weight, weight._version)
-            for owner in module.modules()
-            for short, weight in owner._parameters.items()
-            if weight is not None
-        ]
+        modules = modules_in(module)
+        self.weights = Weights(modules, name, known.touched)
+        self._attributes = Attributes(modules, known.attributes, look)
         self._buffers = [
             self._before(owner, short, buffer)
-            for owner in module.modules()
+            for owner in modules
             for short, buffer in owner._buffers.items()
             if buffer is not None
         ]
@@ -82,16 +106,32 @@ class Surroundings:
         ]
         self._cached = torch.is_autocast_cache_enabled()
         self._random: Random | None = random_state(device)
+        self._others: Others | None = others_state() if look or module in known.draws else None
 
     def _before(self, owner: nn.Module, short: str, buffer: torch.Tensor) -> _Buffer:
         # A large one that is seen for the first time may be one that forward changes.
-        may_change = buffer.nbytes <= SMALL_BUFFER or self._known.get(owner, {}).get(short, True)
-        return _Buffer(owner, short, buffer, buffer._version, buffer.detach().clone() if may_change else None)
+        may_change = buffer.nbytes <= SMALL_BUFFER or self._known.buffers.get(owner, {}).get(short, True)
+        copy = buffer.detach().clone() if may_change else None
+        return _Buffer(owner, short, buffer, buffer._version, buffer.untyped_storage(), copy)
+
+    def storages(self) -> set[int]:
+        """The storages of weights and buffers, as they were before forward."""
+        return self.weights.storages() | {buffer.storage._cdata for buffer in self._buffers}
+
+    def watches_others(self) -> bool:
+        """Whether forward may draw from Python's or NumPy's generator, as far as is known."""
+        return self._others is not None
 
     def close(self) -> None:
         """Forward is over: learn which large buffers it changes, and let go of the copies of the others."""
         if self._random is not None and not drawn_since(self.device, self._random):
             self._random = None
+        if self._others is not None:
+            if others_drawn_since(self._others):
+                self._known.draws.add(self._module)
+            else:
+                self._others = None
+        self.weights.close()
         lost = [buffer.name for buffer in self._buffers if not buffer.small and not self._learn(buffer)]
         if lost:
             raise RuntimeError(
@@ -102,7 +142,7 @@ class Surroundings:
 
     def _learn(self, buffer: _Buffer) -> bool:
         """Whether the value before forward can be had, if forward has changed it."""
-        seen = self._known.setdefault(buffer.owner, {})
+        seen = self._known.buffers.setdefault(buffer.owner, {})
         replaced = buffer.owner._buffers.get(buffer.name) is not buffer.tensor
         changed = buffer.tensor._version != buffer.version
         if buffer.name not in seen:
@@ -114,24 +154,14 @@ class Surroundings:
 
     def check(self) -> None:
         """Refuse to run again what would come out otherwise."""
-        weights = (("weight", short, weight, version) for _, short, weight, version in self._weights)
-        buffers = (
-            ("buffer", each.name, each.tensor, each.version) for each in self._buffers if each.copy is None
-        )
-        for what, short, tensor, version in (*weights, *buffers):
-            if tensor._version != version:
+        self.weights.check()
+        for buffer in self._buffers:
+            if buffer.copy is None and buffer.changed():
                 raise RuntimeError(
-                    f"region {self.name!r} is under recompute, and its {what} {short!r} was changed in place "
+                    f"region {self.name!r} is under recompute, and its buffer {buffer.name!r} was changed in place "
                     "between forward and backward, so that its tensors cannot be made again; change it after "
                     "backward, or give the region another home"
                 )
-
-    def sharded(self) -> bool:
-        """Whether a weight that was whole in forward is in shards now."""
-        return any(
-            not hasattr(weight, "_local_tensor") and hasattr(owner._parameters.get(short), "_local_tensor")
-            for owner, short, weight, _ in self._weights
-        )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -144,15 +174,23 @@ class Surroundings:
                 for buffer in self._buffers
             ]
             ahead = None if self._random is None else random_state(self.device)
+            others_ahead = None if self._others is None else others_state()
+            stack.enter_context(self.weights.put_back())
+            stack.enter_context(self._attributes.put_back())
             try:
                 if self._random is not None:
                     set_random_state(self.device, self._random)
+                if self._others is not None:
+                    set_others_state(self._others)
                 for buffer in self._buffers:
-                    if buffer.copy is not None:
-                        buffer.owner._buffers[buffer.name] = buffer.copy.clone()
+                    # (Another may stand there by now, as `functional_call` puts it.)
+                    tensor = buffer.tensor if buffer.copy is None else buffer.copy.clone()
+                    buffer.owner._buffers[buffer.name] = tensor
                 yield
             finally:
                 for owner, short, value in now:
                     owner._buffers[short] = value
                 if ahead is not None:
                     set_random_state(self.device, ahead)
+                if others_ahead is not None:
+                    set_others_state(others_ahead)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from pagestash.saved.attributes import PLAIN
+
 
 def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` with `change` applied to its leaves; tuples, lists, dicts and dataclasses are looked into."""
@@ -16,7 +18,7 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
         return kind(map_leaves(change, item) for item in tree)
     if kind is dict:
         return {key: map_leaves(change, item) for key, item in tree.items()}
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, torch.Tensor) or kind in PLAIN:
         return change(tree)
     return tree_map(lambda leaf: _at(change, leaf), tree)
 

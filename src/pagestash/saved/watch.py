@@ -136,21 +136,22 @@ class Opening(Hook):
             return
         watch, outer = self.watch, frames()[-1]
         self.ran = True
-        run = outer.run
+        run, weights = outer.run, None
         if self.rule.home != "recompute":
             run = None
         elif run is None:
             # (Inside another that is run again, a region's tensors are made with the other's.)
             # (A replica of a module has its hooks, too: what runs again is what ran.)
             way = self.path if module is self.path[-1] else [module]
-            run = Run(watch.recompute, watch.capture, outer, way, self.name, self.rule, (args, kwargs))
+            first = Run(watch.recompute, watch.capture, outer, way, self.name, self.rule, (args, kwargs))
+            run, weights = first, first.weight_storages()
         region = Region(
             watch.capture,
             self.name,
             self.rule,
             rows=outer.rows,
             capacity=outer.capacity,
-            weights=weight_keys(module),
+            weights=weight_keys(module) if weights is None else weights,
             run=run,
         )
         begin(self, region)

@@ -1,0 +1,196 @@
+"""The weights that a forward had: the same tensors with the same bytes for each later one, or a refusal by name."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from pagestash.saved.identity import checksum, modules_in, storage_keys
+from pagestash.saved.streams import capturing
+
+Touched = WeakKeyDictionary[nn.Module, set[str]]
+"""Weights whose version a forward raises while their bytes stay the same, as a parametrization's `set_` does."""
+
+_ABSENT = object()
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+class _Weight(NamedTuple):
+    owner: nn.Module
+    name: str
+    tensor: torch.Tensor
+    version: int
+    memory: tuple[torch.UntypedStorage, int, int] | None
+    """Its storage, address and offset; None for a subclass (DTensor). The storage is held, so that no other gets
+    its address."""
+
+    def moved(self) -> bool:
+        """Whether the tensor looks at other memory. (FSDP2 frees a storage and allocates it anew, elsewhere.)"""
+        if self.memory is None or self.tensor.data_ptr() == self.memory[1]:
+            return False
+        storage, _, offset = self.memory
+        there = self.tensor.untyped_storage()._cdata == storage._cdata
+        return not there or self.tensor.storage_offset() != offset
+
+    def freed(self) -> bool:
+        return self.memory is not None and self.memory[0].nbytes() == 0 and self.tensor.numel() > 0
+
+
+class Weights:
+    """Taken before a module's first forward; `put_back` for each of its later ones."""
+
+    def __init__(self, modules: Sequence[nn.Module], region: str, touched: Touched) -> None:
+        self._region = region
+        self._modules = modules
+        self._touched = touched
+        self._bytes: dict[int, torch.Tensor] = {}
+        """Checksums of those whose version forward raised, while nobody knows whether it changed their bytes."""
+        self._weights = [
+            _Weight(
+                owner,
+                name,
+                weight,
+                weight._version,
+                (weight.untyped_storage(), weight.data_ptr(), int(weight.storage_offset()))
+                if type(weight) in _PLAIN and weight.layout is torch.strided
+                else None,
+            )
+            for owner in modules
+            for name, weight in owner._parameters.items()
+            if weight is not None
+        ]
+
+    def storages(self) -> set[int]:
+        """The storages that they live in."""
+        plain = {weight.memory[0]._cdata for weight in self._weights if weight.memory is not None}
+        return plain | storage_keys(weight.tensor for weight in self._weights if weight.memory is None)
+
+    def close(self) -> None:
+        """Forward is over: a version that it raised is the one that backward must find."""
+        for number, weight in enumerate(self._weights):
+            version = weight.tensor._version
+            if version != weight.version:
+                self._weights[number] = weight._replace(version=version)
+                if not self._is_touched(weight) and not capturing():
+                    found = checksum(weight.tensor)
+                    if found is not None:
+                        self._bytes[number] = found
+
+    def check(self) -> None:
+        """Refuse to run again with other weights."""
+        now = modules_in(self._modules[0])
+        if now != self._modules:
+            there = set(now)
+            gone = next((module for module in self._modules if module not in there), None)
+            if gone is not None:
+                raise RuntimeError(
+                    f"region {self._region!r} is under recompute, and a {type(gone).__name__} that was in it in "
+                    "forward is gone in backward, so that its tensors cannot be made again: it was replaced, or it "
+                    "is there only while the module around it runs, as a parametrization of PEFT's "
+                    "target_parameters is. Give the rule to the module around it, or the region another home"
+                )
+        for number, weight in enumerate(self._weights):
+            tensor = weight.tensor
+            if tensor._version != weight.version and not self._same_bytes(number):
+                raise self._refusal(weight, "was changed in place")
+            is_there = weight.owner._parameters.get(weight.name) is tensor
+            if is_there or not _is_sharded(weight):
+                if weight.moved():
+                    raise self._refusal(weight, "was given other memory (.data)")
+                if not is_there and weight.freed():
+                    raise self._refusal(weight, "was replaced and its memory freed")
+                if not is_there and isinstance(getattr(type(weight.owner), weight.name, None), property):
+                    raise self._refusal(weight, "was parametrized")
+
+    def sharded(self) -> bool:
+        """Whether a weight that was whole in forward is in shards now."""
+        return any(
+            weight.owner._parameters.get(weight.name) is not weight.tensor
+            and _is_sharded(weight)
+            and not hasattr(weight.tensor, "_local_tensor")
+            for weight in self._weights
+        )
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Forward's tensors stand where they stood, also if they were `functional_call`'s."""
+        others = [
+            weight
+            for weight in self._weights
+            if weight.owner._parameters.get(weight.name) is not weight.tensor and not _is_sharded(weight)
+        ]
+        touched = [
+            weight.tensor
+            for number, weight in enumerate(self._weights if self._bytes or self._touched else ())
+            if number in self._bytes or self._is_touched(weight)
+        ]
+        if not others and not touched:
+            yield
+            return
+        now: list[tuple[dict[str, Any], str, Any]] = []
+        # Leaves: what is run again needs no graph of theirs, but must know that they want gradients.
+        leaves: dict[torch.Tensor, torch.Tensor] = {}
+        try:
+            with _unsafe_preserve_version_counter(tuple(touched)):
+                for weight in others:
+                    there: dict[str, Any] = weight.owner._parameters
+                    now.append((there, weight.name, there.get(weight.name, _ABSENT)))
+                    tensor = weight.tensor
+                    if not tensor.is_leaf:
+                        if tensor not in leaves:
+                            leaves[tensor] = tensor.detach().requires_grad_()
+                        tensor = leaves[tensor]
+                    there[weight.name] = tensor
+                yield
+        finally:
+            for there, name, value in now:
+                if value is _ABSENT:
+                    del there[name]
+                else:
+                    there[name] = value
+
+    def check_after(self) -> None:
+        """It was run again: refuse if that has changed a weight, where the first forward may have, too."""
+        for number in list(self._bytes):
+            if not self._same_bytes(number):
+                raise RuntimeError(
+                    f"region {self._region!r} is under recompute, and its forward changes its weight "
+                    f"{self._name(self._weights[number])!r} in place, so that it cannot be run again; change it "
+                    "outside forward, or give the region another home"
+                )
+
+    def _is_touched(self, weight: _Weight) -> bool:
+        return bool(self._touched) and weight.name in self._touched.get(weight.owner, ())
+
+    def _same_bytes(self, number: int) -> bool:
+        """Of a weight whose version was raised: whether that is all. Waits for the device, the first time."""
+        weight = self._weights[number]
+        mark = self._bytes.get(number)
+        if mark is not None and not capturing():
+            found = checksum(weight.tensor)
+            if found is None or not torch.equal(mark, found):
+                return False
+            del self._bytes[number]
+            self._touched.setdefault(weight.owner, set()).add(weight.name)
+        return self._is_touched(weight)
+
+    def _name(self, weight: _Weight) -> str:
+        inside = (name for name, module in self._modules[0].named_modules() if module is weight.owner)
+        return f"{next(inside, '')}.{weight.name}".lstrip(".")
+
+    def _refusal(self, weight: _Weight, how: str) -> RuntimeError:
+        return RuntimeError(
+            f"region {self._region!r} is under recompute, and its weight {self._name(weight)!r} {how} between "
+            "forward and backward, so that its tensors cannot be made again; change it after backward, or give the "
+            "region another home"
+        )
+
+
+def _is_sharded(weight: _Weight) -> bool:
+    """Whether FSDP2 has put a shard in its place, or the other way round: it takes care of them itself."""
+    now = weight.owner._parameters.get(weight.name)
+    return hasattr(weight.tensor, "_local_tensor") != hasattr(now, "_local_tensor")

@@ -1,0 +1,414 @@
+"""What a forward reads besides its arguments: put back as it was, or refused by name."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import pagestash as ps
+from pagestash.saved import values
+
+WIDTH = 16
+X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+def keeper_of(model, *rules) -> ps.Keeper:
+    rules = [ps.Rule(match, home, min_bytes=0) for match, home in rules]
+    return ps.Keeper(ps.Policy(rules, ps.PoolConfig(page=64)), backend="torch").attach(model)
+
+
+def same(left, right) -> bool:
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right))
+
+
+class Block(nn.Module):
+    """Reads what `read(self)` gives, besides its argument."""
+
+    def __init__(self, read=lambda self: 1.0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
+        self.read, self.scale = [read], 1.0
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.tanh((x * self.read[0](self)) @ self.weight) ** 2
+
+
+def weights_gradient(home, block, steps):
+    """The gradient after `steps(model)`, with the block under `home`."""
+    model = nn.ModuleDict({"block": block})
+    keeper = keeper_of(model, ("block", home))
+    with keeper.step():
+        steps(model["block"])
+    return block.weight.grad.clone()
+
+
+def in_flight(prepare):
+    """Two microbatches, both forwards before both backwards."""
+
+    def steps(block):
+        losses = []
+        for number in range(2):
+            prepare(block, number)
+            losses.append(block(X).sum())
+        for loss in losses:
+            loss.backward()
+
+    return steps
+
+
+def backward_in_eval(block):
+    loss = block(X).sum()
+    block.eval()
+    loss.backward()
+    block.train()
+
+
+def set_scale(block, number):
+    block.scale = 1.0 + number
+
+
+legacy = np.random.rand
+
+
+def seed(block, number):
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002
+
+
+@pytest.mark.parametrize(
+    ("read", "steps"),
+    [
+        (lambda self: self.scale, in_flight(set_scale)),
+        (lambda self: 1.0 if self.training else 0.5, backward_in_eval),
+        (lambda self: self.calls, in_flight(lambda block, number: None)),
+        (lambda self: random.random(), in_flight(seed)),
+        (lambda self: float(legacy()), in_flight(seed)),
+        (lambda self: random.random() * ps.once(random.random) * random.random(), in_flight(seed)),
+    ],
+    ids=["attribute", "training", "counter", "random", "numpy", "random in once"],
+)
+def test_plain_attributes_and_generators_are_as_they_were(read, steps):
+    results, after = [], []
+    for home in ("keep", "recompute"):
+        seed(None, 7)
+        block = Block(read)
+        results.append(weights_gradient(home, block, steps))
+        after.append((block.calls, random.random(), legacy()))
+    assert torch.equal(*results)
+    assert after[0] == after[1], "what was run again leaves no trace"
+
+
+# --- weights ---
+
+
+def pair() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2)))
+
+
+def test_functional_call_runs_again_with_the_weights_it_was_given():
+    model = pair()
+    keeper = keeper_of(model, ("*", "recompute"))
+    with keeper.step():
+        model(X).sum().backward()
+    results = []
+    for kept in (False, True):
+        base = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        names = [name for name, _ in model.named_parameters()]
+        with (keeper if kept else ps.Keeper(ps.Policy())).step():
+            losses = [
+                # Computed from others, as an inner loop's are.
+                torch.func.functional_call(model, {n: p * k for n, p in zip(names, base)}, (X,))
+                .square()
+                .sum()
+                for k in (-2, 3)
+            ]
+            results.append([g for loss in losses for g in torch.autograd.grad(loss, base)])
+    assert same(*results)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+
+
+def test_functional_call_runs_again_with_the_buffers_it_was_given():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("large", torch.ones(32768))
+
+        def forward(self, x):
+            return (x.sin() * self.large[:WIDTH]).cos()
+
+    model = nn.Sequential(Scaled())
+    keeper = keeper_of(model, ("0", "recompute"))
+    results = []
+    for kept in (False, True, True):
+        x = X.clone().requires_grad_()
+        with (keeper if kept else ps.Keeper(ps.Policy())).step():
+            losses = [
+                torch.func.functional_call(model, {"0.large": torch.full((32768,), k)}, (x,)).sum()
+                for k in (2.0, 3.0)
+            ]
+            results.append(torch.autograd.grad(sum(losses), [x]))
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+    assert model[0].large[0] == 1
+
+
+def replaced_data(model):
+    model[0][0].weight.data = torch.randn(WIDTH, WIDTH)
+
+
+def replaced_twice(model):
+    for _ in range(2):
+        model[0][0].weight.data = model[0][0].weight.data + 1
+
+
+def in_place(model):
+    with torch.no_grad():
+        model[0][0].weight.mul_(2)
+
+
+def parametrized(model):
+    parametrize.register_parametrization(model[0][0], "weight", nn.Tanh())
+
+
+def replaced_layer(model):
+    model[0][0] = nn.Linear(WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replaced_data, r"weight '0.weight' was given other memory \(.data\) between forward and backward"),
+        (replaced_twice, r"weight '0.weight' was given other memory"),
+        (in_place, "weight '0.weight' was changed in place"),
+        (parametrized, "weight '0.weight' was (changed in place|parametrized)"),
+        (replaced_layer, "a Linear that was in it in forward is gone in backward"),
+    ],
+)
+def test_other_weights_in_backward_are_refused(change, message):
+    model = pair()
+    keeper = keeper_of(model, ("0", "recompute"))
+    for number in range(2):  # in a step after the first, too
+        with keeper.step():
+            loss = model(X).sum()
+            if number:
+                change(model)
+                with pytest.raises(RuntimeError, match=f"region '0' is under recompute, and.*{message}"):
+                    loss.backward()
+            else:
+                loss.backward()
+
+
+def test_a_weight_replaced_by_another_parameter_is_put_back():
+    results = []
+    for rules in ([], [("0", "recompute")]):
+        model = pair()
+        x = X.clone().requires_grad_()
+        with keeper_of(model, *rules).step():
+            loss = model(x).sum()
+            old, model[0][0].weight = model[0][0].weight, nn.Parameter(torch.randn(WIDTH, WIDTH))
+            new = model[0][0].weight
+            loss.backward()
+        assert model[0][0].weight is new
+        results.append([x.grad, old.grad, model[1][0].weight.grad])
+    assert same(*results)
+
+
+class Wrapper(nn.Module):
+    """Parametrizes a weight of the module inside while forward runs, as PEFT does for target_parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.low = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, 2))
+        self.base.weight.requires_grad_(False)
+
+    def forward(self, x):
+        class Adds(nn.Module):
+            def forward(_, weight):
+                return weight + self.low @ self.low.T
+
+        parametrize.register_parametrization(self.base, "weight", Adds())
+        self.base.parametrizations.weight.original.requires_grad_(False)
+        try:
+            with parametrize.cached():
+                return self.base(x.sin()).sin()
+        finally:
+            parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+
+
+def test_a_parametrization_inside_forward():
+    torch.manual_seed(0)
+    model = nn.Sequential(Wrapper(), Wrapper())
+    results = []
+    for rules in ([], [("0", "recompute"), ("1", "recompute")]):
+        keeper = keeper_of(model, *rules)
+        for _ in range(2):
+            model.zero_grad()
+            with keeper.step():
+                losses = [model(X + number).sum() for number in range(2)]
+                for loss in losses:
+                    loss.backward()
+            results.append([model[0].low.grad, model[1].low.grad, model[0].base.bias.grad])
+        keeper.detach()
+    assert all(same(results[0], other) for other in results[1:])
+    keeper = keeper_of(model, ("*.base", "recompute"))
+    with keeper.step():
+        loss = model(X).square().sum()
+        with pytest.raises(RuntimeError, match=r"region '1.base'.*gone in backward.*module around it"):
+            loss.backward()
+
+
+def test_a_forward_that_changes_its_weight_is_refused():
+    class Clips(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+            return super().forward(x.sin()).sin()
+
+    model = nn.Sequential(Clips(WIDTH, WIDTH))
+    keeper = keeper_of(model, ("0", "recompute"))
+    with keeper.step():
+        loss = model(X).sum()
+        with pytest.raises(
+            RuntimeError, match=r"region '0'.*its forward changes its weight 'weight' in place"
+        ):
+            loss.backward()
+
+
+# --- found by value ---
+
+
+def test_other_values_are_found_in_the_first_step():
+    scale = [torch.ones(WIDTH)]
+    block = Block(lambda self: scale[0])
+    with pytest.raises(
+        RuntimeError, match=r"region 'block' .*tensor 0, torch.float32 \(4, 16\), had other values"
+    ):
+        weights_gradient("recompute", block, in_flight(lambda *_: scale.__setitem__(0, scale[0] * 1.01)))
+
+
+def test_other_values_are_found_later(monkeypatch):
+    monkeypatch.setattr(values, "EVERY", 8)
+    scale = [1.0]
+    model = nn.ModuleDict({"block": Block(lambda self: scale[0])})
+    keeper = keeper_of(model, ("block", "recompute"))
+    for number in range(20):
+        with keeper.step():
+            loss = model["block"](X).sum()
+            if number:
+                scale[0] += 1
+            if number in (8, 16):
+                with pytest.raises(RuntimeError, match="had other values"):
+                    loss.backward()
+            else:
+                loss.backward()
+
+
+def test_sums_that_differ_by_rounding_are_accepted():
+    """As of a kernel that adds in any order."""
+    noise = [0.0]
+
+    def read(self):
+        noise[0] += 2e-7
+        return 1 + noise[0] * torch.randn(WIDTH)
+
+    weights_gradient("recompute", Block(read), in_flight(lambda *_: None))
+
+
+def test_values_are_compared_by_groups():
+    rows = torch.randn(64, 256)
+    mark = values.mark_of(rows)
+    assert not values.differ(mark, rows.clone())
+    assert not values.differ(mark, rows * (1 + 1e-6 * torch.randn(64, 256)))
+    assert values.differ(mark, rows[torch.randperm(64)])
+    assert values.differ(mark, rows * 1.01)
+    assert values.differ(mark, torch.where(torch.arange(64)[:, None] == 7, float("nan"), rows))
+    half = rows.bfloat16()
+    mark = values.mark_of(half)
+    assert not values.differ(mark, half.nextafter(torch.full_like(half, torch.inf)))
+    assert values.differ(mark, half * 1.1)
+    assert values.differ(mark, torch.randn(64, 256).bfloat16())
+    for odd in (
+        torch.full((9,), -torch.inf),
+        torch.full((3, 5), torch.nan),
+        torch.randn(131, dtype=torch.cfloat),
+    ):
+        assert not values.differ(values.mark_of(odd), odd.clone())
+    with_inf = torch.where(rows > 1, -torch.inf, rows)
+    assert not values.differ(values.mark_of(with_inf), with_inf.clone())
+    assert values.differ(values.mark_of(with_inf), rows)
+    assert values.mark_of(torch.ones(3)) is None
+    assert values.differ(values.mark_of(torch.tensor([1, 2, 3])), torch.tensor([1, 3, 2]))
+    assert values.differ(values.mark_of(torch.randn(32, 16)), torch.randn(32, 16))
+    eight_bits = torch.randn(32, 16).to(torch.float8_e4m3fn)
+    assert not values.differ(values.mark_of(eight_bits), eight_bits.clone())
+
+
+# --- arguments ---
+
+
+class Box:
+    def __init__(self, tensor) -> None:
+        self.tensor, self.log, self.name = tensor, [], None
+
+
+class Takes(nn.Module):
+    def __init__(self, do) -> None:
+        super().__init__()
+        self.do = [do]
+
+    def forward(self, x, box):
+        self.do[0](box, x)
+        value = box.tensor if isinstance(box, Box) else box[0]
+        return (x * value).sin().cos()
+
+
+def takes(do, box, after=lambda box: None, home="recompute"):
+    model = nn.ModuleDict({"takes": Takes(do)})
+    x = X.clone().requires_grad_()
+    with keeper_of(model, ("takes", home)).step():
+        loss = model["takes"](x, box).sum()
+        after(box)
+        loss.backward()
+    return x.grad
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda box, x: box.log.append(x),
+        lambda box, x: setattr(box, "tensor", box.tensor + 1),
+        lambda box, x: box.tensor.add_(1),
+        lambda box, x: setattr(box, "log", None),
+    ],
+)
+def test_an_object_that_changes_is_refused(change):
+    with pytest.raises(RuntimeError, match=r"region 'takes' .*changes its argument a Box.*another home"):
+        takes(change, Box(torch.ones(WIDTH)))
+    with pytest.raises(RuntimeError, match=r"argument that was changed between forward and backward, a Box"):
+        takes(lambda box, x: None, Box(torch.ones(WIDTH)), after=lambda box: change(box, X))
+
+
+def test_an_object_that_remembers_something_is_no_change():
+    def remember(box, x):
+        box.name, box.rows = "four", x.shape[0]
+
+    box = Box(torch.ones(WIDTH))
+    assert torch.equal(takes(remember, box), takes(lambda box, x: None, box, home="keep"))
+
+
+def test_a_list_that_forward_appends_to_is_rebuilt_for_each_run():
+    def append(box, x):
+        box.append(x.detach() * len(box))
+        box[0] = box[0] + box[-1]
+
+    boxes = [[torch.ones(WIDTH)], [torch.ones(WIDTH)]]
+    assert torch.equal(takes(append, boxes[0]), takes(append, boxes[1], home="keep"))
+    assert len(boxes[0]) == 2

@@ -9,6 +9,7 @@ from torch import nn
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
+from pagestash.saved import values
 
 # Read once, at the first product on a GPU, which may be another file's.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -212,3 +213,86 @@ def test_a_region_on_a_stream_of_its_own():
         results.append([x.grad.clone(), *(p.grad.clone() for p in model.parameters())])
     assert same(results[1], results[0])
     assert same(results[2], results[0])
+
+
+# --- checks by value ---
+
+
+class Reads(nn.Module):
+    """Reads what is no argument of its."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.scale = MLP(), [torch.ones(WIDTH, device="cuda")]
+
+    def forward(self, x):
+        return self.mlp(torch.tanh(x * self.scale[0]))
+
+
+def reading():
+    model = nn.Sequential(Reads(), nn.Linear(WIDTH, WIDTH)).cuda()
+    return model, ps.Keeper(ps.Policy([ps.Rule("0", "recompute")])).attach(model)
+
+
+def test_a_check_after_the_first_step_waits_for_nobody(monkeypatch):
+    monkeypatch.setattr(values, "EVERY", 2)
+    model, keeper = reading()
+    x = torch.randn(ROWS, WIDTH, device="cuda")
+    for number in range(6):
+        if number == 1:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            with keeper.step():
+                model(x).square().mean().backward()
+        finally:
+            if number == 5:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def test_other_values_are_found_in_a_later_step(monkeypatch):
+    monkeypatch.setattr(values, "EVERY", 2)
+    model, keeper = reading()
+    x = torch.randn(ROWS, WIDTH, device="cuda")
+
+    def steps(count, factor):
+        for _ in range(count):
+            with keeper.step():
+                loss = model(x).square().mean()
+                model[0].scale[0] = model[0].scale[0] * factor
+                loss.backward()
+            torch.cuda.synchronize()
+
+    steps(1, 1.0)
+    with pytest.raises(RuntimeError, match=r"in an earlier step: region '0' .*had other values"):
+        steps(6, 1.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_that_adds_in_any_order_is_accepted(dtype):
+    class Adds(nn.Module):
+        def forward(self, x):
+            y = torch.zeros(8, WIDTH, device="cuda", dtype=dtype).index_add(0, where, x)
+            return y.sin().cos() * y.exp().tanh()
+
+    torch.manual_seed(0)
+    where = torch.randint(0, 8, (ROWS,), device="cuda")
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Adds(), nn.LayerNorm(WIDTH)).to("cuda", dtype)
+    keeper = ps.Keeper(ps.Policy([ps.Rule("1", "recompute")])).attach(model)
+    for number in range(5):
+        torch.manual_seed(number)
+        with keeper.step():
+            model(torch.randn(ROWS, WIDTH, device="cuda", dtype=dtype)).square().mean().backward()
+
+
+def test_noise_is_drawn_before_it_is_taken():
+    """rrelu saves its noise before its kernel has drawn it."""
+    results = []
+    for rules in ([], [ps.Rule("1", "recompute")]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU()).cuda()
+        keeper = ps.Keeper(ps.Policy(rules)).attach(model)
+        with keeper.step():
+            model(torch.ones(ROWS, WIDTH, device="cuda")).square().sum().backward()
+        results.append([p.grad for p in model.parameters()])
+    assert same(*results)

@@ -206,6 +206,10 @@ class Run:
             mark = mark_of(tensor) if tensor._version == version else None
             if mark is not None:
                 self.marks[number] = mark
+                if (
+                    tensor.is_cuda
+                ):  # it may be of another stream, which takes its memory as soon as it is free
+                    tensor.record_stream(torch.cuda.current_stream())
         self._to_mark = []
         self._taken_in = {}
         self._storages = {}

@@ -61,7 +61,8 @@ class Checks:
 
     def due(self, module: nn.Module) -> When:
         """Whether the run of `module` that begins now is checked; raises what an earlier one has found."""
-        if capturing():
+        # (A replica of DataParallel's is a new module in every step.)
+        if capturing() or getattr(module, "_is_replica", False):
             return When.NEVER
         self._settle()
         if module in self._new:

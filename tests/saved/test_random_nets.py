@@ -1,0 +1,15 @@
+"""Random nets under random policies: the bits of training without a keeper."""
+
+import pytest
+from nets import compare
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_any_policy_gives_the_same_bits(first):
+    assert [wrong for seed in range(first, first + 10) if (wrong := compare(seed))] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(10_000, 10_400, 100))
+def test_many_more(first):
+    assert [wrong for seed in range(first, first + 100) if (wrong := compare(seed))] == []

@@ -24,9 +24,10 @@ class Experts(nn.Module):
         self.down = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        with ps.region(rows=rows, capacity=x.shape[0]):
-            gate, value = self.up(x).chunk(2, dim=-1)
-            return self.down(F.silu(gate) * value)
+        gate, value = self.up(ps.rows(x, rows)).chunk(2, dim=-1)
+        y = self.down(F.silu(gate) * value)
+        # The next layer may have more rows: those past this one's must not reach it as garbage.
+        return torch.where((torch.arange(len(y), device=y.device) < rows)[:, None], y, 0.0)
 
 
 class Stack(nn.Module):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pagestash.saved.once import once as once
     from pagestash.saved.overflow import PoolOverflow as PoolOverflow
     from pagestash.saved.region import region as region
+    from pagestash.saved.rows import rows as rows
     from pagestash.step.graphed import GraphedStep as GraphedStep
 
 _FOUND_IN = {
@@ -34,6 +35,7 @@ _FOUND_IN = {
     "once": "pagestash.saved.once",
     "profile": "pagestash.profiling.measure",
     "region": "pagestash.saved.region",
+    "rows": "pagestash.saved.rows",
 }
 
 _SUBPACKAGES = ("models", "moe", "pipeline", "profiling")

@@ -179,18 +179,18 @@ class Fused(torch.autograd.Function):
     """Stands for two modules, and saves the input of each."""
 
     @staticmethod
-    def forward(ctx, x, first, second):
+    def forward(ctx, x, first, second, rows):
         h = x.sin()
         first(x)  # that it ran changes nothing: what it claims was saved by the fused operation
         claim(first, x)
-        claim(second, h)
+        claim(second, h, rows=rows, capacity=ROWS)
         ctx.save_for_backward(x, h)
         return h.cos()
 
     @staticmethod
     def backward(ctx, dy):
         x, h = ctx.saved_tensors
-        return -dy * h.sin() * x.cos(), None, None
+        return -dy * h.sin() * x.cos(), None, None, None
 
 
 class WithFused(nn.Module):
@@ -201,8 +201,8 @@ class WithFused(nn.Module):
     def forward(self, x, rows):
         with ps.region("rest"):
             x = self.up(x).exp() + 1
-            with ps.region(rows=rows, capacity=ROWS):
-                return Fused.apply(x, self.first, self.second)
+            with ps.region():
+                return Fused.apply(x, self.first, self.second, rows)
 
 
 class Outer(nn.Module):

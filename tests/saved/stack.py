@@ -17,9 +17,8 @@ class Experts(nn.Module):
         self.down = nn.Linear(INNER, WIDTH)
 
     def forward(self, x, rows):
-        with ps.region(rows=rows, capacity=x.shape[0]):
-            gate, value = self.up(x).chunk(2, dim=-1)
-            return self.down(torch.nn.functional.silu(gate) * value)
+        gate, value = self.up(ps.rows(x, rows)).chunk(2, dim=-1)
+        return self.down(torch.nn.functional.silu(gate) * value)
 
 
 class Block(nn.Module):

@@ -150,21 +150,20 @@ def test_rows_that_did_not_travel_come_back_as_zero():
 
     class Watch(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
+        def forward(ctx, x, rows):
+            ctx.save_for_backward(ps.rows(x, rows))
             return x * 1.0
 
         @staticmethod
         def backward(ctx, grad):
             seen.append(ctx.saved_tensors[0].clone())
-            return grad
+            return grad, None
 
     class Buffer(nn.Module):
         def forward(self, x, rows):
             filled = torch.full((CAPACITY, WIDTH), torch.nan)
-            with ps.region(rows=rows, capacity=CAPACITY):
-                filled = torch.cat([x[: int(rows)], filled[int(rows) :]]) * 1.0
-                return Watch.apply(filled)[: int(rows)].sum()
+            filled = torch.cat([x[: int(rows)], filled[int(rows) :]]) * 1.0
+            return Watch.apply(filled, rows)[: int(rows)].sum()
 
     model = nn.ModuleDict({"a": Buffer(), "b": Buffer()})
     rule = ps.Rule("*", "offload", prefetch_bytes=0, **RULE)

@@ -88,8 +88,10 @@ def _through(
     info: RowInfo,
     offsets: torch.Tensor,
     options: BlockOptions,
+    *,
+    padded: bool,
 ) -> tuple[torch.Tensor, _Kept]:
-    """Both projections and the activation between them; and what to keep."""
+    """Both projections and the activation between them; and what to keep. `padded`: rows may be garbage."""
     h = grouped_mm(x_RD, up.transpose(-2, -1), offsets)
     del x_RD
     lease = None
@@ -98,7 +100,7 @@ def _through(
         lease = Lease(place.pool, tuple(h.shape), h.dtype, info.rows, account=place.account, expendable=True)
     a = swiglu.forward(h, info, options.activation, lease.pages if lease else None)
     kept = _Kept(None if place.pool is not None or place.again else h, lease)
-    place.claim(kept.h)
+    place.claim(kept.h, rows=info.rows if padded else None, capacity=h.shape[0] if padded else 0)
     del h
     return grouped_mm(a, down.transpose(-2, -1), offsets), kept
 
@@ -142,7 +144,9 @@ class LocalExperts(torch.autograd.Function):
         up_x, down_x, up_bias_x, down_bias_x = in_dtype_of(x, up, down, up_bias, down_bias)
         info = RowInfo(routing.rows, weights, routing.order, up_bias_x, offsets)
         capacity = routing.order.numel()
-        y_RD, kept = _through(spread(x, routing.inverse, capacity), up_x, down_x, info, offsets, options)
+        y_RD, kept = _through(
+            spread(x, routing.inverse, capacity), up_x, down_x, info, offsets, options, padded=True
+        )
         y = combine(
             y_RD,
             routing.inverse,
@@ -151,6 +155,7 @@ class LocalExperts(torch.autograd.Function):
             bias_weights=weights if down_bias is not None else None,
         )
         options.rows.claim(x)
+        claim(None, routing.order, rows=routing.rows, capacity=capacity)
         ctx.save_for_backward(
             x, weights, up, down, up_bias, down_bias, ids, offsets, routing.order, routing.inverse, kept.h
         )
@@ -211,7 +216,7 @@ class SharedBlock(torch.autograd.Function):
     def forward(ctx, x, up, down, options):
         up_x, down_x = in_dtype_of(x, up, down)
         ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-        y, kept = _through(x, up_x, down_x, RowInfo(ends), ends, options)
+        y, kept = _through(x, up_x, down_x, RowInfo(ends), ends, options, padded=False)
         ctx.save_for_backward(x, up, down, ends, kept.h)
         ctx.lease, ctx.options, ctx.inputs = kept.lease, options, SharedBlock.inputs
         return y

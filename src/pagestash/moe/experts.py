@@ -68,7 +68,7 @@ class Experts(Placed):
         dispatch = self.dispatch
         if dispatch is None:
             routing = once(lambda: self._route(ids, over))
-            with region(rows=routing.rows, capacity=routing.order.numel()):
+            with region():
                 note_weights(up, up_bias, down, down_bias)
                 return LocalExperts.apply(x, weights, up, down, up_bias, down_bias, ids, routing, options)
         arrived: list[torch.Tensor] = []

@@ -1,6 +1,7 @@
 """Records every tensor that autograd saves: which region, which storage, whose memory, and until when."""
 
 import gc
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from pagestash.profiling.timeline import Path, Timeline
 from pagestash.profiling.watch import Watch
 from pagestash.saved.compiled import hidden, is_compiled
 from pagestash.saved.identity import byte_range, row_range
+from pagestash.saved.marks import Valid
 from pagestash.saved.region import Region, frames
 
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
@@ -145,20 +147,37 @@ class Recorder:
             nbytes=min(local.nbytes, span[1] - span[0]),  # an expanded view is as small as what it repeats
             storage=storage,
             at=self._timeline.now,
-            valid=self._valid(local, frame) or span,
+            valid=span,
         )
+        rows = self._rows(local, frame, claimed)
+        if rows is not None:
+            saved.valid = self._valid(rows)
+            if not rows.sure:
+
+                def whole() -> None:
+                    saved.valid = span
+
+                frame.capture.marks.wait(local.untyped_storage()._cdata, frame.name, local.shape, whole)
         storage.handles += 1
         self._saved.append(saved)
         # A tensor of its own: an output that held itself would never be freed.
         return _Handle(tensor.detach(), saved, self._timeline)
 
-    def _valid(self, tensor: torch.Tensor, frame: Region) -> tuple[int, int] | None:
-        """The tensor's valid rows, where the region it is saved in gives them."""
-        rows = None if frame.rows is None else row_range(tensor, frame.capacity)
-        if frame.rows is None or rows is None:
+    def _rows(self, tensor: torch.Tensor, frame: Region, claimed: Region | None) -> Valid | None:
+        """The tensor's valid rows, where it is known to have any."""
+        if claimed is not None and claimed.exact and claimed.rows is not None:
+            found = row_range(tensor, claimed.capacity)
+            return None if found is None else Valid(claimed.rows, claimed.capacity, *found, sure=True)
+        marks = frame.capture.marks
+        if not marks.any:
             return None
+        return marks.saved(
+            tensor, tensor.untyped_storage()._cdata, set(self._weights), sys._getframe(2), frame.name
+        )
+
+    def _valid(self, rows: Valid) -> tuple[int, int]:
         # The host waits for the count: this step is not the one that is timed.
-        return rows[0], rows[0] + int(frame.rows) * ((rows[1] - rows[0]) // frame.capacity)
+        return rows.first, rows.first + int(rows.rows) * ((rows.last - rows.first) // rows.capacity)
 
     @hidden
     def _unpack(self, packed: Any) -> torch.Tensor:

@@ -13,6 +13,7 @@ from pagestash.profiling.timeline import MODEL, Path, Timeline
 from pagestash.saved.calls import begin, end, set_calls, under_way
 from pagestash.saved.compiled import hidden, is_compiled
 from pagestash.saved.hooks import Hook
+from pagestash.saved.marks import Marks
 from pagestash.saved.region import Region, enter, frames, leave, set_frames
 
 
@@ -37,6 +38,8 @@ class Watch:
         self.timeline = timeline
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.calls: dict[Path, int] = {}
+        # To look at every operation takes time, and where nobody listens, times are taken.
+        self.marks = Marks(on=listener is not None)
         self._listener = listener
         self._modules = list(watched(model))
         for name, module in model.named_modules():
@@ -53,13 +56,16 @@ class Watch:
         outer, calls, hooks = frames(), under_way(), []
         for name, module in self._modules:
             hooks += self._hook(name, module)
-        enter(Region(self, "", None))
+        root = Region(self, "", None)
+        enter(root)
         self._switch()
         try:
             yield
         finally:
+            leave(root)
             set_frames(outer)
             set_calls(calls)
+            self.marks.forget()
             for hook in hooks:
                 hook.remove()
 

@@ -1,7 +1,8 @@
 """The one hook that sees every saved tensor: pack asks for a home, unpack gives the value back."""
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import FrameType
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,55 +11,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import HomeName, Policy, Rule
 from pagestash.saved.compiled import hidden
-from pagestash.saved.homes import Held, Home, Keep
+from pagestash.saved.homes import Home, Keep
 from pagestash.saved.identity import Entry, ViewRecipe, byte_range, is_sparse, plain_storage, row_range
+from pagestash.saved.marks import Marks, Valid
+from pagestash.saved.packed import Handle, Kept, Untouched, changed_in_place, check_reader
 from pagestash.saved.recompute import Recompute
 from pagestash.saved.region import Region, frames
 from pagestash.saved.run import Run, Slot
 from pagestash.saved.values import When, mark_of
-
-
-@dataclass(slots=True, eq=False)
-class Handle:
-    """What autograd holds in place of a saved tensor. Its death is the sign that backward is done with it."""
-
-    entry: Entry
-    recipe: ViewRecipe
-    dense: bool  # the entry's bytes are this view's elements in order, to be laid out with its strides again
-    mark: torch.Tensor | None = None  # of its values, where what is made again is checked
-    asked: bool = False
-
-    @hidden
-    def __del__(self) -> None:
-        entry = self.entry
-        entry.handles -= 1
-        if not self.asked:
-            entry.waiting -= 1
-        if entry.handles == 0 and entry.place is not None:
-            entry.home.drop(entry)
-
-
-@dataclass(slots=True, eq=False)
-class Kept:
-    """An activation that stays where it is: most are, so this is all there is to it."""
-
-    tensor: torch.Tensor
-    version: int
-    region: str
-    held: Held
-
-    @hidden
-    def __del__(self) -> None:
-        self.held.let_go()
-
-
-@dataclass(slots=True, eq=False)
-class Untouched:
-    """A weight, or what has no plain memory: kept as it is. Autograd checks no versions under hooks; we do."""
-
-    tensor: torch.Tensor
-    version: int
-
 
 Packed = Untouched | Kept | Handle | Slot
 
@@ -72,6 +32,7 @@ class Capture:
         self.device = device
         self.weights: set[int] = set()
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self.marks = Marks()
         keep = homes["keep"]
         assert isinstance(keep, Keep)
         self._keep = keep
@@ -101,12 +62,15 @@ class Capture:
                 run.note(tensor)
         if region is None or owner is None:
             return Untouched(tensor, tensor._version)
-        return owner.pack_in(region, tensor)
+        return owner.pack_in(region, tensor, caller=sys._getframe(1) if owner.marks.any else None)
 
-    def pack_in(self, region: Region, tensor: torch.Tensor, *, chained: bool = False) -> Packed:
+    def pack_in(
+        self, region: Region, tensor: torch.Tensor, *, chained: bool = False, caller: FrameType | None = None
+    ) -> Packed:
         """What stands for a tensor that is saved in `region`.
 
-        `chained`: it is saved to run another region again.
+        `chained`: it is saved to run another region again. `caller` is whose operation saves it, where there are
+        marks; what no operation saves is saved whole.
         """
         key = plain_storage(tensor)
         owner = region.claimed(key) or region if region.claims else region
@@ -114,13 +78,13 @@ class Capture:
         if isinstance(run, Run) and not self._is_weight(tensor, region):
             outer = run.home_of(tensor)
             if outer is None:
-                return run.drop(tensor, owner.rows)
+                return run.drop(tensor, self._rows_of(owner, tensor))
             region, owner, chained = outer, outer.claimed(key) or outer, True
         version = tensor._version
         if key is None or key in self.weights or key in region.weights:
             return Untouched(tensor, version)
         if owner.rule is None or owner.rule.home != "keep":
-            handle = self._handle(owner, key, tensor, version, chained)
+            handle = self._handle(owner, key, tensor, version, chained, caller)
             if handle is not None:
                 return handle
         # Detached: with its graph, an operation's own output would keep that operation alive.
@@ -135,7 +99,13 @@ class Capture:
         return key in self.weights or key in region.weights
 
     def _handle(
-        self, region: Region, key: int, tensor: torch.Tensor, version: int, chained: bool
+        self,
+        region: Region,
+        key: int,
+        tensor: torch.Tensor,
+        version: int,
+        chained: bool,
+        caller: FrameType | None,
     ) -> Handle | None:
         """A handle of what moves, or is made again; None for what stays."""
         # What another region keeps alive anyway is worth neither a copy nor a forward.
@@ -155,18 +125,68 @@ class Capture:
         recipe = ViewRecipe(
             tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()) * tensor.element_size()
         )
+        at = key
+        valid = None if maker is not None else self._valid(region, key, tensor, caller)
         if dense:
             # A copy of its own: no other saved tensor has the same bytes in the same order.
+            before, self.marks.paused = self.marks.paused, True
             tensor = tensor.detach().contiguous()
+            self.marks.paused = before
             key = tensor.untyped_storage()._cdata
             recipe.byte_offset = 0
-        entry = self._entry(key, tensor, region, home) if maker is None else self._made(key, tensor, *maker)
+            if valid is not None:
+                valid = None if valid.dim else valid._replace(first=0, last=tensor.nbytes)
+        if maker is not None:
+            entry = self._made(key, tensor, *maker)
+        else:
+            entry = self._entry(key, tensor, region, home, valid)
         entry.handles += 1
         entry.waiting += 1
         mark = None
-        if maker is not None and maker[0].checked is not When.NEVER and region.rows is None:
+        if maker is not None and maker[0].checked is not When.NEVER and self._rows_of(region, tensor) is None:
             mark = mark_of(tensor)
-        return Handle(entry, recipe, dense, mark)
+        handle = Handle(entry, recipe, dense, mark)
+        if valid is not None and not valid.sure:
+            handle.inferred = True
+            kept = tensor.detach()
+            self.marks.wait(
+                at, region.name, recipe.size, lambda: self._save_whole(handle, key, kept, region, home)
+            )
+        return handle
+
+    def _rows_of(self, region: Region, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The count of the tensor's valid rows, where others may be garbage."""
+        found = self.marks.find(tensor) if region.rows is None and self.marks.any else None
+        return region.rows if found is None else found[0].rows
+
+    def _valid(
+        self, region: Region, key: int, tensor: torch.Tensor, caller: FrameType | None
+    ) -> Valid | None:
+        """The tensor's valid rows, where somebody said that it has any, and only these are read."""
+        if region.exact:
+            found = row_range(tensor, region.capacity)
+            assert region.rows is not None
+            return None if found is None else Valid(region.rows, region.capacity, *found, sure=True)
+        if not self.marks.any:
+            return None
+        return self.marks.saved(tensor, key, self.weights | region.weights, caller, region.name)
+
+    def _save_whole(
+        self, handle: Handle, key: int, tensor: torch.Tensor, region: Region, home: HomeName
+    ) -> None:
+        """What saved the tensor is not known to work row by row."""
+        entry = handle.entry
+        handle.inferred = False
+        if entry.rows is None:
+            return
+        if entry.place is None and entry in region.entries:
+            entry.take_all()
+            return
+        handle.let_go()
+        handle.entry = entry = self._entry(key, tensor, region, home, None)
+        entry.handles += 1
+        if not handle.asked:
+            entry.waiting += 1
 
     def _worth_moving(self, tensor: torch.Tensor, rule: Rule) -> bool:
         if self.device is None:
@@ -178,20 +198,26 @@ class Capture:
         first, last = byte_range(tensor)
         return last - first >= least
 
-    def _entry(self, key: int, tensor: torch.Tensor, region: Region, home: HomeName) -> Entry:
+    def _entry(
+        self, key: int, tensor: torch.Tensor, region: Region, home: HomeName, valid: Valid | None
+    ) -> Entry:
         """The entry that holds the tensor's bytes, or a new one in the region's group."""
-        in_rows = None if region.rows is None else row_range(tensor, region.capacity)
-        rows = None if in_rows is None else region.rows
-        first, last = in_rows or byte_range(tensor)
-        if rows is None:
+        if valid is None:
+            rows, capacity = None, 0
+            first, last = byte_range(tensor)
             first -= first % 16  # so that every dtype's view starts on an element, and copies are wide
+        else:
+            rows, capacity, first, last = valid[:4]
         version = tensor._version
         known = self._entries.setdefault((key, home), [])
         # The weak reference keeps the storage's identity from being given to another tensor; an entry whose
         # storage is gone can no longer be the one that is being saved.
         known[:] = [entry for entry in known if entry.handles and not entry.storage.expired()]
         for entry in known:
-            if entry.same_content(version, rows, first, last):
+            if entry.same_content(version, rows, capacity, first, last):
+                return entry
+            if rows is None and entry in region.entries and entry.covers(version, first, last):
+                entry.take_all()
                 return entry
             if self._extend(entry, region, version, rows, first, last):
                 return entry
@@ -203,7 +229,7 @@ class Capture:
             origin=tensor.detach(),
             rows=rows,
             rows_version=0 if rows is None else rows._version,
-            capacity=0 if rows is None else region.capacity,
+            capacity=capacity,
             covered=last - first,
             home=self.homes[home],
             region=region.name,
@@ -258,6 +284,8 @@ class Capture:
 
     def close(self, region: Region) -> None:
         """The region is over: its group goes to its home together, and so do those of claimed tensors."""
+        if self.marks.any:
+            self.marks.settle()
         if region.claims:
             # In the order of the claims.
             claimed = list(dict.fromkeys(owner for _, owner in region.claims.values()))
@@ -273,7 +301,11 @@ class Capture:
             assert entry.origin is not None
             entry.spoiled = entry.origin._version != entry.version or entry.rows_moved()
         if group:
-            group[0].home.put(group)
+            before, self.marks.paused = self.marks.paused, True
+            try:
+                group[0].home.put(group)
+            finally:
+                self.marks.paused = before
 
     def forget(self) -> None:
         """Drop the identities of entries that nothing holds any more."""
@@ -298,20 +330,21 @@ class Capture:
     def unpack(self, packed: Packed) -> torch.Tensor:
         if isinstance(packed, Kept):
             if packed.tensor._version != packed.version:
-                raise _changed(packed.tensor.shape, "a tensor", packed.region)
+                raise changed_in_place(packed.tensor.shape, "a tensor", packed.region)
             return packed.tensor
         if isinstance(packed, Untouched):
             if packed.tensor._version != packed.version:
-                raise _changed(packed.tensor.shape, "a weight or buffer", "")
+                raise changed_in_place(packed.tensor.shape, "a weight or buffer", "")
             return packed.tensor
         if isinstance(packed, Slot):
             return packed.run.give(packed.number)
         entry = packed.entry
         if self.was_changed(packed):
-            raise _changed(packed.recipe.size, "a tensor, or its row count,", entry.region)
-        if (
-            entry.place is None
-        ):  # its region is not over: forward takes gradients inside, or an interrupt ended it
+            raise changed_in_place(packed.recipe.size, "a tensor, or its row count,", entry.region)
+        if packed.inferred and entry.rows is not None:
+            check_reader(packed)
+        # Its region is not over: forward takes gradients inside, or an interrupt ended it.
+        if entry.place is None:
             flat = entry.source().view(-1)
         else:
             if not packed.asked:
@@ -319,7 +352,7 @@ class Capture:
                 entry.waiting -= 1
             flat = entry.home.get(entry)
         if entry.spoiled:  # a copy under way, of which only the home knows when it is over
-            raise _changed(packed.recipe.size, "a tensor, or its row count,", entry.region)
+            raise changed_in_place(packed.recipe.size, "a tensor, or its row count,", entry.region)
         if not packed.dense:
             tensor = packed.recipe.apply(flat, entry.first)
             mark, packed.mark = packed.mark, None
@@ -336,11 +369,3 @@ class Capture:
         packed_rows = flat.view(recipe.dtype).view(recipe.size)
         out = torch.empty_strided(recipe.size, recipe.stride, dtype=recipe.dtype, device=flat.device)
         return out.copy_(packed_rows)
-
-
-def _changed(shape: torch.Size, what: str, region: str) -> RuntimeError:
-    where = f" in region {region!r}" if region else ""
-    return RuntimeError(
-        f"{what} of shape {tuple(shape)} saved for backward{where} was changed in place afterwards, which would be "
-        "refused without a keeper, too; clone it before changing it"
-    )

@@ -77,14 +77,26 @@ class Entry:
             return self.length
         return self.length // self.capacity * min(max(int(self.rows.item()), 0), self.capacity)
 
-    def same_content(self, version: int, rows: torch.Tensor | None, first: int, last: int) -> bool:
+    def same_content(
+        self, version: int, rows: torch.Tensor | None, capacity: int, first: int, last: int
+    ) -> bool:
         """Whether bytes `first` to `last` as saved now are those that this entry holds."""
+        if self.rows is None:
+            return self.covers(version, first, last)
         return (
-            self.version == version
-            and self.first <= first
-            and last <= self.last
-            and (self.rows is None or (self.rows is rows and not self.rows_moved()))
+            (self.version, self.first, self.last, self.capacity) == (version, first, last, capacity)
+            and self.rows is rows
+            and not self.rows_moved()
         )
+
+    def covers(self, version: int, first: int, last: int) -> bool:
+        """Whether its range takes in bytes `first` to `last`, as they were at `version`."""
+        return self.version == version and self.first <= first and last <= self.last
+
+    def take_all(self) -> None:
+        """Hold every row: not only the valid ones are read."""
+        self.rows, self.rows_version, self.capacity = None, 0, 0
+        self.first -= self.first % 16
 
     def rows_moved(self) -> bool:
         """Whether the row count was refilled since the entry was made."""

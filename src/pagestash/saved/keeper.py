@@ -22,7 +22,7 @@ from pagestash.saved.order import Event, Group, Key, Recorder
 from pagestash.saved.overflow import Agreement, grow, make_room, refuse_if_overflowed
 from pagestash.saved.pressure import Pressure, read_memory
 from pagestash.saved.recompute import Recompute
-from pagestash.saved.region import Region, enter, frames, set_frames
+from pagestash.saved.region import Region, enter, frames, leave, set_frames
 from pagestash.saved.stash import MeasuredStash, Stash
 from pagestash.saved.stats import KeeperStats, collect
 from pagestash.saved.streams import capturing
@@ -42,11 +42,15 @@ class Keeper:
     measures, waiting for the device; the pool is made when it ends. A module that has `use_recompute(on)` and falls
     under a recompute rule recomputes by itself; of any other, forward is run again. Results are the same to the
     last bit with and without a keeper.
+
+    `check` looks, in eager steps, whether a gradient reaches rows that were dropped because of `ps.rows`, and
+    raises by name: None in the first step that has any, True in every step (it waits for the device), False never.
     """
 
-    def __init__(self, policy: Policy, *, backend: str = "auto") -> None:
+    def __init__(self, policy: Policy, *, backend: str = "auto", check: bool | None = None) -> None:
         self.policy = policy
         self._backend = backend
+        self._check = check
         self._keep = Keep()
         self._recorder = Recorder()
         self._recompute = Recompute()
@@ -165,6 +169,8 @@ class Keeper:
         if isinstance(self._stash, Stash):
             self._stash.measured.reset_peak()
         self._capture.weights = storage_keys([*self.parameters(), *self.buffers()])
+        marks = self._capture.marks
+        marks.start(check=self._check is not False and not capturing())
         outer = frames()
         root = Region(self._capture, "", None, whole_step=True)
         enter(root)
@@ -179,7 +185,11 @@ class Keeper:
                     self.pool.room.decides = False
                 self._in_step = False
                 self._watch.stop()
+                leave(root)
                 set_frames(outer)
+                if self._check is None and marks.checked:
+                    self._check = False
+                marks.forget()
                 self._capture.forget()
                 self._settle()
         except BaseException as error:

@@ -12,7 +12,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import Policy, Rule
+from pagestash.saved import rowwise
 from pagestash.saved.identity import Entry, storage_keys
+from pagestash.saved.marks import Marks, OldForm
 
 
 class RegionOwner(Protocol):
@@ -21,6 +23,7 @@ class RegionOwner(Protocol):
     policy: Policy
     names: WeakKeyDictionary[nn.Module, str]
     """Watched modules: those that a rule names."""
+    marks: Marks
 
     def open(self, region: "Region") -> None:
         """A region that is no module was entered."""
@@ -54,6 +57,8 @@ class Region:
     rule: Rule | None
     rows: torch.Tensor | None = None
     capacity: int = 0
+    exact: bool = False
+    """`rows` are those of tensors that were claimed one by one; else those of a `ps.region(rows=...)` around it."""
     weights: set[int] = field(default_factory=set)
     entries: list[Entry] = field(default_factory=list)
     claims: dict[int, tuple[StorageWeakRef, "Region"]] = field(default_factory=dict)
@@ -62,6 +67,10 @@ class Region:
     """What drops the tensors saved in here, to make them again; None where they have a home."""
     whole_step: bool = False
     """The region that a step is in where it is in no other. It ends with the step, so it can claim nothing."""
+    looking: "rowwise.RowWise | None" = None
+    """Hands marks on from operation to operation, while the region is open."""
+    modes: int = 0
+    """Dispatch modes that were open when the region began."""
 
     def claim(self, tensor: torch.Tensor, owner: "Region") -> None:
         """What is saved of `tensor` in here belongs to `owner`."""
@@ -90,6 +99,17 @@ def set_frames(value: tuple[Region, ...]) -> None:
 
 def enter(region: Region) -> None:
     _frames.set((*_frames.get(), region))
+    region.modes = rowwise.depth()
+    if region.capture.marks.any and not region.whole_step:
+        look_at_operations(region)
+
+
+def look_at_operations(region: Region) -> None:
+    """Hand marks on in `region`, the innermost, from here to its end."""
+    marks = region.capture.marks
+    # A mode that the caller opened in the meantime may end before the region, and would take ours for its own.
+    if not marks.watched and rowwise.depth() == region.modes:
+        region.looking = rowwise.begin(marks, region.weights)
 
 
 def leave(region: Region) -> tuple[Region, ...]:
@@ -101,8 +121,14 @@ def leave(region: Region) -> tuple[Region, ...]:
     if region not in current:
         return ()
     start = current.index(region)
+    left = current[start:][::-1]
+    for frame in left:
+        if frame.looking is not None:
+            rowwise.end(frame.looking)
+            frame.looking = None
+            frame.capture.marks.prune()
     _frames.set(current[:start])
-    return current[start:][::-1]
+    return left
 
 
 def no_module(rule: Rule, name: str) -> str:
@@ -137,14 +163,14 @@ def claim(
         rule = inner.capture.policy.rule_for(name)
         if rule is not None and rule.home == "recompute":
             return  # the module makes its tensors again by itself; what it saves is ours
-    if rows is None:
-        rows, capacity = inner.rows, inner.capacity
     same = (
         other
         for _, other in inner.claims.values()
         if (other.name, other.capacity) == (name, capacity) and other.rule is rule and other.rows is rows
     )
-    owner = next(same, None) or Region(inner.capture, name, rule, rows, capacity, inner.weights, run=run)
+    owner = next(same, None) or Region(
+        inner.capture, name, rule, rows, capacity, rows is not None, weights=inner.weights, run=run
+    )
     inner.claim(tensor, owner)
 
 
@@ -193,15 +219,16 @@ def stay(tensor: torch.Tensor | None) -> None:
 def region(
     name: str = "", *, rows: torch.Tensor | None = None, capacity: int | None = None
 ) -> Iterator[None]:
-    """Name a stretch of forward that is no module, or give the valid rows of the one we are in.
+    """Name a stretch of forward that is no module.
 
-        with ps.region("experts", rows=n, capacity=x.shape[0]):
-            h = grouped_mm(x, w1)       # x, h: only their first n rows are stashed
+        with ps.region("experts"):
+            h = grouped_mm(ps.rows(x, n), w1)
 
-    The name is appended to the enclosing module's; without a matching rule the enclosing rule holds. `rows` is
-    a one-element integer tensor on the device: every tensor of `capacity` rows that is saved inside has valid
-    data in its first `rows` rows only. It must keep its value until the region ends. Outside a keeper's step
-    this does nothing.
+    The name is appended to the enclosing module's; without a matching rule the enclosing rule holds. Outside a
+    keeper's step this does nothing.
+
+    `rows` and `capacity` are the old form of `ps.rows`, which says what it means: every floating buffer of
+    `capacity` rows that comes in from outside is marked. `rows` must keep its value until the region ends.
     """
     if (rows is None) != (capacity is None):
         raise ValueError(f"rows={rows}, capacity={capacity}: give both or neither")
@@ -228,6 +255,11 @@ def region(
         weights=outer.weights,
         run=outer.run if own is None or own.home == "recompute" else None,
     )
+    marks = inner.capture.marks
+    old_form = None
+    if rows is not None and capacity is not None and marks.on:
+        old_form = OldForm(full, rows, capacity)
+        marks.old_forms.append(old_form)
     enter(inner)
     inner.capture.open(inner)
     try:
@@ -235,3 +267,5 @@ def region(
     finally:
         for left in leave(inner):
             left.capture.close(left)
+        if old_form is not None and old_form in marks.old_forms:
+            marks.end_old_form()

@@ -1,0 +1,376 @@
+"""Marks: which buffers have valid rows, and which saved tensors may therefore be cut to them.
+
+A mark says of a buffer that its first `rows` rows are valid, and that no gradient reaches the others. It belongs
+to a storage at one version, never to a tensor object. What is computed from it row by row is marked, too
+(`rowwise.py` has the table); everything else is not.
+
+A saved tensor is cut only on evidence that its reader is row-wise as well. Autograd saves an operation's inputs
+just before that operation is dispatched and its results just after, so a saved tensor first *waits*: the next
+operation, if it takes the tensor in, or the last one, if the tensor is its result, settles it.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pagestash.saved.identity import plain_storage, row_range
+
+
+class Valid(NamedTuple):
+    """The rows that a saved tensor lies in: bytes `first` to `last` of the storage, `rows` of them valid."""
+
+    rows: torch.Tensor
+    capacity: int
+    first: int
+    last: int
+    dim: int = 0
+    """Where the saved tensor has its rows."""
+    sure: bool = False
+    """Whoever saved it said so; else its reader is still to be seen."""
+
+
+@dataclass(slots=True, eq=False)
+class Mark:
+    """`rows` of `capacity` rows are valid in one storage, from byte `start` on, as it was at `version`."""
+
+    storage: StorageWeakRef
+    version: int
+    rows: torch.Tensor
+    rows_version: int
+    capacity: int
+    start: int
+    row_bytes: int
+    saved_by: FrameType | None = None
+    """The call of a custom autograd function whose forward made the mark, while it may save the buffer."""
+    within: "OldForm | None" = None
+    """The region of the old form that it ends with."""
+
+    @property
+    def last(self) -> int:
+        return self.start + self.capacity * self.row_bytes
+
+    def dim_of(self, tensor: torch.Tensor) -> int | None:
+        """The dimension in which a view of the storage has the marked rows; None if it is none of them whole."""
+        size = tensor.element_size()
+        end = int(tensor.storage_offset()) * size - self.start + size  # of its elements within a row
+        if end < size or not tensor.numel():
+            return None
+        found = None
+        for dim, (count, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+            if found is None and count == self.capacity and stride * size == self.row_bytes:
+                found = dim
+            else:
+                end += (count - 1) * stride * size
+        return found if end <= self.row_bytes else None
+
+    def agrees(self, other: "Mark") -> bool:
+        return self.rows is other.rows and self.capacity == other.capacity
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """What a row-wise operation does with its operands' marks."""
+
+    mark: Mark
+    dim: int
+    """Where its results have the rows, counted from the last dimension: -1 and less."""
+    safe: set[int]
+    """Storages of operands that its backward reads row by row, and may read as zero past the valid ones."""
+    unsafe: set[int]
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A saved tensor whose reader is still to be seen."""
+
+    key: int
+    region: str
+    shape: torch.Size
+    whole: Callable[[], None]
+    """Saves all of it after all."""
+
+
+@dataclass(slots=True, eq=False)
+class OldForm:
+    """`ps.region(rows=, capacity=)`: floating buffers of `capacity` rows that come in from outside are marked."""
+
+    name: str
+    rows: torch.Tensor
+    capacity: int
+    made: dict[int, tuple[StorageWeakRef, bool]] = field(default_factory=dict)
+    """Storages that operations inside made, and whether from weights alone."""
+
+
+class Marks:
+    """The marks of one keeper's step."""
+
+    def __init__(self, *, on: bool = True) -> None:
+        self.on = on
+        self.old_forms: list[OldForm] = []
+        self.paused = False
+        """The operations that run now are not the model's."""
+        self.watched = 0
+        """How many of the regions that we are in have `rowwise.py` look at their operations."""
+        self.checking = False
+        self.checked = 0
+        self._marks: dict[int, list[Mark]] = {}
+        self._waiting: list[Waiting] = []
+        self._last_plan: Plan | None = None
+        self._last_results: list[torch.Tensor] = []
+        self._last_keys: set[int] = set()
+        self._last_read: list[Waiting] = []
+        self._counts: dict[int, tuple[torch.Tensor, int, int]] = {}
+        self._warned: set[str] = set()
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to look for."""
+        return bool(self._marks or self.old_forms)
+
+    def start(self, *, check: bool) -> None:
+        """A new step begins."""
+        self.forget()
+        self.checking, self.checked = check, 0
+
+    def forget(self) -> None:
+        """The step is over, and so are its marks."""
+        self.settle()
+        self._marks.clear()
+        self._counts.clear()
+        self.old_forms.clear()
+        self._let_go()
+
+    def prune(self) -> None:
+        """Let go of marks whose buffers are gone, and of calls that are over."""
+        alive = {}
+        for key, marks in self._marks.items():
+            if not marks[0].storage.expired():
+                for mark in marks:
+                    mark.saved_by = None
+                alive[key] = marks
+        self._marks = alive
+
+    # --- marks ---
+
+    def add(
+        self,
+        tensor: torch.Tensor,
+        rows: torch.Tensor,
+        dim: int = 0,
+        *,
+        saved_by: FrameType | None = None,
+        within: "OldForm | None" = None,
+        later: int = 0,
+    ) -> bool:
+        """Mark the tensor's rows; whether it has any that can be told apart in memory.
+
+        `later`: by how much its version will have gone up when the operation that runs now is over.
+        """
+        key = plain_storage(tensor)
+        if key is None or not self.on or not tensor.is_floating_point() or not tensor.numel():
+            return False
+        row_bytes = tensor.stride(dim) * tensor.element_size()
+        if not row_bytes or tensor.is_inference():
+            return False
+        storage = tensor.untyped_storage()
+        first = int(tensor.storage_offset()) * tensor.element_size()
+        for start in (first - first % row_bytes, first):
+            mark = Mark(
+                StorageWeakRef(storage), tensor._version + later, rows, rows._version,
+                tensor.shape[dim], start, row_bytes, saved_by, within,
+            )  # fmt: skip
+            if mark.dim_of(tensor) == dim and mark.last <= storage.nbytes():
+                known = self._marks.setdefault(key, [])
+                # The one made last is the one that holds.
+                known[:] = [other for other in known if not (other.start == start and other.agrees(mark))]
+                known.insert(0, mark)
+                return True
+        return False
+
+    def find(self, tensor: torch.Tensor) -> tuple[Mark, int] | None:
+        """The mark of a floating tensor's rows, and the dimension they are in."""
+        if not self._marks or not tensor.is_floating_point():
+            return None
+        key = plain_storage(tensor)
+        known = None if key is None else self._marks.get(key)
+        if not known or known[0].storage.expired() or tensor.is_inference():
+            return None
+        for mark in known:
+            if mark.version == tensor._version and mark.rows_version == mark.rows._version:
+                dim = mark.dim_of(tensor)
+                if dim is not None:
+                    return mark, dim
+        return None
+
+    # --- pack: a tensor is saved ---
+
+    def saved(
+        self, tensor: torch.Tensor, key: int, weights: set[int], caller: FrameType | None, region: str
+    ) -> Valid | None:
+        """The valid rows of a tensor that is being saved by what `caller` called; None if it is saved whole."""
+        in_function = caller is not None and caller.f_code is FUNCTION
+        if self.old_forms:
+            self.come_in(tensor, key, weights)
+        found = self.find(tensor)
+        if found is not None and caller is not None:
+            mark, dim = found
+            if in_function and mark.saved_by is caller:
+                return Valid(mark.rows, mark.capacity, mark.start, mark.last, dim, sure=True)
+            # A function of Python may do anything in its backward.
+            if not in_function and self.watched:
+                return Valid(mark.rows, mark.capacity, mark.start, mark.last, dim)
+        if self.old_forms:
+            self._warn_of(tensor, key, weights, region)
+        return None
+
+    def wait(self, key: int, region: str, shape: torch.Size, whole: Callable[[], None]) -> None:
+        """A tensor was saved as if its reader were row-wise; `whole` is called if it turns out not to be."""
+        self._waiting.append(Waiting(key, region, shape, whole))
+
+    def settle(self, keys: set[int] = frozenset(), plan: Plan | None = None) -> None:  # type: ignore[assignment]
+        """An operation with operands in the storages `keys` comes next: it, or the last one, saved what waits."""
+        waiting, self._waiting = self._waiting, []
+        read = []
+        for item in waiting:
+            if item.key in keys:
+                if plan is not None and item.key in plan.safe and item.key not in plan.unsafe:
+                    read.append(item)
+                    continue
+                if (
+                    plan is None or item.key not in plan.unsafe
+                ):  # the right side of a product is no row buffer
+                    self._warn(item.region, item.shape)
+            elif item.key in self._last_keys:
+                self._last_read.append(item)
+                continue
+            item.whole()
+        if self.checking and self._last_read:
+            self._check()
+        self._let_go()
+        self._last_read = read
+
+    def ran(self, results: list[torch.Tensor], plan: Plan) -> None:
+        """The row-wise operation ran: its results are marked."""
+        for result in results:
+            if self.add(result, plan.mark.rows, result.ndim + plan.dim, within=plan.mark.within):
+                key = plain_storage(result)
+                assert key is not None
+                self._last_keys.add(key)
+        if self.checking:
+            # Until the next operation: autograd is still to make its node.
+            self._last_plan, self._last_results = plan, results
+
+    def changed(self, tensor: torch.Tensor, plan: Plan) -> None:
+        """A row-wise operation wrote over its first operand; autograd is still to count the version up."""
+        mark = plan.mark
+        if self.add(tensor, mark.rows, tensor.ndim + plan.dim, within=mark.within, later=1):
+            key = plain_storage(tensor)
+            assert key is not None
+            self._last_keys.add(key)
+        if self.checking:
+            self._last_plan, self._last_results = plan, [tensor]
+
+    def _let_go(self) -> None:
+        self._last_plan, self._last_results, self._last_keys, self._last_read = None, [], set(), []
+
+    # --- the check ---
+
+    def _check(self) -> None:
+        """Look, in backward, whether a gradient reaches rows that were dropped."""
+        plan = self._last_plan
+        node = self._last_results[0].grad_fn if self._last_results else None
+        if plan is None or node is None:
+            return
+        self.checked += 1
+        count, capacity, at = self._count(plan.mark.rows), plan.mark.capacity, plan.dim
+        shapes = ", ".join(str(tuple(item.shape)) for item in self._last_read)
+        region, name = self._last_read[0].region, node.name()
+
+        def look(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            gradient = gradients[0]
+            if gradient is None or count >= capacity:
+                return
+            if bool((gradient.narrow(at, count, capacity - count) != 0).any()):
+                raise RuntimeError(was_read(region, shapes, name, count, capacity))
+
+        node.register_prehook(look)
+
+    def _count(self, rows: torch.Tensor) -> int:
+        known = self._counts.get(id(rows))
+        if known is None or known[0] is not rows or known[1] != rows._version:
+            known = self._counts[id(rows)] = (rows, rows._version, max(0, int(rows)))
+        return known[2]
+
+    # --- the old form ---
+
+    def come_in(self, tensor: torch.Tensor, key: int, weights: set[int]) -> None:
+        """Mark a buffer that comes into a region of the old form from outside, if it has as many rows."""
+        inner = self.old_forms[-1]
+        made = inner.made.get(key)
+        if made is not None and not made[0].expired():
+            return
+        if key in weights or isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+            return
+        found = self.find(tensor)
+        if found is not None and found[0].rows is inner.rows and found[0].capacity == inner.capacity:
+            return
+        if row_range(tensor, inner.capacity) is not None:
+            outer = max(range(tensor.ndim), key=lambda at: (tensor.stride(at), tensor.size(at)))
+            self.add(tensor, inner.rows, outer, within=inner)
+
+    def end_old_form(self) -> None:
+        """The innermost region of the old form is over: outside, nothing was said of its buffers."""
+        self.settle()
+        inner = self.old_forms.pop()
+        left = {key: [m for m in marks if m.within is not inner] for key, marks in self._marks.items()}
+        self._marks = {key: marks for key, marks in left.items() if marks}
+
+    def note_made(self, results: list[torch.Tensor], keys: set[int], weights: set[int]) -> None:
+        """An operation inside a region of the old form ran: its results did not come in from outside."""
+        made = self.old_forms[-1].made
+
+        def of_weights(key: int) -> bool:
+            return key in weights or (key in made and made[key][1])
+
+        theirs = bool(keys) and all(map(of_weights, keys))
+        for result in results:
+            key = plain_storage(result)
+            if key is not None and key not in keys:
+                made[key] = (StorageWeakRef(result.untyped_storage()), theirs)
+
+    def _warn_of(self, tensor: torch.Tensor, key: int, weights: set[int], region: str) -> None:
+        inner = self.old_forms[-1]
+        made = inner.made.get(key)
+        theirs = key in weights or (made is not None and made[1]) or isinstance(tensor, nn.Parameter)
+        if tensor.is_floating_point() and not theirs and row_range(tensor, inner.capacity) is not None:
+            self._warn(region, tensor.shape)
+
+    def _warn(self, region: str, shape: torch.Size) -> None:
+        if self.old_forms and region not in self._warned:
+            self._warned.add(region)
+            warnings.warn(
+                f"ps.region(rows=, capacity=) in region {region!r}: a tensor of shape {tuple(shape)} has as many "
+                "rows as the capacity, but nothing shows that only its first rows are valid, so it is kept whole. "
+                "Mark the buffer itself with ps.rows(x, n)",
+                stacklevel=2,
+            )
+
+
+def was_read(region: str, shapes: str, reader: str, count: int, capacity: int) -> str:
+    """What a check says."""
+    return (
+        f"rows past the valid ones were read: in region {region!r}, {reader} saved a tensor of shape {shapes}, of "
+        f"which {count} of {capacity} rows are valid, and a gradient that is not zero reaches the others. Their "
+        "values were dropped, so the gradients would be wrong. Mark with ps.rows(x, n) only buffers whose other "
+        "rows nothing reads: cut them off, or mask them, before they are summed"
+    )
+
+
+FUNCTION: Any = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+"""The code of `Function.apply`, which calls the hook for what a custom function saves."""

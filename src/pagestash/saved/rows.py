@@ -1,0 +1,50 @@
+"""`rows`: say of a buffer how many of its rows are valid."""
+
+import sys
+from types import FrameType
+
+import torch
+
+from pagestash.saved.marks import FUNCTION
+from pagestash.saved.region import frames, look_at_operations, running_again
+
+
+def rows(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    """Mark `x`, a buffer for the worst case, of which the first `n` rows are valid; returns `x`.
+
+        x = ps.rows(permuted, count)            # [capacity, d], count of them valid
+        h = F.silu(x @ gate) * (x @ up)         # computed row by row: marked, too
+
+    Of marked tensors the valid rows alone are stashed or offloaded; the others come back as zero. The mark promises
+    that no gradient reaches them, in `x` and in what is computed from it row by row (docs/rows.md has the table).
+    Everything else is kept whole, and integers, booleans and weights always are. `n` is an integer tensor of one
+    element on the device, which must keep its value until the region ends. Outside a keeper's step this does
+    nothing.
+
+    A custom `autograd.Function` saves marked tensors whole, unless its own forward marks them.
+    """
+    if torch.compiler.is_compiling():
+        return x
+    if not isinstance(n, torch.Tensor) or n.numel() != 1 or n.is_floating_point() or n.dtype == torch.bool:
+        what = f"{n.dtype} {tuple(n.shape)}" if isinstance(n, torch.Tensor) else repr(n)
+        raise ValueError(f"rows(x, {what}): expected an integer tensor on the device, of one element")
+    if not x.ndim:
+        raise ValueError("rows(x, n): x has no rows, it is a scalar")
+    current = frames()
+    if not current or running_again():
+        return x
+    call = None if torch.is_grad_enabled() else _function_call()
+    for owner in dict.fromkeys(frame.capture for frame in current):
+        owner.marks.add(x, n, saved_by=call)
+    inner = current[-1]
+    if not inner.whole_step and inner.capture.marks.any:
+        look_at_operations(inner)
+    return x
+
+
+def _function_call() -> FrameType | None:
+    """The call of the custom autograd function whose forward we are in."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not FUNCTION:
+        frame = frame.f_back
+    return frame

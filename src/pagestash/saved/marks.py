@@ -20,6 +20,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.saved.identity import plain_storage, row_range
+from pagestash.saved.tails import expect_garbage, watch_gradient
 
 
 class Valid(NamedTuple):
@@ -83,6 +84,10 @@ class Plan:
     safe: set[int]
     """Storages of operands that its backward reads row by row, and may read as zero past the valid ones."""
     unsafe: set[int]
+    sums: bool = False
+    """Whether its backward sums over the rows, for a gradient that has none."""
+    ends: torch.Tensor | None = None
+    """Where each group's rows end: what lies past the last is not read, and gets garbage for a gradient."""
 
 
 @dataclass(slots=True, eq=False)
@@ -220,6 +225,8 @@ class Marks:
         found = self.find(tensor)
         if found is not None and caller is not None:
             mark, dim = found
+            if in_function:
+                self.ignores_the_rest(tensor)
             if in_function and mark.saved_by is caller:
                 return Valid(mark.rows, mark.capacity, mark.start, mark.last, dim, sure=True)
             # A function of Python may do anything in its backward.
@@ -281,29 +288,33 @@ class Marks:
 
     # --- the check ---
 
+    def ignores_the_rest(self, tensor: torch.Tensor) -> None:
+        """Something reads valid rows of `tensor` alone, and may leave garbage in the gradient of the others."""
+        if self.checking:
+            expect_garbage(tensor)
+
     def _check(self) -> None:
         """Look, in backward, whether a gradient reaches rows that were dropped."""
-        plan = self._last_plan
-        node = self._last_results[0].grad_fn if self._last_results else None
-        if plan is None or node is None:
+        plan, read = self._last_plan, self._last_read
+        if plan is None or not self._last_results or self._last_results[0].grad_fn is None:
             return
         self.checked += 1
-        count, capacity, at = self._count(plan.mark.rows), plan.mark.capacity, plan.dim
-        shapes = ", ".join(str(tuple(item.shape)) for item in self._last_read)
-        region, name = self._last_read[0].region, node.name()
-
-        def look(gradients: tuple[torch.Tensor | None, ...]) -> None:
-            gradient = gradients[0]
-            if gradient is None or count >= capacity:
-                return
-            if bool((gradient.narrow(at, count, capacity - count) != 0).any()):
-                raise RuntimeError(was_read(region, shapes, name, count, capacity))
-
-        node.register_prehook(look)
+        before, self.paused = self.paused, True
+        last = plan.mark.capacity if plan.ends is None else int(plan.ends[-1])
+        saved = ", ".join(str(tuple(item.shape)) for item in read)
+        watch_gradient(
+            self._last_results[0],
+            plan.dim,
+            self._count(plan.mark.rows),
+            min(last, plan.mark.capacity),
+            sums=plan.sums,
+            saved=f"a tensor of shape {saved} in region {read[0].region!r}",
+        )
+        self.paused = before
 
     def _count(self, rows: torch.Tensor) -> int:
         known = self._counts.get(id(rows))
-        if known is None or known[0] is not rows or known[1] != rows._version:
+        if known is None or known[1] != rows._version:
             known = self._counts[id(rows)] = (rows, rows._version, max(0, int(rows)))
         return known[2]
 
@@ -360,16 +371,6 @@ class Marks:
                 "Mark the buffer itself with ps.rows(x, n)",
                 stacklevel=2,
             )
-
-
-def was_read(region: str, shapes: str, reader: str, count: int, capacity: int) -> str:
-    """What a check says."""
-    return (
-        f"rows past the valid ones were read: in region {region!r}, {reader} saved a tensor of shape {shapes}, of "
-        f"which {count} of {capacity} rows are valid, and a gradient that is not zero reaches the others. Their "
-        "values were dropped, so the gradients would be wrong. Mark with ps.rows(x, n) only buffers whose other "
-        "rows nothing reads: cut them off, or mask them, before they are summed"
-    )
 
 
 FUNCTION: Any = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]

@@ -64,6 +64,8 @@ class RowWise(TorchDispatchMode):
         plan = rule(marks.find, args, kwargs) if rule is not None else None
         marks.settle(set() if func in SAVES_NO_OPERAND else keys, plan)
         result = func(*args, **kwargs)
+        if plan is not None and plan.ends is not None:
+            marks.ignores_the_rest(args[0])
         if plan is not None and func in IN_PLACE:
             marks.changed(args[0], plan)
         elif plan is not None:
@@ -84,8 +86,6 @@ def begin(marks: Marks, weights: set[int]) -> RowWise:
 
 def end(mode: RowWise) -> None:
     """Look no longer; modes that an exception left open above it stay."""
-    mode.marks.settle()
-    mode.marks.watched -= 1
     above = []
     for other in reversed(_get_current_dispatch_mode_stack()):
         if other is mode:
@@ -94,6 +94,8 @@ def end(mode: RowWise) -> None:
     mode.__exit__(None, None, None)
     for other in reversed(above):
         _push_mode(other)
+    mode.marks.watched -= 1
+    mode.marks.settle()
 
 
 depth = torch._C._len_torch_dispatch_stack
@@ -138,7 +140,7 @@ def elementwise(divisors: Callable[[tuple[Any, ...]], tuple[int, ...]] = lambda 
         if any(tensor.ndim >= -at and tensor.shape[at] != 1 for tensor in others):
             return None
         whole = _keys(*others, *(args[number] for number in divisors(args)))
-        return Plan(first, at, _keys(*operands) - whole, whole)
+        return Plan(first, at, _keys(*operands) - whole, whole, sums=any(t.requires_grad for t in others))
 
     return rule
 
@@ -152,7 +154,7 @@ def product(left: int) -> Rule:
             return None
         if any(added.ndim > 1 and added.shape[0] != 1 for added in args[:left]):
             return None
-        return Plan(found[0], -2, _keys(args[left]), _keys(*args[:left], *args[left + 1 :]))
+        return Plan(found[0], -2, _keys(args[left]), _keys(*args[:left], *args[left + 1 :]), sums=True)
 
     return rule
 
@@ -162,7 +164,10 @@ def grouped_product(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     more = (*args[3:4], kwargs.get("bias"))
     if args[0].ndim != 2 or args[1].ndim != 3 or any(each is not None for each in more):
         return None
-    return product(0)(find, args, kwargs)
+    plan = product(0)(find, args, kwargs)
+    if plan is not None:
+        plan.ends = args[2] if len(args) > 2 else kwargs.get("offs")
+    return plan
 
 
 def normalized(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
@@ -170,7 +175,8 @@ def normalized(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pla
     found = find(args[0])
     if found is None or found[1] >= args[0].ndim - len(args[1]):
         return None
-    return Plan(found[0], found[1] - args[0].ndim, _keys(args[0]), _keys(*args[1:]))
+    learned = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args[2:])
+    return Plan(found[0], found[1] - args[0].ndim, _keys(args[0]), _keys(*args[1:]), sums=learned)
 
 
 def along(number: int) -> Rule:

@@ -40,6 +40,7 @@ class Watch:
         self.calls: dict[Path, int] = {}
         # To look at every operation takes time, and where nobody listens, times are taken.
         self.marks = Marks(on=listener is not None)
+        self.weights: set[int] = set()
         self._listener = listener
         self._modules = list(watched(model))
         for name, module in model.named_modules():

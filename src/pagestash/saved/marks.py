@@ -125,6 +125,7 @@ class Marks:
         self.checking = False
         self.checked = 0
         self._marks: dict[int, list[Mark]] = {}
+        self._by_calls: list[Mark] = []
         self._waiting: list[Waiting] = []
         self._last_plan: Plan | None = None
         self._last_results: list[torch.Tensor] = []
@@ -152,14 +153,8 @@ class Marks:
         self._let_go()
 
     def prune(self) -> None:
-        """Let go of marks whose buffers are gone, and of calls that are over."""
-        alive = {}
-        for key, marks in self._marks.items():
-            if not marks[0].storage.expired():
-                for mark in marks:
-                    mark.saved_by = None
-                alive[key] = marks
-        self._marks = alive
+        """Let go of marks whose buffers are gone."""
+        self._marks = {key: m for key, m in self._marks.items() if not m[0].storage.expired()}
 
     # --- marks ---
 
@@ -195,6 +190,8 @@ class Marks:
                 # The one made last is the one that holds.
                 known[:] = [other for other in known if not (other.start == start and other.agrees(mark))]
                 known.insert(0, mark)
+                if saved_by is not None:
+                    self._by_calls.append(mark)
                 return True
         return False
 
@@ -244,6 +241,12 @@ class Marks:
         """An operation with operands in the storages `keys` comes next: it, or the last one, saved what waits."""
         waiting, self._waiting = self._waiting, []
         read = []
+        if (
+            self._by_calls and torch.is_grad_enabled()
+        ):  # no longer inside the function, which holds its arguments
+            for mark in self._by_calls:
+                mark.saved_by = None
+            self._by_calls.clear()
         for item in waiting:
             if item.key in keys:
                 if plan is not None and item.key in plan.safe and item.key not in plan.unsafe:

@@ -24,6 +24,8 @@ class RegionOwner(Protocol):
     names: WeakKeyDictionary[nn.Module, str]
     """Watched modules: those that a rule names."""
     marks: Marks
+    weights: set[int]
+    """Storages of weights; those of a region's own module are in the region."""
 
     def open(self, region: "Region") -> None:
         """A region that is no module was entered."""
@@ -109,7 +111,7 @@ def look_at_operations(region: Region) -> None:
     marks = region.capture.marks
     # A mode that the caller opened in the meantime may end before the region, and would take ours for its own.
     if not marks.watched and rowwise.depth() == region.modes:
-        region.looking = rowwise.begin(marks, region.weights)
+        region.looking = rowwise.begin(marks, region.capture.weights | region.weights)
 
 
 def leave(region: Region) -> tuple[Region, ...]:

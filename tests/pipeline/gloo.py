@@ -3,6 +3,7 @@
 import tempfile
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from processes import start_ranks
@@ -10,7 +11,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from pagestash.pipeline.plan import V_SHAPED, stages_a_rank
+from pagestash.pipeline.plan import SCHEDULES, V_SHAPED, stages_a_rank
+from pagestash.train.prepare import splits_backward
 
 WIDTH = 8
 
@@ -24,6 +26,20 @@ FEW_AND_MANY = {
     "DualPipeV": lambda ranks: (2 * ranks, 2 * ranks + 3),  # refuses fewer
 }
 """For each schedule, a number of microbatches that is small and one that is large for its stages."""
+
+
+RUN_HERE = tuple(name for name in SCHEDULES if name not in V_SHAPED or splits_backward())
+"""The schedules that this torch can run over gloo."""
+EACH_SCHEDULE = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            name not in RUN_HERE,
+            reason="gloo of this torch cannot send to its own rank, as V-shaped schedules do",
+        ),
+    )
+    for name in SCHEDULES
+]
 
 
 def spawn(work, world, *args):

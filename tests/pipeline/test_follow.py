@@ -13,12 +13,23 @@ from torch.distributed.pipelining.schedules import ScheduleGPipe, ScheduleZBVZer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gloo import FEW_AND_MANY, WIDTH, batch, make_schedule, make_stages, spawn, stages_of, take_step
+from gloo import (
+    EACH_SCHEDULE,
+    FEW_AND_MANY,
+    RUN_HERE,
+    WIDTH,
+    batch,
+    make_schedule,
+    make_stages,
+    spawn,
+    stages_of,
+    take_step,
+)
 from test_plan import Diary
 from test_plan import Stage as Numbers
 
 from pagestash import Keeper, Policy, PoolConfig, Rule
-from pagestash.pipeline import SCHEDULES, Action, Observation, Plan, plans
+from pagestash.pipeline import Action, Observation, Plan, plans
 from pagestash.pipeline.follow import turns
 
 POOL = PoolConfig(page=256)
@@ -126,7 +137,7 @@ def run(name, rank, world, rules=None):
 
 def run_all(rank, world, homes):
     found = {}
-    for name in SCHEDULES:
+    for name in RUN_HERE:
         found[name, None] = run(name, rank, world)
         for home in homes:
             found[name, home] = run(name, rank, world, HOMES[home])
@@ -146,7 +157,7 @@ def ran(request):
     return world, homes, spawn(run_all, world, homes)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", EACH_SCHEDULE)
 def test_losses_and_gradients_are_the_schedules_own_to_the_last_bit(ran, name):
     _, all_homes, ranks = ran
     for found, homes in itertools.product(ranks, all_homes):
@@ -157,7 +168,7 @@ def test_losses_and_gradients_are_the_schedules_own_to_the_last_bit(ran, name):
             assert all(map(torch.equal, gradients, expected))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", EACH_SCHEDULE)
 def test_the_schedule_trains_what_one_process_does(ran, name):
     world, _, ranks = ran
     stages = world * len(stages_of(name, 0, world))
@@ -181,7 +192,7 @@ def test_the_schedule_trains_what_one_process_does(ran, name):
                 torch.testing.assert_close(ours, value.grad)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", EACH_SCHEDULE)
 def test_another_number_of_microbatches_is_planned_before_it_first_runs(ran, name):
     _, homes, ranks = ran
     for rank, found in enumerate(ranks):
@@ -227,7 +238,7 @@ def implied_peak(plan, sizes, home, *, leaves_out=frozenset()):
     return most
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", EACH_SCHEDULE)
 def test_peak_saved_bytes_are_those_that_the_schedule_implies(ran, name):
     world, homes, ranks = ran
     total = world * len(stages_of(name, 0, world))

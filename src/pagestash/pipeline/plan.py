@@ -37,6 +37,8 @@ SCHEDULES = (
 """Names of the schedules that can be followed: torch's classes without their first word."""
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Those in which rank r holds stage r and, counted from the last, stage r again."""
+SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
+"""Those that run a stage's backward in two parts: first the input gradients, later the weight gradients."""
 ONE_STAGE = ("GPipe", "1F1B")
 """Those with one stage a rank."""
 

@@ -12,7 +12,7 @@ from pagestash.device import find_device
 from pagestash.models.config import DecoderConfig
 from pagestash.models.costs import layer_costs
 from pagestash.models.decoder import Decoder
-from pagestash.pipeline.plan import schedule_name, stages_a_rank
+from pagestash.pipeline.plan import SPLIT_BACKWARD, schedule_name, stages_a_rank
 from pagestash.pipeline.stages import Partition, partition
 from pagestash.policy import Policy
 from pagestash.train import checkpoint
@@ -88,6 +88,12 @@ def check_unchanged(plan: Plan) -> None:
 def _place(config: TrainConfig, decoder: DecoderConfig, world: World, device: torch.device) -> Partition:
     """The layers of each stage, by the formulas of what they cost."""
     name = schedule_name(config.schedule)
+    if name in SPLIT_BACKWARD and not splits_backward():
+        raise ValueError(
+            f"schedule={name!r} splits backward in two, which needs torch 2.13 or later for custom autograd "
+            f"functions such as the experts', and this is torch {torch.__version__}; use a schedule that does not, "
+            "such as Interleaved1F1B"
+        )
     chunks = stages_a_rank(name, config.chunks or None)
     costs = layer_costs(
         decoder,
@@ -99,6 +105,16 @@ def _place(config: TrainConfig, decoder: DecoderConfig, world: World, device: to
     )
     stages = world.pipeline * chunks
     return partition(costs, stages, name, microbatches=config.parts, chunks=chunks)
+
+
+def splits_backward() -> bool:
+    """Whether this torch can run the backward of a custom autograd function in two parts.
+
+    Seen with torch 2.11: its weight half reads `_input_metadata`, which such a function's node does not have
+    there, and its gloo cannot send to the rank itself, as V-shaped schedules do. 2.13 does both.
+    """
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13)
 
 
 def config_with_capacity(config: TrainConfig, rows: int) -> DecoderConfig:

@@ -297,6 +297,16 @@ def test_one_count_and_two_capacities():
     stashed(work)
 
 
+def test_buffers_of_one_region_have_row_counts_of_their_own():
+    def work(part, x, n):
+        other = n - 2
+        a, b = ps.rows(x * 1.0, n), ps.rows(x * 2.0, other)
+        return a.exp()[:COUNT].sum() + b.exp()[: COUNT - 2].sum() + x.tanh().square().sum()
+
+    # Of the exponentials their valid rows; what tanh made is unmarked and whole.
+    assert stashed(work) == floats(COUNT, WIDTH) + floats(COUNT - 2, WIDTH) + floats(ROWS, WIDTH)
+
+
 # --- the fused experts ---
 
 

@@ -48,6 +48,15 @@ class Stash:
         self._leaving: tuple[torch.cuda.Event | None, list[tuple[Entry, torch.Tensor]]] | None = None
 
     def put(self, group: Sequence[Entry]) -> None:
+        counts = dict.fromkeys(id(entry.rows) for entry in group if entry.rows is not None)
+        if len(counts) > 1:  # one reservation reads one row count
+            for count in counts:
+                self._put([entry for entry in group if id(entry.rows) == count])
+            group = [entry for entry in group if entry.rows is None]
+        if group:
+            self._put(group)
+
+    def _put(self, group: Sequence[Entry]) -> None:
         self.flush()
         self._retire()
         wanted = self._pages_denied(group)

@@ -15,10 +15,13 @@ INSTALL = install() { $(PY) -m pip install -q $(CONSTRAINTS) "$$@" || { test -z 
 	$(PY) -m pip install -q $(LOOSE) "$$@"; }; }; install
 NO_TORCH := "No CPU build of torch was found. Point pip at an index that has one (PIP_EXTRA_INDEX_URL), or install torch into $(VENV) first."
 
-.PHONY: demo test test-all coverage lint docs wheel gpu-test bench clean
+.PHONY: demo quick test test-all coverage lint docs wheel gpu-test bench clean
 
 demo: $(VENV)/.base
 	$(PY) -m pagestash demo
+
+quick: $(VENV)/.test
+	$(PY) -m pytest -q -m quick --ignore=tests/jax --ignore=tests/gpu
 
 test: $(VENV)/.test
 	$(PY) -m pytest -q -m "not gpu and not slow"

@@ -63,7 +63,44 @@ else:
     settings.load_profile("default")
 
 
+QUICK = {
+    "kernels": (
+        "accumulate",
+        "cross_entropy",
+        "ends",
+        "gather",
+        "kernels",
+        "route",
+        "scale",
+        "swiglu",
+        "tail",
+        "uninitialised",
+    ),
+    "models": ("attention", "costs", "decoder", "presets", "stage"),
+    "moe": ("layer", "ops", "router"),
+    "pages": ("expendable", "pool", "slabs"),
+    "pipeline": ("early_free", "follow_turns", "halves", "partition"),
+    "profiling": ("times",),
+    "saved": ("keeper", "order", "policy", "pressure", "recompute"),
+    "step": ("rates",),
+    "train": ("train_settings",),
+}
+"""Files of `make quick`: a look at every part, without processes or JAX, in a minute."""
+
+
+def is_quick(item):
+    """Whether a test of these files is for `make quick`; interpreted kernels are slow."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {}).values()
+    chosen = item.path.stem.removeprefix("test_") in QUICK.get(item.path.parent.name, ())
+    interpreted = any(isinstance(value, str) and value in ("triton", "kernels") for value in parameters)
+    starts_a_process = "without_triton" in item.name
+    return chosen and not (interpreted or starts_a_process or "slow" in item.keywords)
+
+
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if is_quick(item):
+            item.add_marker(pytest.mark.quick)
     if not HAS_CUDA:
         for item in items:
             if "gpu" in item.keywords:

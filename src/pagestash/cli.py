@@ -199,13 +199,21 @@ def partition(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 40,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
-    ranks: Annotated[int, typer.Option(min=1, max=4, help="Processes that share the experts.")] = 2,
+    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 40,
+    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
+    ranks: Annotated[int, typer.Option(help="Processes that share the experts, 1 to 4.")] = 2,
 ) -> None:
     """Train the tiny preset with and without the stash: equal losses, and a table of bytes by home."""
     from pagestash.demo import main
 
+    for name, value, least, most in (
+        ("steps", steps, 1, 2**31 - 1),
+        ("ranks", ranks, 1, 4),
+        ("seed", seed, 0, 2**63 - 1),
+    ):
+        if not least <= value <= most:
+            typer.echo(f"error: --{name} {value}: expected {least} to {most}", err=True)
+            raise typer.Exit(2)
     if not main(steps, seed, ranks):
         raise typer.Exit(1)
 

@@ -13,14 +13,18 @@ from pagestash.pipeline.costs import LayerCost, measured_costs, read_costs
 from pagestash.pipeline.stages import Partition, partition
 from pagestash.policy import format_bytes, parse_bytes
 
+MOST_ACTIONS = 1_000_000
+"""Microbatches times stages: the plans of all ranks are held in memory, action by action."""
+
 
 def costs_of_preset(
     name: str, layers: int | None, *, batch: int, sequence: int, shards: int, expert_parallel: int
 ) -> list[LayerCost]:
     """A preset's layers, for microbatches of `batch` sequences."""
-    for what, value in (("batch", batch), ("sequence", sequence)):
-        if value < 1:
-            raise ValueError(f"{what}={value}: expected at least 1")
+    numbers = {"batch": batch, "sequence": sequence, "shards": shards, "expert": expert_parallel}
+    for what, value in numbers.items():
+        if not 1 <= value < 2**31:
+            raise ValueError(f"{what}={value}: expected at least 1, and less than 2^31")
     return layer_costs(
         preset(name, layers),
         tokens=batch * sequence,
@@ -39,6 +43,10 @@ def costs_of_file(path: Path, formulas: Sequence[LayerCost]) -> list[LayerCost]:
         return read_costs(found)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: expected what `pagestash profile --json` wrote ({error!r})") from error
+    except RecursionError:
+        raise ValueError(f"{path}: it is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -53,7 +61,9 @@ def main(
     as_json: bool,
 ) -> None:
     """Place the layers and print where they stand."""
-    room = parse_bytes(memory)
+    room = parse_bytes(memory, "memory")
+    if microbatches is not None and microbatches * max(1, stages) > MOST_ACTIONS:
+        raise ValueError(f"microbatches={microbatches}: expected at most {MOST_ACTIONS // max(1, stages)}")
     placed = partition(costs, stages, schedule, microbatches=microbatches, memory=room)
     if as_json:
         print(json.dumps(placed.to_json(), indent=2))

@@ -58,9 +58,25 @@ def test_the_example_policy_is_the_one_of_the_demo(tmp_path):
 
 
 def test_bad_options_end_with_code_2():
-    assert CliRunner().invoke(app, ["demo", "--steps", "0"]).exit_code == 2
     assert CliRunner().invoke(app, ["nothing"]).exit_code == 2
     assert CliRunner().invoke(app, ["train"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "demo --steps 0", "demo --steps -1", "demo --seed -1", f"demo --seed {2**63}",
+        "demo --ranks 0", "demo --ranks 5",
+        "profile --batch 0", "profile --seq -1", "profile --repeats 0", "profile --depth -1", "profile --layers -1",
+        f"profile --layers {10**9}", f"profile --batch {10**30}", f"profile --seq {2**63}", "profile --link 0",
+        "profile --device meta", "profile --device mps", "profile --preset deepseek-v3",
+    ],
+)  # fmt: skip
+def test_a_number_out_of_range_is_one_line_and_code_2(words):
+    result = CliRunner().invoke(app, words.split())
+    assert result.exit_code == 2, result.exception
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
 
 
 def test_training_without_safetensors_says_what_to_install(monkeypatch, tmp_path):

@@ -57,6 +57,13 @@ def test_measured_costs_are_taken_from_a_file(tmp_path):
         (["--stages", 2, "--batch", 0], "batch=0"),
         (["--stages", 2, "--expert", 2], "expert_parallel=2 does not divide"),
         (["--stages", 2, "--costs", "/nowhere.json"], "/nowhere.json: No such file"),
+        (["--stages", -1], "-1 stages"),
+        (["--stages", 2, "--layers", 10**9], "layers=1000000000: expected at most 10000"),
+        (["--stages", 2, "--microbatches", 10**9], "microbatches=1000000000: expected at most 500000"),
+        (["--stages", 2, "--microbatches", -1], "microbatches=-1"),
+        (["--stages", 2, "--sequence", 10**400], "expected at least 1, and less than 2^31"),
+        (["--stages", 2, "--shards", 0], "shards=0"),
+        (["--stages", 2, "--memory", "-1"], "memory='-1'"),
     ],
 )
 def test_what_does_not_fit_is_one_line_and_code_2(words, told):
@@ -74,6 +81,29 @@ def test_a_file_that_is_no_table_is_named(tmp_path):
     result = run("--costs", path, "--stages", 2)
     assert result.exit_code == 2
     assert str(path) in result.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"regions": 1}',
+        '{"regions": [1]}',
+        '{"regions": [{}]}',
+        '{"regions": [{"name": "embed"}]}',
+        "[" * 5000,
+        '{"a": {"parameters": 1e400, "activations": 1}, "b": {"parameters": 1, "activations": 1}}',
+        '{"a": {"parameters": 1, "activations": 1, "forward": NaN}, "b": {"parameters": 1, "activations": 1}}',
+        '{"a": {"parameters": %s, "activations": 1}, "b": {"parameters": 1, "activations": 1}}' % ("9" * 350),
+    ],
+    ids=range(8),
+)
+def test_a_table_with_wrong_values_is_one_line_with_its_name(tmp_path, text):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    result = run("--costs", path, "--stages", 2)
+    assert result.exit_code == 2, result.exception
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {path}: ")
 
 
 def test_a_profile_of_the_model_gives_activations_and_times(tmp_path, monkeypatch):

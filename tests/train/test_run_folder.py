@@ -315,6 +315,18 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(out, name):
     assert "step-00000002 before it is whole: move step-00000004 away" in line
 
 
+def test_a_resumed_run_does_not_stand_on_the_files_it_came_from(out):
+    """They are deleted under it, which a network file system does not do to a file that is mapped."""
+    maps = []
+    run(
+        {"steps": 5},
+        out,
+        resume=True,
+        listeners=[At(5, lambda: maps.append(Path("/proc/self/maps").read_text()))],
+    )
+    assert str(out) not in maps[0]
+
+
 def test_what_the_message_says_to_do_works(out, tmp_path):
     shutil.copytree(out, tmp_path / "good")
     run({"steps": 5}, tmp_path / "good", resume=True)

@@ -112,7 +112,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="training steps (default: %(default)s)")
     parser.add_argument("--factor", type=float, default=1.5, help="capacity factor (default: %(default)s)")
     parser.add_argument("--nnx", action="store_true", help="the Flax NNX module instead of plain functions")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: expected at least 1")
+    if not 0 < options.factor <= 100:
+        parser.error(f"--factor {options.factor}: expected more than 0, at most 100")
+    return options
 
 
 def _four_devices() -> bool:

@@ -1,5 +1,6 @@
 """What a decoder is made of, and the published shapes."""
 
+import sys
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -57,9 +58,11 @@ class DecoderConfig:
     """Of those, rows that usually arrive; see `MoEConfig`."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "width", "layers", "heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                bound = f"at most {high}" if value > high else f"at least {low}"
+                raise ValueError(f"{name}={value}: expected {bound}")
         if self.attention == "gqa":
             self._check_grouped()
         elif self.attention == "mla":
@@ -114,6 +117,20 @@ class DecoderConfig:
             expected_rows=self.expected_rows,
         )
 
+
+_COUNT, _FINITE = 2**31 - 1, sys.float_info.max
+_RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("vocab", "width", "heads", "experts", "top_k", "expert_width"), (1, _COUNT)),
+    **dict.fromkeys(
+        ("kv_heads", "head_dim", "q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"), (0, _COUNT)
+    ),
+    **dict.fromkeys(("dense_width", "shared_experts", "expected_rows"), (0, _COUNT)),
+    **dict.fromkeys(("norm_eps", "balance_loss", "z_loss"), (0, _FINITE)),
+    "layers": (1, 10_000),
+    "rope_theta": (sys.float_info.min, _FINITE),
+    "route_scale": (-_FINITE, _FINITE),
+}
+"""The least and the most that a field may be."""
 
 PRESETS: dict[str, DecoderConfig] = {
     # Small enough for a CPU: 0.9 M parameters.

@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+MOST_COST = 1e30
+"""Sums and quotients of costs stay numbers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
@@ -21,8 +24,9 @@ class LayerCost:
     def __post_init__(self) -> None:
         for name in ("parameters", "activations", "forward", "backward"):
             value = getattr(self, name)
-            if not value >= 0:
-                raise ValueError(f"layer {self.name!r}: {name}={value}: expected at least 0")
+            if not 0 <= value <= MOST_COST:
+                bound = f"at most {MOST_COST:g}" if value > MOST_COST else "at least 0"
+                raise ValueError(f"layer {self.name!r}: {name}={value}: expected {bound}")
 
     @property
     def time(self) -> float:
@@ -50,8 +54,8 @@ def read_costs(layers: Mapping[str, Mapping[str, Any]]) -> list[LayerCost]:
         for key, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"layer {name!r}: {key}={value!r}: expected a number")
-        whole = {key: int(numbers[key]) for key in ("parameters", "activations")}
-        costs.append(LayerCost(name=name, **{**numbers, **whole}))
+        given = LayerCost(name=name, **numbers)
+        costs.append(replace(given, parameters=int(given.parameters), activations=int(given.activations)))
     return costs
 
 

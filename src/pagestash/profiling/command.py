@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
-from pagestash.device import find_device
+from pagestash.device import device_memory, find_device, out_of_memory
 from pagestash.models.config import preset
 from pagestash.models.decoder import Decoder, count_parameters
 from pagestash.policy import Policy, Rule, format_bytes, machine_memory, parse_bytes
@@ -64,11 +64,10 @@ def run(asked: Asked) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return WRONG_INPUT
-    except torch.OutOfMemoryError:
-        print(
-            "error: the GPU has too little memory for this step; try --layers, --batch or --seq",
-            file=sys.stderr,
-        )
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        print("error: too little memory for this step; try --layers, --batch or --seq", file=sys.stderr)
         return WRONG_INPUT
     return 0
 
@@ -78,12 +77,23 @@ def _measure(asked: Asked) -> Profile:
     device = find_device(asked.device, f"--device {asked.device}")
     policy = None if asked.policy is None else Policy.load(asked.policy)
     link = None if asked.link is None else float(parse_bytes(asked.link, "--link"))
+    if link == 0:
+        raise ValueError(f"--link {asked.link}: expected bytes a second, more than 0")
+    text = 8 * asked.batch * (asked.seq + 1)
+    if text > device_memory(device):
+        raise ValueError(
+            f"--batch {asked.batch} --seq {asked.seq}: the tokens alone take {format_bytes(text)}, {device} has "
+            f"{format_bytes(device_memory(device))}"
+        )
     autocast = None if asked.autocast is None else _dtype("--autocast", asked.autocast)
     model, batch = _from_module(asked, device) if asked.module else _from_preset(asked, device)
     with ExitStack() as stack:
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         # On stderr: stdout is the table.
-        progress = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
+        errors = Console(stderr=True)
+        progress = stack.enter_context(
+            Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
+        )
         task = progress.add_task("", total=None)
 
         def tell(what: str, number: int, steps: int) -> None:

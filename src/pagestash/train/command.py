@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
+from pagestash.device import out_of_memory
 from pagestash.policy import format_bytes
 from pagestash.train.config import checked, merge, parse_assignments, read_toml
 from pagestash.train.folder import RunError
@@ -39,8 +39,8 @@ def run(
         return _train(plan)
     except RunError as error:
         return _refuse(str(error))
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if type(error) is RuntimeError and "DefaultCPUAllocator" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
             raise
         return _refuse(
             f"{plan.device} has too little memory for this run; try smaller batch, sequence or layers"

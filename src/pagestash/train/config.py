@@ -111,7 +111,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     ),
     **dict.fromkeys(("warmup", "checkpoint_every", "log_every", "expert_parallel"), (0, _COUNT)),
     **dict.fromkeys(("microbatches", "chunks"), (0, _COUNT)),
-    **dict.fromkeys(("lr", "min_lr", "weight_decay", "capacity_factor", "bias_rate", "clip"), (0, _FINITE)),
+    **dict.fromkeys(("lr", "min_lr", "weight_decay", "bias_rate", "clip"), (0, _FINITE)),
+    "capacity_factor": (0, 1e6),
     "seed": (0, 2**63 - 1),
 }
 """The least and the most that a setting may be; neither admits a NaN, and the most no infinity."""
@@ -164,6 +165,8 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
     settings = _check_table(values, TrainConfig, "")
     if not isinstance(settings.get("model", {}), Mapping):
         raise ValueError(f"model={settings['model']!r}: expected a table")
+    if "layers" in settings.get("model", {}):
+        raise ValueError("model.layers: set layers instead, which keeps a layer with experts")
     if "model" in settings:
         settings["model"] = _check_table(settings["model"], DecoderConfig, "model.")
     return settings

@@ -8,7 +8,7 @@ import os
 import socket
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,9 @@ def claim(out: Path) -> Iterator[None]:
             warnings.warn(
                 f"{out}: no lock can be had there ({reason(error)}); start no second run", stacklevel=2
             )
-        try:
+        with suppress(OSError):  # a full disk; the text is for people, the lock is held
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        except OSError:
-            pass  # a full disk; the text is for people, the lock is held
         yield
     finally:
         os.close(handle)
@@ -113,7 +111,8 @@ def write_whole(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise RunError(f"{path} cannot be written ({reason(error)})") from error
     sync(path.parent)
 

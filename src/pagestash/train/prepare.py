@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from pagestash.device import find_device
+from pagestash.device import device_memory, find_device
 from pagestash.models.config import DecoderConfig
 from pagestash.models.costs import layer_costs
 from pagestash.models.decoder import Decoder
 from pagestash.pipeline.plan import SPLIT_BACKWARD, schedule_name, stages_a_rank
 from pagestash.pipeline.stages import Partition, partition
-from pagestash.policy import Policy
+from pagestash.policy import Policy, format_bytes
 from pagestash.train import checkpoint
 from pagestash.train.config import TrainConfig, checked, merge
 from pagestash.train.data import Corpus, load_corpus
@@ -61,12 +61,13 @@ def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = Fals
         rows = config.tokens * decoder.top_k
         decoder = config_with_capacity(config, max(1, round(config.capacity_factor * rows)))
     policy = Policy() if config.policy == "none" else Policy.load(config.policy)
-    skeleton = Decoder(decoder, device="meta")
+    device = _device(config.device, world)
+    _check_room(config, decoder, policy, device)
+    skeleton = _skeleton(decoder, world, device)
     policy.check([name for name, _ in skeleton.named_modules()])
     if start is not None:
         shapes = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
         checkpoint.check_shapes(start, shapes)
-    device = _device(config.device, world)
     placed = _place(config, decoder, world, device) if world.pipeline > 1 else None
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("tensorboard=true: the tensorboard package is not installed")
@@ -83,6 +84,39 @@ def check_unchanged(plan: Plan) -> None:
     """Refuse a plan if another run wrote in its folder after it was made."""
     if _look(plan.out, plan.resumes).start != plan.start:
         raise RunError(f"{plan.out}: another run has written there meanwhile; start again")
+
+
+def _check_room(config: TrainConfig, decoder: DecoderConfig, policy: Policy, device: torch.device) -> None:
+    """Refuse what cannot fit: one hidden state of a microbatch, one buffer of the experts, the pool."""
+    if decoder.vocab < 256:
+        raise ValueError(f"model.vocab={decoder.vocab}: expected at least 256, one for each byte")
+    most = device_memory(device)
+    row = 4 * decoder.width
+    needed = {
+        f"batch={config.batch}, sequence={config.sequence}: one hidden state": config.tokens * row,
+        f"batch={config.batch}: its text": 8 * config.batch * (config.sequence + 1),
+        f"capacity of {decoder.capacity} rows: one buffer of the experts": (decoder.capacity or 0) * row,
+        "policy pool device: it": policy.pool.device_bytes or 0,
+    }
+    for what, size in needed.items():
+        if size > most:
+            raise ValueError(f"{what} takes {format_bytes(size)}, {device} has {format_bytes(most)}")
+
+
+def _skeleton(decoder: DecoderConfig, world: World, device: torch.device) -> Decoder:
+    """The model without its values; refused if its values would not fit."""
+    try:
+        skeleton = Decoder(decoder, device="meta")
+    except RuntimeError as error:  # torch counts a tensor's bytes in 64 bits
+        raise ValueError(f"the model is too large: {error}") from error
+    # In float32: the weights, their gradients and the optimizer's two moments, spread over all ranks.
+    needed = 16 * sum(value.numel() for value in skeleton.parameters()) // world.size
+    if needed > device_memory(device):
+        raise ValueError(
+            f"weights, gradients and optimizer of this model take {format_bytes(needed)} a rank, {device} has "
+            f"{format_bytes(device_memory(device))}; --layers cuts it"
+        )
+    return skeleton
 
 
 def _place(config: TrainConfig, decoder: DecoderConfig, world: World, device: torch.device) -> Partition:

@@ -53,7 +53,8 @@ class TrainState:
                 if name not in names:  # on another stage
                     continue
                 part = self.ranks.part(file.get_tensor(entry), names[name], expert=name in experts)
-                self.optimizer.state[names[name]][key] = part
+                # A copy: the tensor is the mapped file, which the run is going to delete.
+                self.optimizer.state[names[name]][key] = part.clone()
         with safe_open(checkpoint / "random.safetensors", "pt") as file:
             torch.set_rng_state(file.get_tensor("cpu"))
             if "cuda" in file.keys() and device.startswith("cuda"):  # noqa: SIM118

@@ -104,6 +104,22 @@ def test_plain_attributes_and_generators_are_as_they_were(read, steps):
     assert after[0] == after[1], "what was run again leaves no trace"
 
 
+def test_attention_may_take_the_kernels_that_it_might():
+    class Tells(nn.Module):
+        def forward(self, x):
+            seen.append(torch.backends.cuda.flash_sdp_enabled())
+            return x.sin().cos()
+
+    seen: list = []
+    model = nn.Sequential(Tells())
+    with keeper_of(model, ("0", "recompute")).step():
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            loss = model(X.clone().requires_grad_()).sum()
+        loss.backward()
+    assert seen == [False, False]
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
 # --- weights ---
 
 

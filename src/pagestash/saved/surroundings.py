@@ -52,6 +52,26 @@ def drawn_since(device: torch.device, before: Random) -> bool:
     return any(a is not None and b is not None and not torch.equal(a, b) for a, b in zip(before, now))
 
 
+def _attention_kernels() -> tuple[bool, ...]:
+    """The kernels that `sdpa_kernel` allows `scaled_dot_product_attention`: another saves other tensors."""
+    on = torch.backends.cuda
+    return (
+        on.flash_sdp_enabled(),
+        on.mem_efficient_sdp_enabled(),
+        on.math_sdp_enabled(),
+        on.cudnn_sdp_enabled(),
+    )
+
+
+def _set_attention_kernels(enabled: tuple[bool, ...]) -> None:
+    flash, efficient, math, cudnn = enabled
+    on = torch.backends.cuda
+    on.enable_flash_sdp(flash)
+    on.enable_mem_efficient_sdp(efficient)
+    on.enable_math_sdp(math)
+    on.enable_cudnn_sdp(cudnn)
+
+
 @dataclass(slots=True, eq=False)
 class _Buffer:
     """A buffer before forward, and a copy of its bytes where forward may change them."""
@@ -105,6 +125,7 @@ class Surroundings:
             for kind in dict.fromkeys((device.type, "cpu"))
         ]
         self._cached = torch.is_autocast_cache_enabled()
+        self._attention = _attention_kernels()
         self._random: Random | None = random_state(device)
         self._others: Others | None = others_state() if look or module in known.draws else None
 
@@ -169,6 +190,10 @@ class Surroundings:
         with ExitStack() as stack:
             for kind, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=self._cached))
+            attention = _attention_kernels()
+            if attention != self._attention:
+                _set_attention_kernels(self._attention)
+                stack.callback(_set_attention_kernels, attention)
             now: list[tuple[nn.Module, str, Any]] = [
                 (buffer.owner, buffer.name, buffer.owner._buffers.get(buffer.name))
                 for buffer in self._buffers

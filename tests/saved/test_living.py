@@ -384,3 +384,100 @@ def test_stats_after_the_measured_step_show_what_was_offloaded():
     assert kept.stats().regions["0"].peak > 0
     gradients(model, None, kept.step())
     assert kept.stats().homes["offload"].peak == 0  # it all fits in the window
+
+
+# --- a step that fails ---
+
+
+def failing(model, kept, how):
+    """A step that ends in mid-backward, or between forward and backward."""
+
+    def fail(grad):
+        raise KeyError("mid-backward")
+
+    losses = []
+
+    def step():
+        with kept.step():
+            losses.append(model(*batch(20)))
+            if how == "backward":
+                losses[0].backward()
+            fail(None)
+
+    hook = model.layers[1].experts.down.weight.register_hook(fail)
+    with pytest.raises(KeyError, match="mid-backward"):
+        step()
+    hook.remove()
+    return losses[0]
+
+
+def waiting(kept):
+    stats = kept.stats()
+    pages = 0 if stats.pool is None else stats.pool.device.in_use + stats.pool.host.in_use
+    return sum(home.bytes for home in stats.homes.values()) + pages
+
+
+@pytest.mark.parametrize("how", ["backward", "forward"])
+@pytest.mark.parametrize("measured", [True, False], ids=["measured", "planned"])
+@pytest.mark.parametrize("home", HOMES)
+def test_a_failed_step_gives_up_its_pages_at_once(home, measured, how):
+    """Autograd holds the failed graph until the thread's next backward, and here we hold it, too."""
+    model = Stack()
+    plain = run(model, *batch(20))
+    rule = ps.Rule(
+        "layers.*.experts", home, min_bytes=0, **({"prefetch_bytes": 0} if home == "offload" else {})
+    )
+    pool = ps.PoolConfig(page=256, headroom=1.0, on_overflow="raise")
+    kept = ps.Keeper(ps.Policy([rule], pool), backend="torch").attach(model)
+    if not measured:
+        assert same(run(model, *batch(20), kept), plain)
+    for _ in range(3):
+        loss = failing(model, kept, how)
+        assert waiting(kept) == 0
+        assert same(run(model, *batch(20), kept), plain)  # in a pool that has room for one step
+    if how == "backward" or home in ("stash", "offload"):
+        with pytest.raises(RuntimeError, match=r"ended by an exception|second time"):
+            loss.backward()
+    del loss
+    assert waiting(kept) == 0
+    assert same(run(model, *batch(20), kept), plain)
+
+
+def test_what_an_earlier_step_holds_outlives_a_failed_one():
+    model = Stack()
+    run(model, *batch(20))
+    plain = run(model, *batch(20))
+    kept = ps.Keeper(policy(device="1MiB"), backend="torch").attach(model)
+    model.zero_grad()
+    torch.manual_seed(1)
+    with kept.step():
+        early = model(*batch(20))
+    failing(model, kept, "forward")
+    model.zero_grad()
+    early.backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain[1]))
+    del early
+    assert waiting(kept) == 0
+
+
+def test_a_failed_step_gives_up_the_pages_that_a_layer_took_itself():
+    model = nn.Sequential(MoE(MoEConfig(width=16, expert_width=16, experts=4, top_k=2)))
+    pool = ps.PoolConfig(page=64, device="1MiB")
+    kept = ps.Keeper(ps.Policy([ps.Rule("0.**", "stash", min_bytes=0)], pool), backend="torch").attach(model)
+    x = torch.randn(8, 16, requires_grad=True)
+    losses = []
+
+    def fail():
+        with kept.step():
+            losses.append(model(x)[0].sum())
+            assert kept.pool.leases
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert waiting(kept) == 0
+    with pytest.raises(RuntimeError, match="ended by an exception"):
+        losses[0].backward()
+    with kept.step():
+        model(x)[0].sum().backward()
+    assert waiting(kept) == 0

@@ -28,6 +28,11 @@ class Lease:
 
     @property
     def pages(self) -> Pages:
+        if self.ticket.released:
+            raise RuntimeError(
+                "backward asks for pages that were given back: its step ended by an exception, or it ran before "
+                "without retain_graph; run forward again"
+            )
         return Pages(self.pool.memory, self.ticket.span, self.ticket.member, self.ticket.group.book)
 
     def restore(self) -> torch.Tensor:

@@ -61,6 +61,8 @@ class PagePool:
         self._id = next(_pool_ids)
         self._live = 0
         self._dying: deque[Ticket] = deque()
+        self.leases: set[Ticket] = set()
+        """Tickets of `reserve` that are not released."""
         self.reservations = 0
         """Groups that asked for pages so far, as the host counts them."""
         state = torch.zeros(len(Counter), dtype=torch.int64, device=self.device)
@@ -170,6 +172,7 @@ class PagePool:
         self._live += 1
         ticket = Ticket(TicketGroup(self._id, book, spans, account), 0, template.shape, dtype)
         self.room.enter([ticket], [-1], expendable=expendable)
+        self.leases.add(ticket)
         return ticket
 
     def write(self, ticket: Ticket, tensor: torch.Tensor) -> None:
@@ -242,10 +245,7 @@ class PagePool:
         for (group, members), _ in _by_group(check_tickets(self._id, tickets, "release"), tickets):
             spans = [group.spans[member] for member in members]
             release.release(self.memory, spans, members, group.book, group.account)
-        for ticket in tickets:
-            ticket.released = True
-        self._live -= len(tickets)
-        self.room.leave(tickets)
+        self._gone(tickets)
 
     def release_later(self, ticket: Ticket) -> None:
         """Release at the next call that launches anything; safe from any thread, as when a tensor dies."""
@@ -253,11 +253,26 @@ class PagePool:
 
     def flush(self) -> None:
         """Release what `release_later` was given, on the current stream."""
-        dead = []
-        while self._dying:
-            dead.append(self._dying.popleft())
+        dead = self._take_dying()
         if dead:
             self.release(dead)
+
+    def discard(self) -> None:
+        """Forget what `release_later` was given, in a capture that failed: nothing has happened on the device."""
+        self._gone(self._take_dying())
+
+    def _take_dying(self) -> list[Ticket]:
+        dead: dict[Ticket, None] = {}
+        while self._dying:
+            dead[self._dying.popleft()] = None
+        return [ticket for ticket in dead if not ticket.released]
+
+    def _gone(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            ticket.released = True
+        self.leases.difference_update(tickets)
+        self._live -= len(tickets)
+        self.room.leave(tickets)
 
     def reset(self) -> None:
         """Clear the overflow flag and count peaks from what is in use now; live tickets are untouched."""

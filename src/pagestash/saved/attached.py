@@ -120,6 +120,10 @@ class Attached:
 
     # --- what is attached ---
 
+    def own(self) -> set[str]:
+        """The names of modules that see to their tensors themselves."""
+        return {*self.own_stash, *(self._capture.names[module] for module in self._own_recompute)}
+
     def device(self) -> torch.device | None:
         """Where the models are now: one that is attached may be moved before its first step."""
         return _device_of(self.models[0]) if self.models else None

@@ -12,9 +12,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pagestash.policy import HomeName, Policy, Rule
 from pagestash.saved.compiled import hidden
 from pagestash.saved.homes import Home, Keep
-from pagestash.saved.identity import Entry, ViewRecipe, byte_range, is_sparse, plain_storage, row_range
+from pagestash.saved.identity import (
+    Entry,
+    ViewRecipe,
+    byte_range,
+    is_sparse,
+    plain_storage,
+    row_range,
+    transformed,
+)
+from pagestash.saved.lost import give_up
 from pagestash.saved.marks import Marks, Valid
-from pagestash.saved.packed import Handle, Kept, Untouched, changed_in_place, check_reader
+from pagestash.saved.packed import Handle, Kept, Look, Untouched, changed_in_place, check_reader
 from pagestash.saved.recompute import Recompute
 from pagestash.saved.region import Region, frames
 from pagestash.saved.run import Run, Slot
@@ -39,6 +48,9 @@ class Capture:
         recompute = homes.get("recompute")
         self._recompute = recompute if isinstance(recompute, Recompute) else Recompute()
         self._entries: dict[tuple[int, HomeName], list[Entry]] = {}
+        self._of_step: list[Entry] = []
+        self.look: Look | None = None
+        """Sees what becomes of every tensor, in the first steps."""
 
     @property
     def device_here(self) -> torch.device:
@@ -60,9 +72,12 @@ class Capture:
                 # which lies in one that is run again itself.
                 run = frame.run
                 run.note(tensor)
-        if region is None or owner is None:
+        if region is None or owner is None or transformed() is not None:
             return Untouched(tensor, tensor._version)
-        return owner.pack_in(region, tensor, caller=sys._getframe(1) if owner.marks.any else None)
+        packed = owner.pack_in(region, tensor, caller=sys._getframe(1) if owner.marks.any else None)
+        if owner.look is not None:
+            owner.look.saw(region, tensor, packed)
+        return packed
 
     def pack_in(
         self, region: Region, tensor: torch.Tensor, *, chained: bool = False, caller: FrameType | None = None
@@ -237,6 +252,7 @@ class Capture:
         )
         known.append(entry)
         region.entries.append(entry)
+        self._of_step.append(entry)
         return entry
 
     def _made(self, key: int, tensor: torch.Tensor, run: Run, number: int) -> Entry:
@@ -258,6 +274,7 @@ class Capture:
             region=run.name,
         )
         known.append(entry)
+        self._of_step.append(entry)
         entry.home.put([entry])
         return entry
 
@@ -307,9 +324,19 @@ class Capture:
             finally:
                 self.marks.paused = before
 
+    def give_up(self) -> None:
+        """The step ended by an exception: no backward of it will come to its end."""
+        give_up(self._of_step)
+        lost = set(self._of_step)
+        self._entries = {key: [e for e in all_ if e not in lost] for key, all_ in self._entries.items()}
+        self._recompute.give_up()
+        self._keep.give_up()
+
     def forget(self) -> None:
-        """Drop the identities of entries that nothing holds any more."""
+        """The step is over. Drop the identities of entries that nothing holds any more."""
         self._recompute.forget()
+        self._keep.forget_step()
+        self._of_step = []
         alive = {key: [e for e in entries if e.handles] for key, entries in self._entries.items()}
         self._entries = {key: entries for key, entries in alive.items() if entries}
 

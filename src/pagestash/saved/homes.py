@@ -77,6 +77,7 @@ class Keep:
     def __init__(self) -> None:
         self.tally = Tally()
         self._held: dict[int, Held] = {}
+        self._earlier: set[Held] = set()
 
     def hold(self, key: int, tensor: torch.Tensor, version: int | None, region: str) -> Held:
         """Count a holder of the tensor's storage; the holder keeps it alive itself, and says when it lets go.
@@ -95,9 +96,19 @@ class Keep:
         return held
 
     def forget(self, held: Held) -> None:
-        """Nobody holds the storage any more."""
-        del self._held[held.key]
-        self.tally.count(held.region, -held.size)
+        """Nobody holds the storage any more, or it counts no longer."""
+        if self._held.get(held.key) is held:
+            del self._held[held.key]
+            self.tally.count(held.region, -held.size)
+
+    def forget_step(self) -> None:
+        """A step is over. What is held from here on, until the next one begins, is of an earlier one."""
+        self._earlier = set(self._held.values())
+
+    def give_up(self) -> None:
+        """Count nothing any more of what is held since the last step: it ends when a failed graph does."""
+        for held in set(self._held.values()) - self._earlier:
+            self.forget(held)
 
     def holds(self, key: int, version: int) -> bool:
         """Whether a storage is kept as it was at `version`, whatever other homes decide.

@@ -189,6 +189,9 @@ def weight_keys(module: nn.Module) -> set[int]:
     return storage_keys(tensors)
 
 
+transformed = torch._C._functorch.peek_interpreter_stack
+"""The transform of `torch.func` (vmap, jvp) that we are in, or None: its tensors have no memory of their own."""
+
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 

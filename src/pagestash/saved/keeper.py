@@ -11,6 +11,7 @@ from torch import nn
 from pagestash.kernels.layout import Counter
 from pagestash.pages.pool import PagePool
 from pagestash.pages.slabs import HostSlabs
+from pagestash.pages.ticket import Ticket
 from pagestash.policy import HomeName, Policy, format_bytes
 from pagestash.saved.attached import Attached
 from pagestash.saved.capture import Capture
@@ -21,6 +22,7 @@ from pagestash.saved.offload import Offload
 from pagestash.saved.order import Event, Group, Key, Recorder
 from pagestash.saved.overflow import Agreement, grow, make_room, refuse_if_overflowed
 from pagestash.saved.pressure import Pressure, read_memory
+from pagestash.saved.quiet_rules import QuietRules, StepNeverOpened
 from pagestash.saved.recompute import Recompute
 from pagestash.saved.region import Region, enter, frames, leave, set_frames
 from pagestash.saved.stash import MeasuredStash, Stash
@@ -62,6 +64,8 @@ class Keeper:
         self._hooks: list[Any] = []
         self._watch = Watch(self._capture, self._recompute)
         self._attached = Attached(policy, self._capture, self._watch)
+        self._quiet: QuietRules | None = QuietRules(policy, self._capture)
+        self._watch.outside = StepNeverOpened()
         self._in_step = False
         self._ranks = Agreement()
         self._habits: dict[Any, Any] = {}
@@ -165,6 +169,8 @@ class Keeper:
             raise RuntimeError("the model is on the meta device: model.to_empty(device=...) before a step")
         self._in_step = True
         self._watch.start()
+        self._watch.outside = None
+        self._capture.look = self._quiet
         self._offload.start()
         if isinstance(self._stash, Stash):
             self._stash.measured.reset_peak()
@@ -176,10 +182,14 @@ class Keeper:
         enter(root)
         if self.pool is not None:
             self.pool.room.decides = check and self.policy.pool.on_overflow == "keep" and not capturing()
+        leases: set[Ticket] = set() if self.pool is None else set(self.pool.leases)
         try:
             try:
                 with torch.autograd.graph.saved_tensors_hooks(self._capture.pack, self._capture.unpack):
                     yield
+            except BaseException:
+                self._give_up(leases)
+                raise
             finally:
                 if self.pool is not None:
                     self.pool.room.decides = False
@@ -206,6 +216,23 @@ class Keeper:
                 make_room(self._stash.pool, self.policy.pool.headroom, self._stash.no_page)
             refuse_if_overflowed(self.pool, self._ranks, self.policy.pool)
         self._watch.refuse_compiled()
+        if self._quiet is not None and not self._quiet.step_over(
+            self._watch.openings, self._attached.own(), self._offload
+        ):
+            self._quiet = self._capture.look = None
+
+    def _give_up(self, earlier: set[Ticket]) -> None:
+        """An exception has ended the step: give back what it holds, but not the leases of `earlier` steps."""
+        self._capture.give_up()
+        pool = self.pool
+        if pool is None:
+            return
+        for ticket in pool.leases - earlier:
+            pool.release_later(ticket)
+        if capturing():  # what was reserved in it never happened on the device
+            if isinstance(self._offload, Offload):
+                self._offload.settle()
+            pool.discard()
 
     def _settle(self) -> None:
         # Offload first: it gives back pages, too.

@@ -86,6 +86,8 @@ class Offload:
         self._started = False
         self.refused = Tally()
         """Bytes that should have left, but found no room on the host, and stayed."""
+        self.moved: set[str] = set()
+        """Regions of which anything has left."""
         self._device = device
         self._backend = choose(device, backend)
         self._split = split
@@ -175,6 +177,7 @@ class Offload:
         for entry in group:
             if entry not in self._kept:
                 entry.origin = None
+                self.moved.add(entry.region)
         self._prefetch(("put", key))
         self._let_go(self._may_be_leaving(key))
 

@@ -1,13 +1,21 @@
 """What autograd holds in place of a saved tensor."""
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from pagestash.saved.compiled import hidden
 from pagestash.saved.homes import Held
 from pagestash.saved.identity import Entry, ViewRecipe
+from pagestash.saved.region import Region
 from pagestash.saved.rowwise import NODES
+
+
+class Look(Protocol):
+    """Somebody who is told what became of every tensor that is saved."""
+
+    def saw(self, region: Region, tensor: torch.Tensor, packed: Any) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

@@ -6,6 +6,7 @@ a later region saves it, the entry's home is this one, and its place is (run, nu
 
 from collections.abc import Sequence
 from threading import RLock
+from weakref import WeakSet
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -35,6 +36,8 @@ class Recompute:
         self.checks = Checks()
         self.lock = RLock()
         """Held while a region is run again: autograd has a thread for each device."""
+        self.making: WeakSet[Run] = WeakSet()
+        """Regions that were run again."""
         self._held: dict[tuple[str, int], list[int]] = {}
         self._outputs: dict[int, tuple[StorageWeakRef, int, Run, int]] = {}
 
@@ -86,6 +89,11 @@ class Recompute:
         """The step is over: outputs that are alive now belong to the caller."""
         self._outputs.clear()
         self.checks.step_over()
+
+    def give_up(self) -> None:
+        """The step ended by an exception: nobody will ask for what was made again."""
+        for run in list(self.making):
+            run.release_made()
 
     # --- counts ---
 

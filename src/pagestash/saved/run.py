@@ -286,7 +286,8 @@ class Run:
                 f"region {self.name!r} is under recompute, and takes gradients inside its own forward, which needs "
                 "what it has just dropped; give it another home"
             )
-        self._release_made()  # they are made again, too
+        self.release_made()  # they are made again, too
+        self._home.making.add(self)
         outputs: set[int] = set()
         if output is not None:  # it runs to its end then, where the others are, too
             outputs = {output} | {number for number, entry in self.outputs.items() if entry.waiting}
@@ -302,7 +303,8 @@ class Run:
         on_gpu = self._capture.device_here.type == "cuda"
         self._made_on = torch.cuda.current_stream() if on_gpu else None
 
-    def _release_made(self) -> None:
+    def release_made(self) -> None:
+        """Let go of what was made again; whoever asks for it has it made once more."""
         for made in (self._made, self._made_outputs):
             while made:
                 self._home.release(self.name, made.popitem()[1])

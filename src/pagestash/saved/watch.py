@@ -1,7 +1,7 @@
 """Hooks on the modules that a rule names: a region is open while one of them runs forward."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -12,10 +12,16 @@ from pagestash.saved.calls import begin, end, set_calls, under_way
 from pagestash.saved.capture import Capture
 from pagestash.saved.compiled import at_compile_time, compiling_around, hidden, hidden_here
 from pagestash.saved.hooks import Hook
-from pagestash.saved.identity import modules_in, storage_keys, weight_keys
+from pagestash.saved.identity import modules_in, storage_keys, transformed, weight_keys
 from pagestash.saved.recompute import Recompute
 from pagestash.saved.region import Region, enter, frames, leave, running_again
 from pagestash.saved.run import Run
+
+
+class Outside(Protocol):
+    """Somebody who hears of forwards outside of a step."""
+
+    def saw(self, output: Any) -> None: ...
 
 
 class Watch:
@@ -26,6 +32,8 @@ class Watch:
         self.aside = False
         """A forward that runs now is no part of the step."""
         self.openings: list[Opening] = []
+        self.outside: Outside | None = None
+        """Hears of what watched modules give outside of a step, before the first one."""
         self.capture = capture
         self.recompute = recompute
         self._hooks: list[Any] = []
@@ -91,6 +99,9 @@ class Opening(Hook):
         self.rule = rule
         self.ran = False
         """Whether a region was ever opened."""
+        self.no_grad = False
+        self.others = False
+        """Whether somebody else's saved-tensor hooks were inside the keeper's, when one was."""
         self.compiled = False
 
     @hidden_here
@@ -126,6 +137,8 @@ class Opening(Hook):
             and not running_again()
             and not watch.aside
             and torch.is_grad_enabled()
+            and transformed() is None
+            and torch._C._get_tracing_state() is None  # of torch.jit, which would record what we do
         )
 
     @hidden
@@ -133,9 +146,13 @@ class Opening(Hook):
         if not self._opens():
             if frames():
                 begin(self, None)
+            self.no_grad |= self.watch.in_step and not torch.is_grad_enabled()
             return
         watch, outer = self.watch, frames()[-1]
         self.ran = True
+        if watch.capture.look is not None:
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            self.others |= hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), Capture)
         run, weights = outer.run, None
         if self.rule.home != "recompute":
             run = None
@@ -171,6 +188,9 @@ class Closing(Hook):
 
     @hidden
     def close(self, output: Any) -> None:
+        watch = self.opening.watch
+        if watch.outside is not None and self.opening is watch.openings[0] and torch.is_grad_enabled():
+            watch.outside.saw(output)
         region = end(self.opening)
         left = () if region is None else leave(region)
         if region is None or not left:
@@ -178,7 +198,7 @@ class Closing(Hook):
         for each in left:
             each.capture.close(each)
         if isinstance(region.run, Run) and all(frame.run is not region.run for frame in frames()):
-            region.run.close(region.weights | self.opening.watch.capture.weights, output)
+            region.run.close(region.weights | watch.capture.weights, output)
 
 
 class NoteWeights(Hook):

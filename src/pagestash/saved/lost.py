@@ -1,0 +1,40 @@
+"""What a step that ended by an exception leaves behind: its tensors are given up at once.
+
+Autograd holds on to a failed graph until the thread runs its next backward. If the graph's tensors kept their pages
+and their host memory until then, the next step would find none.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from pagestash.policy import HomeName
+from pagestash.saved.identity import Entry
+
+
+class Lost:
+    """The home of tensors that were given up."""
+
+    name: HomeName = "keep"
+
+    def put(self, group: Sequence[Entry]) -> None:
+        """Nothing is given up before it was put."""
+
+    def get(self, entry: Entry) -> torch.Tensor:
+        raise RuntimeError(
+            f"backward asks for a tensor of region {entry.region!r} whose step ended by an exception, which gave "
+            "up all that the step had saved; run forward again"
+        )
+
+    def drop(self, entry: Entry) -> None:
+        """Its home has let go of it already."""
+
+
+def give_up(entries: Iterable[Entry]) -> None:
+    """Take the entries out of their homes; whoever asks for one is told."""
+    lost = Lost()
+    for entry in entries:
+        if entry.handles:
+            if entry.place is not None:
+                entry.home.drop(entry)
+            entry.home, entry.place, entry.origin = lost, lost, None

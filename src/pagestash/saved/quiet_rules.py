@@ -1,0 +1,170 @@
+"""Says, once and by name, when a rule moves nothing or a keeper's step is never opened, and why.
+
+A rule without effect is no error, and nothing shows it but memory that is as large as before. So the first steps
+are watched: of every tensor that is saved under a rule, what became of it. When two steps have saved anything, each
+rule that moved no byte is named in a warning of the `pagestash` logger, with the reason that kept the most bytes
+where they are. After that nothing is watched any more.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pagestash.policy import Policy, Rule, format_bytes
+from pagestash.saved.capture import Capture, Packed
+from pagestash.saved.identity import plain_storage
+from pagestash.saved.measured import MeasuredOffload
+from pagestash.saved.offload import Offload
+from pagestash.saved.packed import Handle, Kept
+from pagestash.saved.region import Region
+from pagestash.saved.run import Slot
+from pagestash.saved.trees import tensors_of
+from pagestash.saved.watch import Opening
+
+log = logging.getLogger("pagestash")
+
+STEPS = 2
+"""The first is measured, and moves what later ones may leave."""
+PASSES = 3
+"""Backward passes outside of any step, after which it is taken for forgotten."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What became of the tensors under one rule."""
+
+    moved: bool = False
+    saved: int = 0
+    """Bytes that were saved under it, weights aside."""
+    largest: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Why bytes stayed, and how many."""
+
+
+class QuietRules:
+    """Watches the first steps of a keeper; a capture's `look`, while there is anything to see."""
+
+    def __init__(self, policy: Policy, capture: Capture) -> None:
+        self._policy = policy
+        self._capture = capture
+        self._rules = {rule: _Seen() for rule in policy.rules if rule.home != "keep"}
+        self._steps = 0
+        self._saw = False
+
+    def saw(self, region: Region, tensor: torch.Tensor, packed: Packed) -> None:
+        """A tensor was saved in `region`, and `packed` stands for it."""
+        self._saw = True
+        owner = region.claimed(plain_storage(tensor)) or region
+        rule = self._policy.rule_for(owner.name)
+        if isinstance(packed, Handle) and packed.entry.home.name == "recompute":
+            maker = self._policy.rule_for(packed.entry.region)
+            if maker in self._rules:
+                self._rules[maker].moved = True  # what it made is not held
+        seen = self._rules.get(rule) if rule is not None else None
+        if seen is None or rule is None:
+            return
+        if isinstance(packed, (Slot, Handle)):
+            seen.moved = True
+        elif isinstance(packed, Kept):
+            seen.saved += tensor.nbytes
+            seen.largest = max(seen.largest, tensor.nbytes)
+            reason = self._why_kept(owner, rule, tensor, packed)
+            seen.reasons[reason] = seen.reasons.get(reason, 0) + tensor.nbytes
+
+    def _why_kept(self, owner: Region, rule: Rule, tensor: torch.Tensor, kept: Kept) -> str:
+        if tensor.device != self._capture.device:
+            return f"its tensors are on {tensor.device}, and the model on {self._capture.device}"
+        if tensor.nbytes < rule.least_bytes:
+            return _SMALL
+        if owner.rule is None:
+            return "its tensors have a known size, so that there is nothing to compact"
+        if kept.held.region != owner.name:
+            where = f"region {kept.held.region!r}" if kept.held.region else "what is outside all regions"
+            return f"{where} saves the same tensors, and keeps them; give that a rule, too"
+        if rule.home == "recompute":
+            return "it saves nothing but what it was given, which is held in any case"
+        return "its tensors have no plain memory of their own to move"
+
+    def step_over(self, openings: list[Opening], own: set[str], offload: Offload | MeasuredOffload) -> bool:
+        """A step is over; whether there is still something to see. `own`: names of what moves tensors by itself."""
+        if not self._saw:
+            return True  # an evaluation
+        self._steps, self._saw = self._steps + 1, False
+        if self._steps < STEPS:
+            return True
+        for rule, seen in self._rules.items():
+            mine = [opening for opening in openings if opening.rule is rule]
+            if any(self._policy.rule_for(name) is rule for name in own):
+                continue
+            why = self._window(rule, offload) if rule.home == "offload" and seen.moved else None
+            if why is None and not seen.moved:
+                why = _reason(rule, seen, mine)
+            if why is not None:
+                log.warning("rule %r (%s) moved nothing in %d steps: %s", rule.match, rule.home, STEPS, why)
+        return False
+
+    def _window(self, rule: Rule, offload: Offload | MeasuredOffload) -> str | None:
+        """Why nothing has left by the plan, though something could; None if something has."""
+        if not isinstance(offload, Offload) or any(self._policy.rule_for(n) is rule for n in offload.moved):
+            return None
+        if not rule.fraction:
+            return "its fraction is 0"
+        if offload.refused.peak:
+            return f"there is no host memory for it: [pool] host allows {format_bytes(offload.slabs.limit)}"
+        return (
+            "all that it saves is within the window of what backward asks for next, which stays on the device: it "
+            "pays for several layers, or with a smaller prefetch_bytes"
+        )
+
+
+_SMALL = "too small"
+
+
+def _reason(rule: Rule, seen: _Seen, openings: list[Opening]) -> str:
+    if seen.reasons:
+        reason = max(seen.reasons, key=lambda each: seen.reasons[each])
+        if reason is _SMALL:
+            reason = (
+                f"its largest saved tensor has {format_bytes(seen.largest)}, and min_bytes is "
+                f"{format_bytes(rule.least_bytes)}"
+            )
+        return reason
+    if any(opening.others for opening in openings):
+        return (
+            "gradient checkpointing (torch.utils.checkpoint, or other saved-tensor hooks) has what its regions "
+            "save; switch it off for them"
+        )
+    if any(opening.ran for opening in openings):
+        return "its regions ran, and saved nothing but weights"
+    if any(opening.no_grad for opening in openings):
+        return "its regions ran without gradients only (reentrant checkpointing does that)"
+    name = f" ({openings[0].name!r} for one)" if openings else ""
+    return f"none of its regions{name} ran in a step, in the thread that opened it"
+
+
+class StepNeverOpened:
+    """Counts backward passes of a watched model before its keeper's first step."""
+
+    def __init__(self) -> None:
+        self._passes = 0
+        self._last = -1
+
+    def saw(self, output: Any) -> None:
+        """A watched module gave `output`, outside of a step."""
+        for tensor in tensors_of(output):
+            if tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                tensor.register_hook(self._backward)
+                return
+
+    def _backward(self, gradient: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        self._passes += task != self._last
+        again, self._last = task == self._last, task
+        if self._passes == PASSES and not again:
+            log.warning(
+                "a keeper is attached, and %d backward passes ran outside of `with keeper.step():`, so its rules "
+                "do nothing; put forward and backward inside",
+                PASSES,
+            )

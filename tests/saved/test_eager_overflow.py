@@ -45,8 +45,7 @@ def test_what_finds_no_page_stays_and_the_pool_grows_when_the_step_is_over(backe
 
 
 def test_a_pool_grown_for_what_stayed_has_what_the_step_wanted():
-    *_, keeper = sized()
-    model = keeper._models[0]
+    model, keeper = sized()
     run(model, *batch(60), keeper)
     exact = sized(rows=60)[1].pool.device_pages
     assert keeper.pool.device_pages == exact

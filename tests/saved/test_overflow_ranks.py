@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import start_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -78,7 +78,7 @@ def _rank(rank: int, path: str) -> None:
 
 
 def test_weights_are_those_of_a_run_without_a_keeper(tmp_path):
-    mp.spawn(_rank, (str(tmp_path),), nprocs=2, join=True)
+    start_ranks(_rank, (str(tmp_path),), 2)
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")
         for how in ("ddp", "fsdp"):

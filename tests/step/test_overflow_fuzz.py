@@ -211,15 +211,20 @@ def play(seed):
     return found
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore")
-def test_every_way_ends_with_the_bits_of_no_keeper(seed):
-    play(seed)
-
-
-def test_the_seeds_above_are_short_of_pages():
-    found = [play(seed) for seed in range(6)]
-    assert all(sum(each[name] for each in found) for name in ("keep", "raise", "graphed"))
+def test_every_way_ends_with_the_bits_of_no_keeper():
+    found = [play(seed) for seed in (4, 10, 15, 19, 24, 30, 35, 42)]
+    # And every way was short of pages, in each of them.
+    assert all(all(each.values()) for each in found)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import start_ranks
 from torch import nn
 
 import pagestash as ps
@@ -515,7 +515,7 @@ def _fails_on_one_rank(rank: int, path: str) -> None:
 
 
 def test_a_rank_that_fails_votes_with_the_others(tmp_path):
-    mp.spawn(_fails_on_one_rank, (str(tmp_path),), nprocs=2, join=True)
+    start_ranks(_fails_on_one_rank, (str(tmp_path),), 2)
     for rank in range(2):
         large, small = torch.load(tmp_path / f"{rank}.pt")
         assert [large[0], small[0]] == [0, 1]

@@ -14,13 +14,16 @@ from pagestash.models.costs import layer_costs
 from pagestash.models.decoder import Decoder
 from pagestash.pipeline.plan import SPLIT_BACKWARD, schedule_name, stages_a_rank
 from pagestash.pipeline.stages import Partition, partition
-from pagestash.policy import Policy, format_bytes
+from pagestash.policy import Policy, Rule, format_bytes
 from pagestash.train import checkpoint
 from pagestash.train.config import TrainConfig, checked, merge
 from pagestash.train.data import Corpus, load_corpus
 from pagestash.train.folder import SETTINGS, RunError, read_settings, reason
 from pagestash.train.metrics import METRICS, recorded
 from pagestash.train.parallel import World
+
+COUNTED = Policy([Rule("norm", "keep")])
+"""For a run without a policy: moves nothing. Without any rule a keeper would not count bytes for the metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = Fals
     if config.capacity_factor:
         rows = config.tokens * decoder.top_k
         decoder = config_with_capacity(config, max(1, round(config.capacity_factor * rows)))
-    policy = Policy() if config.policy == "none" else Policy.load(config.policy)
+    policy = COUNTED if config.policy == "none" else Policy.load(config.policy)
     device = _device(config.device, world)
     _check_room(config, decoder, policy, device)
     skeleton = _skeleton(decoder, world, device)

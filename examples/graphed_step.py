@@ -19,8 +19,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        with ps.region(rows=count, capacity=x.shape[0]):
-            y = self.down(torch.relu(self.up(x)))
+        y = self.down(torch.relu(self.up(ps.rows(x, count))))
         valid = torch.arange(len(x), device=x.device) < count
         return torch.where(valid[:, None], x + y, 0.0)
 

@@ -23,9 +23,9 @@ class Experts(nn.Module):
         self.down = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        with ps.region(rows=count, capacity=x.shape[0]):
-            gate, value = self.up(x).chunk(2, dim=-1)
-            y = self.down(F.silu(gate) * value)
+        x = ps.rows(x, count)  # what is computed from it row by row has as many valid rows
+        gate, value = self.up(x).chunk(2, dim=-1)
+        y = self.down(F.silu(gate) * value)
         valid = torch.arange(len(x), device=x.device) < count
         return torch.where(valid[:, None], x + y, 0.0)
 

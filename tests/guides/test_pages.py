@@ -100,6 +100,21 @@ def test_offload_moves_bytes_to_the_host():
     assert f"prints `{printed[-1].strip()}`" in PAGES["docs/offload.md"].read_text()
 
 
+def test_rows():
+    weights = nn.ParameterDict({name: torch.randn(8, 8) for name in ("gate", "up")})
+    model = nn.ModuleDict({"experts": weights})
+    keeper = ps.Keeper(ps.Policy([ps.Rule("experts", "stash", min_bytes=0)])).attach(model)
+    names = {"ps": ps, "torch": torch, "F": nn.functional, **weights}
+    names |= {"permuted": torch.randn(32, 8), "count": torch.tensor(5)}
+    with keeper.step():
+        with ps.region("experts"):
+            run("docs/rows.md", names)
+        held = int(keeper.held()["stash"])
+        names["h"][:5].sum().backward()
+    assert held == 4 * 5 * 8 * 4  # of x, both products and the activation: the valid rows
+    assert weights["gate"].grad.abs().sum() > 0
+
+
 def test_profile(tmp_path):
     printed, names = run("docs/profile.md")
     assert names["verdict"].moved_bytes > 0

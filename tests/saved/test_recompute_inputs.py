@@ -428,3 +428,13 @@ def test_a_list_that_forward_appends_to_is_rebuilt_for_each_run():
     boxes = [[torch.ones(WIDTH)], [torch.ones(WIDTH)]]
     assert torch.equal(takes(append, boxes[0]), takes(append, boxes[1], home="keep"))
     assert len(boxes[0]) == 2
+
+
+def test_a_refused_groups_zeros_are_no_finding():
+    checks = values.Checks()
+    differs = torch.tensor(True)
+    assert checks._unexcused(differs)
+    checks.overflow = lambda: torch.zeros(())
+    assert checks._unexcused(differs)
+    checks.overflow = lambda: torch.ones(())
+    assert not checks._unexcused(differs)

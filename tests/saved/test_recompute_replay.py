@@ -194,3 +194,26 @@ def test_gradients_are_taken_inside_a_forward(home, create_graph):
     for _ in range(3):
         assert same(gradients(model, keeper=keeper), plain)
     assert all(each.bytes == 0 for each in keeper.stats().homes.values())
+
+
+# --- valid rows ---
+
+
+@pytest.mark.parametrize("home", ["keep", "stash", "offload"])
+def test_rows_that_are_not_valid_are_not_compared(home):
+    """An argument of which the valid rows alone are held comes back with others."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.inner = nn.Linear(WIDTH, WIDTH), mlp()
+
+        def forward(self, x):
+            y = ps.rows(self.up(x), torch.tensor(2))
+            return torch.where(torch.arange(4)[:, None] < 2, self.inner(y), 0.0)
+
+    model = nn.Sequential(Layer())
+    plain = gradients(model)
+    keeper = keeper_of(model, ("0.inner", "recompute"), ("0", home))
+    for _ in range(3):
+        assert same(gradients(model, keeper=keeper), plain)

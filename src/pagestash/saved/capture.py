@@ -93,7 +93,7 @@ class Capture:
         if isinstance(run, Run) and not self._is_weight(tensor, region):
             outer = run.home_of(tensor)
             if outer is None:
-                return run.drop(tensor, self._rows_of(owner, tensor))
+                return run.drop(tensor, self.rows_of(owner, tensor))
             region, owner, chained = outer, outer.claimed(key) or outer, True
         version = tensor._version
         if key is None or key in self.weights or key in region.weights:
@@ -158,7 +158,7 @@ class Capture:
         entry.handles += 1
         entry.waiting += 1
         mark = None
-        if maker is not None and maker[0].checked is not When.NEVER and self._rows_of(region, tensor) is None:
+        if maker is not None and maker[0].checked is not When.NEVER and self.rows_of(region, tensor) is None:
             mark = mark_of(tensor)
         handle = Handle(entry, recipe, dense, mark)
         if valid is not None and not valid.sure:
@@ -169,7 +169,7 @@ class Capture:
             )
         return handle
 
-    def _rows_of(self, region: Region, tensor: torch.Tensor) -> torch.Tensor | None:
+    def rows_of(self, region: Region, tensor: torch.Tensor) -> torch.Tensor | None:
         """The count of the tensor's valid rows, where others may be garbage."""
         found = self.marks.find(tensor) if region.rows is None and self.marks.any else None
         return region.rows if found is None else found[0].rows

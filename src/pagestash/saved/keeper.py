@@ -56,6 +56,7 @@ class Keeper:
         self._keep = Keep()
         self._recorder = Recorder()
         self._recompute = Recompute()
+        self._recompute.checks.overflow = lambda: self.overflow
         self._stash: Stash | MeasuredStash
         self._offload: Offload | MeasuredOffload
         self._homes: dict[HomeName, Home] = {"keep": self._keep, "recompute": self._recompute}

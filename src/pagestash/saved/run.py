@@ -235,7 +235,8 @@ class Run:
                 remade = True
                 self.weight += entry.place[0].weight
             mark = None
-            if self.checked is not When.NEVER and region.rows is None and plain_storage(leaf) is not None:
+            whole = plain_storage(leaf) is not None and self._capture.rows_of(region, leaf) is None
+            if self.checked is not When.NEVER and whole:
                 # Of what is held, every bit.
                 mark = mark_of(leaf) if remade else checksum(leaf)
             held = known[id(leaf)] = _Held(packed, leaf.requires_grad, mark)

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._backward import stage_backward_input
 
 from benchmarks.harness import Claim, write
-from pagestash import Keeper, Policy
+from pagestash import Keeper, Policy, Rule
 from pagestash.pipeline import SCHEDULES, Action, Observation, Plan, plans
 
 WIDTH, ROWS, LAYERS = 64, 8, 3
@@ -77,7 +77,7 @@ def work(rank: int, world: int, folder: str, microbatches: dict[str, int]) -> No
         stages: Any = [PipelineStage(Stage(n), n, total, torch.device("cpu")) for n in numbers]
         kind = getattr(torch_schedules, f"Schedule{name}")
         schedule = kind(stages[0] if len(stages) == 1 else stages, count, loss_fn=loss_of)
-        keeper = Keeper(Policy())
+        keeper = Keeper(Policy([Rule("*", "keep")]))
         for stage in stages:
             keeper.attach(stage.submod)
         keeper.follow(schedule)
@@ -99,7 +99,7 @@ def work(rank: int, world: int, folder: str, microbatches: dict[str, int]) -> No
 
 def sizes(number: int, last: bool) -> tuple[int, int]:
     """Bytes that a microbatch of a stage holds after its forward, and after half of its backward."""
-    model, keeper = Stage(number), Keeper(Policy())
+    model, keeper = Stage(number), Keeper(Policy([Rule("*", "keep")]))
     keeper.attach(model)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with keeper.step(check=False):

@@ -203,7 +203,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     ranks: Annotated[int, typer.Option(help="Processes that share the experts, 1 to 4.")] = 2,
 ) -> None:
-    """Train the tiny preset with and without the stash: equal losses, and a table of bytes by home."""
+    """Train the tiny preset with and without a policy: equal losses, and a table of bytes by home."""
     from pagestash.demo import main
 
     for name, value, least, most in (

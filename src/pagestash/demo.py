@@ -1,7 +1,7 @@
-"""`pagestash demo`: the tiny preset on ranks that share its experts, with and without the stash policy.
+"""`pagestash demo`: the tiny preset on ranks that share its experts, with and without a policy.
 
-No rank knows how many rows will arrive, so its buffers have room for all that can. Without the stash whole
-buffers wait for backward, with it the rows that did arrive.
+No rank knows how many rows will arrive, so its buffers have room for all that can. Without a policy whole buffers
+wait for backward. The policy stashes the rows that did arrive, and recomputes the rest of each layer.
 """
 
 import os
@@ -17,7 +17,7 @@ from rich.table import Table
 from pagestash.policy import format_bytes
 from pagestash.train.metrics import read_metrics
 
-STASH = """\
+POLICY = """\
 [pool]
 page = "16KiB"
 
@@ -25,17 +25,23 @@ page = "16KiB"
 match = "layers.*.moe.experts"
 home = "stash"
 min_bytes = 4096
+
+[[rule]]
+match = "layers.*"
+home = "recompute"
 """
+WAITS = ("keep", "stash")
+"""The homes in which bytes wait when the most do; what is recomputed waits for its own layer's backward alone."""
 SEQUENCES = 4
 """A step, on all ranks."""
 
 
 def runs(steps: int, seed: int, ranks: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Train twice, in `folder`; the metrics of every step, by the run's name."""
-    policy = folder / "stash.toml"
-    policy.write_text(STASH)
+    policy = folder / "policy.toml"
+    policy.write_text(POLICY)
     metrics = {}
-    for name, chosen in {"no stash": "none", "stash": str(policy)}.items():
+    for name, chosen in {"no policy": "none", "policy": str(policy)}.items():
         words = [
             "--preset",
             "tiny",
@@ -76,27 +82,27 @@ def main(steps: int, seed: int, ranks: int) -> bool:
     """Run both, show the table; False if a loss differs in a single bit."""
     console = Console()
     where = f"{ranks} CPU ranks that share its experts" if ranks > 1 else "the CPU"
-    console.print(f"The tiny preset on {where}: {steps} steps without the stash, and {steps} with it.")
+    console.print(f"The tiny preset on {where}: {steps} steps without a policy, and {steps} with one.")
     with TemporaryDirectory() as folder:
         metrics = runs(steps, seed, ranks, Path(folder))
     table = Table(title="bytes that wait for backward on a rank, by home, at the most")
-    for heading in ("", "keep", "stash", "together", "first loss", "last loss", "tokens/s"):
+    for heading in ("", *WAITS, "together", "first loss", "last loss", "tokens/s"):
         table.add_column(heading, justify="right" if heading else "left")
     together = []
     for name, lines in metrics.items():
-        keep, stash = (max(line["saved_bytes"][home] for line in lines) for home in ("keep", "stash"))
+        sizes = [max(line["saved_bytes"][home] for line in lines) for home in WAITS]
         rate = sum(line["tokens"] for line in lines) / sum(line["seconds"] for line in lines)
-        together.append(keep + stash)
+        together.append(sum(sizes))
         table.add_row(
             name,
-            *(format_bytes(size) for size in (keep, stash, keep + stash)),
+            *(format_bytes(size) for size in (*sizes, sum(sizes))),
             f"{lines[0]['loss']:.6f}",
             f"{lines[-1]['loss']:.6f}",
             f"{rate:,.0f}",
         )
     console.print(table)
-    plain, stashed = ([line["loss"] for line in lines] for lines in metrics.values())
-    equal = plain == stashed and len(plain) == steps
+    plain, planned = ([line["loss"] for line in lines] for lines in metrics.values())
+    equal = plain == planned and len(plain) == steps
     console.print(
         f"Losses of all {steps} steps are equal to the last bit: {'yes' if equal else 'NO'}. "
         f"Bytes that wait for backward: {together[1] / together[0]:.2f} of before.",

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from pagestash.models.decoder import Decoder
 from pagestash.models.stage import DecoderStage
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.dispatch import Dispatch
-from pagestash.policy import Rule
 from pagestash.saved.keeper import Keeper
 from pagestash.step.graphed import GraphedStep
 from pagestash.train import checkpoint
@@ -92,9 +91,7 @@ class _Run:
         if plan.start is not None:
             self.state.load(plan.start)
             self.done = int(checkpoint.read_state(plan.start)["step"])
-        # A keeper without rules looks at nothing, and every run reports what waits for backward.
-        policy = plan.policy if plan.policy.rules else replace(plan.policy, rules=[Rule("embed", "keep")])
-        self.keeper = Keeper(policy, backend=backend)
+        self.keeper = Keeper(plan.policy, backend=backend)
         # A rule may name layers of another rank; that it names some was checked with the plan.
         elsewhere = [name for name, _ in Decoder(plan.decoder, device="meta").named_modules()]
         for model in self.models:

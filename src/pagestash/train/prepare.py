@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from pagestash.train.folder import SETTINGS, RunError, read_settings, reason
 from pagestash.train.metrics import METRICS, recorded
 from pagestash.train.parallel import World
 
-COUNTED = Policy([Rule("norm", "keep")])
-"""For a run without a policy: moves nothing. Without any rule a keeper would not count bytes for the metrics."""
+COUNT_ONLY = (Rule("*", "keep"),)
+"""For a run without rules, whose keeper would count no bytes for the metrics. It covers all modules, so that weights
+which FSDP2 gathers are not taken for activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,9 @@ def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = Fals
     if config.capacity_factor:
         rows = config.tokens * decoder.top_k
         decoder = config_with_capacity(config, max(1, round(config.capacity_factor * rows)))
-    policy = COUNTED if config.policy == "none" else Policy.load(config.policy)
+    policy = Policy() if config.policy == "none" else Policy.load(config.policy)
+    if not policy.rules:
+        policy = replace(policy, rules=COUNT_ONLY)
     device = _device(config.device, world)
     _check_room(config, decoder, policy, device)
     skeleton = _skeleton(decoder, world, device)

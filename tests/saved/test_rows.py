@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from rows_fuzz import outcome
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -442,3 +443,10 @@ def test_rows_outside_a_step_changes_nothing_and_checks_its_arguments():
             ps.rows(x, wrong)
     with pytest.raises(ValueError, match="no rows"):
         ps.rows(torch.tensor(1.0), torch.tensor(1))
+
+
+@pytest.mark.parametrize("home", ["stash", "offload"])
+@pytest.mark.filterwarnings("ignore:ps.region")
+def test_random_graphs_give_the_same_gradients_or_are_refused(home):
+    found = {seed: outcome(seed, home) for seed in range(24)}
+    assert set(found.values()) == {"equal", "refused"}, found

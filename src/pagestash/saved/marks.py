@@ -222,9 +222,8 @@ class Marks:
         found = self.find(tensor)
         if found is not None and caller is not None:
             mark, dim = found
-            if in_function:
-                self.ignores_the_rest(tensor)
             if in_function and mark.saved_by is caller:
+                self.ignores_the_rest(tensor)
                 return Valid(mark.rows, mark.capacity, mark.start, mark.last, dim, sure=True)
             # A function of Python may do anything in its backward.
             if not in_function and self.watched:

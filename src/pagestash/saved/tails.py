@@ -40,7 +40,7 @@ def watch_gradient(result: torch.Tensor, dim: int, count: int, last: int, *, sum
         f"rows past the valid ones were read: {node.name()} saved {saved} without rows {count} to {last - 1}, "
         "which are not valid, and a gradient that is not zero reaches them: the result would be wrong. Mark with "
         "ps.rows(x, n) only buffers whose other rows nothing reads: cut them off, or mask them, before anything "
-        "sums over rows"
+        "sums over rows. (If it is garbage that a custom autograd function left there, let that zero it)"
     )
 
     def look(gradients: tuple[torch.Tensor | None, ...]) -> None:

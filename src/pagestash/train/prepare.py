@@ -23,8 +23,8 @@ from pagestash.train.metrics import METRICS, recorded
 from pagestash.train.parallel import World
 
 COUNT_ONLY = (Rule("*", "keep"),)
-"""For a run without rules, whose keeper would count no bytes for the metrics. It covers all modules, so that weights
-which FSDP2 gathers are not taken for activations."""
+"""For a run without rules, whose keeper would count no bytes for the metrics. It covers all modules: weights that
+FSDP2 gathers are then not taken for activations."""
 
 
 @dataclass(frozen=True, slots=True)

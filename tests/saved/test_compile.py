@@ -8,6 +8,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import pagestash as ps
+from pagestash.moe import MoE, MoEConfig
 
 BACKENDS = ["eager", "aot_eager"]
 HOMES = ["keep", "stash", "offload", "recompute"]
@@ -98,11 +99,10 @@ def test_a_compiled_layer_beside_one_with_a_rule(backend, home):
     assert kept.stats().regions["layers.0"].peak > 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("match", ["layers.1", "layers.*", "layers.**"])
-def test_a_rule_that_names_the_compiled_module_itself_holds(backend, home, match):
-    model = Model()
+def test_a_rule_that_names_the_compiled_module_itself_holds(home, match):
+    model, backend = Model(), "aot_eager"
     model.layers[1] = torch.compile(model.layers[1], backend=backend, fullgraph=True)
     plain = gradients(model, model)
     expected = breaks()
@@ -245,3 +245,67 @@ def test_a_profile_of_a_compiled_model_runs():
     compiled = torch.compile(model, backend="aot_eager")
     result = ps.profile(compiled, (torch.randn(4, 8),), loss=lambda out: out)
     assert result.tensors
+
+
+class MoENet(nn.Module):
+    """Layers of our own, whose kernels no compiler looks into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MoEBlock() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+class MoEBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.moe = MoE(MoEConfig(width=8, expert_width=8, experts=4, top_k=2))
+
+    def forward(self, x):
+        return x + self.moe(self.norm(x))[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", ["model", "layer", "norm", "experts"])
+@pytest.mark.parametrize(
+    ("match", "home"),
+    [
+        ("layers.*.moe.experts", "stash"),
+        ("layers.*.moe", "recompute"),
+        ("layers.*", "stash"),
+        ("layers.*", "offload"),
+        ("layers.*", "recompute"),
+    ],
+)
+def test_moe_layers_and_what_is_compiled_of_them(what, match, home):
+    """Either the gradients are right and nothing breaks more often, or the rule is refused by name."""
+    model = run = MoENet()
+    if what == "model":
+        run = torch.compile(model, backend="aot_eager")
+    elif what == "layer":
+        model.layers[0] = torch.compile(model.layers[0], backend="aot_eager")
+    elif what == "norm":
+        model.layers[0].norm = torch.compile(model.layers[0].norm, backend="aot_eager")
+    else:
+        model.layers[0].moe.experts = torch.compile(model.layers[0].moe.experts, backend="aot_eager")
+    plain = gradients(model, run)
+    expected = breaks()
+    torch._dynamo.reset()
+    counters.clear()
+    if what == "layer" and ".moe" in match:
+        with pytest.raises(ValueError, match=r"which is inside 'layers\.0'"):
+            keeper(match, home).attach(model)
+        return
+    kept = keeper(match, home).attach(model)
+    if what == "model" and home == "recompute":
+        with pytest.raises(RuntimeError, match=r"runs inside torch\.compile"):
+            gradients(model, run, kept)
+        return
+    assert same(gradients(model, run, kept), plain)
+    if home != "recompute":  # which runs it a second time, and with other guards
+        assert breaks()[0] == expected[0]

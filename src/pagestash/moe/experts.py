@@ -15,6 +15,7 @@ from pagestash.moe.config import MoEConfig
 from pagestash.moe.dispatch import Dispatch, Received
 from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct, Placed
 from pagestash.pages.pool import PagePool
+from pagestash.saved.compiled import run_as_it_is
 from pagestash.saved.early_free import early_free
 from pagestash.saved.once import once
 from pagestash.saved.region import claim, in_recompute, named, note_weights, region, running_again
@@ -54,6 +55,7 @@ class Experts(Placed):
         self.over_capacity: torch.Tensor
         self.register_buffer("over_capacity", torch.zeros((), device=device), persistent=False)
 
+    @run_as_it_is
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         over = None if self.config.drop else self.over_capacity
         fc1, act, fc2 = self._parts
@@ -161,6 +163,7 @@ class SharedExperts(Placed):
         nn.init.normal_(self.up, std=config.width**-0.5)
         nn.init.normal_(self.down, std=inner**-0.5)
 
+    @run_as_it_is
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         options = BlockOptions(
             activation=self.config.activation,

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from pagestash.kernels.route import multihot
 from pagestash.kernels.topk import topk
 from pagestash.moe.config import MoEConfig
+from pagestash.saved.compiled import run_as_it_is
 from pagestash.saved.once import once
 
 
@@ -37,6 +38,7 @@ class Router(nn.Module):
         self.register_buffer("load", load, persistent=False)
         nn.init.normal_(self.weight, std=config.width**-0.5)
 
+    @run_as_it_is
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits: torch.Tensor | None = None
 

@@ -30,6 +30,12 @@ def hidden_here(function: Function) -> Function:
     return function
 
 
+def run_as_it_is(function: Function) -> Function:
+    """Where dynamo meets `function`, its graph ends, and begins anew behind it: nothing inside can be compiled."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return hidden(function)
+
+
 def _skip(function: Callable[..., Any], inside: Any) -> None:
     strategy = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, inside)
     _frames.set_code_exec_strategy(function.__code__, strategy)

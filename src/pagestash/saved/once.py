@@ -3,11 +3,15 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
+from pagestash.saved.compiled import hidden
 from pagestash.saved.region import frames
 
 T = TypeVar("T")
 
 
+@hidden
 def once(fn: Callable[[], T]) -> T:
     """Run `fn` where forward runs first; where a region under `recompute` is run again, give its result back.
 
@@ -21,7 +25,9 @@ def once(fn: Callable[[], T]) -> T:
 
     Outside a region under recompute this is `fn()`.
     """
-    for frame in reversed(frames()):
+    # (What is compiled is run again as the same graph, which decides the same.)
+    current = () if torch.compiler.is_compiling() else frames()
+    for frame in reversed(current):
         if frame.run is not None:
             return frame.run.decide(fn)
     return fn()

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import Policy, Rule
 from pagestash.saved import rowwise
+from pagestash.saved.compiled import hidden
 from pagestash.saved.identity import Entry, storage_keys
 from pagestash.saved.marks import Marks, OldForm
 
@@ -141,6 +142,7 @@ def no_module(rule: Rule, name: str) -> str:
     )
 
 
+@hidden
 def claim(
     module: nn.Module | None, tensor: torch.Tensor, *, rows: torch.Tensor | None = None, capacity: int = 0
 ) -> None:
@@ -150,6 +152,8 @@ def claim(
     With `rows` only that many of the tensor's `capacity` rows are valid, whoever it belongs to: where a node saves
     tensors of several kinds, a region with `rows` would take any that happens to have as many rows for one of them.
     """
+    if torch.compiler.is_compiling():
+        return
     current = _frames.get()
     if not current:
         return
@@ -176,38 +180,53 @@ def claim(
     inner.claim(tensor, owner)
 
 
+@hidden
 def running_again() -> bool:
     """Whether a region is run again: what a module puts away by itself then, nobody would ever ask for."""
+    if torch.compiler.is_compiling():
+        return False
     current = _frames.get()
     return bool(current) and current[-1].run is not None and current[-1].run.again
 
 
+@hidden
 def in_recompute() -> bool:
     """Whether we are inside a region under recompute, in its first forward or a later one."""
+    if torch.compiler.is_compiling():
+        return False
     return any(frame.run is not None for frame in _frames.get())
 
 
+@hidden
 def named(module: nn.Module) -> bool:
     """Whether a rule names `module`, in the step that we are in."""
+    if torch.compiler.is_compiling():
+        return False
     current = _frames.get()
     return bool(current) and module in current[-1].capture.names
 
 
+@hidden
 def note_weights(*tensors: torch.Tensor | None) -> None:
     """These are weights, which stay where they are, in the region that we are in.
 
     For an operation whose parameters are those of other modules: the region's own are known without it.
     """
+    if torch.compiler.is_compiling():
+        return
     current = _frames.get()
     if current:
         current[-1].weights |= storage_keys(tensors)
 
 
+@hidden
 def stay(tensor: torch.Tensor | None) -> None:
     """What is saved of `tensor` in the region we are in is kept, where a rule would stash it.
 
     For a tensor whose size is known: in pages it would take as much memory, and two copies.
     """
+    if torch.compiler.is_compiling():
+        return
     current = _frames.get()
     if not current or tensor is None:
         return
@@ -218,6 +237,7 @@ def stay(tensor: torch.Tensor | None) -> None:
 
 
 @contextmanager
+@hidden
 def region(
     name: str = "", *, rows: torch.Tensor | None = None, capacity: int | None = None
 ) -> Iterator[None]:
@@ -236,7 +256,8 @@ def region(
         raise ValueError(f"rows={rows}, capacity={capacity}: give both or neither")
     if isinstance(rows, int):
         raise ValueError(f"rows={rows}: expected an integer tensor on the device, of one element")
-    current = _frames.get()
+    # (A compiler makes one graph of what is inside and what is not.)
+    current = () if torch.compiler.is_compiling() else _frames.get()
     if not current:
         yield
         return

@@ -128,6 +128,7 @@ class Opening(Hook):
             "the compiled module in the rule"
         )
 
+    @hidden
     def _opens(self) -> bool:
         watch = self.watch
         # No frames: another thread, such as autograd's when it runs a checkpointed forward again.

@@ -107,6 +107,46 @@ def assert_identical(got, wanted):
         assert a.tobytes() == b.tobytes(), differing
 
 
+def summed(layers, terms_a_layer, rows):
+    """Terms of the longest chain of sums from an input to a gradient.
+
+    Every layer adds up `terms_a_layer` of them forward and backward, and a weight's gradient adds up its rows.
+    """
+    return 2 * layers * terms_a_layer + rows
+
+
+# The four matmuls of a layer and the sum over copies; seven layers are the most a test has.
+TERMS = summed(layers=7, terms_a_layer=2 * WIDTH + 2 * INNER + COPIES, rows=CAPACITY)
+
+
+def assert_close(got, wanted, terms=TERMS, *, worst_case=False):
+    """Equal up to the order of sums, which XLA chooses anew for every program; integers are equal.
+
+    Adding n float32 terms rounds n times, each by half an eps at most and up as often as down, so two orders differ
+    by about sqrt(n)·eps; four times that is allowed, 2.4e-5 of the largest entry. n counts all terms of the chain.
+    The largest entry is one layer's where weights are stacked, (layers, …, …), else the whole leaf's. A lost row is
+    a hundred times as much (`test_the_tolerance_sees_one_lost_row`). The worst case, where no rounding cancels
+    another, is n·eps.
+    """
+    allowed = terms if worst_case else 4 * terms**0.5
+    got, wanted = jax.tree.leaves_with_path(got), jax.tree.leaves_with_path(wanted)
+    assert len(got) == len(wanted)
+    for (path, a), (_, b) in zip(got, wanted):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
+        if not jnp.issubdtype(b.dtype, jnp.floating):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
+            continue
+        eps = float(jnp.finfo(b.dtype).eps)
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        axes = tuple(range(1 if b.ndim > 2 else 0, b.ndim))
+        size = np.abs(b).max(axis=axes, keepdims=True)
+        off = np.abs(a - b)  # a NaN is not within any tolerance
+        share = (
+            f"{jax.tree_util.keystr(path)}: off by {np.max(off / np.maximum(size, 1e-30)):.1e} of the largest"
+        )
+        assert (off <= allowed * eps * size).all(), f"{share}, more than {allowed:.0f} eps"
+
+
 def assert_all_nan(tree):
     for path, leaf in jax.tree.leaves_with_path(tree):
         assert bool(jnp.isnan(leaf).all()), jax.tree_util.keystr(path)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from ragged_model import assert_all_nan, assert_identical, plain_scan
+from ragged_model import assert_all_nan, assert_close, plain_scan, summed
 
 from pagestash.jax import StashPolicy, stash_scan
 from pagestash.jax.moe import (
@@ -27,6 +27,12 @@ CONFIG = RingConfig(width=32, expert_width=48, experts=16, top_k=4, shards=4)
 TOKENS, LAYERS = 128, 5
 EXPECTED = TOKENS * CONFIG.top_k // CONFIG.shards
 NAMES = (*STASHED, X_SORTED)
+# Matmuls of a layer, the router's and the experts', and the sum over a token's choices; one shard may get all rows.
+TERMS = summed(
+    layers=LAYERS,
+    terms_a_layer=CONFIG.width + 2 * CONFIG.width + 2 * CONFIG.expert_width + CONFIG.top_k,
+    rows=TOKENS * CONFIG.top_k,
+)
 SPECS = ExpertWeights(jax.P(), *(jax.P(None, "expert"),) * 3)
 
 
@@ -104,6 +110,11 @@ def policy(factor, on_overflow="recompute"):
 plain = partial(plain_scan, names=NAMES)
 
 
+def _without_report(step):
+    (value, _), grads = step
+    return value, grads
+
+
 @pytest.mark.parametrize("factor", [1.25, 0.5, 0.0])
 def test_layers_that_map_themselves(mesh, factor):
     stash = lambda f, x, p: stash_scan(f, x, p, policy=policy(factor), mesh=mesh)  # noqa: E731
@@ -112,7 +123,7 @@ def test_layers_that_map_themselves(mesh, factor):
     for routing in ("balanced", "one hot", "disagree"):
         weights = weights_for(routing)
         (value, report), grads = stashed(weights, X)
-        assert_identical((value, grads), (wanted(weights, X)[0][0], wanted(weights, X)[1]))
+        assert_close((value, grads), _without_report(wanted(weights, X)), TERMS)
         recomputed[routing] = int(report.layers_recomputed)
         assert int(report.rows_used) <= int(report.rows_capacity)
     if factor == 1.25:
@@ -130,7 +141,7 @@ def test_scans_inside_a_shard_map(mesh, factor, check_vma):
     for routing in ("balanced", "disagree"):
         weights = weights_for(routing)
         (value, report), grads = stashed(weights, X)
-        assert_identical((value, grads), (wanted(weights, X)[0][0], wanted(weights, X)[1]))
+        assert_close((value, grads), _without_report(wanted(weights, X)), TERMS)
         assert bool(report.overflowed) == (factor == 0.5 or routing == "disagree")
 
 
@@ -175,10 +186,8 @@ def test_expert_sharding_gives_what_one_device_gives(mesh, routing):
 
     value, grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(weights, X)
     stash = lambda f, x, p: stash_scan(f, x, p, policy=policy(1.25), mesh=mesh)  # noqa: E731
-    (sharded, _), sharded_grads = layer_maps(mesh, stash)(weights, X)
-    np.testing.assert_allclose(sharded, value, rtol=2e-5)
-    for ours, theirs in zip(jax.tree.leaves(sharded_grads), jax.tree.leaves(grads)):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * float(jnp.abs(theirs).max()))
+    # Another algorithm, not only another program: its errors need not cancel.
+    assert_close(_without_report(layer_maps(mesh, stash)(weights, X)), (value, grads), TERMS, worst_case=True)
 
 
 def test_one_shard_alone_computes_its_part(mesh):
@@ -229,4 +238,4 @@ def test_two_mesh_axes_with_rows_over_both():
     weights = weights_for("balanced")
     chosen = policy(0.8)
     got = step(lambda f, x, p: stash_scan(f, x, p, policy=chosen, mesh=mesh))(weights, X)
-    assert_identical(got, step(plain)(weights, X))
+    assert_close(got, step(plain)(weights, X), TERMS)

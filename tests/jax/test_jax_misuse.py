@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from ragged_model import CAPACITY, NAMES, layer, make, split
+from ragged_model import CAPACITY, NAMES, assert_close, layer, make, split
 
 from pagestash.jax import Rows, StashPolicy, stash_scan
 
@@ -40,6 +41,79 @@ def test_a_tag_without_rows_is_named():
 
     with pytest.raises(ValueError, match=r"tag 'total'.*has shape \(\), which has no leading axis"):
         scan(scalar, *make([3, 4]), names=("total",))
+
+
+def repeated(how):
+    """A layer that tags inside of a loop over experts, or inside of a `vmap` over them."""
+
+    def layer(w, x):
+        valid = (jnp.arange(16) < 2)[:, None]
+
+        def expert(w):
+            return jnp.where(valid, jnp.sin(checkpoint_name(x @ w, "h")), 0)
+
+        several = {
+            "a loop": lambda: lax.scan(lambda total, w: (total + expert(w), None), jnp.zeros_like(x), w)[0],
+            "a loop in jit": lambda: jax.jit(lambda: lax.map(expert, w).sum(0))(),
+            "a vmap": lambda: jax.vmap(expert)(w).sum(0),
+            "a vmap of jit": lambda: jax.vmap(jax.jit(expert))(w).sum(0),
+            "a vmap in jit": lambda: jax.jit(jax.vmap(expert))(w).sum(0),
+            "a vmap of checkpoint": lambda: jax.vmap(jax.checkpoint(expert))(w).sum(0),
+        }
+        return x + several[how](), Rows.prefix(2)
+
+    return layer
+
+
+@pytest.mark.parametrize(
+    "how", ["a loop", "a loop in jit", "a vmap", "a vmap of jit", "a vmap in jit", "a vmap of checkpoint"]
+)
+def test_a_tag_inside_a_loop_or_a_vmap_is_refused(how):
+    """Its leading axis would be the loop's, taken for rows; experts past the count came back as zeros."""
+    w, x = jnp.ones((2, 4, 3, 3)), jnp.ones((16, 3))
+    where = " ".join(how.split()[:2])
+    with pytest.raises(
+        ValueError, match=rf"tag 'h'.*stands inside {where}:.*Tag the value outside of it.*keep"
+    ):
+        scan(repeated(how), w, x, names=("h",))
+
+
+def test_a_kept_tag_may_stand_inside_a_loop():
+    def both(params, x):
+        x, aux = layer(params, x)
+        looped = lax.map(lambda k: jnp.sin(checkpoint_name(k * x, "looped")), jnp.arange(2.0)).sum(0)
+        return x + looped, aux
+
+    params, x = make([3, 4])
+    floats, integers = split(params)
+
+    def grad(names, **policy):
+        total = lambda f: jnp.sum(scan(both, {**f, **integers}, x, names=names, **policy)[0])  # noqa: E731
+        return jax.jit(jax.grad(total))(floats)
+
+    assert_close(grad(NAMES, keep=("looped",)), grad(NAMES))
+
+
+@pytest.mark.parametrize("kinds", [("h",), ("h", "narrow")], ids=["one dtype", "two dtypes"])
+def test_second_derivatives_are_refused(kinds):
+    def two_kinds(w, x):
+        h = checkpoint_name(x @ w, "h")
+        narrow = checkpoint_name(jnp.sin(h).astype(jnp.bfloat16), "narrow")
+        return x + h * narrow.astype(jnp.float32), Rows.prefix(8)
+
+    w, x = jnp.ones((2, 3, 3)), jnp.ones((8, 3))
+    loss = lambda w: jnp.sum(scan(two_kinds, w, x, names=kinds)[0])  # noqa: E731
+    again = {
+        "jvp of grad": lambda: jax.jvp(jax.grad(loss), (w,), (w,)),
+        "grad of grad": lambda: jax.grad(lambda w: jnp.sum(jax.jit(jax.grad(loss))(w)))(w),
+        "grad by a cotangent": lambda: jax.grad(lambda t: jnp.sum(jax.vjp(loss, w)[1](t)[0]))(1.0),
+    }
+    for differentiate in again.values():
+        with pytest.raises(NotImplementedError, match=r"differentiated twice.*Use lax.scan"):
+            differentiate()
+    # What is of first order runs: a step of gradient descent differentiated by its rate.
+    grad = jax.grad(loss)(w)
+    assert float(jax.grad(lambda rate: jnp.sum(w - rate * jax.grad(loss)(w)))(0.1)) == -float(jnp.sum(grad))
 
 
 def test_a_page_that_does_not_divide_offers_divisors():

@@ -6,7 +6,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from ragged_model import assert_identical
+from ragged_model import assert_close, summed
 
 from pagestash.jax import StashPolicy
 from pagestash.jax.moe import (
@@ -26,6 +26,10 @@ CONFIG = DecoderConfig(
     heads=2,
     layers=3,
     moe=RingConfig(width=16, expert_width=24, experts=8, top_k=2, shards=4),
+)
+# Attention's matmuls, scores and mixing, the router, the experts; then the vocabulary. 4 × 8 tokens, each twice.
+TERMS = 2 * CONFIG.vocabulary + summed(
+    layers=CONFIG.layers, terms_a_layer=7 * CONFIG.width + 2 * 8 + 2 * CONFIG.moe.expert_width, rows=4 * 8 * 2
 )
 TOKENS = (jnp.arange(9) * jnp.arange(1, 5)[:, None]) % 32
 
@@ -49,7 +53,7 @@ def test_plain_decoder(mesh, factor):
         loss = lambda p: decoder_loss(p, TOKENS, config=CONFIG, mesh=mesh, scan=scan)[0]  # noqa: E731
         return jax.jit(jax.value_and_grad(loss))(params)
 
-    assert_identical(step(stashed_scan(policy(factor), mesh)), step(plain_scan))
+    assert_close(step(stashed_scan(policy(factor), mesh)), step(plain_scan), TERMS)
 
 
 def test_nnx_decoder_with_dropout(mesh):
@@ -64,7 +68,7 @@ def test_nnx_decoder_with_dropout(mesh):
         loss = lambda p: nnx.merge(definition, p, rest).loss(TOKENS, scan)[0]  # noqa: E731
         return jax.jit(jax.value_and_grad(loss))(params)
 
-    assert_identical(step(stashed_scan(policy(0.7), mesh)), step(plain_scan))
+    assert_close(step(stashed_scan(policy(0.7), mesh)), step(plain_scan), TERMS)
 
 
 def test_experts_that_do_not_split_are_refused():
@@ -74,10 +78,10 @@ def test_experts_that_do_not_split_are_refused():
         RingConfig(width=16, expert_width=24, experts=8, top_k=9)
 
 
-def test_the_demo_runs_and_its_losses_are_equal():
+def test_the_demo_runs_and_its_losses_agree():
     done = run("-m", "pagestash.jax.demo", "--steps", "1")
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "losses are equal in all 1 steps" in " ".join(done.stdout.split())
+    assert "losses agree in all 1 steps" in " ".join(done.stdout.split())
 
 
 def test_importing_jax_side_brings_no_torch_and_the_package_no_jax():

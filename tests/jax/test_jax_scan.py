@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from ragged_model import CAPACITY, NAMES, assert_identical, layer, make, plain_scan, split, with_stash
+from ragged_model import CAPACITY, NAMES, assert_close, layer, make, plain_scan, split, with_stash
 
 from pagestash.jax import Rows, StashPolicy, stash_scan
 
@@ -46,7 +46,7 @@ def test_keys_and_counters_in_params_and_carry(factor):
         return jax.jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))(floats, x)
 
     got, wanted = loss(with_stash(policy(factor))), loss(plain_scan)
-    assert_identical(got, wanted)
+    assert_close(got, wanted)
     assert int(got[0][1][1]) == 7 + len(COUNTS)
 
 
@@ -75,7 +75,7 @@ def test_several_carries_in_nested_trees(factor):
             floats, jnp.linspace(0.5, 1.5, len(COUNTS)), x
         )
 
-    assert_identical(loss(with_stash(policy(factor))), loss(plain_scan))
+    assert_close(loss(with_stash(policy(factor))), loss(plain_scan))
 
 
 def dense_layer(params, x):
@@ -125,7 +125,7 @@ def test_dense_and_mixture_layers_in_turn_share_one_buffer(factor):
         return jax.jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))(floats, x)
 
     got, wanted = loss(with_stash(policy(factor))), loss(plain)
-    assert_identical((got[0][0], got[1]), (wanted[0][0], wanted[1]))
+    assert_close((got[0][0], got[1]), (wanted[0][0], wanted[1]))
     assert int(got[0][1].rows_wanted) == sum(COUNTS) + 77 + 128
     if factor == 1.0:
         assert int(got[0][1].rows_capacity) == len(COUNTS) * CAPACITY + 2 * 128
@@ -156,7 +156,7 @@ def test_shared_values_get_the_sum_of_all_layers_gradients(factor):
 
         return jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))(floats, shared, x)
 
-    assert_identical(loss(stash), loss(plain))
+    assert_close(loss(stash), loss(plain))
 
 
 def test_integers_of_the_surrounding_trace_may_be_closed_over():
@@ -173,8 +173,8 @@ def test_integers_of_the_surrounding_trace_may_be_closed_over():
 
     stash, offset = with_stash(policy(0.5)), jnp.int32(3)
     wanted = jax.jit(jax.grad(lambda f, x, o: value(plain_scan, f, x, o)))(floats, x, offset)
-    assert_identical(jax.jit(jax.grad(lambda f, x, o: value(stash, f, x, o)))(floats, x, offset), wanted)
-    assert_identical(jax.grad(jax.jit(lambda f, x, o: value(stash, f, x, o)))(floats, x, offset), wanted)
+    assert_close(jax.jit(jax.grad(lambda f, x, o: value(stash, f, x, o)))(floats, x, offset), wanted)
+    assert_close(jax.grad(jax.jit(lambda f, x, o: value(stash, f, x, o)))(floats, x, offset), wanted)
 
 
 @pytest.mark.parametrize("factor", FACTORS)
@@ -194,7 +194,7 @@ def test_microbatches_accumulate_around_it(factor):
             batches
         )
 
-    assert_identical(loss(with_stash(policy(factor))), loss(plain_scan))
+    assert_close(loss(with_stash(policy(factor))), loss(plain_scan))
 
 
 def test_donated_parameters_are_updated():
@@ -210,7 +210,7 @@ def test_donated_parameters_are_updated():
 
     wanted = step(plain_scan)(jax.tree.map(jnp.copy, floats), x)
     given = jax.tree.map(jnp.copy, floats)
-    assert_identical(step(with_stash(policy()))(given, x), wanted)
+    assert_close(step(with_stash(policy()))(given, x), wanted)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
 
 
@@ -225,7 +225,39 @@ def test_kept_tags_are_saved_whole_beside_the_stash():
         return jax.jit(jax.grad(lambda f, x: jnp.sum(scan(tagged, x, {**f, **fixed})[0] ** 2)))(floats, x)
 
     wanted = loss(lambda f, x, p: plain_scan(f, x, p, (*NAMES, "normed")))
-    assert_identical(loss(with_stash(policy(0.5, keep=("normed",)))), wanted)
+    assert_close(loss(with_stash(policy(0.5, keep=("normed",)))), wanted)
+
+
+@pytest.mark.parametrize("flag", [0, 1, 2])
+def test_branches_that_save_different_things_in_one_place(flag):
+    """jax gives what branches save one slot by shape: a stashed tag here, a kept tag or an input there."""
+
+    def branching(params, x):
+        valid = (jnp.arange(8) < params["count"])[:, None]
+
+        def stashed(x):
+            h = checkpoint_name(x @ params["w"], "h")
+            return jnp.where(valid, h * h, 0)
+
+        def kept(x):
+            whole = checkpoint_name(x @ params["w"], "whole")
+            return whole * whole
+
+        def given(x):
+            return x * x
+
+        return x + lax.switch(params["flag"], [stashed, kept, given], x), Rows.prefix(params["count"])
+
+    w, x = jnp.arange(18.0).reshape(2, 3, 3) / 16, jnp.arange(24.0).reshape(8, 3) / 16
+    fixed = {"count": jnp.asarray([3, 2]), "flag": jnp.asarray([flag, flag])}
+
+    def grad(scan):
+        return jax.jit(
+            jax.grad(lambda w, x: jnp.sum(scan(branching, x, {"w": w, **fixed})[0]), argnums=(0, 1))
+        )
+
+    wanted = grad(lambda f, x, p: plain_scan(f, x, p, ("h", "whole")))(w, x)
+    assert_close(grad(with_stash(policy(names=("h",), keep=("whole",), page_rows=1)))(w, x), wanted)
 
 
 def test_a_tensor_saved_under_two_names_and_used_twice():
@@ -241,7 +273,7 @@ def test_a_tensor_saved_under_two_names_and_used_twice():
 
     names = (*NAMES, "first")
     wanted = loss(lambda f, x, p: plain_scan(f, x, p, names))
-    assert_identical(loss(with_stash(policy(0.5, names=names))), wanted)
+    assert_close(loss(with_stash(policy(0.5, names=names))), wanted)
 
 
 def test_it_runs_without_jit():
@@ -251,7 +283,4 @@ def test_it_runs_without_jit():
     def grad(scan):
         return jax.grad(lambda f: jnp.sum(scan(layer, x, {**f, **fixed})[0] ** 2))
 
-    got, wanted = grad(with_stash(policy(0.5)))(floats), jax.jit(grad(plain_scan))(floats)
-    for name in floats:
-        # Operation by operation XLA fuses nothing, so sums are rounded elsewhere than in a compiled program.
-        assert jnp.allclose(got[name], wanted[name], rtol=1e-5, atol=1e-3), name
+    assert_close(grad(with_stash(policy(0.5)))(floats), jax.jit(grad(plain_scan))(floats))

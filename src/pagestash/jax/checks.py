@@ -36,12 +36,19 @@ def checked_tags(
     found = []
     for origin, aval in saved:
         assert isinstance(origin, FromTag)
+        name = ", ".join(sorted(origin.names))
+        if origin.repeated_by:
+            raise ValueError(
+                f"tag {name!r} in {called(layer)} stands inside {origin.repeated_by}: what is saved has shape "
+                f"{aval.shape}, and an axis that {origin.repeated_by} adds is no axis of rows. Tag the value "
+                "outside of it, with the rows as leading axis, or move the name to keep"
+            )
         if not aval.shape or aval.shape[0] % shards:
             raise ValueError(
-                f"tag {origin.name!r} in {called(layer)} has shape {aval.shape}, which has no leading axis "
+                f"tag {name!r} in {called(layer)} has shape {aval.shape}, which has no leading axis "
                 f"of rows over {shards} shard(s); tag a tensor of shape (rows, …), or move the name to keep"
             )
-        found.append(Tag(origin.name, (aval.shape[0] // shards, *aval.shape[1:]), aval.dtype))
+        found.append(Tag(name, (aval.shape[0] // shards, *aval.shape[1:]), aval.dtype))
     if not found:
         return ()
     capacity = policy.row_capacity or max({t.shape[0] for t in found}, key=[t.shape[0] for t in found].count)
@@ -69,6 +76,21 @@ def hoisted_constants(layer: Callable[..., Any], traced: core.ClosedJaxpr) -> li
                 "then takes (params, carry, shared)), or stack it into params."
             )
     return hoisted
+
+
+@jax.custom_jvp
+def first_order_only(values: Any) -> Any:
+    """The values themselves; an error where they are differentiated."""
+    return values
+
+
+@first_order_only.defjvp
+def _second_order(primals: Any, tangents: Any) -> Any:
+    # Bits in a buffer have no tangent: without this, tags of two dtypes would give wrong numbers and no error.
+    raise NotImplementedError(
+        "stash_scan is differentiated twice (a Hessian, a gradient of a gradient, jvp of grad), and its "
+        "buffer has no derivative. Use lax.scan over jax.checkpoint(layer, policy=…) in this function"
+    )
 
 
 def matching_carry(layer: Callable[..., Any], carry: Any, new_carry: Any) -> list[Any]:

@@ -2,8 +2,8 @@
 
     python -m pagestash.jax.demo [--steps 20] [--factor 1.5] [--nnx]
 
-Both start from the same weights and see the same batches. Their losses have to be equal, number for number;
-the difference is in the memory the compiler set aside.
+Both start from the same weights and see the same batches. Their losses have to agree up to rounding: they are
+two programs, and XLA chooses the order of sums in each. The difference is in the memory the compiler set aside.
 """
 
 import argparse
@@ -41,12 +41,14 @@ CONFIG = DecoderConfig(
 )
 NAMES = (*STASHED, X_SORTED)
 MIB = 2**20
+# A chain of 12 layers adds up some 5,000 float32 terms: 5,000 · 2^-23. Wrong rows show in the second digit.
+ROUNDING = 6e-4
 # Compiling is most of a minute otherwise; the same for both, and memory is planned before LLVM begins.
 QUICK_COMPILATION = {"xla_backend_optimization_level": 1}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; the exit status is 1 if the losses differ."""
+    """Run the demo; the exit status is 1 if the losses differ by more than rounding."""
     options = _options(argv)
     console = Console()
     if not _four_devices():
@@ -96,14 +98,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             history.append(row)
             progress.update(training, advance=1, description=f"training, loss {row['plain']:.4f}")
 
-    differing = [i for i, row in enumerate(history) if row["plain"] != row["stashed"]]
+    off = [abs(row["plain"] - row["stashed"]) / abs(row["plain"]) for row in history]
     console.print(_table(steps, history, spent))
     assert report is not None
     console.print(_told(report))
-    if differing:
-        console.print(f"[red]losses differ, first at step {differing[0]}[/]: {history[differing[0]]}")
+    too_far = [step for step, share in enumerate(off) if not share <= ROUNDING]
+    if too_far:
+        console.print(f"[red]losses differ, first at step {too_far[0]}[/]: {history[too_far[0]]}")
         return 1
-    console.print(f"losses are equal in all {len(history)} steps, to the last bit")
+    difference = f"at most {max(off):.0e} apart" if any(off) else "the same number in each"
+    console.print(f"losses agree in all {len(history)} steps, {difference}")
     return 0
 
 

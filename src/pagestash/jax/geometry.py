@@ -126,8 +126,8 @@ def _common_word(dtypes: list[Any]) -> Any:
     distinct = {np.dtype(d) for d in dtypes}
     if not distinct:
         return jnp.uint8.dtype
-    if len(distinct) == 1 and (only := distinct.pop()) != np.dtype(bool):
-        return only
+    if len(distinct) == 1 and np.dtype(bool) not in distinct:
+        return distinct.pop()
     narrowest = 1 if np.dtype(bool) in distinct else min(d.itemsize for d in distinct)
     return np.dtype(f"uint{8 * narrowest}")
 

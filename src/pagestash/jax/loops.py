@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .checks import first_order_only
 from .geometry import Geometry, GroupGeometry
 from .overflow import poisoned, raised_on
 from .pages import Placement, place, pop, push
@@ -56,12 +57,13 @@ class Loops:
             return self.forward(self._join(differentiable, fixed), hoisted, store=False)[0]
 
         def forward(differentiable: Any, fixed: Any, hoisted: Any) -> tuple[Any, Any]:
-            inputs = self._join(differentiable, fixed)
+            inputs = self._join(first_order_only(differentiable), fixed)
             outputs, saved = self.forward(inputs, hoisted, store=True)
             return outputs, (inputs.params, inputs.shared, hoisted, saved)
 
         def backward(residuals: Any, cotangents: Any) -> tuple[Any, None, None]:
-            return self.backward(residuals, cotangents), None, None
+            carry, auxes, _ = cotangents  # the report's are of no type that could be differentiated
+            return self.backward(residuals, first_order_only((carry, auxes))), None, None
 
         run.defvjp(forward, backward)
         return run(differentiable, fixed, hoisted)
@@ -150,7 +152,7 @@ class Loops:
     def backward(self, residuals: Any, cotangents: Any) -> Any:
         """Run all groups in reverse; returns cotangents of the differentiated inputs."""
         all_params, shared, all_hoisted, (saves, buffer, flags) = residuals
-        carry_cotangent, aux_cotangents, _ = cotangents
+        carry_cotangent, aux_cotangents = cotangents
         overflowed = sum((jnp.sum(flag) for flag in flags), jnp.int32(0)) > 0
         poison = overflowed if self.policy.on_overflow != "recompute" else None
         flag_of_group = iter(flags)

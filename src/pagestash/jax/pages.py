@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from .geometry import Geometry, GroupGeometry, from_words, to_words
 from .policy import Rows
@@ -39,9 +40,7 @@ def place(
     geometry: Geometry, group: GroupGeometry, pointer: jax.Array, rows: Rows
 ) -> tuple[Placement, jax.Array]:
     """Reserve room for a layer's rows; returns where they go and the pointer after them."""
-    # A window that reaches past the tensor means the rows that exist.
-    start = jnp.clip(rows.start.astype(jnp.int32), 0, group.capacity)
-    end = jnp.clip((rows.start + rows.count).astype(jnp.int32), start, group.capacity)
+    start, end = _existing(rows, group.capacity)
     first, extent = _window(group, start, end)
     last_page = _page_row(group, first, jnp.maximum(_pages(group, extent) - 1, 0))
     reach = jnp.zeros_like(pointer)  # the furthest unit any write touches, garbage tails included
@@ -131,6 +130,27 @@ def _fetch(group: GroupGeometry, buffer: jax.Array, placement: Placement) -> lis
         return read
 
     return lax.fori_loop(0, _pages(group, extent), read_page, blank)
+
+
+def _existing(rows: Rows, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Start and end of the window as int32; one that reaches past the tensor means the rows that exist.
+
+    Every step is bounded first: `start + count` can wrap in the dtype they come in.
+    """
+    start = _as_int32(rows.start, -(2**31), capacity)
+    count = _as_int32(rows.count, 0, 2**31 - 1)
+    # A negative start plus a count stays within int32; from row 0 on, only what the tensor has left counts.
+    end = jnp.where(start < 0, start + count, start + jnp.minimum(count, capacity - start))
+    start = jnp.maximum(start, 0)
+    return start, jnp.clip(end, start, capacity)
+
+
+def _as_int32(given: ArrayLike, least: int, most: int) -> jax.Array:
+    value = jnp.asarray(given)
+    limits = jnp.iinfo(value.dtype)
+    if limits.bits > 32 or limits.max > 2**31 - 1:  # narrowed, it could wrap
+        value = jnp.clip(value, max(least, int(limits.min)), most)
+    return jnp.clip(value.astype(jnp.int32), least, most)
 
 
 def _valid(placement: Placement, rows: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 OnOverflow = Literal["recompute", "poison", "error"]
 Memory = Literal["device", "pinned_host"]
@@ -19,15 +20,16 @@ Memory = Literal["device", "pinned_host"]
 class Rows:
     """The valid rows of a layer's tagged tensors: `count` rows from row `start` on.
 
-    A layer returns it in its second output. Both are integers known only on the device: scalars, or one entry
-    a shard where the layer itself runs a `shard_map` and `stash_scan` is given the mesh.
+    A layer returns it in its second output. Both are integers, as a rule known only on the device: scalars of
+    any integer type, or one entry a shard where the layer itself runs a `shard_map` and `stash_scan` is given
+    the mesh. A window that reaches past the tensor means the rows that exist.
     """
 
-    start: jax.Array
-    count: jax.Array
+    start: ArrayLike
+    count: ArrayLike
 
     @classmethod
-    def prefix(cls, count: jax.Array) -> "Rows":
+    def prefix(cls, count: ArrayLike) -> "Rows":
         """Valid rows packed to the front: rows `0 … count - 1`."""
         return cls(jnp.zeros_like(count), count)
 
@@ -68,7 +70,7 @@ class StashPolicy:
     page_rows: int | Literal["auto"] = "auto"
     """Rows moved in one trip of the copy loop; has to divide the row capacity."""
     on_overflow: OnOverflow = "recompute"
-    """`recompute`: exact gradients at any capacity. `poison`: NaN. `error`: NaN, and an exception."""
+    """`recompute`: right gradients at any capacity. `poison`: NaN. `error`: NaN, and an exception."""
     memory: Memory = "device"
     """Where the buffer lives."""
     keep: tuple[str, ...] = ()

@@ -77,6 +77,11 @@ class LayerProgram:
     ) -> tuple[Leaves, Leaves, Leaves, Leaves]:
         """Carry, aux, stashed tensors and kept tensors of one layer."""
         flat = core.jaxpr_as_fun(self.forward)(*params, *carry, *shared, *hoisted)
+        # An output that is a constant comes as a Python number.
+        flat = [
+            value if isinstance(value, jax.Array) else jnp.asarray(value, aval.dtype)
+            for value, aval in zip(flat, self.forward.out_avals)
+        ]
         n_carry, n_aux = len(carry), len(self.aux.differentiable)
         saved = flat[n_carry + n_aux :]
         return (
@@ -197,11 +202,11 @@ def trace_layer(
     program = jax.make_jaxpr(forward)(*param_leaves, *carry_leaves, *shared_leaves, *hoisted)
     outvars = program.jaxpr.outvars[n_carry + len(aux_avals) :]
     origins = tuple(origin_of(program.jaxpr, program.consts, var) for var in outvars)
-    stashed = _distinct(outvars, origins, lambda o: isinstance(o, FromTag) and o.name in policy.names)
+    stashed = _distinct(outvars, origins, lambda o: isinstance(o, FromTag) and o.all_in(policy.names))
     kept = _distinct(
         outvars,
         origins,
-        lambda o: isinstance(o, Computed) or (isinstance(o, FromTag) and o.name not in policy.names),
+        lambda o: isinstance(o, Computed) or (isinstance(o, FromTag) and not o.all_in(policy.names)),
     )
     all_tags = frozenset(tags_in(traced.jaxpr))
     tags = checked_tags(layer, [(origins[i], outvars[i].aval) for i in stashed], policy, shards)

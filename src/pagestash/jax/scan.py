@@ -44,7 +44,9 @@ def stash_scan(
         by default). Inside a `shard_map`, or on one device, leave both out.
 
     Returns the last carry, the stacked `aux` (a list of them for a list of layers), and a `StashReport`.
-    Gradients are those of `lax.scan(jax.checkpoint(layer, policy=save_only_these_names(*names)), x, params)`.
+    Gradients are those of `lax.scan(jax.checkpoint(layer, policy=save_only_these_names(*names)), x, params)`:
+    backward gets the bytes that forward gave. The last digits can differ, because it is another program, and
+    XLA chooses the order of sums in each. First derivatives only; a second one is refused.
     """
     several = not callable(layer)
     layers: list[Layer] = list(layer) if several else [layer]  # type: ignore[arg-type, list-item]

@@ -40,9 +40,17 @@ class FromConstant:
 
 @dataclass(frozen=True, slots=True)
 class FromTag:
-    """A saved value that carries a tag."""
+    """A saved value that carries a tag.
 
-    name: str
+    `names` has one entry; several where branches of a conditional hand out one saved value under two tags.
+    """
+
+    names: frozenset[str]
+    repeated_by: str = ""
+    """The loop or `vmap` the tag stands in; the value then has an axis that the layer's author did not write."""
+
+    def all_in(self, names: tuple[str, ...]) -> bool:
+        return self.names <= frozenset(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +81,8 @@ def origin_of(jaxpr: core.Jaxpr, consts: list[Any], var: Any) -> Origin:
     for constvar, value in zip(jaxpr.constvars, consts):
         if var is constvar:
             return FromConstant(value)
-    name = _tag_behind(jaxpr, var)
-    return Computed() if name is None else FromTag(name)
+    found = _behind(jaxpr, var, "")
+    return found if isinstance(found, FromTag) else Computed()
 
 
 def used_inputs(jaxpr: core.Jaxpr) -> set[int]:
@@ -83,30 +91,80 @@ def used_inputs(jaxpr: core.Jaxpr) -> set[int]:
     return {index for index, var in enumerate(jaxpr.invars) if var in read}
 
 
-def _tag_behind(jaxpr: core.Jaxpr, var: Any) -> str | None:
-    while not isinstance(var, core.Literal):
-        eqn = next((e for e in jaxpr.eqns if any(var is out for out in e.outvars)), None)
-        if eqn is None:
-            return None
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """A value that an inner jaxpr hands through."""
+
+    index: int
+
+
+class _Constant:
+    """A value that depends on no input, such as what a branch returns for another branch's saved value."""
+
+
+def _behind(jaxpr: core.Jaxpr, var: Any, repeated_by: str) -> FromTag | _Input | _Constant | None:
+    """The tag that `var` carries, inside of `repeated_by`; `None` where it is not only a tagged value."""
+    while True:
+        if isinstance(var, core.Literal) or any(var is constant for constant in jaxpr.constvars):
+            return _Constant()
+        index = next((i for i, invar in enumerate(jaxpr.invars) if invar is var), None)
+        if index is not None:
+            return _Input(index)
+        eqn = next(e for e in jaxpr.eqns if any(var is out for out in e.outvars))
+        position = next(i for i, out in enumerate(eqn.outvars) if out is var)
+        inside = repeated_by or _repeated_by(eqn)
         name = _tag_of(eqn)
         if name is not None:
-            return name
-        position = next(i for i, out in enumerate(eqn.outvars) if out is var)
+            return FromTag(frozenset({name}), inside)
         if eqn.primitive.name in _TRANSPARENT:
             var = eqn.invars[position if len(eqn.outvars) > 1 else 0]
             continue
-        for inner in _inner_jaxprs(eqn):
-            if len(inner.outvars) == len(eqn.outvars):
-                name = _tag_behind(inner, inner.outvars[position])
-                if name is not None:
-                    return name
-                forwarded = _forwarded_input(inner, inner.outvars[position])
-                if forwarded is not None and len(inner.invars) == len(eqn.invars):
-                    var = eqn.invars[forwarded]
-                    break
-        else:
-            return None
-    return None
+        inner = [j for j in _inner_jaxprs(eqn) if len(j.outvars) == len(eqn.outvars)]
+        found = [_behind(j, j.outvars[position], inside) for j in inner]
+        if not inner:
+            return _Constant() if not _inputs_behind(jaxpr, var) else None
+        if len(inner) == 1:
+            only = found[0]
+            if isinstance(only, _Input) and len(inner[0].invars) == len(eqn.invars) and not inside:
+                var = eqn.invars[only.index]
+                continue
+            return only if isinstance(only, FromTag) else None
+        return _of_branches(found)
+
+
+def _of_branches(found: list[Any]) -> FromTag | None:
+    """jax lets branches share a slot: what one saves under a tag, another may fill with anything of that shape."""
+    tags = [each for each in found if isinstance(each, FromTag)]
+    if not tags or len(tags) + sum(isinstance(each, _Constant) for each in found) < len(found):
+        return None
+    return FromTag(
+        frozenset().union(*(tag.names for tag in tags)),
+        next((t.repeated_by for t in tags if t.repeated_by), ""),
+    )
+
+
+def _repeated_by(eqn: Any) -> str:
+    if eqn.primitive.name in ("scan", "while"):
+        return "a loop"
+    # vmap leaves no operation behind; it is told by the name that jax gives to the operations under it.
+    stack = getattr(getattr(eqn, "source_info", None), "name_stack", "")
+    return "a vmap" if "vmap(" in str(stack) else ""
+
+
+def _inputs_behind(jaxpr: core.Jaxpr, var: Any) -> bool:
+    """Whether `var` depends on any input of `jaxpr`."""
+    needed, seen = [var], set()
+    while needed:
+        one = needed.pop()
+        if isinstance(one, core.Literal) or one in seen:
+            continue
+        seen.add(one)
+        if any(one is invar for invar in jaxpr.invars):
+            return True
+        for eqn in jaxpr.eqns:
+            if any(one is out for out in eqn.outvars):
+                needed += eqn.invars
+    return False
 
 
 def _tag_of(eqn: Any) -> str | None:
@@ -117,10 +175,6 @@ def _tag_of(eqn: Any) -> str | None:
     if type(operation).__name__ == "CheckpointName":
         return operation.params["name"]
     return None
-
-
-def _forwarded_input(jaxpr: core.Jaxpr, var: Any) -> int | None:
-    return next((i for i, invar in enumerate(jaxpr.invars) if invar is var), None)
 
 
 def _inner_jaxprs(eqn: Any) -> Iterator[core.Jaxpr]:

@@ -205,6 +205,6 @@ def ring_moe_over(mesh: Any, config: RingConfig, axis: str = "expert") -> Any:
     )
     def layer(weights: ExpertWeights, x_bSD: jax.Array) -> tuple[jax.Array, Rows, jax.Array]:
         y_tD, rows, balance = ring_moe(weights, x_bSD.reshape(-1, config.width), config, axis)
-        return y_tD.reshape(x_bSD.shape), Rows(rows.start[None], rows.count[None]), balance
+        return y_tD.reshape(x_bSD.shape), jax.tree.map(lambda value: value[None], rows), balance
 
     return layer

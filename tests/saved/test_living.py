@@ -259,6 +259,7 @@ def test_a_pickled_moe_layer_leaves_its_pool_behind():
     for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert all(getattr(module, "pool", None) is None for module in each.modules())
     assert any(getattr(module, "pool", None) is not None for module in model.modules())
+    ps.GraphedStep(lambda: None, kept)  # which counts forwards of the experts
     buffer = io.BytesIO()
     torch.save(model, buffer)
     assert len(buffer.getvalue()) < 1 << 19
@@ -326,11 +327,12 @@ def test_names_are_those_that_the_author_of_a_model_knows(lone_rank):
     assert named_modules(model)["1"] is model[1]
 
 
+@pytest.mark.parametrize("kind", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
 @pytest.mark.parametrize("home", HOMES)
-def test_rules_hold_under_data_parallelism(lone_rank, home):
+def test_rules_hold_under_data_parallelism(lone_rank, home, kind):
     model = net()
     plain = gradients(model)
-    parallel = nn.parallel.DistributedDataParallel(model)
+    parallel = nn.parallel.DistributedDataParallel(model, **kind)
     kept = keeper(home, "0").attach(parallel)
     assert equal(gradients(parallel, None, kept.step()), plain)
     assert home == "keep" or kept.stats().homes[home].peak > 0
@@ -481,3 +483,12 @@ def test_a_failed_step_gives_up_the_pages_that_a_layer_took_itself():
     with kept.step():
         model(x)[0].sum().backward()
     assert waiting(kept) == 0
+
+
+def test_a_graphed_step_of_a_model_that_was_moved_is_refused_by_name():
+    model = net()
+    step = ps.GraphedStep(lambda: model(torch.ones(4, 8)).sum().backward(), keeper("stash").attach(model))
+    step()
+    step._guard.flag = torch.zeros((), device="meta")  # as if the model had been there
+    with pytest.raises(ValueError, match="the model is on cpu, and was on meta when GraphedStep was made"):
+        step._guard.begin(eager=True)

@@ -6,6 +6,8 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
+from pagestash.saved.compiled import hidden
+from pagestash.saved.hooks import Hook
 from pagestash.saved.keeper import Keeper
 from pagestash.saved.overflow import Agreement, PoolOverflow
 from pagestash.step.scaling import Scalers
@@ -60,16 +62,21 @@ class UpdateGuard:
         self._running = False
         self._armed = False
         self._reduced_at: tuple[int, int] | None = None
-        self._bounded_forwards = 0
+        self.bounded_forwards = 0
         self._theirs: dict[torch.optim.Optimizer, Any] = {}
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_update)
             optimizer.register_step_post_hook(self._after_update)
         for module in self.bounded:
-            cast(torch.nn.Module, module).register_forward_pre_hook(self._count_forward)
+            cast(torch.nn.Module, module).register_forward_pre_hook(_CountForward(self))
 
     def begin(self, *, eager: bool) -> None:
         """Remember protected state at the start of a step; in a graph these are launches of the graph."""
+        if self._keeper.device != self.flag.device:
+            raise ValueError(
+                f"the model is on {self._keeper.device}, and was on {self.flag.device} when GraphedStep was made; "
+                "make it when the model is where it will run"
+            )
         self._eager = eager
         self._running = True
         self._reduced_at = None
@@ -136,12 +143,9 @@ class UpdateGuard:
             else:
                 optimizer.found_inf = theirs  # type: ignore[attr-defined]
 
-    def _count_forward(self, *_: Any) -> None:
-        self._bounded_forwards += 1
-
     def _taken(self) -> tuple[int, int]:
         """What so far could overflow: groups that asked for pages, and forwards of modules with a capacity."""
-        return self._keeper.reservations, self._bounded_forwards
+        return self._keeper.reservations, self.bounded_forwards
 
     def _reduce(self) -> None:
         """The flag over all ranks. Every stash of the step is behind us: updates come after backward."""
@@ -178,3 +182,15 @@ class UpdateGuard:
             raise StepOverflowed(
                 "the pool, or a buffer of bounded capacity, overflowed on this rank or another"
             )
+
+
+class _CountForward(Hook):
+    """Before the forward of a module with a capacity: one more that could overflow."""
+
+    def __init__(self, guard: UpdateGuard) -> None:
+        self._guard = guard
+
+    @hidden
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._guard.bounded_forwards += 1

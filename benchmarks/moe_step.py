@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import Claim, write
-from pagestash.kernels.route import Routing
+from pagestash.kernels.moe.grouped import grouped_mm
+from pagestash.kernels.moe.route import Routing
 from pagestash.moe.arrived import arrived_experts
 from pagestash.moe.block import BlockOptions, Place
-from pagestash.moe.grouped import grouped_mm
 from pagestash.pages.pool import PagePool
 
 GIB = 1 << 30

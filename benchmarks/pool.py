@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Claim, write
-from pagestash.kernels import copy as copy_kernels
-from pagestash.kernels import stash as stash_kernels
+from pagestash.kernels.pages import copy as copy_kernels
+from pagestash.kernels.pages import stash as stash_kernels
 from pagestash.pages.pool import PagePool
 
 MIB, GIB = 1 << 20, 1 << 30

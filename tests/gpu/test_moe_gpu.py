@@ -4,19 +4,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pagestash.kernels import gather as G
-from pagestash.kernels import route as R
-from pagestash.kernels import swiglu as S
-from pagestash.kernels.accumulate import accumulate_, accumulate_reference
-from pagestash.kernels.cross_entropy import LossOptions, linear_cross_entropy, softmax_loss_
-from pagestash.kernels.paged import Pages
-from pagestash.kernels.scale import scaled
-from pagestash.kernels.topk import topk
+from pagestash.kernels.loss.cross_entropy import LossOptions, linear_cross_entropy, softmax_loss_
+from pagestash.kernels.loss.scale import scaled
+from pagestash.kernels.moe import gated as S
+from pagestash.kernels.moe import permute as G
+from pagestash.kernels.moe import route as R
+from pagestash.kernels.moe.accumulate import accumulate_, accumulate_reference
+from pagestash.kernels.moe.grouped import grouped_mm, grouped_mm_reference
+from pagestash.kernels.moe.topk import topk
+from pagestash.kernels.pages.paged import Pages
 from pagestash.moe import MoE, MoEConfig
 from pagestash.moe import ops as moe_ops
 from pagestash.moe.arrived import arrived_experts
 from pagestash.moe.block import BlockOptions, Place
-from pagestash.moe.grouped import grouped_mm, grouped_mm_reference
 from pagestash.pages.pool import PagePool
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from uninitialised import filled_with_nan
 
-from pagestash.kernels.cross_entropy import LossOptions, linear_cross_entropy
+from pagestash.kernels.loss.cross_entropy import LossOptions, linear_cross_entropy
 from pagestash.moe import AllGather, AllToAll, MoE, MoEConfig
 from pagestash.pages.pool import PagePool
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pagestash.kernels.accumulate import accumulate_
 from pagestash.kernels.backend import interpreted
+from pagestash.kernels.moe.accumulate import accumulate_
 
 BACKENDS = [
     "torch",

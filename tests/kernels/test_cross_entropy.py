@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pagestash.kernels.backend import interpreted
-from pagestash.kernels.cross_entropy import LossOptions, linear_cross_entropy, softmax_loss_
+from pagestash.kernels.loss.cross_entropy import LossOptions, linear_cross_entropy, softmax_loss_
 
 BACKENDS = [
     "torch",

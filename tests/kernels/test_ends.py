@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pagestash.kernels.backend import interpreted
-from pagestash.kernels.ends import cut_ends, missing_ends
-from pagestash.kernels.paged import Pages
+from pagestash.kernels.moe.ends import cut_ends, missing_ends
+from pagestash.kernels.pages.paged import Pages
 from pagestash.pages.pool import PagePool
 
 BACKENDS = [

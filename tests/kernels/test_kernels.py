@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pagestash.kernels import backend as backends
-from pagestash.kernels import copy, release, stash
-from pagestash.kernels.layout import (
+from pagestash.kernels.pages import copy, release, stash
+from pagestash.kernels.pages.layout import (
     ACCOUNTS,
     HEADER,
     HOST_BASE,
@@ -142,7 +142,7 @@ def test_a_chunk_is_a_power_of_two_that_divides_the_page(page_bytes, most, expec
 
 
 def test_counters_of_kernels_are_those_of_the_reference():
-    from pagestash.kernels import layout
+    from pagestash.kernels.pages import layout
 
     kernel = {
         name: getattr(value, "value", value) for name, value in vars(layout).items() if name.startswith("K_")

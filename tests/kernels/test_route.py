@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagestash.kernels import route as R
 from pagestash.kernels.backend import interpreted
+from pagestash.kernels.moe import route as R
 
 BACKENDS = [
     "torch",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pagestash.kernels.scale import scaled
+from pagestash.kernels.loss.scale import scaled
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 10_001])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagestash.kernels.backend import choose
-from pagestash.kernels.tail import zero_tail
+from pagestash.kernels.pages.tail import zero_tail
 
 
 @pytest.mark.parametrize("rows", [-1, 0, 1, 7, 299, 300, 400])

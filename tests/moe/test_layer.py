@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pagestash.kernels import backend
-from pagestash.kernels.route import route
+from pagestash.kernels.moe.route import route
 from pagestash.moe import MoE, MoEConfig, Received
 from pagestash.moe.router import choose_experts, logits_of, weigh
 from pagestash.pages.pool import PagePool

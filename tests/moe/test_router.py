@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagestash.kernels.backend import interpreted
-from pagestash.kernels.topk import topk
+from pagestash.kernels.moe.topk import topk
 from pagestash.moe import MoEConfig, Router
 from pagestash.moe.router import choose_experts
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pagestash.kernels.layout import Counter, Header, Status
+from pagestash.kernels.pages.layout import Counter, Header, Status
 from pagestash.pages.pool import PagePool
 from pagestash.pages.reference import ReferenceRing
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from three_way import POISON, as_bytes
 
-from pagestash.kernels import release as release_kernels
-from pagestash.kernels.layout import HOST_BASE, Counter
+from pagestash.kernels.pages import release as release_kernels
+from pagestash.kernels.pages.layout import HOST_BASE, Counter
 from pagestash.pages.host import host_slab
 from pagestash.pages.pool import PagePool
 

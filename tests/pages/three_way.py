@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagestash.kernels.layout import HEADER, HOST_BASE, Counter, Header, Status
+from pagestash.kernels.pages.layout import HEADER, HOST_BASE, Counter, Header, Status
 from pagestash.pages.pool import PagePool
 from pagestash.pages.reference import ReferenceRing, ReferenceTicket
 from pagestash.pages.telemetry import PoolStats, TierStats

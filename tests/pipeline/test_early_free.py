@@ -13,12 +13,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from live import Live
 
 import pagestash as ps
-from pagestash.kernels.route import route
+from pagestash.kernels.moe.route import route
 from pagestash.models import Decoder, preset
-from pagestash.moe import AllGather, AllToAll, MoEConfig, Received, alltoall
+from pagestash.moe import AllGather, AllToAll, MoEConfig, Received
 from pagestash.moe import experts as layer
-from pagestash.moe.collectives import Ranks
 from pagestash.moe.layer import MoE
+from pagestash.moe.parallel import alltoall
+from pagestash.moe.parallel.collectives import Ranks
 from pagestash.pages.pool import PagePool
 from pagestash.pipeline import early_free
 from pagestash.saved.early_free import Release

@@ -1,11 +1,11 @@
 """Mixture-of-Experts: router, experts, layer, expert parallelism; dropless, without a host sync."""
 
-from pagestash.moe.allgather import AllGather
-from pagestash.moe.alltoall import AllToAll
 from pagestash.moe.config import MoEConfig
-from pagestash.moe.dispatch import Dispatch, Received
 from pagestash.moe.experts import Experts, SharedExperts
 from pagestash.moe.layer import MoE
+from pagestash.moe.parallel.allgather import AllGather
+from pagestash.moe.parallel.alltoall import AllToAll
+from pagestash.moe.parallel.dispatch import Dispatch, Received
 from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct
 from pagestash.moe.router import Router
 

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
-from pagestash.kernels import swiglu
-from pagestash.kernels.accumulate import accumulate_
-from pagestash.kernels.ends import cut_ends
-from pagestash.kernels.gather import combine, spread, spread_in_two
-from pagestash.kernels.paged import Pages
-from pagestash.kernels.route import Routing
-from pagestash.kernels.swiglu import RowInfo
+from pagestash.kernels.moe import gated as gated_kernels
+from pagestash.kernels.moe.accumulate import accumulate_
+from pagestash.kernels.moe.ends import cut_ends
+from pagestash.kernels.moe.gated import RowInfo
+from pagestash.kernels.moe.grouped import grouped_mm
+from pagestash.kernels.moe.permute import combine, spread, spread_in_two
+from pagestash.kernels.moe.route import Routing
+from pagestash.kernels.pages.paged import Pages
 from pagestash.moe.block import (
     BlockOptions,
     bias_gradient,
@@ -32,7 +33,6 @@ from pagestash.moe.block import (
     needs,
     project_again,
 )
-from pagestash.moe.grouped import grouped_mm
 from pagestash.moe.lease import Lease, graph_is_kept
 from pagestash.pages.pool import PagePool
 from pagestash.saved.region import claim, note_weights, region, stay
@@ -107,7 +107,7 @@ class ArrivedExperts(torch.autograd.Function):
             shape = (cut.rest, up.shape[1])
             h_lease = Lease(h.pool, shape, x.dtype, rest_rows, account=h.account, expendable=True)
         del a_room
-        a = swiglu.forward(h_rest, info, options.activation, _pages(h_lease), head=h_head)
+        a = gated_kernels.forward(h_rest, info, options.activation, _pages(h_lease), head=h_head)
         # What the pool has no page for is left to autograd, as without a pool.
         in_pages = rows.pool is not None and not (stashes and rows_lease is None)
         saved_rows = (x_head, None if in_pages else x_rest)
@@ -175,7 +175,7 @@ class ArrivedExperts(torch.autograd.Function):
         dy_RD = spread(dy, inverse, head + rest)
         da = grouped_mm(dy_RD, down, offsets)
         # In place: `h` becomes its gradient.
-        dh_rest, a, dweights = swiglu.backward(
+        dh_rest, a, dweights = gated_kernels.backward(
             h_rest, da, info, activation, _pages(h_lease), head=h_head, in_place=True
         )
         dh_head = h_head

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from pagestash.kernels import swiglu
-from pagestash.kernels.ends import missing_ends
-from pagestash.kernels.gather import combine, spread, weight_gradient
-from pagestash.kernels.swiglu import Activation, RowInfo
-from pagestash.moe.grouped import grouped_mm
+from pagestash.kernels.moe import gated as gated_kernels
+from pagestash.kernels.moe.ends import missing_ends
+from pagestash.kernels.moe.gated import Activation, RowInfo
+from pagestash.kernels.moe.grouped import grouped_mm
+from pagestash.kernels.moe.permute import combine, spread, weight_gradient
 from pagestash.moe.lease import Lease, graph_is_kept
 from pagestash.pages.pool import PagePool
 from pagestash.saved.region import claim
@@ -98,7 +98,7 @@ def _through(
     place = options.h
     if place.pool is not None and options.kept and not place.again:
         lease = Lease(place.pool, tuple(h.shape), h.dtype, info.rows, account=place.account, expendable=True)
-    a = swiglu.forward(h, info, options.activation, lease.pages if lease else None)
+    a = gated_kernels.forward(h, info, options.activation, lease.pages if lease else None)
     kept = _Kept(None if place.pool is not None or place.again else h, lease)
     place.claim(kept.h, rows=info.rows if padded else None, capacity=h.shape[0] if padded else 0)
     del h
@@ -177,7 +177,7 @@ class LocalExperts(torch.autograd.Function):
         dy_RD = spread(dy, inverse, capacity)
         da = grouped_mm(dy_RD, down, offsets)
         # h is this node's own: unless backward will want it again, its gradient takes its place.
-        dh, a, dweights = swiglu.backward(
+        dh, a, dweights = gated_kernels.backward(
             h,
             da,
             info,
@@ -231,7 +231,7 @@ class SharedBlock(torch.autograd.Function):
         if made_here:
             h = project_again(x, up, lease, ends)
         da = grouped_mm(dy, down, ends)
-        dh, a, _ = swiglu.backward(
+        dh, a, _ = gated_kernels.backward(
             h,
             da,
             RowInfo(ends),

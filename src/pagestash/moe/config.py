@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pagestash.kernels.swiglu import ACTIVATIONS, Activation
+from pagestash.kernels.moe.gated import ACTIVATIONS, Activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagestash.kernels.gather import ALIGNMENT
-from pagestash.kernels.route import Routing, route
+from pagestash.kernels.moe.permute import ALIGNMENT
+from pagestash.kernels.moe.route import Routing, route
 from pagestash.moe.arrived import arrived_experts
 from pagestash.moe.block import BlockOptions, LocalExperts, Place, SharedBlock
-from pagestash.moe.capacity import HEADROOM, Capacity
 from pagestash.moe.config import MoEConfig
-from pagestash.moe.dispatch import Dispatch, Received
+from pagestash.moe.parallel.capacity import HEADROOM, Capacity
+from pagestash.moe.parallel.dispatch import Dispatch, Received
 from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct, Placed
 from pagestash.pages.pool import PagePool
 from pagestash.saved.compiled import run_as_it_is

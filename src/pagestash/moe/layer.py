@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagestash.kernels.gather import ALIGNMENT
-from pagestash.moe.capacity import HEADROOM
+from pagestash.kernels.moe.permute import ALIGNMENT
 from pagestash.moe.config import MoEConfig
-from pagestash.moe.dispatch import Dispatch
 from pagestash.moe.experts import Experts, SharedExperts
+from pagestash.moe.parallel.capacity import HEADROOM
+from pagestash.moe.parallel.dispatch import Dispatch
 from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct
 from pagestash.moe.router import Router
 from pagestash.pages.pool import PagePool

@@ -2,7 +2,7 @@
 
 import torch
 
-from pagestash.kernels.paged import Pages
+from pagestash.kernels.pages.paged import Pages
 from pagestash.pages.pool import PagePool
 
 

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from pagestash.kernels import cross_entropy as head
-from pagestash.kernels import gather as rows_kernels
-from pagestash.kernels import route as route_kernels
-from pagestash.kernels import scale, swiglu
 from pagestash.kernels.backend import choose
-from pagestash.kernels.tail import zero_tail
+from pagestash.kernels.loss import cross_entropy as head
+from pagestash.kernels.loss import scale
+from pagestash.kernels.moe import gated as gated_kernels
+from pagestash.kernels.moe import permute as rows_kernels
+from pagestash.kernels.moe import route as route_kernels
+from pagestash.kernels.pages.tail import zero_tail
 
 
 @custom_op("pagestash::route", mutates_args=())
@@ -160,8 +161,10 @@ def gated(
     activation: str = "silu",
 ) -> Tensor:
     """`act(gate) · linear · weight` [R, n] for the first `rows` (a device integer) of `h` [R, 2n], then zeros."""
-    info = swiglu.RowInfo(rows, weights, order)
-    return _zero_past(swiglu.forward(h.contiguous(), info, cast(swiglu.Activation, activation)), rows)
+    info = gated_kernels.RowInfo(rows, weights, order)
+    return _zero_past(
+        gated_kernels.forward(h.contiguous(), info, cast(gated_kernels.Activation, activation)), rows
+    )
 
 
 @gated.register_fake
@@ -173,9 +176,9 @@ def _(h, rows, weights=None, order=None, activation="silu"):
 def _gated_backward_op(
     h: Tensor, gradient: Tensor, rows: Tensor, weights: Tensor | None, order: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
-    info = swiglu.RowInfo(rows, weights, order)
-    kind = cast(swiglu.Activation, activation)
-    dh, _, dweights = swiglu.backward(h.contiguous(), gradient.contiguous(), info, kind)
+    info = gated_kernels.RowInfo(rows, weights, order)
+    kind = cast(gated_kernels.Activation, activation)
+    dh, _, dweights = gated_kernels.backward(h.contiguous(), gradient.contiguous(), info, kind)
     return _zero_past(dh, rows), h.new_empty(0, dtype=torch.float32) if dweights is None else dweights
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from pagestash.kernels.route import multihot
-from pagestash.kernels.topk import topk
+from pagestash.kernels.moe.route import multihot
+from pagestash.kernels.moe.topk import topk
 from pagestash.moe.config import MoEConfig
 from pagestash.saved.compiled import run_as_it_is
 from pagestash.saved.once import once

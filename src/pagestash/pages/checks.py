@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagestash.kernels.layout import ACCOUNTS, HOST_BASE
+from pagestash.kernels.pages.layout import ACCOUNTS, HOST_BASE
 from pagestash.pages.ticket import Ticket
 
 Rows = int | torch.Tensor | None

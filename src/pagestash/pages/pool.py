@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from pagestash.kernels import copy, release, stash
 from pagestash.kernels.backend import choose
-from pagestash.kernels.layout import ACCOUNTS, HOST_BASE, Counter, PoolMemory
+from pagestash.kernels.pages import copy, release, stash
+from pagestash.kernels.pages.layout import ACCOUNTS, HOST_BASE, Counter, PoolMemory
 from pagestash.pages.checks import (
     Rows,
     check_buffers,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagestash.kernels.layout import HEADER, Counter, Header, PoolMemory, Status
+from pagestash.kernels.pages.layout import HEADER, Counter, Header, PoolMemory, Status
 from pagestash.pages.ticket import Ticket
 
 

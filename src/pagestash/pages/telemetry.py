@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagestash.kernels.layout import Counter, PoolMemory
+from pagestash.kernels.pages.layout import Counter, PoolMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

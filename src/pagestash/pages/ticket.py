@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pagestash.kernels.layout import HEADER, Span
+from pagestash.kernels.pages.layout import HEADER, Span
 
 
 @dataclass(slots=True, eq=False)

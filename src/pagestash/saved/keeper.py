@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagestash.kernels.layout import Counter
+from pagestash.kernels.pages.layout import Counter
 from pagestash.pages.pool import PagePool
 from pagestash.pages.slabs import HostSlabs
 from pagestash.pages.ticket import Ticket

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pagestash.kernels.backend import choose
-from pagestash.kernels.tail import zero_tail
+from pagestash.kernels.pages.tail import zero_tail
 from pagestash.pages.slabs import HostBlock, HostSlabs, aligned
 from pagestash.policy import HomeName, Rule, format_bytes
 from pagestash.saved.homes import Keep, Tally

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pagestash.kernels.layout import Counter
+from pagestash.kernels.pages.layout import Counter
 from pagestash.pages.pool import PagePool
 from pagestash.policy import HomeName, PoolConfig, format_bytes
 from pagestash.saved.homes import Keep, Tally

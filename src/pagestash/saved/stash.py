@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pagestash.kernels.layout import ACCOUNTS
+from pagestash.kernels.pages.layout import ACCOUNTS
 from pagestash.pages.pool import PagePool
 from pagestash.pages.ticket import Ticket
 from pagestash.policy import HomeName

@@ -15,7 +15,7 @@ import torch
 from pagestash.models.decoder import Decoder
 from pagestash.models.stage import DecoderStage
 from pagestash.moe.config import MoEConfig
-from pagestash.moe.dispatch import Dispatch
+from pagestash.moe.parallel.dispatch import Dispatch
 from pagestash.saved.keeper import Keeper
 from pagestash.step.graphed import GraphedStep
 from pagestash.train import checkpoint

@@ -18,8 +18,8 @@ from torch import nn
 
 from pagestash.models.decoder import Block, Decoder
 from pagestash.moe.config import MoEConfig
-from pagestash.moe.dispatch import Dispatch
 from pagestash.moe.layer import MoE
+from pagestash.moe.parallel.dispatch import Dispatch
 from pagestash.moe.parts import ExpertLinear
 from pagestash.train.config import TrainConfig
 from pagestash.train.folder import RunError, reason

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pagestash.kernels.route import Routing
+from pagestash.kernels.moe.route import Routing
 
 
 @dataclass(slots=True)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from pagestash.kernels import gather as G
 from pagestash.kernels.backend import interpreted
-from pagestash.kernels.layout import HEADER, Header
-from pagestash.kernels.paged import Pages
-from pagestash.kernels.route import route
+from pagestash.kernels.moe import permute as G
+from pagestash.kernels.moe.route import route
+from pagestash.kernels.pages.layout import HEADER, Header
+from pagestash.kernels.pages.paged import Pages
 from pagestash.pages.pool import PagePool
 
 BACKENDS = [

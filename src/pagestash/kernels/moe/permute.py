@@ -11,8 +11,8 @@ times: 2.0 GiB rather than 1.1 at T=32,768, d=2048, K=8.)
 import torch
 
 from pagestash.kernels.backend import choose, tl, triton
-from pagestash.kernels.layout import K_BYTES, K_GRANTED, K_HEADER, K_STATUS
-from pagestash.kernels.paged import Pages, arguments, copy_rows, is_wide, page_pointers, widest_block
+from pagestash.kernels.pages.layout import K_BYTES, K_GRANTED, K_HEADER, K_STATUS
+from pagestash.kernels.pages.paged import Pages, arguments, copy_rows, is_wide, page_pointers, widest_block
 
 ELEMENTS = 4096
 """Of a tile, over 4 warps: 64 bytes a thread in flight for each place."""

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pagestash.kernels import swiglu as S
 from pagestash.kernels.backend import interpreted
-from pagestash.kernels.paged import Pages
+from pagestash.kernels.moe import gated as S
+from pagestash.kernels.pages.paged import Pages
 from pagestash.pages.pool import PagePool
 
 BACKENDS = [

@@ -1,7 +1,7 @@
 """Moving one chunk of bytes, the inner step of every copy between a buffer and a page."""
 
 from pagestash.kernels.backend import tl, triton
-from pagestash.kernels.layout import K_HOST_BASE
+from pagestash.kernels.pages.layout import K_HOST_BASE
 
 
 @triton.jit

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from pagestash.kernels.backend import launching_on, multiprocessors, tl, triton
-from pagestash.kernels.chunks import copy_chunk
-from pagestash.kernels.copy import Tiers, copy_reference
-from pagestash.kernels.layout import (
+from pagestash.kernels.pages.chunks import copy_chunk
+from pagestash.kernels.pages.copy import Tiers, copy_reference
+from pagestash.kernels.pages.layout import (
     K_ARRIVED,
     K_BYTES,
     K_DEVICE_FREE,
@@ -45,7 +45,7 @@ from pagestash.kernels.layout import (
     Span,
     chunk_bytes,
 )
-from pagestash.kernels.reserve import reserve_reference
+from pagestash.kernels.pages.reserve import reserve_reference
 
 CHUNK = 16384
 PROGRAMS_PER_SM = 2

@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from pagestash.kernels.backend import choose, multiprocessors, tl, triton
-from pagestash.kernels.layout import K_BYTES, K_GRANTED, K_HEADER, K_STATUS
-from pagestash.kernels.paged import Pages, arguments, copy_rows, is_wide, page_pointers, widest_block
+from pagestash.kernels.pages.layout import K_BYTES, K_GRANTED, K_HEADER, K_STATUS
+from pagestash.kernels.pages.paged import Pages, arguments, copy_rows, is_wide, page_pointers, widest_block
 
 Activation = Literal["silu", "gelu", "clamped"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from pagestash.kernels.backend import launching_on, tl, triton
-from pagestash.kernels.layout import (
+from pagestash.kernels.pages.layout import (
     HEADER,
     K_BYTES,
     K_DEVICE_FREE,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from pagestash.kernels.backend import tl, triton
-from pagestash.kernels.layout import (
+from pagestash.kernels.pages.layout import (
     HEADER,
     HOST_BASE,
     K_HOST_BASE,

@@ -3,7 +3,7 @@
 import torch
 
 from pagestash.kernels.backend import Backend, launching_on, multiprocessors, tl, triton
-from pagestash.kernels.chunks import fill_chunk
+from pagestash.kernels.pages.chunks import fill_chunk
 
 CHUNK = 16384
 WARPS = 16

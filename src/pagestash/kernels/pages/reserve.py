@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagestash.kernels.layout import HEADER, HOST_BASE, Counter, Header, PoolMemory, Span, Status
+from pagestash.kernels.pages.layout import HEADER, HOST_BASE, Counter, Header, PoolMemory, Span, Status
 
 
 def reserve_reference(

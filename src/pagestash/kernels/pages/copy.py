@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 
 from pagestash.kernels.backend import launching_on, multiprocessors, tl, triton
-from pagestash.kernels.chunks import copy_chunk, fill_chunk, page_address
-from pagestash.kernels.layout import (
+from pagestash.kernels.pages.chunks import copy_chunk, fill_chunk, page_address
+from pagestash.kernels.pages.layout import (
     HEADER,
     HOST_BASE,
     K_BYTES,

@@ -6,8 +6,8 @@ In a graph a launch costs some 4 µs however little it does, and a layer of 3 ms
 import torch
 
 from pagestash.kernels.backend import choose, launching_on, tl, triton
-from pagestash.kernels.layout import K_GRANTED, K_HEADER, K_STATUS
-from pagestash.kernels.paged import Pages
+from pagestash.kernels.pages.layout import K_GRANTED, K_HEADER, K_STATUS
+from pagestash.kernels.pages.paged import Pages
 
 
 def cut_ends(offsets: torch.Tensor, head: int, *, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:

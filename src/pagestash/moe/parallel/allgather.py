@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from pagestash.kernels.gather import ALIGNMENT
-from pagestash.kernels.route import route
-from pagestash.moe.capacity import HEADROOM, Capacity
-from pagestash.moe.collectives import Ranks
+from pagestash.kernels.moe.permute import ALIGNMENT
+from pagestash.kernels.moe.route import route
 from pagestash.moe.config import MoEConfig
-from pagestash.moe.dispatch import Received
+from pagestash.moe.parallel.capacity import HEADROOM, Capacity
+from pagestash.moe.parallel.collectives import Ranks
+from pagestash.moe.parallel.dispatch import Received
 
 
 class AllGather:

@@ -1,0 +1,1 @@
+"""Kernels of the language model's loss, which never holds all logits."""

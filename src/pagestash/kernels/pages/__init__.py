@@ -1,0 +1,1 @@
+"""Kernels of the page pool: reserve, copy and release pages, and address rows in them."""

@@ -23,7 +23,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from benchmarks.harness import Claim, write
 from pagestash import Keeper, Policy, Rule
 from pagestash.pipeline import Plan, plans
-from pagestash.pipeline.follow import turns
+from pagestash.saved.follow import turns
 from pagestash.saved.order import WINDOW
 
 WIDTH, ROWS, LAYERS = 1024, 4096, 12

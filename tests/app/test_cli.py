@@ -117,7 +117,7 @@ def test_help_names_the_presets(command):
 
 @pytest.mark.parametrize("command", ["train", "partition"])
 def test_help_names_the_schedules(command):
-    from pagestash.pipeline.plan import SCHEDULES
+    from pagestash.schedules.plan import SCHEDULES
 
     assert SCHEDULES == pagestash.cli.SCHEDULES
     text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "300"}).output

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from pagestash.pipeline.plan import SCHEDULES, V_SHAPED, stages_a_rank
+from pagestash.schedules.plan import SCHEDULES, V_SHAPED, stages_a_rank
 from pagestash.train.prepare import splits_backward
 
 WIDTH = 8

@@ -2,9 +2,9 @@
 
 from contextlib import nullcontext
 
-from pagestash.pipeline.follow import _Following
-from pagestash.pipeline.plan import Action, Plan
+from pagestash.saved.follow import _Following
 from pagestash.saved.order import Group, Recorder
+from pagestash.schedules.plan import Action, Plan
 
 
 class Keeper:

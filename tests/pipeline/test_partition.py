@@ -7,8 +7,8 @@ import time
 import pytest
 
 from pagestash.pipeline.costs import LayerCost, read_costs
-from pagestash.pipeline.plan import SCHEDULES, V_SHAPED, plans, stages_a_rank
 from pagestash.pipeline.stages import partition
+from pagestash.schedules.plan import SCHEDULES, V_SHAPED, plans, stages_a_rank
 
 
 def layer(name, parameters=10, activations=5, forward=1.0, backward=2.0):

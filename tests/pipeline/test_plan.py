@@ -15,8 +15,8 @@ from torch.distributed.pipelining.schedules import (
 sys.path.insert(0, str(Path(__file__).parent))
 from gloo import EACH_SCHEDULE, FEW_AND_MANY, RUN_HERE, batch, make_schedule, make_stages, spawn, take_step
 
-from pagestash.pipeline.observe import Observation
-from pagestash.pipeline.plan import SCHEDULES, Action, Plan, in_flight, plans, read_plan, schedule_name
+from pagestash.schedules.observe import Observation
+from pagestash.schedules.plan import SCHEDULES, Action, Plan, in_flight, plans, read_plan, schedule_name
 
 
 class Diary:

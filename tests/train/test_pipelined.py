@@ -14,7 +14,7 @@ from small import MODEL, run, runs, settings
 from test_ranks import close, torchrun
 
 from pagestash.kernels import backend
-from pagestash.pipeline.plan import SCHEDULES, SPLIT_BACKWARD, plans
+from pagestash.schedules.plan import SCHEDULES, SPLIT_BACKWARD, plans
 from pagestash.train import prepare, read_metrics
 from pagestash.train.checkpoint import latest
 from pagestash.train.prepare import splits_backward

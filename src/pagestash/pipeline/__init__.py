@@ -2,10 +2,10 @@
 
 from pagestash.pipeline.costs import LayerCost, read_costs
 from pagestash.pipeline.halves import delay_weight_gradients
-from pagestash.pipeline.observe import Listener, Observation
-from pagestash.pipeline.plan import SCHEDULES, Action, Plan, in_flight, plans, read_plan
 from pagestash.pipeline.stages import Partition, Stage, partition
 from pagestash.saved.early_free import Release, early_free
+from pagestash.schedules.observe import Listener, Observation
+from pagestash.schedules.plan import SCHEDULES, Action, Plan, in_flight, plans, read_plan
 
 __all__ = [
     "SCHEDULES",

@@ -8,8 +8,9 @@ block is told: in `I` it leaves out the products for its weights, in `W` the one
 from typing import Any
 
 from pagestash.moe.block import Half
-from pagestash.pipeline.observe import Observation
-from pagestash.pipeline.plan import Action, Plan
+from pagestash.schedules.observe import Observation
+from pagestash.schedules.plan import Action, Plan
+from pagestash.torch_internals import stages_of
 
 
 def delay_weight_gradients(schedule: Any) -> Observation:
@@ -17,7 +18,7 @@ def delay_weight_gradients(schedule: Any) -> Observation:
 
     Schedules that split no backward, and stages without experts, go on as before.
     """
-    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    stages = stages_of(schedule)
     halves = {stage.stage_index: Half() for stage in stages}
     observation = Observation(schedule, _Telling(halves))
     for stage in stages:

@@ -6,8 +6,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from pagestash.pipeline.costs import LayerCost
-from pagestash.pipeline.plan import Plan, in_flight, plans, schedule_name, stages_a_rank
 from pagestash.pipeline.search import Problem, solve
+from pagestash.schedules.plan import Plan, in_flight, plans, schedule_name, stages_a_rank
 
 
 @dataclass(frozen=True, slots=True)

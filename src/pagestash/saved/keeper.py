@@ -15,6 +15,7 @@ from pagestash.pages.ticket import Ticket
 from pagestash.policy import HomeName, Policy, format_bytes
 from pagestash.saved.attached import Attached
 from pagestash.saved.capture import Capture
+from pagestash.saved.follow import follow
 from pagestash.saved.homes import Home, Keep
 from pagestash.saved.identity import storage_keys
 from pagestash.saved.measured import MeasuredOffload, Outlook
@@ -124,9 +125,6 @@ class Keeper:
         follows at once, is as the plan says, also when another schedule has another number of microbatches. A
         `ValueError` if the schedule cannot be followed.
         """
-        # From a layer above this one: only who has a pipeline needs it.
-        from pagestash.pipeline.follow import follow
-
         following = follow(schedule, self, self._recorder, self._habits)
         self._hooks.append(following)
         return following

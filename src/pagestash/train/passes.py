@@ -14,9 +14,9 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from pagestash.models.decoder import Decoder
 from pagestash.pipeline.halves import delay_weight_gradients
-from pagestash.pipeline.observe import Observation
-from pagestash.pipeline.plan import Action, Plan
 from pagestash.saved.keeper import Keeper
+from pagestash.schedules.observe import Observation
+from pagestash.schedules.plan import Action, Plan
 from pagestash.train.parallel import Ranks
 from pagestash.train.prepare import Plan as RunPlan
 

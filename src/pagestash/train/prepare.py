@@ -12,9 +12,9 @@ from pagestash.device import device_memory, find_device
 from pagestash.models.config import DecoderConfig
 from pagestash.models.costs import layer_costs
 from pagestash.models.decoder import Decoder
-from pagestash.pipeline.plan import SPLIT_BACKWARD, schedule_name, stages_a_rank
 from pagestash.pipeline.stages import Partition, partition
 from pagestash.policy import Policy, Rule, format_bytes
+from pagestash.schedules.plan import SPLIT_BACKWARD, schedule_name, stages_a_rank
 from pagestash.train import checkpoint
 from pagestash.train.config import TrainConfig, checked, merge
 from pagestash.train.data import Corpus, load_corpus

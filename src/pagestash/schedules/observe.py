@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from pagestash.pipeline.plan import Action, Plan, read_plan
+from pagestash.schedules.plan import Action, Plan, read_plan
+from pagestash.torch_internals import has_backward, stages_of
 
 
 class Listener(Protocol):
@@ -40,9 +41,8 @@ class Observation:
         self._schedule, self._listener = schedule, listener
         self._running = False
         self._wrapped: list[tuple[Any, str, _Layer]] = []
-        stages = getattr(schedule, "_stages", None) or [schedule._stage]
         self._wrap(schedule, "step", self._step)
-        for stage in stages:
+        for stage in stages_of(schedule):
             self._wrap(stage, "forward_one_chunk", self._stage(stage, lambda *_, **__: "F"))
             self._wrap(stage, "backward_one_chunk", self._stage(stage, _half))
             self._wrap(stage, "backward_weight_one_chunk", self._stage(stage, lambda *_, **__: "W"))
@@ -60,7 +60,7 @@ class Observation:
         self._wrapped.append((owner, name, layer))
 
     def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._wrapped or not self._schedule._has_backward:  # removed, or nothing is saved
+        if not self._wrapped or not has_backward(self._schedule):  # removed, or nothing is saved
             return inner(*args, **kwargs)
         self._listener.begin_step(read_plan(self._schedule))
         self._running = True

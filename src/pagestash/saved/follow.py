@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from pagestash.pipeline.observe import Observation
-from pagestash.pipeline.plan import Action, Kind, Plan, read_plan
 from pagestash.saved.order import Event, Group, Key, Recorder
+from pagestash.schedules.observe import Observation
+from pagestash.schedules.plan import Action, Kind, Plan, read_plan
+from pagestash.torch_internals import stages_of
 
 
 class Follower(Protocol):
@@ -35,8 +36,8 @@ def follow(schedule: Any, keeper: Follower, recorder: Recorder, habits: Habits) 
     """
     plan = read_plan(schedule)
     if plan.splits_backward:
-        stages = getattr(schedule, "_stages", None) or [schedule._stage]
-        _refuse_selective_checkpoints([stage.submod for stage in stages], type(schedule).__name__)
+        modules = [stage.submod for stage in stages_of(schedule)]
+        _refuse_selective_checkpoints(modules, type(schedule).__name__)
     return Observation(schedule, _Following(keeper, recorder, habits))
 
 

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
 
-from torch.distributed.pipelining import schedules as torch_schedules
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    Schedule1F1B,
-    ScheduleGPipe,
-    _PipelineScheduleRuntime,
+from pagestash.torch_internals import (
+    has_backward,
+    microbatches_of,
+    pipeline_schedules,
+    replaced_actions,
+    runs_as,
+    stages_of,
+    without_communication,
 )
 
 Kind = Literal["F", "B", "I", "W"]
@@ -99,28 +101,29 @@ def in_flight(plan: Plan) -> dict[int, int]:
 
 def read_plan(schedule: Any) -> Plan:
     """What this rank will do in the next `schedule.step()`; a `ValueError` if that cannot be known."""
-    replaced = sorted(str(kind) for kind in getattr(schedule, "_comp_type_to_function_map", {}))
+    replaced = replaced_actions(schedule)
     if replaced:
         raise ValueError(
             f"{type(schedule).__name__} runs functions of its own for {', '.join(replaced)} "
             "(register_custom_function): what they do to the stages cannot be known"
         )
-    runs = getattr(type(schedule), "_step_microbatches", None)
-    if runs is Schedule1F1B._step_microbatches:
-        stage = schedule._stage.stage_index
-        actions = _one_forward_one_backward(stage, schedule._num_stages, schedule._n_microbatches)
-    elif runs is ScheduleGPipe._step_microbatches:
-        actions = _gpipe(schedule._stage.stage_index, schedule._n_microbatches)
-    elif runs is _PipelineScheduleRuntime._step_microbatches and hasattr(
-        schedule, "pipeline_order_with_comms"
-    ):
-        actions = _flat(schedule.pipeline_order_with_comms[schedule.rank])
-    else:
-        raise ValueError(
-            f"{type(schedule).__name__} cannot be followed: it has no plan that can be read ahead. Supported are "
-            f"{', '.join(f'Schedule{name}' for name in SCHEDULES)} of torch.distributed.pipelining"
-        )
-    if not schedule._has_backward:
+    match runs_as(schedule):
+        case "1F1B":
+            (stage,) = stages_of(schedule)
+            actions = _one_forward_one_backward(
+                stage.stage_index, stage.num_stages, microbatches_of(schedule)
+            )
+        case "GPipe":
+            (stage,) = stages_of(schedule)
+            actions = _gpipe(stage.stage_index, microbatches_of(schedule))
+        case "list":
+            actions = _flat(schedule.pipeline_order_with_comms[schedule.rank])
+        case _:
+            raise ValueError(
+                f"{type(schedule).__name__} cannot be followed: it has no plan that can be read ahead. Supported "
+                f"are {', '.join(f'Schedule{name}' for name in SCHEDULES)} of torch.distributed.pipelining"
+            )
+    if not has_backward(schedule):
         actions = (action for action in actions if action.kind == "F")
     return Plan(tuple(actions))
 
@@ -143,7 +146,7 @@ def plans(name: str, *, ranks: int, microbatches: int, chunks: int | None = None
                 f"1F1B needs at least as many microbatches as stages: {microbatches}, {ranks} stages"
             )
         return [Plan(tuple(_one_forward_one_backward(stage, ranks, microbatches))) for stage in range(ranks)]
-    order = _order(getattr(torch_schedules, f"Schedule{name}"), ranks, microbatches, chunks)
+    order = _order(getattr(pipeline_schedules(), f"Schedule{name}"), ranks, microbatches, chunks)
     return [Plan(tuple(_flat(order[rank]))) for rank in range(ranks)]
 
 
@@ -196,15 +199,8 @@ def _flat(actions: Iterable[Any]) -> Iterator[Action]:
             yield Action(action.computation_type.value, action.stage_index, action.microbatch_index)
 
 
-def _order(
-    kind: type[PipelineScheduleMulti], ranks: int, microbatches: int, chunks: int
-) -> dict[int, list[Any]]:
+def _order(schedule: type, ranks: int, microbatches: int, chunks: int) -> dict[int, list[Any]]:
     """The actions that a schedule class lays out for all ranks, from stages that are only numbers."""
-
-    class Unprepared(kind):  # type: ignore[valid-type, misc]
-        def _prepare_schedule_with_comms(self, actions: Any, format: Any = "compute_only") -> None:
-            """Sends and receives change nothing in the order of a rank's calls, and take long to place."""
-
     stages = [
         SimpleNamespace(
             group_rank=0,
@@ -215,5 +211,4 @@ def _order(
         )
         for chunk in range(chunks)
     ]
-    Unprepared.__name__ = kind.__name__
-    return Unprepared(stages, microbatches).pipeline_order
+    return without_communication(schedule)(stages, microbatches).pipeline_order

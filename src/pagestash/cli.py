@@ -86,7 +86,7 @@ def train(
         "corpus": tuple(corpus) if corpus else None,
     }
     try:
-        from pagestash.train.command import run
+        from pagestash.commands.train import run
     except ModuleNotFoundError as error:
         if error.name != "safetensors":
             raise
@@ -137,7 +137,7 @@ def profile(
     ] = None,
 ) -> None:
     """Show what a training step saves for backward: by region, how large, and what each home would cost."""
-    from pagestash.profiling.command import Asked, run
+    from pagestash.commands.profile import Asked, run
 
     asked = Asked(
         preset=preset,
@@ -183,15 +183,15 @@ def partition(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Place layers on pipeline stages by memory, then by time, and print the table."""
-    from pagestash import placement
+    from pagestash.commands.partition import costs_of_file, costs_of_preset, main
 
     try:
-        given = placement.costs_of_preset(
+        given = costs_of_preset(
             preset, layers, batch=batch, sequence=sequence, shards=shards, expert_parallel=expert
         )
         if costs is not None:
-            given = placement.costs_of_file(costs, given)
-        placement.main(given, stages, schedule, microbatches=microbatches, memory=memory, as_json=as_json)
+            given = costs_of_file(costs, given)
+        main(given, stages, schedule, microbatches=microbatches, memory=memory, as_json=as_json)
     except ValueError as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from None
@@ -204,7 +204,7 @@ def demo(
     ranks: Annotated[int, typer.Option(help="Processes that share the experts, 1 to 4.")] = 2,
 ) -> None:
     """Train the tiny preset with and without a policy: equal losses, and a table of bytes by home."""
-    from pagestash.demo import main
+    from pagestash.commands.demo import main
 
     for name, value, least, most in (
         ("steps", steps, 1, 2**31 - 1),

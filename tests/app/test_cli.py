@@ -37,7 +37,7 @@ def test_demo_says_when_its_training_fails(monkeypatch, capfd):
 
 
 def test_demo_fails_when_a_loss_differs(monkeypatch):
-    import pagestash.demo as demo
+    import pagestash.commands.demo as demo
 
     def skewed(steps, seed, ranks, folder):
         line = {
@@ -55,7 +55,7 @@ def test_demo_fails_when_a_loss_differs(monkeypatch):
 
 
 def test_the_example_policy_is_the_one_of_the_demo(tmp_path):
-    from pagestash.demo import POLICY
+    from pagestash.commands.demo import POLICY
 
     (tmp_path / "policy.toml").write_text(POLICY)
     example = Path(__file__).parents[2] / "examples" / "stash_and_recompute.toml"

@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pagestash.policy import HOMES, format_bytes
+from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.table import groups
-
-if TYPE_CHECKING:
-    from pagestash.profiling.result import Profile
 
 SHOWN = 9
 """Regions with a colour of their own; the rest share one."""
@@ -24,7 +22,7 @@ WHERE = {
 }
 
 
-def plot(profile: "Profile", path: Path) -> None:
+def plot(profile: ProfiledStep, path: Path) -> None:
     """Write the picture to `path`; its ending gives the format."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -46,7 +44,7 @@ def plot(profile: "Profile", path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def waiting(profile: "Profile", chosen: Sequence[int], *, valid: bool = False) -> list[int]:
+def waiting(profile: ProfiledStep, chosen: Sequence[int], *, valid: bool = False) -> list[int]:
     """Counted bytes of the chosen tensors (by their place) that wait at the end of each segment.
 
     With `valid`, of their storages only what backward reads.
@@ -64,7 +62,7 @@ Stacks = tuple[list[str], list[list[int]], list[str]]
 """Labels, bytes after each segment, colours."""
 
 
-def _by_region(profile: "Profile") -> Stacks:
+def _by_region(profile: ProfiledStep) -> Stacks:
     largest = sorted(groups(profile), key=lambda group: -group.bytes)
     shown = [group for group in largest[:SHOWN] if group.bytes]
     places = {id(tensor): index for index, tensor in enumerate(profile.tensors)}
@@ -77,7 +75,7 @@ def _by_region(profile: "Profile") -> Stacks:
     return [name for name, _ in parts], [waiting(profile, chosen) for _, chosen in parts], colours
 
 
-def _by_home(profile: "Profile") -> Stacks:
+def _by_home(profile: ProfiledStep) -> Stacks:
     homes = profile.homes()
     parts = {
         home: waiting(
@@ -96,7 +94,7 @@ def _by_home(profile: "Profile") -> Stacks:
 
 def _stack(
     axis: Any,
-    profile: "Profile",
+    profile: ProfiledStep,
     labels: list[str],
     sizes: list[list[int]],
     colours: list[str],
@@ -142,6 +140,6 @@ def _unit(size: int) -> tuple[str, int]:
     return "bytes", 1
 
 
-def _title(profile: "Profile") -> str:
+def _title(profile: ProfiledStep) -> str:
     total = format_bytes(profile.total_bytes)
     return f"Bytes that wait for backward: {total} at the end of forward, on {profile.device}"

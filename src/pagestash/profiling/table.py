@@ -3,17 +3,14 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 
 from pagestash.policy import Policy, Rule, format_bytes
+from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import HomeEstimate, Region, SavedTensor
 from pagestash.profiling.regions import estimate, hidden_bytes
-
-if TYPE_CHECKING:
-    from pagestash.profiling.result import Profile
 
 MODEL = "(model)"
 """What is saved outside all submodules."""
@@ -56,7 +53,7 @@ def label(name: str, *, depth: int | None = None, layers: bool = False) -> str:
     return ".".join(parts) or MODEL
 
 
-def groups(profile: "Profile", *, depth: int | None = None, layers: bool = False) -> list[Group]:
+def groups(profile: ProfiledStep, *, depth: int | None = None, layers: bool = False) -> list[Group]:
     """Regions by row, in the order in which they began."""
     found: dict[str, Group] = {}
     for region in profile.regions:
@@ -74,7 +71,7 @@ def groups(profile: "Profile", *, depth: int | None = None, layers: bool = False
 
 
 def region_table(
-    profile: "Profile", *, depth: int | None = None, layers: bool = False, narrow: bool = False
+    profile: ProfiledStep, *, depth: int | None = None, layers: bool = False, narrow: bool = False
 ) -> Table:
     """One row for each region, or for each of their groups; `narrow` puts pairs of figures on two lines.
 
@@ -125,7 +122,7 @@ def region_table(
     return table
 
 
-def tensor_table(profile: "Profile", match: str = "**") -> Table:
+def tensor_table(profile: ProfiledStep, match: str = "**") -> Table:
     """One row for each saved tensor of the regions that `match` names."""
     names = dict.fromkeys(tensor.region for tensor in profile.tensors)
     if match != "**":  # which also names the model itself
@@ -184,7 +181,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
 
 
-def _caption(profile: "Profile") -> str:
+def _caption(profile: ProfiledStep) -> str:
     link = profile.link
     source = "measured" if link.measured else "assumed"
     lines = [
@@ -203,7 +200,7 @@ def _caption(profile: "Profile") -> str:
     return "\n".join(lines)
 
 
-def _others(profile: "Profile") -> str:
+def _others(profile: ProfiledStep) -> str:
     shared: Sequence[tuple[str, int]] = [
         ("weights", _size(profile, "weight", "weight_view")),
         ("buffers", _size(profile, "buffer")),
@@ -212,5 +209,5 @@ def _others(profile: "Profile") -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in shared if size)
 
 
-def _size(profile: "Profile", *kinds: str) -> int:
+def _size(profile: ProfiledStep, *kinds: str) -> int:
     return sum({t.storage: t.storage_bytes for t in profile.tensors if t.kind in kinds}.values())

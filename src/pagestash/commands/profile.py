@@ -1,4 +1,4 @@
-"""`pagestash profile`, behind the command line. Only the command line imports this: it knows the models."""
+"""`pagestash profile`, behind the command line."""
 
 import importlib
 import importlib.util

@@ -128,15 +128,15 @@ def test_a_side_stream_or_the_compute_stream_held_back_changes_nothing(held):
     x, rows = batch(50, 0, "cuda")
     plain = run(model, x, rows)
     keeper = ps.Keeper(policy(device=256 * 10, host="1MiB")).attach(model)
-    stash = keeper._homes["stash"]
+    stash = keeper._stash._paged
     run(model, x, rows, keeper)
     if held == "compute":
         for method in ("put", "get"):
             original = getattr(stash, method)
 
-            def late(argument, original=original):
+            def late(*arguments, original=original):
                 torch.cuda._sleep(HOLD // 20)
-                return original(argument)
+                return original(*arguments)
 
             setattr(stash, method, late)
     else:
@@ -166,7 +166,7 @@ def test_without_its_wait_each_hand_over_would_fail(missing, monkeypatch):
     plain = run(model, x, rows)
     keeper = ps.Keeper(policy(device=256 * 10, host="1MiB")).attach(model)
     run(model, x, rows, keeper)
-    stash = keeper._homes["stash"]
+    stash = keeper._stash._paged
     side = stash._in if missing == "arrived" else stash._out
     after = side.after
 
@@ -177,7 +177,7 @@ def test_without_its_wait_each_hand_over_would_fail(missing, monkeypatch):
 
     monkeypatch.setattr(side, "after", slow)
     stash.pool.memory.host_slab.fill_(255)  # NaN, should it be read before it is written
-    import pagestash.saved.stash as module
+    import pagestash.saved.paged as module
 
     real = module.wait_here
     if missing == "retire":

@@ -11,11 +11,11 @@ import pagestash as ps
 from pagestash.pages.slabs import HostSlabs
 from pagestash.saved import offload as module
 from pagestash.saved.homes import Keep
-from pagestash.saved.identity import Entry
 from pagestash.saved.offload import Offload
 from pagestash.saved.order import Plan, Recorder
 from pagestash.saved.split import Split
-from pagestash.saved.stash import MeasuredStash
+from pagestash.saved.stash import Stash
+from pagestash.saved.storage import Entry
 from pagestash.saved.streams import SideStream
 
 pytestmark = pytest.mark.gpu
@@ -244,7 +244,8 @@ def alone(size: int) -> Offload:
     slabs = HostSlabs(device, size)
     slabs.fit(size)
     plan = Plan({}, window=4 * size)  # room for copies under way
-    return Offload(device, slabs, plan, Split({}), Keep(), lambda: MeasuredStash(65536), Recorder())
+    keep = Keep()
+    return Offload(device, slabs, plan, Split({}), keep, Stash(ps.Policy([]), keep, "auto"), Recorder())
 
 
 def entry_of(tensor: torch.Tensor) -> Entry:
@@ -291,7 +292,7 @@ def test_host_memory_is_not_written_before_its_copy_back_is_done(monkeypatch, ri
         torch.cuda._sleep(LONG)
     home._fetch(first.place)
     arriving = first.place.incoming[first]
-    home.drop(first)
+    first.place.drop(first)
     if not right:
         monkeypatch.setattr(module, "wait_here", lambda event: None)
     home.put([second])

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
-from pagestash.saved.capture import Untouched
-from pagestash.saved.identity import modules_in
+from pagestash.saved.packed import Untouched
 from pagestash.saved.region import claim
+from pagestash.saved.storage import modules_in
 
 POOLS = {
     "measured": {},
@@ -77,14 +77,14 @@ def test_tails_may_be_nan(sized):
         with torch.no_grad():
             args[0][20:] = float("nan")
 
-    def look(entry):
-        flat = original(entry)
+    def look(group, entry):
+        flat = original(group, entry)
         if entry.rows is not None:
             seen.append(flat.view(CAPACITY, -1)[20:])
         return flat
 
     hook = model.layers[0].experts.register_forward_pre_hook(poison, prepend=True)
-    stash = keeper._homes["stash"]
+    stash = keeper._stash._paged
     original, stash.get = stash.get, look
     try:
         run(model, x, rows, keeper)
@@ -142,14 +142,14 @@ def test_weights_stay_where_they_are(sized):
     model, keeper, _ = sized
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     packed = []
-    original = keeper._capture.pack
+    original = keeper._saved.pack
 
     def spy(tensor):
         out = original(tensor)
         packed.append((tensor.untyped_storage()._cdata in weights, isinstance(out, Untouched)))
         return out
 
-    keeper._capture.pack = spy
+    keeper._saved.pack = spy
     x, rows = batch(20)
     run(model, x, rows, keeper)
     assert any(is_weight for is_weight, _ in packed)

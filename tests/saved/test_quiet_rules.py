@@ -147,9 +147,9 @@ def test_the_wrong_device(told):
     kept = ps.Keeper(ps.Policy([ps.Rule("*", "stash", min_bytes=0)]), backend="torch").attach(model)
     for _ in range(2):
         with kept.step():
-            kept._capture.device = torch.device("meta")
+            kept._saved.device = torch.device("meta")
             model(torch.randn(8, 16, requires_grad=True)).sum().backward()
-            kept._capture.device = torch.device("cpu")
+            kept._saved.device = torch.device("cpu")
     (line,) = told()
     assert line.endswith("its tensors are on cpu, and the model on meta")
 
@@ -171,9 +171,9 @@ def test_a_layer_that_takes_its_pages_itself_is_not_mentioned(told):
 
 def test_nothing_is_watched_after_the_second_step():
     kept = train(net(), ps.Rule("*", "stash", min_bytes=0), steps=1)
-    assert kept._capture.look is not None
+    assert kept._saved.look is not None
     kept = train(net(), ps.Rule("*", "stash", min_bytes=0), steps=2)
-    assert kept._capture.look is None
+    assert kept._saved.look is None
 
 
 def test_a_step_that_is_never_opened(told):

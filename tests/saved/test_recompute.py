@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
-from pagestash.saved.identity import checksum
+from pagestash.saved.storage import checksum
 
 F = torch.nn.functional
 WIDTH, ROWS = 16, 8

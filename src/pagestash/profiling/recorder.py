@@ -17,9 +17,9 @@ from pagestash.profiling.records import ALLOCATED, BATCH, OUTPUT, USER, Kind, Sa
 from pagestash.profiling.timeline import Path, Timeline
 from pagestash.profiling.watch import Watch
 from pagestash.saved.compiled import hidden, is_compiled
-from pagestash.saved.identity import byte_range, row_range
 from pagestash.saved.marks import Valid
 from pagestash.saved.region import Region, frames
+from pagestash.saved.storage import byte_range, row_range
 
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
@@ -157,7 +157,7 @@ class Recorder:
                 def whole() -> None:
                     saved.valid = span
 
-                frame.capture.marks.wait(local.untyped_storage()._cdata, frame.name, local.shape, whole)
+                frame.owner.marks.wait(local.untyped_storage()._cdata, frame.name, local.shape, whole)
         storage.handles += 1
         self._saved.append(saved)
         # A tensor of its own: an output that held itself would never be freed.
@@ -168,7 +168,7 @@ class Recorder:
         if claimed is not None and claimed.exact and claimed.rows is not None:
             found = row_range(tensor, claimed.capacity)
             return None if found is None else Valid(claimed.rows, claimed.capacity, *found, sure=True)
-        marks = frame.capture.marks
+        marks = frame.owner.marks
         if not marks.any:
             return None
         return marks.saved(

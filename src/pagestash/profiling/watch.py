@@ -12,8 +12,8 @@ from pagestash.policy import Policy
 from pagestash.profiling.timeline import MODEL, Path, Timeline
 from pagestash.saved.calls import begin, end, set_calls, under_way
 from pagestash.saved.compiled import hidden, is_compiled
-from pagestash.saved.hooks import Hook
 from pagestash.saved.marks import Marks
+from pagestash.saved.module_hook import Hook
 from pagestash.saved.region import Region, enter, frames, leave, set_frames
 
 
@@ -48,7 +48,7 @@ class Watch:
 
     def path(self) -> Path:
         """The running regions; a `ps.region` without a name is part of the one around it."""
-        names = [frame.name for frame in frames() if frame.capture is self]
+        names = [frame.name for frame in frames() if frame.owner is self]
         return tuple(name for index, name in enumerate(names) if index == 0 or name != names[index - 1])
 
     @contextmanager

@@ -7,24 +7,24 @@ import torch
 from torch import nn
 
 from pagestash.policy import Policy, Rule
-from pagestash.saved.capture import Capture
 from pagestash.saved.compiled import compile_anew, is_compiled, is_wrapper
-from pagestash.saved.identity import modules_in
+from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.names import named_modules, prefixes
 from pagestash.saved.region import no_module
+from pagestash.saved.storage import modules_in
 from pagestash.saved.watch import Watch
 
 
 class Attached:
     """Puts a keeper's hooks on the modules that its rules name, and knows those modules."""
 
-    def __init__(self, policy: Policy, capture: Capture, watch: Watch) -> None:
+    def __init__(self, policy: Policy, capture: SavedTensorHooks, watch: Watch) -> None:
         self.models: list[nn.Module] = []
         self.own_stash: dict[str, Any] = {}
         """Modules under a stash rule that write pages by themselves."""
         self._own_recompute: list[Any] = []
         self._policy = policy
-        self._capture = capture
+        self._saved = capture
         self._watch = watch
 
     def add(self, model: nn.Module, regions: Sequence[str]) -> None:
@@ -54,7 +54,7 @@ class Attached:
         self.models.append(model)
         module: Any
         for name, module, rule in found:
-            self._capture.names[module] = name
+            self._saved.names[module] = name
             above = prefixes(name)
             path = [model, *(names[each] for each in above), module]
             if rule.home == "recompute" and hasattr(module, "use_recompute") and not self._made_with(above):
@@ -73,14 +73,14 @@ class Attached:
             module.use_pool(None, 0)
         for module in self._own_recompute:
             module.use_recompute(False)
-        self._capture.names.clear()
+        self._saved.names.clear()
         self.own_stash.clear()
         self._own_recompute.clear()
         self.models.clear()
 
     def _known(self, name: str, module: nn.Module, rule: Rule) -> bool:
         """Whether the module is watched already, as a part of another model."""
-        before = self._capture.names.get(module)
+        before = self._saved.names.get(module)
         if before is None:
             return False
         if self._policy.rule_for(before) is not rule:
@@ -122,7 +122,7 @@ class Attached:
 
     def own(self) -> set[str]:
         """The names of modules that see to their tensors themselves."""
-        return {*self.own_stash, *(self._capture.names[module] for module in self._own_recompute)}
+        return {*self.own_stash, *(self._saved.names[module] for module in self._own_recompute)}
 
     def device(self) -> torch.device | None:
         """Where the models are now: one that is attached may be moved before its first step."""

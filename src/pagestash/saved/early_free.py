@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pagestash.saved.capture import Capture
+from pagestash.saved.hooks import SavedTensorHooks
 
 _PATIENCE = 0.05
 """Seconds that a backend's thread is given to let go of a collective that is done."""
@@ -97,7 +97,7 @@ def _held(tensor: torch.Tensor) -> str:
     if tensor.is_leaf and tensor.requires_grad:
         return "it is a leaf of the graph"
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), Capture):
+    if hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), SavedTensorHooks):
         # They may hold the very object that was saved, which no count tells from the caller's.
         return "saved-tensor hooks of somebody else are active"
     storage = tensor.untyped_storage()

@@ -1,29 +1,31 @@
-"""Homes: where saved tensors wait. A home is three methods: `put` a group, `get` an entry, `drop` it."""
+"""Homes: a home takes the entries of a region when it ends, and gives each a place where its bytes wait."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from pagestash.policy import HomeName
-from pagestash.saved.identity import Entry
+from pagestash.saved.storage import Entry
 
 
-class Home(Protocol):
-    """Takes the entries of a region when it ends, and gives their bytes back in backward.
+class Sizes(NamedTuple):
+    """Bytes that wait now, and at their peak."""
 
-    `put` decides on each entry's `place` and lets go of its `origin`; `get` returns the entry's bytes, flat, as
-    often as asked; `drop` is called once, when nothing can ask any more, from whichever thread that is.
+    bytes: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class HomeStats:
+    """Valid bytes that wait in a home now, and at the peak since the last `reset_peaks`.
+
+    Of `recompute`: what was recomputed and has not been asked for yet. What it discarded is nowhere.
     """
 
-    name: HomeName
-
-    def put(self, group: Sequence[Entry]) -> None: ...
-
-    def get(self, entry: Entry) -> torch.Tensor: ...
-
-    def drop(self, entry: Entry) -> None: ...
+    bytes: int
+    peak: int
 
 
 class Tally:
@@ -48,11 +50,61 @@ class Tally:
         self.by_region = {region: (now, now) for region, (now, _) in self.by_region.items() if now}
 
 
+class Home:
+    """Where saved tensors of a rule wait. Its lifecycle: `start`, then groups are put, then `settle`; every step.
+
+    What a home has to measure before it can work at full speed, it measures in its first step.
+    """
+
+    name: HomeName
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+
+    @property
+    def live(self) -> bool:
+        """Whether a backward is still to come."""
+        return self.tally.bytes > 0
+
+    def start(self) -> None:
+        """A step begins."""
+
+    def settle(self) -> None:
+        """A step is over: the current stream has waited for the home's own streams."""
+
+    def held(self) -> int | torch.Tensor:
+        """Valid bytes that wait now; a device integer where the host does not know."""
+        return self.tally.bytes
+
+    def reset_peaks(self) -> None:
+        """Count peaks from now on."""
+        self.tally.reset_peak()
+
+    def stats(self) -> HomeStats:
+        """In all. Waits for the device."""
+        return HomeStats(self.tally.bytes, self.tally.peak)
+
+    def regions(self) -> dict[str, Sizes]:
+        """By region. Waits for the device."""
+        return {name: Sizes(*sizes) for name, sizes in self.tally.by_region.items()}
+
+
+class TakesGroups(Protocol):
+    """A home that moves the tensors it is given."""
+
+    def put(self, group: Sequence[Entry]) -> None:
+        """Take the entries of a region that is over.
+
+        Sets the `place` of each, and lets go of its `origin` unless the bytes stay there.
+        """
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Held:
     """A storage that is kept, for the region that first saved a tensor in it, at the version last saved.
 
-    That is None while it stays by the decision of another home alone.
+    That is None while it stays by the decision of another home alone. It is the place of such entries.
     """
 
     keep: "Keep"
@@ -68,14 +120,21 @@ class Held:
         if not self.holders:
             self.keep.forget(self)
 
+    def get(self, entry: Entry) -> torch.Tensor:
+        return entry.source().view(-1)
 
-class Keep:
+    def drop(self, entry: Entry) -> None:
+        self.let_go()
+        entry.origin = None
+
+
+class Keep(Home):
     """Leaves tensors where they are, and counts the storages it keeps alive."""
 
     name: HomeName = "keep"
 
     def __init__(self) -> None:
-        self.tally = Tally()
+        super().__init__()
         self._held: dict[int, Held] = {}
         self._earlier: set[Held] = set()
 
@@ -118,16 +177,8 @@ class Keep:
         held = self._held.get(key)
         return held is not None and held.version == version
 
-    def put(self, group: Sequence[Entry]) -> None:
-        """Entries of another home, which stay for now."""
-        for entry in group:
-            origin = entry.origin
-            assert origin is not None
-            entry.place = self.hold(origin.untyped_storage()._cdata, origin, None, entry.region)
-
-    def get(self, entry: Entry) -> torch.Tensor:
-        return entry.source().view(-1)
-
-    def drop(self, entry: Entry) -> None:
-        entry.place.let_go()
-        entry.origin = None
+    def stay(self, entry: Entry) -> Held:
+        """The place of an entry of another home that leaves its bytes where they are."""
+        origin = entry.origin
+        assert origin is not None
+        return self.hold(origin.untyped_storage()._cdata, origin, None, entry.region)

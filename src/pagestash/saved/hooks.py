@@ -1,21 +1,282 @@
-"""What hangs on a module for a keeper's or a profile's sake, and stays behind when the module is copied."""
+"""The hooks that see every saved tensor: `pack` gives it a home, `unpack` (packed.py) gives the value back."""
 
-from typing import Any
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from pagestash.policy import HomeName, Policy, Rule
+from pagestash.saved.compiled import hidden
+from pagestash.saved.entries import Entries
+from pagestash.saved.homes import Keep, TakesGroups
+from pagestash.saved.marks import Marks, Valid
+from pagestash.saved.packed import DenseHandle, Handle, Kept, Look, Packed, Untouched
+from pagestash.saved.region import Recording, Region, frames
+from pagestash.saved.storage import ViewRecipe, byte_range, is_sparse, plain_storage, row_range, transformed
 
 
-def nothing(*args: Any) -> None:
-    """In a copy of the module: no hook."""
+class Output(Protocol):
+    """The output of a recomputed region, which no home need hold."""
+
+    def pack(self, tensor: torch.Tensor, recipe: ViewRecipe, *, whole: bool) -> Packed:
+        """What stands for `tensor`, a view of the output; `whole` if no row of it may be garbage."""
+        ...
 
 
-class Hook:
-    """A forward hook that is no part of the model: a pickled or deep-copied module has `nothing` in its place."""
+class Outputs(Protocol):
+    """The outputs that can be recomputed."""
 
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        return _no_hook, ()
+    def output_of(self, key: int, tensor: torch.Tensor, *, chained: bool) -> Output | None: ...
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return nothing
+    def give_up(self) -> None: ...
+
+    def forget(self) -> None: ...
 
 
-def _no_hook() -> Any:
-    return nothing
+class SavedTensorHooks:
+    """The hooks of one keeper. They know which home a region's tensors go to, and which storages are weights."""
+
+    def __init__(
+        self, policy: Policy, homes: Mapping[HomeName, TakesGroups], keep: Keep, outputs: Outputs
+    ) -> None:
+        self.policy = policy
+        self.device: torch.device | None = None
+        self.weights: set[int] = set()
+        self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self.marks = Marks()
+        self.look: Look | None = None
+        """Sees what becomes of every tensor, in the first steps."""
+        self._homes = homes
+        self._keep = keep
+        self._outputs = outputs
+        self._entries = Entries()
+
+    @property
+    def device_here(self) -> torch.device:
+        assert self.device is not None, "no model is attached"
+        return self.device
+
+    # --- pack: forward saves a tensor ---
+
+    @hidden
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """A handle for an activation; weights and what has no plain memory stay as they are."""
+        region = owner = run = None
+        for frame in reversed(frames()):
+            if region is None and isinstance(frame.owner, SavedTensorHooks):
+                # Perhaps another keeper's, whose step is open around this one's: torch asks the inner hooks only.
+                region, owner = frame, frame.owner
+            if frame.run is not None and frame.run is not run:
+                # Every recorded forward around counts it: one may lie in a region of another home, which lies in
+                # one that is recomputed itself.
+                run = frame.run
+                run.note(tensor)
+        if region is None or owner is None or transformed() is not None:
+            return Untouched(tensor, tensor._version)
+        packed = owner.pack_in(region, tensor, caller=sys._getframe(1) if owner.marks.any else None)
+        if owner.look is not None:
+            owner.look.saw(region, tensor, packed)
+        return packed
+
+    def pack_in(
+        self, region: Region, tensor: torch.Tensor, *, chained: bool = False, caller: FrameType | None = None
+    ) -> Packed:
+        """What stands for a tensor that is saved in `region`.
+
+        `chained`: it is saved as the input of a recomputed region. `caller` is whose operation saves it, where
+        there are marks; what no operation saves is saved whole.
+        """
+        key = plain_storage(tensor)
+        owner = region.claimed(key) or region if region.claims else region
+        run = owner.run
+        if isinstance(run, Recording) and not self._is_weight(tensor, region):
+            outer = run.home_of(tensor)
+            if outer is None:
+                return run.discard(tensor, self.rows_of(owner, tensor))
+            region, owner, chained = outer, outer.claimed(key) or outer, True
+        version = tensor._version
+        if key is None or key in self.weights or key in region.weights:
+            return Untouched(tensor, version)
+        if owner.rule is None or owner.rule.home != "keep":
+            handle = self._handle(owner, key, tensor, version, chained, caller)
+            if handle is not None:
+                return handle
+        # Detached: with its graph, an operation's own output would keep that operation alive.
+        alone = tensor.detach()
+        return Kept(alone, version, owner.name, self._keep.hold(key, alone, version, owner.name))
+
+    def _is_weight(self, tensor: torch.Tensor, region: Region) -> bool:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if local.layout != torch.strided:
+            return False
+        key = local.untyped_storage()._cdata
+        return key in self.weights or key in region.weights
+
+    def _handle(
+        self,
+        region: Region,
+        key: int,
+        tensor: torch.Tensor,
+        version: int,
+        chained: bool,
+        caller: FrameType | None,
+    ) -> Packed | None:
+        """A handle of what moves or is recomputed; None for what stays."""
+        # What another region keeps alive anyway is worth neither a copy nor a forward.
+        if self._keep.holds(key, version):
+            return None
+        home: HomeName = "keep"
+        if region.rule is not None and self._worth_moving(tensor, region.rule):
+            home = region.rule.home
+        # The output of a recomputed region needs no home, unless a rule says to keep it.
+        output = self._outputs.output_of(key, tensor, chained=chained)
+        if home == "keep" and output is None:
+            return None
+        # There are no bytes to move, or they are not the tensor's values as they stand.
+        if not tensor.numel() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return None
+        recipe = ViewRecipe(
+            tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()) * tensor.element_size()
+        )
+        if output is not None:
+            return output.pack(tensor, recipe, whole=self.rows_of(region, tensor) is None)
+        valid = self._valid(region, key, tensor, caller)
+        if is_sparse(tensor):
+            return self._pack_dense(region, key, tensor, recipe, home, valid)
+        handle = Handle(self._entries.find(key, tensor, region, home, valid), recipe)
+        return self._wait_for_reader(handle, key, key, tensor, region, home, valid)
+
+    def _pack_dense(
+        self,
+        region: Region,
+        key: int,
+        tensor: torch.Tensor,
+        recipe: ViewRecipe,
+        home: HomeName,
+        valid: Valid | None,
+    ) -> Handle:
+        """A handle of a thin slice, whose elements are copied: no other saved tensor has the same bytes."""
+        before, self.marks.paused = self.marks.paused, True
+        tensor = tensor.detach().contiguous()
+        self.marks.paused = before
+        recipe.byte_offset = 0
+        if valid is not None:
+            valid = None if valid.dim else valid._replace(first=0, last=tensor.nbytes)
+        own = tensor.untyped_storage()._cdata
+        handle = DenseHandle(self._entries.find(own, tensor, region, home, valid), recipe)
+        return self._wait_for_reader(handle, key, own, tensor, region, home, valid)
+
+    def _wait_for_reader(
+        self,
+        handle: Handle,
+        saved: int,
+        key: int,
+        tensor: torch.Tensor,
+        region: Region,
+        home: HomeName,
+        valid: Valid | None,
+    ) -> Handle:
+        """Where rows were cut because of a mark, see next what reads them: the storage `saved`."""
+        handle.entry.handles += 1
+        handle.entry.waiting += 1
+        if valid is not None and not valid.sure:
+            handle.inferred = True
+            kept = tensor.detach()
+            self.marks.wait(
+                saved,
+                region.name,
+                handle.recipe.size,
+                lambda: self._save_whole(handle, key, kept, region, home),
+            )
+        return handle
+
+    def rows_of(self, region: Region, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The count of the tensor's valid rows, where others may be garbage."""
+        found = self.marks.find(tensor) if region.rows is None and self.marks.any else None
+        return region.rows if found is None else found[0].rows
+
+    def _valid(
+        self, region: Region, key: int, tensor: torch.Tensor, caller: FrameType | None
+    ) -> Valid | None:
+        """The tensor's valid rows, where somebody said that it has any, and only these are read."""
+        if region.exact:
+            found = row_range(tensor, region.capacity)
+            assert region.rows is not None
+            return None if found is None else Valid(region.rows, region.capacity, *found, sure=True)
+        if not self.marks.any:
+            return None
+        return self.marks.saved(tensor, key, self.weights | region.weights, caller, region.name)
+
+    def _save_whole(
+        self, handle: Handle, key: int, tensor: torch.Tensor, region: Region, home: HomeName
+    ) -> None:
+        """What saved the tensor is not known to work row by row."""
+        entry = handle.entry
+        handle.inferred = False
+        if entry.rows is None:
+            return
+        if entry.place is None and entry in region.entries:
+            entry.take_all()
+            return
+        handle.let_go()
+        handle.entry = entry = self._entries.find(key, tensor, region, home, None)
+        entry.handles += 1
+        if not handle.asked:
+            entry.waiting += 1
+
+    def _worth_moving(self, tensor: torch.Tensor, rule: Rule) -> bool:
+        if self.device is None:
+            self.device = tensor.device
+        least = rule.least_bytes
+        if tensor.nbytes < least or tensor.device != self.device:
+            return False
+        # An expanded view is as small as what it repeats.
+        first, last = byte_range(tensor)
+        return last - first >= least
+
+    # --- regions ---
+
+    def open(self, region: Region) -> None:
+        """Nothing is decided before a tensor is saved."""
+
+    def close(self, region: Region) -> None:
+        """The region is over: its group goes to its home together, and so do those of claimed tensors."""
+        if self.marks.any:
+            self.marks.settle()
+        if region.claims:
+            # In the order of the claims.
+            claimed = list(dict.fromkeys(owner for _, owner in region.claims.values()))
+            region.claims = {}
+            for other in claimed:
+                self.close(other)
+        if not region.entries:
+            return
+        group = [entry for entry in region.entries if entry.handles]
+        region.entries = []
+        for entry in group:
+            # Autograd would refuse this in backward. Taking the new content would be a silent wrong gradient.
+            assert entry.origin is not None
+            entry.spoiled = entry.origin._version != entry.version or entry.rows_moved()
+        if group:
+            assert region.rule is not None
+            before, self.marks.paused = self.marks.paused, True
+            try:
+                self._homes[region.rule.home].put(group)
+            finally:
+                self.marks.paused = before
+
+    def give_up(self) -> None:
+        """The step ended by an exception: no backward of it will come to its end."""
+        self._entries.give_up()
+        self._outputs.give_up()
+        self._keep.give_up()
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._entries.forget()
+        self._outputs.forget()
+        self._keep.forget_step()

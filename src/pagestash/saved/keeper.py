@@ -1,6 +1,5 @@
 """`Keeper`: applies a policy to a model, step by step, and owns the pool."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,26 +7,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagestash.kernels.pages.layout import Counter
 from pagestash.pages.pool import PagePool
 from pagestash.pages.slabs import HostSlabs
 from pagestash.pages.ticket import Ticket
 from pagestash.policy import HomeName, Policy, format_bytes
 from pagestash.saved.attached import Attached
-from pagestash.saved.capture import Capture
 from pagestash.saved.follow import follow
-from pagestash.saved.homes import Home, Keep
-from pagestash.saved.identity import storage_keys
+from pagestash.saved.homes import Home, Keep, TakesGroups
+from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.measured import MeasuredOffload, Outlook
 from pagestash.saved.offload import Offload
 from pagestash.saved.order import Event, Group, Key, Recorder
 from pagestash.saved.overflow import Agreement, grow, make_room, refuse_if_overflowed
+from pagestash.saved.packed import unpack
 from pagestash.saved.pressure import Pressure, read_memory
 from pagestash.saved.quiet_rules import QuietRules, StepNeverOpened
 from pagestash.saved.recompute import Recompute
 from pagestash.saved.region import Region, enter, frames, leave, set_frames
-from pagestash.saved.stash import MeasuredStash, Stash
-from pagestash.saved.stats import KeeperStats, collect
+from pagestash.saved.stash import Stash
+from pagestash.saved.stats import KeeperStats, OffloadStats, collect
+from pagestash.saved.storage import storage_keys
 from pagestash.saved.streams import capturing
 from pagestash.saved.watch import Watch
 
@@ -58,25 +57,26 @@ class Keeper:
         self._recorder = Recorder()
         self._recompute = Recompute()
         self._recompute.checks.overflow = lambda: self.overflow
-        self._stash: Stash | MeasuredStash
-        self._offload: Offload | MeasuredOffload
-        self._homes: dict[HomeName, Home] = {"keep": self._keep, "recompute": self._recompute}
-        self._measure()
-        self._capture = Capture(policy, self._homes, None)
+        self._stash = Stash(policy, self._keep, backend)
+        self._offload: Offload | MeasuredOffload = self._measuring_offload()
+        self._moving: dict[HomeName, TakesGroups] = {"stash": self._stash, "offload": self._offload}
+        self._saved = SavedTensorHooks(policy, self._moving, self._keep, self._recompute)
         self._hooks: list[Any] = []
-        self._watch = Watch(self._capture, self._recompute)
-        self._attached = Attached(policy, self._capture, self._watch)
-        self._quiet: QuietRules | None = QuietRules(policy, self._capture)
+        self._watch = Watch(self._saved, self._recompute)
+        self._attached = Attached(policy, self._saved, self._watch)
+        self._quiet: QuietRules | None = QuietRules(policy, self._saved)
         self._watch.outside = StepNeverOpened()
         self._in_step = False
         self._ranks = Agreement()
         self._habits: dict[Any, Any] = {}
 
-    def _measure(self) -> None:
-        """The next step is measured, as the first one is."""
-        pressure = Pressure(lambda: read_memory(self.device, self.parameters))
-        self._stash = self._homes["stash"] = MeasuredStash(self.policy.pool.page_bytes)
-        self._offload = self._homes["offload"] = MeasuredOffload(self._recorder, pressure)
+    def _measuring_offload(self) -> MeasuredOffload:
+        return MeasuredOffload(self._recorder, Pressure(lambda: read_memory(self.device, self.parameters)))
+
+    @property
+    def _homes(self) -> tuple[Home, ...]:
+        """Offload before stash: it gives back pages, too."""
+        return self._keep, self._recompute, self._offload, self._stash
 
     # --- attach ---
 
@@ -84,8 +84,7 @@ class Keeper:
         """Watch the modules of `model` that a rule names; `regions` are the names that `ps.region` will open."""
         self._attached.add(model, regions)
         self._follow_device()
-        if isinstance(self._stash, Stash):
-            self._hand_out(self._stash)
+        self._hand_out_pool()
         return self
 
     def detach(self) -> None:
@@ -99,7 +98,7 @@ class Keeper:
 
     def _follow_device(self) -> None:
         """The models are where they are now: what was made for another device is made anew."""
-        device, before = self._attached.device(), self._capture.device
+        device, before = self._attached.device(), self._saved.device
         if device is None or device == before:
             return
         if before is not None:
@@ -108,8 +107,9 @@ class Keeper:
                     f"the model was moved from {before} to {device}, and tensors of an earlier step still wait; "
                     "move it when backward is over and nothing holds its graph"
                 )
-            self._measure()
-        self._capture.device = device
+            self._stash.measure()
+            self._offload = self._moving["offload"] = self._measuring_offload()
+        self._saved.device = device
         if self.policy.pool.device_bytes is not None and device.type != "meta":
             self.size_pool()
 
@@ -164,27 +164,26 @@ class Keeper:
             yield
             return
         self._follow_device()
-        if self._capture.device is not None and self._capture.device.type == "meta":
+        if self._saved.device is not None and self._saved.device.type == "meta":
             raise RuntimeError("the model is on the meta device: model.to_empty(device=...) before a step")
         self._in_step = True
         self._watch.start()
         self._watch.outside = None
-        self._capture.look = self._quiet
-        self._offload.start()
-        if isinstance(self._stash, Stash):
-            self._stash.measured.reset_peak()
-        self._capture.weights = storage_keys([*self.parameters(), *self.buffers()])
-        marks = self._capture.marks
+        self._saved.look = self._quiet
+        for home in self._homes:
+            home.start()
+        self._saved.weights = storage_keys([*self.parameters(), *self.buffers()])
+        marks = self._saved.marks
         marks.start(check=self._check is not False and not capturing())
         outer = frames()
-        root = Region(self._capture, "", None, whole_step=True)
+        root = Region(self._saved, "", None, whole_step=True)
         enter(root)
         if self.pool is not None:
             self.pool.room.decides = check and self.policy.pool.on_overflow == "keep" and not capturing()
         leases: set[Ticket] = set() if self.pool is None else set(self.pool.leases)
         try:
             try:
-                with torch.autograd.graph.saved_tensors_hooks(self._capture.pack, self._capture.unpack):
+                with torch.autograd.graph.saved_tensors_hooks(self._saved.pack, unpack):
                     yield
             except BaseException:
                 self._give_up(leases)
@@ -199,7 +198,7 @@ class Keeper:
                 if self._check is None and marks.checked:
                     self._check = False
                 marks.forget()
-                self._capture.forget()
+                self._saved.forget()
                 self._settle()
         except BaseException as error:
             if check and isinstance(error, Exception):
@@ -211,34 +210,30 @@ class Keeper:
             raise
         if check:
             self.size_pool()
-            if isinstance(self._stash, Stash):
-                make_room(self._stash.pool, self.policy.pool.headroom, self._stash.no_page)
+            if self.pool is not None and self._stash.no_page is not None:
+                make_room(self.pool, self.policy.pool.headroom, self._stash.no_page)
             refuse_if_overflowed(self.pool, self._ranks, self.policy.pool)
         self._watch.refuse_compiled()
         if self._quiet is not None and not self._quiet.step_over(
             self._watch.openings, self._attached.own(), self._offload
         ):
-            self._quiet = self._capture.look = None
+            self._quiet = self._saved.look = None
 
     def _give_up(self, earlier: set[Ticket]) -> None:
         """An exception has ended the step: give back what it holds, but not the leases of `earlier` steps."""
-        self._capture.give_up()
+        self._saved.give_up()
         pool = self.pool
         if pool is None:
             return
         for ticket in pool.leases - earlier:
             pool.release_later(ticket)
         if capturing():  # what was reserved in it never happened on the device
-            if isinstance(self._offload, Offload):
-                self._offload.settle()
+            self._offload.settle()
             pool.discard()
 
     def _settle(self) -> None:
-        # Offload first: it gives back pages, too.
-        if isinstance(self._offload, Offload):
-            self._offload.settle()
-        if isinstance(self._stash, Stash):
-            self._stash.settle()
+        for home in self._homes:
+            home.settle()
         # A captured step is what it is; and pinning memory is no part of it.
         if isinstance(self._offload, Offload) and not capturing():
             self._offload.learn()
@@ -248,7 +243,7 @@ class Keeper:
     @property
     def device(self) -> torch.device | None:
         """Where the attached model is; None before `attach`."""
-        return self._attached.device() or self._capture.device
+        return self._attached.device() or self._saved.device
 
     def modules(self) -> Iterator[nn.Module]:
         """Modules of the attached models."""
@@ -267,7 +262,7 @@ class Keeper:
     @property
     def pool(self) -> PagePool | None:
         """The pool, or None while the first step is still to be measured."""
-        return self._stash.pool if isinstance(self._stash, Stash) else None
+        return self._stash.pool
 
     @property
     def overflow(self) -> torch.Tensor | None:
@@ -277,7 +272,7 @@ class Keeper:
     @property
     def reservations(self) -> int:
         """Groups that were stashed so far; does not wait for the device."""
-        return self._stash.pool.reservations if isinstance(self._stash, Stash) else self._stash.reservations
+        return self._stash.groups
 
     def size_pool(self) -> bool:
         """Make the pool, and the plan of what is offloaded, from what was measured; whether there is a pool.
@@ -285,8 +280,9 @@ class Keeper:
         Nothing happens while a backward is still to come, or where nothing was measured.
         """
         outlook = self._outlook()
-        if isinstance(self._stash, MeasuredStash):
-            pages = self._pages_wanted(self._stash, outlook)
+        if self.pool is None:
+            others = None if self._offload_measures() else 0 if outlook is None else outlook.pages
+            pages = self._stash.pages_wanted(others)
             if pages is not None and (pages or self.policy.spill_bytes):
                 self._make_pool(pages)
                 if outlook is not None:  # what was measured had no pool
@@ -295,15 +291,9 @@ class Keeper:
             self._plan_offload(outlook)
         return self.pool is not None
 
-    def _pages_wanted(self, measured: MeasuredStash, outlook: Outlook | None) -> int | None:
-        """Device pages; None while that is not known."""
-        config = self.policy.pool
-        if config.device_bytes is not None:
-            return -(-config.device_bytes // config.page_bytes)
-        if measured.pages or (isinstance(self._offload, MeasuredOffload) and self._offload.live):
-            return None
-        rest = 0 if outlook is None else outlook.pages
-        return math.ceil((measured.peak_pages + rest) * config.headroom) or None
+    def _offload_measures(self) -> bool:
+        """Whether a backward of the measured step is still to come."""
+        return isinstance(self._offload, MeasuredOffload) and self._offload.live
 
     def _outlook(self) -> Outlook | None:
         measured = self._offload
@@ -312,38 +302,31 @@ class Keeper:
         )
 
     def _plan_offload(self, outlook: Outlook) -> None:
-        assert self._capture.device is not None
-        slabs = HostSlabs(self._capture.device, self.policy.offload_bytes)
+        assert self._saved.device is not None
+        slabs = HostSlabs(self._saved.device, self.policy.offload_bytes)
         slabs.fit(outlook.host_bytes)
-        self._offload = self._homes["offload"] = Offload(
-            self._capture.device,
+        self._offload = self._moving["offload"] = Offload(
+            self._saved.device,
             slabs,
             outlook.plan,
             outlook.split,
             self._keep,
-            lambda: self._stash,
+            self._stash,
             self._recorder,
             tally=self._offload.tally,
             backend=self._backend,
         )
 
     def _make_pool(self, device_pages: int) -> None:
-        assert self._capture.device is not None
-        pool = PagePool(
-            self._capture.device,
-            self.policy.pool.page_bytes,
-            device_pages=device_pages,
-            host_bytes=self.policy.spill_bytes,
-            backend=self._backend,
-        )
-        measured = self._stash.tally if isinstance(self._stash, MeasuredStash) else None
-        stash = self._stash = self._homes["stash"] = Stash(pool, self._keep, measured)
-        self._hand_out(stash)
+        assert self._saved.device is not None
+        self._stash.make_pool(self._saved.device, device_pages)
+        self._hand_out_pool()
 
-    def _hand_out(self, stash: Stash) -> None:
-        """Modules that write pages by themselves get the pool."""
-        for name, module in self._attached.own_stash.items():
-            module.use_pool(stash.pool, stash.account(name))
+    def _hand_out_pool(self) -> None:
+        """Modules that write pages by themselves get the pool, once there is one."""
+        if self.pool is not None:
+            for name, module in self._attached.own_stash.items():
+                module.use_pool(self.pool, self._stash.account(name))
 
     def grow_pool(self) -> tuple[int, int]:
         """Grow the device tier to what was wanted, times the headroom; returns (pages wanted, pages had)."""
@@ -354,34 +337,20 @@ class Keeper:
 
     def reset_peaks(self) -> None:
         """Count peaks from now on; also clears the overflow flag."""
-        for tally in (self._keep.tally, self._offload.tally, self._recompute.tally):
-            tally.reset_peak()
-        if isinstance(self._stash, MeasuredStash):
-            self._stash.tally.reset_peak()
-        else:
-            self._stash.measured.reset_peak()
-            self._stash.no_page.reset_peak()
-        if self.pool is not None:
-            self.pool.reset()
+        for home in self._homes:
+            home.reset_peaks()
 
     def held(self) -> dict[HomeName, int | torch.Tensor]:
         """Valid bytes that wait in each home now; a pool's is a device integer, so that nothing waits for it."""
-        stash = self._stash
-        waiting: int | torch.Tensor
-        if isinstance(stash, MeasuredStash):
-            waiting = stash.tally.bytes
-        else:
-            waiting = stash.pool.memory.state[Counter.BYTES].clone()
-        return {
-            "keep": self._keep.tally.bytes,
-            "stash": waiting,
-            "offload": self._offload.tally.bytes,
-            "recompute": self._recompute.tally.bytes,
-        }
+        return {home.name: home.held() for home in self._homes}
 
     def stats(self) -> KeeperStats:
         """Bytes and peak by home and region, and the pool's tiers. Waits for the device."""
-        return collect(self._keep.tally, self._recompute.tally, self._stash, self._offload)
+        limits = None
+        if isinstance(self._offload, Offload):
+            slabs, refused = self._offload.slabs, self._offload.refused
+            limits = OffloadStats(slabs.size, slabs.limit, refused.bytes, refused.peak)
+        return collect(self._homes, self._stash, limits)
 
     def __repr__(self) -> str:
         size = (

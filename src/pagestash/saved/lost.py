@@ -4,21 +4,15 @@ Autograd holds on to a failed graph until the thread runs its next backward. If 
 and their host memory until then, the next step would find none.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
-from pagestash.policy import HomeName
-from pagestash.saved.identity import Entry
+from pagestash.saved.storage import Entry
 
 
 class Lost:
-    """The home of tensors that were given up."""
-
-    name: HomeName = "keep"
-
-    def put(self, group: Sequence[Entry]) -> None:
-        """Nothing is given up before it was put."""
+    """The place of entries that were given up."""
 
     def get(self, entry: Entry) -> torch.Tensor:
         raise RuntimeError(
@@ -31,10 +25,10 @@ class Lost:
 
 
 def give_up(entries: Iterable[Entry]) -> None:
-    """Take the entries out of their homes; whoever asks for one is told."""
+    """Take the entries out of their places; whoever asks for one is told."""
     lost = Lost()
     for entry in entries:
         if entry.handles:
             if entry.place is not None:
-                entry.home.drop(entry)
-            entry.home, entry.place, entry.origin = lost, lost, None
+                entry.place.drop(entry)
+            entry.place, entry.origin = lost, None

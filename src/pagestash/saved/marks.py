@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pagestash.saved.identity import plain_storage, row_range
+from pagestash.saved.storage import plain_storage, row_range
 from pagestash.saved.tails import expect_garbage, watch_gradient
 
 

@@ -11,11 +11,11 @@ import torch
 
 from pagestash.pages.slabs import aligned
 from pagestash.policy import HomeName, Rule
-from pagestash.saved.homes import Tally
-from pagestash.saved.identity import Entry
+from pagestash.saved.homes import Home
 from pagestash.saved.order import Group, Key, Plan, Recorder, make_plan
 from pagestash.saved.pressure import Pressure
 from pagestash.saved.split import Shape, Split
+from pagestash.saved.storage import Entry
 
 
 @dataclass(slots=True, eq=False)
@@ -40,18 +40,31 @@ class Outlook:
 
 @dataclass(slots=True)
 class _Waiting:
+    """The place of an entry: its valid bytes, in ordinary host memory."""
+
+    home: "MeasuredOffload"
     copy: torch.Tensor
     key: Key
     device: torch.device
 
+    def get(self, entry: Entry) -> torch.Tensor:
+        self.home.asked(self.key)
+        flat = torch.zeros(entry.length, dtype=torch.uint8, device=self.device)
+        flat[: self.copy.numel()].copy_(self.copy.view(-1))
+        return flat
 
-class MeasuredOffload:
+    def drop(self, entry: Entry) -> None:
+        self.home.dropped(self.key, entry.region, self.copy.nbytes)
+        entry.place = None
+
+
+class MeasuredOffload(Home):
     """Takes everything to the host and brings it back when asked."""
 
     name: HomeName = "offload"
 
     def __init__(self, recorder: Recorder, pressure: Pressure) -> None:
-        self.tally = Tally()
+        super().__init__()
         self._recorder = recorder
         self._pressure = pressure
         self._seen: dict[Key, Measured] = {}
@@ -78,28 +91,22 @@ class MeasuredOffload:
             source = entry.source().view(-1)[: entry.valid_bytes()]
             seen.entries.append((Shape.of(entry), source.nbytes))
             # A copy also where the device is the host: the source may be written over.
-            entry.place = _Waiting(source.detach().to("cpu", copy=True), key, source.device)
+            entry.place = _Waiting(self, source.detach().to("cpu", copy=True), key, source.device)
             entry.origin = None
             seen.left += 1
             self.tally.count(entry.region, source.nbytes)
         self._pressure.note(("put", key))
 
-    def get(self, entry: Entry) -> torch.Tensor:
-        waiting: _Waiting = entry.place
-        self._recorder.get(waiting.key)
-        self._pressure.note(("get", waiting.key))
-        flat = torch.zeros(entry.length, dtype=torch.uint8, device=waiting.device)
-        flat[: waiting.copy.numel()].copy_(waiting.copy.view(-1))
-        return flat
+    def asked(self, key: Key) -> None:
+        self._recorder.get(key)
+        self._pressure.note(("get", key))
 
-    def drop(self, entry: Entry) -> None:
-        waiting: _Waiting = entry.place
-        self.tally.count(entry.region, -waiting.copy.nbytes)
-        entry.place = None
-        seen = self._seen[waiting.key]
+    def dropped(self, key: Key, region: str, size: int) -> None:
+        self.tally.count(region, -size)
+        seen = self._seen[key]
         seen.left -= 1
         if not seen.left:
-            self._recorder.drop(waiting.key)
+            self._recorder.drop(key)
 
     def outlook(self, page_bytes: int) -> Outlook | None:
         """The plan that follows from the last step; None if it moved nothing, or is not over."""

@@ -15,7 +15,7 @@ Two streams of their own: out during forward, in during backward. The hand-overs
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,11 +24,11 @@ from pagestash.kernels.backend import choose
 from pagestash.kernels.pages.tail import zero_tail
 from pagestash.pages.slabs import HostBlock, HostSlabs, aligned
 from pagestash.policy import HomeName, Rule, format_bytes
-from pagestash.saved.homes import Keep, Tally
-from pagestash.saved.identity import Entry
+from pagestash.saved.homes import Held, Home, Keep, Tally
 from pagestash.saved.order import Event, Group, Key, Plan, Recorder, make_plan
 from pagestash.saved.split import Shape, Split
-from pagestash.saved.stash import MeasuredStash, Stash
+from pagestash.saved.stash import Stash, StashPlace
+from pagestash.saved.storage import Entry
 from pagestash.saved.streams import SideStream, capturing, is_done, wait_here
 
 log = logging.getLogger("pagestash")
@@ -44,6 +44,8 @@ class Member:
     block: HostBlock | None = None
     refused: int = 0
     rest: Entry | None = None
+    rest_place: StashPlace | None = None
+    stays: Held | None = None
     rows: torch.Tensor | None = None
 
 
@@ -51,6 +53,7 @@ class Member:
 class OffloadedGroup:
     """The entries of one region in one microbatch, on their way out, on the host, and on their way back."""
 
+    home: "Offload"
     key: Key
     members: dict[Entry, Member] = field(default_factory=dict)
     sources: list[tuple[Entry, torch.Tensor]] = field(default_factory=list)
@@ -60,8 +63,14 @@ class OffloadedGroup:
     arrived: torch.cuda.Event | None = None
     restored: dict[Entry, torch.Tensor] = field(default_factory=dict)
 
+    def get(self, entry: Entry) -> torch.Tensor:
+        return self.home.get(self, entry)
 
-class Offload:
+    def drop(self, entry: Entry) -> None:
+        self.home.drop(self, entry)
+
+
+class Offload(Home):
     """Moves groups out as forward ends them and back ahead of backward, by a plan made from an earlier step."""
 
     name: HomeName = "offload"
@@ -73,16 +82,16 @@ class Offload:
         plan: Plan,
         split: Split,
         keep: Keep,
-        stash: Callable[[], Stash | MeasuredStash],
+        stash: Stash,
         recorder: Recorder,
         *,
         tally: Tally | None = None,
         backend: str = "auto",
     ) -> None:
+        super().__init__()
         self.slabs = slabs
         self.plan = plan
-        self.tally = tally or Tally()
-        """Until the next step, what was measured."""
+        self.tally = tally or Tally()  # until the next step, what was measured
         self._started = False
         self.refused = Tally()
         """Bytes that should have left, but found no room on the host, and stayed."""
@@ -97,7 +106,6 @@ class Offload:
         self._out = SideStream(device)
         self._in = SideStream(device)
         self._live: dict[Key, OffloadedGroup] = {}
-        self._kept: dict[Entry, OffloadedGroup] = {}
         self._on_device: dict[Key, int] = {}
         self._here = 0  # bytes on the device: kept, leaving, coming back and in use
         self._leaving: deque[OffloadedGroup] = deque()
@@ -164,7 +172,7 @@ class Offload:
         room = sum(entry.length for entry, share in shares.items() if share)
         self._recorder.put(key, Group(size, room, rule.prefetch_bytes))
         stays = key in self.plan.stays
-        offloaded = OffloadedGroup(key)
+        offloaded = OffloadedGroup(self, key)
         for entry, share in shares.items():
             self._admit(offloaded, entry, rule, 0 if stays else share)
         self._live[key] = offloaded
@@ -174,8 +182,8 @@ class Offload:
             self._move_out(offloaded, moved)
         elif stays and room:  # and not for want of host memory, or because the rule's fraction leaves it here
             self._on_device[key] = room
-        for entry in group:
-            if entry not in self._kept:
+        for entry, member in offloaded.members.items():
+            if member.stays is None:
                 entry.origin = None
                 self.moved.add(entry.region)
         self._prefetch(("put", key))
@@ -194,8 +202,7 @@ class Offload:
         member.share = share
         if not share and (entry.rows is None or self._split.mostly_valid(rule, Shape.of(entry))):
             self._count(member, entry.length)
-            self._keep.put([entry])
-            self._kept[entry] = group
+            member.stays = self._keep.stay(entry)
             return
         self.tally.count(entry.region, share)
         self._count(member, share)
@@ -203,9 +210,8 @@ class Offload:
             # Its buffer has room for the worst case: rows that do not leave are better off in pages.
             member.rows = entry.rows.detach().clone()
             if share < entry.length:
-                stash = self._stash()
-                member.rest = _rest(entry, share, stash)
-                stash.put([member.rest])
+                member.rest = _rest(entry, share)
+                member.rest_place = self._stash.take(member.rest)
 
     def _move_out(self, group: OffloadedGroup, moved: list[Entry]) -> None:
         with self._out.after():
@@ -266,18 +272,17 @@ class Offload:
 
     # --- in: backward asks for an entry ---
 
-    def get(self, entry: Entry) -> torch.Tensor:
+    def get(self, group: OffloadedGroup, entry: Entry) -> torch.Tensor:
         self._sweep()
-        kept = self._kept.get(entry)
-        group: OffloadedGroup = entry.place if kept is None else kept
+        stays = group.members[entry].stays
         # What still leaves is memory that backward can use, but for what is left of the window.
         there = sum(self._on_device.values())
         if group.key not in self._on_device:
             there += _room_of(group)
         self._let_go(max(0, self.plan.ahead(group.key) - there), group)
-        if kept is not None:
+        if stays is not None:
             self._asked(group)
-            return self._keep.get(entry)
+            return stays.get(entry)
         if entry not in group.restored:
             if entry not in group.incoming:
                 self._fetch(group, entry)
@@ -297,8 +302,8 @@ class Offload:
         """Start to bring back what of the group will be asked for."""
         entries = [
             entry
-            for entry in group.members
-            if entry not in self._kept
+            for entry, member in group.members.items()
+            if member.stays is None
             and entry not in group.restored
             and entry not in group.incoming
             and (entry is asked or entry.waiting)
@@ -328,8 +333,8 @@ class Offload:
                 rows = buffer.view(entry.capacity, -1)
                 lead = member.share // rows.shape[1]
                 zero_tail(rows[:lead], member.rows, self._backend)
-                if member.rest is not None:
-                    member.rest.home.restore_into(member.rest, rows[lead:])
+                if member.rest is not None and member.rest_place is not None:
+                    member.rest_place.restore_into(member.rest, rows[lead:])
                     entry.spoiled |= member.rest.spoiled
         group.restored |= group.incoming
         group.incoming = {}
@@ -362,11 +367,10 @@ class Offload:
 
     # --- over: nothing can ask any more ---
 
-    def drop(self, entry: Entry) -> None:
-        kept = self._kept.pop(entry, None)
-        if kept is not None:
-            self._keep.drop(entry)
-        group = entry.place if kept is None else kept
+    def drop(self, group: OffloadedGroup, entry: Entry) -> None:
+        stays = group.members[entry].stays
+        if stays is not None:
+            stays.drop(entry)
         group.restored.pop(entry, None)
         # This may run in any thread, on any stream: the rest is done in the order of compute.
         self._dead.append((group, entry))
@@ -383,7 +387,7 @@ class Offload:
                 wait_here(group.arrived)
                 del group.incoming[entry]
             if member.rest is not None and member.rest.place is not None:
-                member.rest.home.drop(member.rest)
+                member.rest.place.drop(member.rest)
             if member.refused:
                 self.slabs.forget(member.refused)
                 self.refused.count(entry.region, -member.refused)
@@ -409,7 +413,7 @@ def _pieces(member: Member) -> tuple[torch.Tensor, ...]:
     return () if member.block is None else member.block.pieces
 
 
-def _rest(entry: Entry, share: int, home: Stash | MeasuredStash) -> Entry:
+def _rest(entry: Entry, share: int) -> Entry:
     """The rows of a valid-row entry behind its first `share` bytes, as an entry of its own."""
     assert entry.rows is not None
     lead = share // (entry.length // entry.capacity)
@@ -423,7 +427,6 @@ def _rest(entry: Entry, share: int, home: Stash | MeasuredStash) -> Entry:
         rows=rows,
         rows_version=rows._version,
         capacity=entry.capacity - lead,
-        home=home,
         region=entry.region,
         rule=entry.rule,
     )

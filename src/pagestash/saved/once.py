@@ -29,5 +29,5 @@ def once(fn: Callable[[], T]) -> T:
     current = () if torch.compiler.is_compiling() else frames()
     for frame in reversed(current):
         if frame.run is not None:
-            return frame.run.decide(fn)
+            return frame.run.run_once(fn)
     return fn()

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch.distributed as dist
 
 from pagestash.kernels.pages.layout import Counter
 from pagestash.pages.pool import PagePool
-from pagestash.policy import HomeName, PoolConfig, format_bytes
-from pagestash.saved.homes import Keep, Tally
-from pagestash.saved.identity import Entry
+from pagestash.policy import PoolConfig, format_bytes
+from pagestash.saved.homes import Held, Keep, Tally
+from pagestash.saved.storage import Entry
 
 log = logging.getLogger("pagestash")
 
@@ -22,10 +23,29 @@ class PoolOverflow(RuntimeError):
     """The pool had fewer free pages than a group needed: the gradients of this step are not valid."""
 
 
-class NoPage:
-    """The home of stashed groups that found no page: their tensors stay as they are, and are counted."""
+@dataclass(slots=True, eq=False)
+class Unpaged:
+    """The place of an entry that found no page: it stays where it is."""
 
-    name: HomeName = "stash"
+    no_page: "NoPage"
+    held: Held
+
+    def get(self, entry: Entry) -> torch.Tensor:
+        return self.held.get(entry)
+
+    def restore_into(self, entry: Entry, buffer: torch.Tensor) -> None:
+        """As it is, also behind its valid rows."""
+        assert entry.origin is not None
+        entry.spoiled |= entry.origin._version != entry.version
+        buffer.view(-1).copy_(self.get(entry))
+
+    def drop(self, entry: Entry) -> None:
+        self.no_page.forget(entry)
+        self.held.drop(entry)
+
+
+class NoPage:
+    """Keeps stashed groups that found no page, and counts them."""
 
     def __init__(self, keep: Keep) -> None:
         self.tally = Tally()
@@ -37,27 +57,17 @@ class NoPage:
 
     def put(self, group: Sequence[Entry], pages: Sequence[int]) -> None:
         """Keep a group for which `pages` were wanted, an entry each."""
-        self._keep.put(group)
         self.groups += 1
         for entry, count in zip(group, pages, strict=True):
-            entry.home = self
+            entry.place = Unpaged(self, self._keep.stay(entry))
             self._pages[entry] = count
             self.tally.count(entry.region, entry.length)
         self._most = max(self._most, sum(list(self._pages.values())))
 
-    def get(self, entry: Entry) -> torch.Tensor:
-        return self._keep.get(entry)
-
-    def restore_into(self, entry: Entry, buffer: torch.Tensor) -> None:
-        """As it is, also behind its valid rows."""
-        assert entry.origin is not None
-        entry.spoiled |= entry.origin._version != entry.version
-        buffer.view(-1).copy_(self.get(entry))
-
-    def drop(self, entry: Entry) -> None:
+    def forget(self, entry: Entry) -> None:
+        """Nothing can ask for the entry any more."""
         self.tally.count(entry.region, -entry.length)
         del self._pages[entry]
-        self._keep.drop(entry)
 
     def take_peak(self) -> int:
         """The most pages that were wanted at once by what was kept since this was last asked."""

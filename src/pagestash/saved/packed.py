@@ -1,33 +1,97 @@
-"""What autograd holds in place of a saved tensor."""
+"""What autograd holds in place of a saved tensor: one class for each thing that can become of it."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from pagestash.saved.compiled import hidden
 from pagestash.saved.homes import Held
-from pagestash.saved.identity import Entry, ViewRecipe
 from pagestash.saved.region import Region
 from pagestash.saved.rowwise import NODES
+from pagestash.saved.storage import Entry, ViewRecipe
+
+
+class Packed:
+    """Stands for a saved tensor in the graph. Autograd checks no versions under hooks, so `unpack` does."""
+
+    __slots__ = ()
+
+    moved = False
+    """Whether its bytes leave their storage, or are recomputed."""
+    recomputed_by = ""
+    """The region whose output it is, where that is recomputed."""
+
+    def changed(self) -> bool:
+        """Whether the tensor was changed in place since it was saved."""
+        raise NotImplementedError
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor as it was saved."""
+        raise NotImplementedError
+
+
+@hidden
+def unpack(packed: Packed) -> torch.Tensor:
+    """The unpack hook: backward asks for a saved tensor."""
+    return packed.unpack()
 
 
 class Look(Protocol):
     """Somebody who is told what became of every tensor that is saved."""
 
-    def saw(self, region: Region, tensor: torch.Tensor, packed: Any) -> None: ...
+    def saw(self, region: Region, tensor: torch.Tensor, packed: Packed) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
-class Handle:
-    """What autograd holds in place of a saved tensor. Its death is the sign that backward is done with it."""
+class Untouched(Packed):
+    """A weight, or a tensor without plain memory: it stays as it is."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def changed(self) -> bool:
+        return self.tensor._version != self.version
+
+    def unpack(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise changed_in_place(self.tensor.shape, "a weight or buffer", "")
+        return self.tensor
+
+
+@dataclass(slots=True, eq=False)
+class Kept(Packed):
+    """An activation that stays where it is. Most do, so this is as small as it can be."""
+
+    tensor: torch.Tensor
+    version: int
+    region: str
+    held: Held
+
+    @hidden
+    def __del__(self) -> None:
+        self.held.let_go()
+
+    def changed(self) -> bool:
+        return self.tensor._version != self.version
+
+    def unpack(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise changed_in_place(self.tensor.shape, "a tensor", self.region)
+        return self.tensor
+
+
+@dataclass(slots=True, eq=False)
+class Handle(Packed):
+    """A view of an entry. When the last handle of an entry dies, backward is done with the entry."""
 
     entry: Entry
     recipe: ViewRecipe
-    dense: bool  # the entry's bytes are this view's elements in order, to be laid out with its strides again
-    mark: torch.Tensor | None = None  # of its values, where what is made again is checked
     asked: bool = False
-    inferred: bool = False  # nobody said that its reader is row-wise; it was seen to be
+    inferred: bool = False
+    """Nobody said that its reader works row by row; it was seen to."""
+
+    moved = True
 
     @hidden
     def __del__(self) -> None:
@@ -40,40 +104,57 @@ class Handle:
         if not self.asked:
             entry.waiting -= 1
         if entry.handles == 0 and entry.place is not None:
-            entry.home.drop(entry)
+            entry.place.drop(entry)
+
+    def changed(self) -> bool:
+        entry = self.entry
+        if entry.origin is not None and not entry.spoiled:
+            entry.spoiled = entry.origin._version != entry.version
+        return entry.spoiled
+
+    def unpack(self) -> torch.Tensor:
+        entry = self.entry
+        if self.changed():
+            raise changed_in_place(self.recipe.size, "a tensor, or its row count,", entry.region)
+        if self.inferred and entry.rows is not None:
+            self._check_reader()
+        if entry.place is None:
+            # Its region is not over: forward takes gradients inside, or an interrupt ended it.
+            flat = entry.source().view(-1)
+        else:
+            if not self.asked:
+                self.asked = True
+                entry.waiting -= 1
+            flat = entry.place.get(entry)
+        if entry.spoiled:  # a copy was under way, and only the home knew when it ended
+            raise changed_in_place(self.recipe.size, "a tensor, or its row count,", entry.region)
+        return self.view(flat)
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The saved tensor, in the entry's bytes."""
+        return self.recipe.apply(flat, self.entry.first)
+
+    def _check_reader(self) -> None:
+        """It was cut because a row-wise operation took it in next; something else may have saved it."""
+        node = torch._C._current_autograd_node()
+        if node is not None and node.name() not in NODES:
+            raise RuntimeError(
+                f"{node.name()} saved a tensor of shape {tuple(self.recipe.size)} in region "
+                f"{self.entry.region!r} that ps.rows marks, and is not known to read row by row; rows past the "
+                "valid ones were dropped. Do not mark the buffer, or compute what is saved there from one that is "
+                "not marked"
+            )
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
-    """An activation that stays where it is: most are, so this is all there is to it."""
+class DenseHandle(Handle):
+    """A thin slice: the entry has its elements alone, in order, and they get the strides back."""
 
-    tensor: torch.Tensor
-    version: int
-    region: str
-    held: Held
-
-    @hidden
-    def __del__(self) -> None:
-        self.held.let_go()
-
-
-@dataclass(slots=True, eq=False)
-class Untouched:
-    """A weight, or what has no plain memory: kept as it is. Autograd checks no versions under hooks; we do."""
-
-    tensor: torch.Tensor
-    version: int
-
-
-def check_reader(packed: Handle) -> None:
-    """A tensor that was cut because a row-wise operation took it in next may have been saved by something else."""
-    node = torch._C._current_autograd_node()
-    if node is not None and node.name() not in NODES:
-        raise RuntimeError(
-            f"{node.name()} saved a tensor of shape {tuple(packed.recipe.size)} in region {packed.entry.region!r} "
-            "that ps.rows marks, and is not known to read row by row; rows past the valid ones were dropped. "
-            "Do not mark the buffer, or compute what is saved there from one that is not marked"
-        )
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        recipe = self.recipe
+        elements = flat.view(recipe.dtype).view(recipe.size)
+        out = torch.empty_strided(recipe.size, recipe.stride, dtype=recipe.dtype, device=flat.device)
+        return out.copy_(elements)
 
 
 def changed_in_place(shape: torch.Size, what: str, region: str) -> RuntimeError:

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from pagestash.policy import Policy, Rule, format_bytes
-from pagestash.saved.capture import Capture, Packed
-from pagestash.saved.identity import plain_storage
+from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.measured import MeasuredOffload
 from pagestash.saved.offload import Offload
-from pagestash.saved.packed import Handle, Kept
+from pagestash.saved.packed import Kept, Packed
 from pagestash.saved.region import Region
-from pagestash.saved.run import Slot
+from pagestash.saved.storage import plain_storage
 from pagestash.saved.trees import tensors_of
 from pagestash.saved.watch import Opening
 
@@ -46,9 +45,9 @@ class _Seen:
 class QuietRules:
     """Watches the first steps of a keeper; a capture's `look`, while there is anything to see."""
 
-    def __init__(self, policy: Policy, capture: Capture) -> None:
+    def __init__(self, policy: Policy, capture: SavedTensorHooks) -> None:
         self._policy = policy
-        self._capture = capture
+        self._saved = capture
         self._rules = {rule: _Seen() for rule in policy.rules if rule.home != "keep"}
         self._steps = 0
         self._saw = False
@@ -58,14 +57,14 @@ class QuietRules:
         self._saw = True
         owner = region.claimed(plain_storage(tensor)) or region
         rule = self._policy.rule_for(owner.name)
-        if isinstance(packed, Handle) and packed.entry.home.name == "recompute":
-            maker = self._policy.rule_for(packed.entry.region)
+        if packed.recomputed_by:
+            maker = self._policy.rule_for(packed.recomputed_by)
             if maker in self._rules:
-                self._rules[maker].moved = True  # what it made is not held
+                self._rules[maker].moved = True  # its output is not held
         seen = self._rules.get(rule) if rule is not None else None
         if seen is None or rule is None:
             return
-        if isinstance(packed, (Slot, Handle)):
+        if packed.moved:
             seen.moved = True
         elif isinstance(packed, Kept):
             seen.saved += tensor.nbytes
@@ -74,8 +73,8 @@ class QuietRules:
             seen.reasons[reason] = seen.reasons.get(reason, 0) + tensor.nbytes
 
     def _why_kept(self, owner: Region, rule: Rule, tensor: torch.Tensor, kept: Kept) -> str:
-        if tensor.device != self._capture.device:
-            return f"its tensors are on {tensor.device}, and the model on {self._capture.device}"
+        if tensor.device != self._saved.device:
+            return f"its tensors are on {tensor.device}, and the model on {self._saved.device}"
         if tensor.nbytes < rule.least_bytes:
             return _SMALL
         if owner.rule is None:

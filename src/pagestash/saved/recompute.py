@@ -4,7 +4,6 @@ A region under recompute keeps its inputs and drops what it saved (`run.py`). It
 a later region saves it, the entry's home is this one, and its place is (run, number of the output).
 """
 
-from collections.abc import Sequence
 from threading import RLock
 from weakref import WeakSet
 
@@ -12,9 +11,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import HomeName
-from pagestash.saved.homes import Tally
-from pagestash.saved.identity import Entry, plain_storage
-from pagestash.saved.run import Run
+from pagestash.saved.homes import Home
+from pagestash.saved.lost import give_up
+from pagestash.saved.run import Output, Run
+from pagestash.saved.storage import Entry, plain_storage
 from pagestash.saved.surroundings import Known
 from pagestash.saved.values import Checks
 
@@ -24,14 +24,14 @@ times its bytes. Its region's tensors then wait through the other one's backward
 projection, but for a whole layer more than was saved, and for a chain of layers everything."""
 
 
-class Recompute:
+class Recompute(Home):
     """Holds nothing but what was made again and is still to be asked for, and counts that."""
 
     name: HomeName = "recompute"
 
     def __init__(self) -> None:
-        self.tally = Tally()
-        """Of what was made again and waits."""
+        super().__init__()  # its tally is of what was recomputed and waits
+        self._of_step: list[Entry] = []
         self.known = Known()
         self.checks = Checks()
         self.lock = RLock()
@@ -41,35 +41,16 @@ class Recompute:
         self._held: dict[tuple[str, int], list[int]] = {}
         self._outputs: dict[int, tuple[StorageWeakRef, int, Run, int]] = {}
 
-    # --- a home ---
-
-    def put(self, group: Sequence[Entry]) -> None:
-        for entry in group:
-            run, number = entry.place
-            run.outputs[number] = entry
-            entry.origin = None
-
-    def get(self, entry: Entry) -> torch.Tensor:
-        run, number = entry.place
-        made = run.give_output(number, last=not entry.waiting)
-        flat = torch.empty(0, dtype=torch.uint8, device=made.device)
-        return flat.set_(made.untyped_storage(), entry.first, (entry.length,), (1,))
-
-    def drop(self, entry: Entry) -> None:
-        run, number = entry.place
-        entry.place = None
-        run.forget_output(number)
-
-    # --- outputs that can be made again ---
+    # --- outputs that can be recomputed ---
 
     def remember(self, key: int, tensor: torch.Tensor, run: Run, number: int) -> None:
         self.prune()
         self._outputs[key] = (StorageWeakRef(tensor.untyped_storage()), tensor._version, run, number)
 
-    def maker(self, key: int, tensor: torch.Tensor, *, chained: bool) -> tuple[Run, int] | None:
-        """The run that can make the tensor's bytes again, and the number of its output; None if none can.
+    def output_of(self, key: int, tensor: torch.Tensor, *, chained: bool) -> Output | None:
+        """The output that the tensor is a view of; None if it is none that can be recomputed.
 
-        `chained`: asked by a region that will itself be run again.
+        `chained`: asked by a region that will itself be recomputed.
         """
         found = self._outputs.get(key)
         if found is None or found[0].expired() or found[1] != tensor._version:
@@ -77,7 +58,11 @@ class Recompute:
         _, _, run, number = found
         if chained and run.weight > LIGHT * tensor.untyped_storage().nbytes():
             return None
-        return run, number
+        return Output(run, number)
+
+    def note_entry(self, entry: Entry) -> None:
+        """An entry that stands for an output was made in this step."""
+        self._of_step.append(entry)
 
     def prune(self) -> None:
         """Let go of runs whose outputs are gone: nobody can save them any more."""
@@ -87,11 +72,13 @@ class Recompute:
 
     def forget(self) -> None:
         """The step is over: outputs that are alive now belong to the caller."""
+        self._of_step = []
         self._outputs.clear()
         self.checks.step_over()
 
     def give_up(self) -> None:
-        """The step ended by an exception: nobody will ask for what was made again."""
+        """The step ended by an exception: nobody will ask for what was recomputed."""
+        give_up(self._of_step)
         for run in list(self.making):
             run.release_made()
 

@@ -1,5 +1,6 @@
 """Regions: named stretches of forward whose saved tensors share a rule, and which of them we are in."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,12 +15,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pagestash.policy import Policy, Rule
 from pagestash.saved import rowwise
 from pagestash.saved.compiled import hidden
-from pagestash.saved.identity import Entry, storage_keys
 from pagestash.saved.marks import Marks, OldForm
+from pagestash.saved.storage import Entry, storage_keys
 
 
 class RegionOwner(Protocol):
-    """What a region belongs to: the capture of one keeper, or a profile."""
+    """What a region belongs to: the hooks of one keeper, or a profile."""
 
     policy: Policy
     names: WeakKeyDictionary[nn.Module, str]
@@ -37,25 +38,37 @@ class RegionOwner(Protocol):
         ...
 
 
-class Forward(Protocol):
-    """The forward of a region under recompute: its first run, or one of those that make its tensors again."""
+class Forward(ABC):
+    """A forward of a region under recompute: the recorded one, or a replay."""
 
-    again: bool
+    replays = False
 
-    def decide(self, fn: Callable[[], Any]) -> Any:
-        """The result of `fn`, which runs the first time only."""
-        ...
+    @abstractmethod
+    def run_once(self, fn: Callable[[], Any]) -> Any:
+        """The result of `fn`, which runs in the recorded forward only."""
 
+    @abstractmethod
     def note(self, tensor: torch.Tensor) -> None:
         """An operation inside has saved `tensor`, whatever its home."""
-        ...
+
+
+class Recording(Forward):
+    """The first forward of a region under recompute, which says what is discarded."""
+
+    @abstractmethod
+    def home_of(self, tensor: torch.Tensor) -> "Region | None":
+        """The region whose home takes a tensor that is saved in this one; None if it is discarded."""
+
+    @abstractmethod
+    def discard(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> Any:
+        """What autograd holds in place of the tensor noted last, which a replay brings back."""
 
 
 @dataclass(slots=True, eq=False)
 class Region:
     """One entry into a region: its name and rule, its valid rows, and the entries saved in it so far."""
 
-    capture: RegionOwner
+    owner: RegionOwner
     name: str
     rule: Rule | None
     rows: torch.Tensor | None = None
@@ -67,7 +80,7 @@ class Region:
     claims: dict[int, tuple[StorageWeakRef, "Region"]] = field(default_factory=dict)
     """Storages whose bytes, when saved in here, belong to another region."""
     run: Forward | None = None
-    """What drops the tensors saved in here, to make them again; None where they have a home."""
+    """What discards the tensors saved in here, to recompute them; None where they have a home."""
     whole_step: bool = False
     """The region that a step is in where it is in no other. It ends with the step, so it can claim nothing."""
     looking: "rowwise.RowWise | None" = None
@@ -103,16 +116,16 @@ def set_frames(value: tuple[Region, ...]) -> None:
 def enter(region: Region) -> None:
     _frames.set((*_frames.get(), region))
     region.modes = rowwise.depth()
-    if region.capture.marks.any and not region.whole_step:
+    if region.owner.marks.any and not region.whole_step:
         look_at_operations(region)
 
 
 def look_at_operations(region: Region) -> None:
     """Hand marks on in `region`, the innermost, from here to its end."""
-    marks = region.capture.marks
+    marks = region.owner.marks
     # A mode that the caller opened in the meantime may end before the region, and would take ours for its own.
     if not marks.watched and rowwise.depth() == region.modes:
-        region.looking = rowwise.begin(marks, region.capture.weights | region.weights)
+        region.looking = rowwise.begin(marks, region.owner.weights | region.weights)
 
 
 def leave(region: Region) -> tuple[Region, ...]:
@@ -129,7 +142,7 @@ def leave(region: Region) -> tuple[Region, ...]:
         if frame.looking is not None:
             rowwise.end(frame.looking)
             frame.looking = None
-            frame.capture.marks.prune()
+            frame.owner.marks.prune()
     _frames.set(current[:start])
     return left
 
@@ -158,7 +171,7 @@ def claim(
     if not current:
         return
     inner = current[-1]
-    name = None if module is None else inner.capture.names.get(module)
+    name = None if module is None else inner.owner.names.get(module)
     if inner.whole_step or running_again() or (name is None and rows is None):
         return
     rule, run = inner.rule, inner.run
@@ -166,7 +179,7 @@ def claim(
         name = inner.name
     else:
         run = None
-        rule = inner.capture.policy.rule_for(name)
+        rule = inner.owner.policy.rule_for(name)
         if rule is not None and rule.home == "recompute":
             return  # the module makes its tensors again by itself; what it saves is ours
     same = (
@@ -175,7 +188,7 @@ def claim(
         if (other.name, other.capacity) == (name, capacity) and other.rule is rule and other.rows is rows
     )
     owner = next(same, None) or Region(
-        inner.capture, name, rule, rows, capacity, rows is not None, weights=inner.weights, run=run
+        inner.owner, name, rule, rows, capacity, rows is not None, weights=inner.weights, run=run
     )
     inner.claim(tensor, owner)
 
@@ -186,7 +199,7 @@ def running_again() -> bool:
     if torch.compiler.is_compiling():
         return False
     current = _frames.get()
-    return bool(current) and current[-1].run is not None and current[-1].run.again
+    return bool(current) and current[-1].run is not None and current[-1].run.replays
 
 
 @hidden
@@ -203,7 +216,7 @@ def named(module: nn.Module) -> bool:
     if torch.compiler.is_compiling():
         return False
     current = _frames.get()
-    return bool(current) and module in current[-1].capture.names
+    return bool(current) and module in current[-1].owner.names
 
 
 @hidden
@@ -233,7 +246,7 @@ def stay(tensor: torch.Tensor | None) -> None:
     inner = current[-1]
     owner = inner.claimed(tensor.untyped_storage()._cdata) or inner
     if owner.rule is not None and owner.rule.home == "stash":
-        inner.claim(tensor, Region(inner.capture, owner.name, None, weights=inner.weights))
+        inner.claim(tensor, Region(inner.owner, owner.name, None, weights=inner.weights))
 
 
 @contextmanager
@@ -266,11 +279,11 @@ def region(
         yield
         return
     full = f"{outer.name}.{name}" if outer.name and name else outer.name or name
-    own = outer.capture.policy.rule_for(full) if name else None
+    own = outer.owner.policy.rule_for(full) if name else None
     if own is not None and own.home == "recompute" and outer.run is None:
         raise ValueError(no_module(own, full))
     inner = Region(
-        outer.capture,
+        outer.owner,
         full,
         own or outer.rule,
         rows=outer.rows if rows is None else rows,
@@ -278,17 +291,17 @@ def region(
         weights=outer.weights,
         run=outer.run if own is None or own.home == "recompute" else None,
     )
-    marks = inner.capture.marks
+    marks = inner.owner.marks
     old_form = None
     if rows is not None and capacity is not None and marks.on:
         old_form = OldForm(full, rows, capacity)
         marks.old_forms.append(old_form)
     enter(inner)
-    inner.capture.open(inner)
+    inner.owner.open(inner)
     try:
         yield
     finally:
         for left in leave(inner):
-            left.capture.close(left)
+            left.owner.close(left)
         if old_form is not None and old_form in marks.old_forms:
             marks.end_old_form()

@@ -10,8 +10,8 @@ from torch import nn
 
 from pagestash.saved.compiled import hidden
 from pagestash.saved.generators import set_others_state
-from pagestash.saved.identity import byte_range
-from pagestash.saved.region import Region, frames, set_frames
+from pagestash.saved.region import Forward, Region, frames, set_frames
+from pagestash.saved.storage import byte_range
 from pagestash.saved.surroundings import set_random_state
 from pagestash.saved.trees import tensors_of
 
@@ -26,10 +26,10 @@ class _Enough(BaseException):  # no `except Exception` of a forward may take it
     """All that is waited for has been made."""
 
 
-class Rerun:
+class Rerun(Forward):
     """A forward that is run for the tensors it saves, and for its outputs."""
 
-    again = True
+    replays = True
 
     def __init__(self, run: "Run", wanted: set[int], outputs: set[int]) -> None:
         self.found: dict[int, torch.Tensor] = {}
@@ -52,7 +52,7 @@ class Rerun:
         args, kwargs = run.again_from(run._inputs)
         self._gather_weights()
         before, output, ended = frames(), None, False
-        set_frames((Region(run._capture, run.name, None, run=self),))
+        set_frames((Region(run._saved, run.name, None, run=self),))
         hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
         try:
             with run._surroundings.restored(), torch.enable_grad(), hooks:
@@ -83,7 +83,7 @@ class Rerun:
         if self._wanted_outputs:
             self._take_outputs(tensors_of(output))
 
-    def decide(self, fn: Callable[[], Any]) -> Any:
+    def run_once(self, fn: Callable[[], Any]) -> Any:
         """What the first forward decided on."""
         decisions = self._run._decisions
         if self._decided == len(decisions):
@@ -93,7 +93,7 @@ class Rerun:
         result, random, others = decisions[self._decided]
         self._decided += 1
         if random is not None:
-            set_random_state(self._run._capture.device_here, random)
+            set_random_state(self._run._saved.device_here, random)
         if others is not None:
             set_others_state(others)
         return self._run.again_from(result)

@@ -34,10 +34,10 @@ def rows(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
     if not current or running_again():
         return x
     call = None if torch.is_grad_enabled() else _function_call()
-    for owner in dict.fromkeys(frame.capture for frame in current):
+    for owner in dict.fromkeys(frame.owner for frame in current):
         owner.marks.add(x, n, saved_by=call)
     inner = current[-1]
-    if not inner.whole_step and inner.capture.marks.any:
+    if not inner.whole_step and inner.owner.marks.any:
         look_at_operations(inner)
     return x
 

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import (
 )
 
 from pagestash.saved.compiled import hidden
-from pagestash.saved.identity import plain_storage
 from pagestash.saved.marks import Marks, Plan
+from pagestash.saved.storage import plain_storage
 
 Find = Callable[[torch.Tensor], Any]
 Rule = Callable[[Find, tuple[Any, ...], dict[str, Any]], Plan | None]

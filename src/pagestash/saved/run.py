@@ -7,7 +7,7 @@ the second one is ever used.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pagestash.policy import Rule
 from pagestash.saved.compiled import hidden
 from pagestash.saved.generators import Others, others_drawn_since, others_state
-from pagestash.saved.identity import Entry, byte_range, checksum, plain_storage
 from pagestash.saved.objects import Objects, may_change
 from pagestash.saved.once import once
-from pagestash.saved.region import Region, frames, set_frames
+from pagestash.saved.packed import Handle, Packed
+from pagestash.saved.region import Recording, Region, frames, set_frames
 from pagestash.saved.rerun import Layout, Rerun, layout
+from pagestash.saved.storage import Entry, ViewRecipe, byte_range, checksum, plain_storage
 from pagestash.saved.surroundings import (
     Random,
     Surroundings,
@@ -32,20 +33,28 @@ from pagestash.saved.trees import map_leaves, tensors_of
 from pagestash.saved.values import When, mark_of
 
 if TYPE_CHECKING:
-    from pagestash.saved.capture import Capture
+    from pagestash.saved.hooks import SavedTensorHooks
     from pagestash.saved.recompute import Recompute
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
-    """What autograd holds in place of a dropped tensor: the number under which its region saved it."""
+class Slot(Packed):
+    """A discarded tensor: the number under which its region saved it."""
 
     run: "Run"
     number: int
 
+    moved = True
+
     @hidden
     def __del__(self) -> None:
         self.run.forget(self.number)
+
+    def changed(self) -> bool:
+        return False  # a replay makes it as it was, and looks itself
+
+    def unpack(self) -> torch.Tensor:
+        return self.run.give(self.number)
 
 
 class _Held:
@@ -53,19 +62,80 @@ class _Held:
 
     __slots__ = ("mark", "packed", "requires_grad")
 
-    def __init__(self, packed: Any, requires_grad: bool, mark: torch.Tensor | None) -> None:
+    def __init__(self, packed: Packed, requires_grad: bool, mark: torch.Tensor | None) -> None:
         self.packed, self.requires_grad, self.mark = packed, requires_grad, mark
 
 
-class Run:
-    """One forward of a region: what it takes to run it again, and what waits for that."""
+@dataclass(slots=True, eq=False)
+class OutputHandle(Handle):
+    """A saved tensor that is an output of a recomputed region: its entry's place is an `Output`."""
 
-    again = False
+    run: "Run" = field(kw_only=True)
+    summary: torch.Tensor | None = None
+    """Of its values, until they were compared."""
+
+    @property
+    def recomputed_by(self) -> str:  # type: ignore[override]
+        return self.run.name
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        tensor = Handle.view(self, flat)
+        summary, self.summary = self.summary, None
+        if summary is not None:
+            self.run.compare(
+                summary,
+                tensor,
+                f"the output of region {self.run.name!r}, which is under recompute, came out otherwise when it "
+                "was recomputed for the operation that saved it: either forward is not deterministic, or a "
+                "kernel changed the output in place without telling autograd. A rule of 'keep' for the region "
+                "that saved it holds it instead",
+            )
+        return tensor
+
+
+@dataclass(slots=True, eq=False)
+class Output:
+    """An output of a recorded forward; the place of the entry that stands for it."""
+
+    run: "Run"
+    number: int
+
+    def pack(self, tensor: torch.Tensor, recipe: ViewRecipe, *, whole: bool) -> OutputHandle:
+        """A handle of `tensor`, a view of the output; `whole` if no row of it may be garbage."""
+        entry = self.run.outputs.get(self.number)
+        if entry is None:
+            storage = tensor.untyped_storage()
+            entry = Entry(
+                storage=StorageWeakRef(storage),
+                version=tensor._version,
+                first=0,
+                last=storage.nbytes(),
+                origin=None,
+                place=self,
+                region=self.run.name,
+            )
+            self.run.add_output(self.number, entry)
+        entry.handles += 1
+        entry.waiting += 1
+        checked = whole and self.run.checked is not When.NEVER
+        return OutputHandle(entry, recipe, run=self.run, summary=mark_of(tensor) if checked else None)
+
+    def get(self, entry: Entry) -> torch.Tensor:
+        made = self.run.give_output(self.number, last=not entry.waiting)
+        flat = torch.empty(0, dtype=torch.uint8, device=made.device)
+        return flat.set_(made.untyped_storage(), entry.first, (entry.length,), (1,))
+
+    def drop(self, entry: Entry) -> None:
+        self.run.forget_output(self.number)
+
+
+class Run(Recording):
+    """One forward of a region: what it takes to run it again, and what waits for that."""
 
     def __init__(
         self,
         home: "Recompute",
-        capture: "Capture",
+        capture: "SavedTensorHooks",
         outer: Region,
         path: Sequence[nn.Module],
         name: str,
@@ -82,7 +152,7 @@ class Run:
         self.weight = 0
         """Bytes that running the region again brings back, with those of the regions it must run before."""
         self._home = home
-        self._capture = capture
+        self._saved = capture
         self._outer: Region | None = outer  # while forward runs
         self._path = path
         self._least = rule.least_bytes
@@ -128,7 +198,7 @@ class Run:
         at = byte_range(tensor) if taken_in else None
         return self._outer if any(byte_range(given) == at for given, _ in taken_in) else None
 
-    def drop(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> Slot:
+    def discard(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> Slot:
         """Let go of the tensor that was counted last; where there are `rows`, others may be garbage."""
         key = plain_storage(tensor)
         if key is not None and key not in self._storages and key not in self._taken_in:
@@ -141,16 +211,16 @@ class Run:
             self._to_mark.append((number, tensor.detach(), tensor._version))
         return Slot(self, number)
 
-    def decide(self, fn: Callable[[], Any]) -> Any:
+    def run_once(self, fn: Callable[[], Any]) -> Any:
         """Run `fn` as if it stood outside the region, and remember its result."""
         assert self._outer is not None
-        current, device = frames(), self._capture.device_here
+        current, device = frames(), self._saved.device_here
         start = next(index for index, frame in enumerate(current) if frame.run is self)
         inner = current[-1]
         region = inner
         if inner.run is not None:
             region = Region(
-                self._capture, self.name, self._outer.rule, inner.rows, inner.capacity, weights=inner.weights
+                self._saved, self.name, self._outer.rule, inner.rows, inner.capacity, weights=inner.weights
             )
         before = random_state(device)
         others = others_state() if self._surroundings.watches_others() else None
@@ -167,7 +237,7 @@ class Run:
         finally:
             set_frames(current)
             if region is not inner:
-                self._capture.close(region)
+                self._saved.close(region)
 
     def _take_in(self, tree: Any) -> None:
         """These tensors are held: where an operation saves one, there is nothing to drop."""
@@ -228,23 +298,30 @@ class Run:
             held = known.get(id(leaf))
             if held is not None:
                 return held
-            packed = self._capture.pack_in(region, leaf.detach(), chained=chained)
-            entry = getattr(packed, "entry", None)
-            remade = False
-            if entry is not None and entry.home is self._home:
-                remade = True
-                self.weight += entry.place[0].weight
+            packed = self._saved.pack_in(region, leaf.detach(), chained=chained)
+            output = isinstance(packed, OutputHandle)
+            if isinstance(packed, OutputHandle):
+                self.weight += packed.run.weight
             mark = None
-            whole = plain_storage(leaf) is not None and self._capture.rows_of(region, leaf) is None
+            whole = plain_storage(leaf) is not None and self._saved.rows_of(region, leaf) is None
             if self.checked is not When.NEVER and whole:
                 # Of what is held, every bit.
-                mark = mark_of(leaf) if remade else checksum(leaf)
+                mark = mark_of(leaf) if output else checksum(leaf)
             held = known[id(leaf)] = _Held(packed, leaf.requires_grad, mark)
             return held
 
         return map_leaves(hold, tree)
 
+    def add_output(self, number: int, entry: Entry) -> None:
+        """A later region saved the output, and `entry` stands for it."""
+        self.outputs[number] = entry
+        self._home.note_entry(entry)
+
     # --- backward ---
+
+    def compare(self, summary: torch.Tensor, tensor: torch.Tensor, differs: str) -> None:
+        """Raise `differs` if `tensor` has other values than `summary` was made of."""
+        self._home.checks.compare(summary, tensor, self.checked, differs)
 
     def give(self, number: int) -> torch.Tensor:
         """The tensor saved under `number`; whoever asks again has the region run again."""
@@ -301,7 +378,7 @@ class Run:
         # Another thread may have ended its part of backward meanwhile, and found nothing to forget.
         for number in rerun.found.keys() - self._alive:
             self.forget(number)
-        on_gpu = self._capture.device_here.type == "cuda"
+        on_gpu = self._saved.device_here.type == "cuda"
         self._made_on = torch.cuda.current_stream() if on_gpu else None
 
     def release_made(self) -> None:
@@ -333,9 +410,9 @@ class Run:
                 "before backward, so that it cannot be run again; clone it before changing it, or give the "
                 "region another home"
             )
-            if self._capture.was_changed(leaf.packed):
+            if leaf.packed.changed():
                 raise RuntimeError(changed)
-            tensor = self._capture.unpack(leaf.packed).detach()
+            tensor = leaf.packed.unpack().detach()
             mark, leaf.mark = leaf.mark, None
             if mark is not None:
                 self._home.checks.compare(mark, tensor, self.checked, changed)

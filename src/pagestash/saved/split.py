@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pagestash.policy import Rule
-from pagestash.saved.identity import Entry
+from pagestash.saved.storage import Entry
 
 MOSTLY = 0.8
 

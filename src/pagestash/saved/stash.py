@@ -1,248 +1,190 @@
-"""The `stash` home: a region's valid rows wait in the pool's pages.
+"""The `stash` home: it measures how many pages a step needs, then has a pool of that size."""
 
-Device pages are written and read inline on the compute stream: at 4 TB/s there is nothing to hide. What spills
-to host pages goes over PCIe, a hundred times slower, and runs on two side streams beside compute.
-"""
-
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 
-from pagestash.kernels.pages.layout import ACCOUNTS
+from pagestash.kernels.pages.layout import Counter
 from pagestash.pages.pool import PagePool
-from pagestash.pages.ticket import Ticket
-from pagestash.policy import HomeName
-from pagestash.saved.homes import Keep, Tally
-from pagestash.saved.identity import Entry
+from pagestash.policy import HomeName, Policy
+from pagestash.saved.homes import Home, HomeStats, Keep, Sizes, Tally
 from pagestash.saved.overflow import NoPage
-from pagestash.saved.streams import SideStream, wait_here
+from pagestash.saved.paged import PagedStash
+from pagestash.saved.storage import Entry, Place
+
+
+class StashPlace(Place, Protocol):
+    """A place of this home, which can also restore to memory of the caller's."""
+
+    def restore_into(self, entry: Entry, buffer: torch.Tensor) -> None:
+        """Write the entry to `buffer`, which has its shape."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
-class StashedGroup:
-    """The entries of one region in one microbatch, on their way out, in pages, and on their way back."""
+class ExactCopy:
+    """The place of an entry before there is a pool: its valid bytes."""
 
-    tickets: dict[Entry, Ticket]
-    spilled: torch.cuda.Event | None = None
-    incoming: dict[Entry, torch.Tensor] = field(default_factory=dict)
-    arrived: torch.cuda.Event | None = None
-    restored: dict[Entry, torch.Tensor] = field(default_factory=dict)
-
-
-class Stash:
-    """Stashes a group with one reservation when its region ends; restores it whole when backward asks."""
-
-    name: HomeName = "stash"
-
-    def __init__(self, pool: PagePool, keep: Keep, measured: Tally | None = None) -> None:
-        self.pool = pool
-        self.measured = measured or Tally()
-        """Until the next step, what was measured."""
-        self.no_page = NoPage(keep)
-        self.accounts: dict[str, int] = {}
-        self._spills = pool.host_pages > 0
-        self._out = SideStream(pool.device)
-        self._in = SideStream(pool.device)
-        self._groups: list[StashedGroup] = []  # in the order of forward; backward asks from the end
-        self._leaving: tuple[torch.cuda.Event | None, list[tuple[Entry, torch.Tensor]]] | None = None
-
-    def put(self, group: Sequence[Entry]) -> None:
-        counts = dict.fromkeys(id(entry.rows) for entry in group if entry.rows is not None)
-        if len(counts) > 1:  # one reservation reads one row count
-            for count in counts:
-                self._put([entry for entry in group if id(entry.rows) == count])
-            group = [entry for entry in group if entry.rows is None]
-        if group:
-            self._put(group)
-
-    def _put(self, group: Sequence[Entry]) -> None:
-        self.flush()
-        self._retire()
-        wanted = self._pages_denied(group)
-        if wanted is not None:
-            self.no_page.put(group, wanted)
-            return
-        sources = [entry.source() for entry in group]
-        tickets = self.pool.stash(
-            sources,
-            rows=[entry.rows for entry in group],
-            account=self.account(group[0].region),
-            host_later=self._spills,
-        )
-        stashed = StashedGroup(dict(zip(group, tickets)))
-        if self._spills:
-            # After the stash (it decides which pages are on the host, and writes the book that spill reads).
-            with self._out.after():
-                self.pool.spill(tickets, sources)
-            stashed.spilled = self._out.mark()
-            self._leaving = (
-                stashed.spilled,
-                [(entry, entry.origin) for entry in group if entry.origin is not None],
-            )
-        for entry in group:
-            entry.place = stashed
-            entry.origin = None
-        self._groups.append(stashed)
-
-    def _pages_denied(self, group: Sequence[Entry]) -> list[int] | None:
-        """The pages that each entry wants, where the step keeps what finds none and this group finds none."""
-        room = self.pool.room
-        if not room.decides or room.covers(sum(room.pages(entry.length) for entry in group)):
-            return None
-        # The pool is nearly full: count exactly, which waits for the device.
-        wanted = [room.pages(entry.valid_bytes()) for entry in group]
-        return wanted if sum(wanted) > room.count() else None
+    copies: "ExactCopies"
+    copy: torch.Tensor
 
     def get(self, entry: Entry) -> torch.Tensor:
-        self.flush()
-        self._retire()  # which tells whether what still leaves was changed
-        group: StashedGroup = entry.place
-        if entry not in group.restored:
-            self._restore(group, entry)
-            self._prefetch_before(group)
-        flat = group.restored[entry]
-        if not entry.waiting:
-            # All who saved it have it now; whoever asks again (retain_graph, split backward) restores again.
-            del group.restored[entry]
-        return flat.view(-1)
-
-    def drop(self, entry: Entry) -> None:
-        group: StashedGroup = entry.place
-        group.restored.pop(entry, None)
-        # Not released here: this may run in any thread, on any stream. `flush` does it in the order of compute.
-        self.pool.release_later(group.tickets.pop(entry))
-
-    def restore_into(self, entry: Entry, buffer: torch.Tensor) -> None:
-        """Restore one entry to memory of the caller's, of its own shape."""
-        self.flush()
-        group: StashedGroup = entry.place
-        wait_here(group.spilled)
-        self.pool.restore_into([group.tickets[entry]], [buffer])
-
-    def flush(self) -> None:
-        """Give back the pages of dropped entries, on the current stream.
-
-        Every launch that reads those pages was put on this stream before, or waited for by it.
-        """
-        self.pool.flush()
-        if all(group.tickets for group in self._groups):
-            return
-        for group in self._groups:
-            if not group.tickets:
-                # A copy that nobody asked for may still be writing: the buffers outlive it.
-                wait_here(group.arrived)
-                group.incoming.clear()
-        self._groups = [group for group in self._groups if group.tickets]
-
-    def settle(self) -> None:
-        """End of a step: the current stream has waited for both side streams, and dead pages are back."""
-        self._retire()
-        self.flush()
-        self._out.join()
-        self._in.join()
-
-    @property
-    def live(self) -> bool:
-        """Whether a backward is still to come."""
-        self.flush()
-        return self.pool.live_tickets > 0
-
-    def account(self, region: str) -> int:
-        """The row of the pool's accounts that counts the bytes of `region`."""
-        return self.accounts.setdefault(region, min(len(self.accounts), ACCOUNTS - 1))
-
-    def _retire(self) -> None:
-        """Let go of the buffers that the last spill reads, once the compute stream is ordered behind it.
-
-        The allocator gives freed memory to the next operation of the compute stream; that operation then
-        comes after the spill. Waiting at the next group, not at once, is what lets the spill run beside
-        compute.
-        """
-        if self._leaving is not None:
-            for entry, origin in self._leaving[1]:
-                # Written over while the spill may have been reading it.
-                entry.spoiled |= origin._version != entry.version
-            wait_here(self._leaving[0])
-            self._leaving = None
-
-    def _restore(self, group: StashedGroup, asked: Entry) -> None:
-        """Bring back the asked entry, and in the same launch what else of the group will be asked for."""
-        if asked in group.incoming:
-            # The host half is on its way or here; the compute stream waits for it and does the device half.
-            wait_here(group.arrived)
-            group.restored |= group.incoming
-            entries = list(group.incoming)
-            group.incoming = {}
-            tickets = [group.tickets[entry] for entry in entries if entry in group.tickets]
-            buffers = [group.restored[entry] for entry in entries if entry in group.tickets]
-            self.pool.restore_into(tickets, buffers, tiers="device")
-        else:
-            wait_here(group.spilled)  # host pages are read only after they were written
-            entries = [e for e in group.tickets if e is asked or (e.waiting and e not in group.restored)]
-            buffers = self.pool.restore([group.tickets[entry] for entry in entries])
-            group.restored |= dict(zip(entries, buffers))
-
-    def _prefetch_before(self, group: StashedGroup) -> None:
-        """Start the host half of the group that backward asks for next, while this one is computed."""
-        if not self._spills:
-            return
-        before = self._groups[: self._groups.index(group)]
-        upcoming = next((g for g in reversed(before) if any(entry.waiting for entry in g.tickets)), None)
-        if upcoming is None or upcoming.restored or upcoming.incoming:
-            return
-        entries = [entry for entry in upcoming.tickets if entry.waiting]
-        tickets = [upcoming.tickets[entry] for entry in entries]
-        buffers = self.pool.buffers(tickets)
-        # After the compute stream's present, which may still use the memory the buffers are made of, and after
-        # the spill that wrote the pages. The compute stream touches the buffers only after `arrived`.
-        with self._in.after(upcoming.spilled):
-            self.pool.restore_into(tickets, buffers, tiers="host")
-        upcoming.arrived = self._in.mark()
-        upcoming.incoming = dict(zip(entries, buffers))
-
-
-class MeasuredStash:
-    """The `stash` home before there is a pool: exact copies, made by asking the device for the row count.
-
-    It counts the pages a pool would have needed, so that the pool of the steps to come has the right size. It
-    waits for the device at every group, which is why only the first steps use it.
-    """
-
-    name: HomeName = "stash"
-
-    def __init__(self, page_bytes: int) -> None:
-        self.page_bytes = page_bytes
-        self.reservations = 0
-        self.pages = 0
-        self.peak_pages = 0
-        self.tally = Tally()
-
-    def put(self, group: Sequence[Entry]) -> None:
-        self.reservations += 1
-        for entry in group:
-            entry.place = entry.source().view(-1)[: entry.valid_bytes()].clone()
-            entry.origin = None
-            self._count(entry.region, entry.place.nbytes, 1)
-
-    def get(self, entry: Entry) -> torch.Tensor:
-        flat = torch.zeros(entry.length, dtype=torch.uint8, device=entry.place.device)
-        flat[: entry.place.numel()].copy_(entry.place.view(-1))
+        flat = torch.zeros(entry.length, dtype=torch.uint8, device=self.copy.device)
+        flat[: self.copy.numel()].copy_(self.copy)
         return flat
-
-    @property
-    def live(self) -> bool:
-        """Whether a backward is still to come."""
-        return self.pages > 0
 
     def restore_into(self, entry: Entry, buffer: torch.Tensor) -> None:
         buffer.view(-1).copy_(self.get(entry))
 
     def drop(self, entry: Entry) -> None:
-        self._count(entry.region, entry.place.nbytes, -1)
+        self.copies.count(entry.region, self.copy.nbytes, -1)
         entry.place = None
 
-    def _count(self, region: str, size: int, sign: int) -> None:
-        self.pages += sign * -(-size // self.page_bytes)
+
+class ExactCopies:
+    """Copies valid rows exactly, by asking the device for the row count, and counts the pages they would take.
+
+    It waits for the device at every group, so only the first steps use it.
+    """
+
+    def __init__(self, page_bytes: int, tally: Tally) -> None:
+        self.groups = 0
+        self.pages = 0
+        self.peak_pages = 0
+        self._page_bytes = page_bytes
+        self._tally = tally
+
+    def put(self, group: Sequence[Entry]) -> None:
+        self.groups += 1
+        for entry in group:
+            copy = entry.source().view(-1)[: entry.valid_bytes()].clone()
+            entry.place = ExactCopy(self, copy)
+            entry.origin = None
+            self.count(entry.region, copy.nbytes, 1)
+
+    def count(self, region: str, size: int, sign: int) -> None:
+        self.pages += sign * -(-size // self._page_bytes)
         self.peak_pages = max(self.peak_pages, self.pages)
-        self.tally.count(region, sign * size)
+        self._tally.count(region, sign * size)
+
+
+class Stash(Home):
+    """Puts valid rows into pages; exact copies in the first step, from which the pool's size is taken."""
+
+    name: HomeName = "stash"
+
+    def __init__(self, policy: Policy, keep: Keep, backend: str) -> None:
+        super().__init__()
+        self._policy = policy
+        self._keep = keep
+        self._backend = backend
+        self._copies = ExactCopies(policy.pool.page_bytes, self.tally)
+        self._paged: PagedStash | None = None
+
+    @property
+    def pool(self) -> PagePool | None:
+        """The pool, or None while its size is not known."""
+        return None if self._paged is None else self._paged.pool
+
+    @property
+    def groups(self) -> int:
+        """Groups that were stashed so far; does not wait for the device."""
+        return self._copies.groups if self._paged is None else self._paged.pool.reservations
+
+    @property
+    def no_page(self) -> NoPage | None:
+        """What found no page; None while there is no pool."""
+        return None if self._paged is None else self._paged.no_page
+
+    @property
+    def live(self) -> bool:
+        return self._copies.pages > 0 if self._paged is None else self._paged.live
+
+    def account(self, region: str) -> int:
+        """The row of the pool's accounts that counts the bytes of `region`."""
+        assert self._paged is not None
+        return self._paged.account(region)
+
+    # --- a step ---
+
+    def start(self) -> None:
+        if self._paged is not None:  # what was measured counts until the next step
+            self.tally.reset_peak()
+
+    def put(self, group: Sequence[Entry]) -> None:
+        if self._paged is None:
+            self._copies.put(group)
+        else:
+            self._paged.put(group)
+
+    def take(self, entry: Entry) -> StashPlace:
+        """Put one entry, and say where it is."""
+        self.put([entry])
+        return cast(StashPlace, entry.place)
+
+    def settle(self) -> None:
+        if self._paged is not None:
+            self._paged.settle()
+
+    # --- the pool ---
+
+    def measure(self) -> None:
+        """The next step is measured, as the first one is."""
+        self._paged = None
+        self.tally = Tally()
+        self._copies = ExactCopies(self._policy.pool.page_bytes, self.tally)
+
+    def pages_wanted(self, others: int | None) -> int | None:
+        """Device pages that the pool should have; None while that is not known.
+
+        `others` is what other homes will put into pages, None if that is not known yet.
+        """
+        config = self._policy.pool
+        if config.device_bytes is not None:
+            return -(-config.device_bytes // config.page_bytes)
+        if self._copies.pages or others is None:
+            return None
+        return math.ceil((self._copies.peak_pages + others) * config.headroom) or None
+
+    def make_pool(self, device: torch.device, pages: int) -> None:
+        """From here on groups go into a pool of so many device pages."""
+        pool = PagePool(
+            device,
+            self._policy.pool.page_bytes,
+            device_pages=pages,
+            host_bytes=self._policy.spill_bytes,
+            backend=self._backend,
+        )
+        self._paged = PagedStash(pool, self._keep)
+
+    # --- counts ---
+
+    def held(self) -> int | torch.Tensor:
+        pool = self.pool
+        return self.tally.bytes if pool is None else pool.memory.state[Counter.BYTES].clone()
+
+    def reset_peaks(self) -> None:
+        self.tally.reset_peak()
+        if self._paged is not None:
+            self._paged.no_page.reset_peak()
+            self._paged.pool.reset()
+
+    def stats(self) -> HomeStats:
+        if self._paged is None:
+            return super().stats()
+        self._paged.flush()
+        state = self._paged.pool.stats()
+        return HomeStats(state.valid_bytes, max(state.valid_bytes_peak, self.tally.peak))
+
+    def regions(self) -> dict[str, Sizes]:
+        if self._paged is None:
+            return super().regions()
+        counts, accounts = self._paged.pool.memory.accounts.tolist(), self._paged.accounts
+        found = {name: Sizes(*counts[row]) for name, row in accounts.items()}
+        for name, measured in self.tally.by_region.items():
+            now, peak = found.get(name, (0, 0))
+            found[name] = Sizes(now, max(peak, measured[1]))
+        return found

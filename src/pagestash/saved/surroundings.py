@@ -11,7 +11,7 @@ from torch import nn
 
 from pagestash.saved.attributes import Attributes, Names
 from pagestash.saved.generators import Others, others_drawn_since, others_state, set_others_state
-from pagestash.saved.identity import modules_in
+from pagestash.saved.storage import modules_in
 from pagestash.saved.weights import Touched, Weights
 
 SMALL_BUFFER = 65536

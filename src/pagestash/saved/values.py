@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 
-from pagestash.saved.identity import checksum
+from pagestash.saved.storage import checksum
 from pagestash.saved.streams import capturing, is_done
 
 EVERY = 256

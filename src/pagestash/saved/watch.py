@@ -9,13 +9,13 @@ from torch import nn
 
 from pagestash.policy import Rule
 from pagestash.saved.calls import begin, end, set_calls, under_way
-from pagestash.saved.capture import Capture
 from pagestash.saved.compiled import at_compile_time, compiling_around, hidden, hidden_here
-from pagestash.saved.hooks import Hook
-from pagestash.saved.identity import modules_in, storage_keys, transformed, weight_keys
+from pagestash.saved.hooks import SavedTensorHooks
+from pagestash.saved.module_hook import Hook
 from pagestash.saved.recompute import Recompute
 from pagestash.saved.region import Region, enter, frames, leave, running_again
 from pagestash.saved.run import Run
+from pagestash.saved.storage import modules_in, storage_keys, transformed, weight_keys
 
 
 class Outside(Protocol):
@@ -27,14 +27,14 @@ class Outside(Protocol):
 class Watch:
     """Opens and closes the regions of one keeper's modules, while it is in a step."""
 
-    def __init__(self, capture: Capture, recompute: Recompute) -> None:
+    def __init__(self, capture: SavedTensorHooks, recompute: Recompute) -> None:
         self.in_step = False
         self.aside = False
         """A forward that runs now is no part of the step."""
         self.openings: list[Opening] = []
         self.outside: Outside | None = None
         """Hears of what watched modules give outside of a step, before the first one."""
-        self.capture = capture
+        self.hooks = capture
         self.recompute = recompute
         self._hooks: list[Any] = []
         self._next_to_forward: list[tuple[Any, Any, Any]] = []
@@ -151,9 +151,11 @@ class Opening(Hook):
             return
         watch, outer = self.watch, frames()[-1]
         self.ran = True
-        if watch.capture.look is not None:
+        if watch.hooks.look is not None:
             hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            self.others |= hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), Capture)
+            self.others |= hooks is not None and not isinstance(
+                getattr(hooks[0], "__self__", None), SavedTensorHooks
+            )
         run, weights = outer.run, None
         if self.rule.home != "recompute":
             run = None
@@ -161,10 +163,10 @@ class Opening(Hook):
             # (Inside another that is run again, a region's tensors are made with the other's.)
             # (A replica of a module has its hooks, too: what runs again is what ran.)
             way = self.path if module is self.path[-1] else [module]
-            first = Run(watch.recompute, watch.capture, outer, way, self.name, self.rule, (args, kwargs))
+            first = Run(watch.recompute, watch.hooks, outer, way, self.name, self.rule, (args, kwargs))
             run, weights = first, first.weight_storages()
         region = Region(
-            watch.capture,
+            watch.hooks,
             self.name,
             self.rule,
             rows=outer.rows,
@@ -197,9 +199,9 @@ class Closing(Hook):
         if region is None or not left:
             return
         for each in left:
-            each.capture.close(each)
+            each.owner.close(each)
         if isinstance(region.run, Run) and all(frame.run is not region.run for frame in frames()):
-            region.run.close(region.weights | watch.capture.weights, output)
+            region.run.close(region.weights | watch.hooks.weights, output)
 
 
 class NoteWeights(Hook):

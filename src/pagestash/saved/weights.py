@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from pagestash.saved.identity import checksum, modules_in, storage_keys
+from pagestash.saved.storage import checksum, modules_in, storage_keys
 from pagestash.saved.streams import capturing
 
 Touched = WeakKeyDictionary[nn.Module, set[str]]

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from pagestash.saved.identity import modules_in
 from pagestash.saved.keeper import Keeper
+from pagestash.saved.storage import modules_in
 from pagestash.saved.surroundings import Random, random_state, set_random_state
 from pagestash.step.randomness import Generators, is_generator, set_state
 from pagestash.step.reach import iterators, reached

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from pagestash.saved.compiled import hidden
-from pagestash.saved.hooks import Hook
 from pagestash.saved.keeper import Keeper
+from pagestash.saved.module_hook import Hook
 from pagestash.saved.overflow import Agreement, PoolOverflow
 from pagestash.step.scaling import Scalers
 from pagestash.step.state import ProtectedState

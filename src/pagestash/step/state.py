@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagestash.saved.identity import byte_range
+from pagestash.saved.storage import byte_range
 
 
 class ProtectedState:

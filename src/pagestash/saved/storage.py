@@ -6,8 +6,8 @@ tensor comes back as it was, without its bytes being written out.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -35,12 +35,24 @@ class ViewRecipe:
         return view.set_(flat.untyped_storage(), offset // self.dtype.itemsize, self.size, self.stride)
 
 
+class Place(Protocol):
+    """Where a home has put an entry's bytes."""
+
+    def get(self, entry: "Entry") -> torch.Tensor:
+        """The entry's bytes, flat, as often as asked."""
+        ...
+
+    def drop(self, entry: "Entry") -> None:
+        """Nothing can ask for the entry any more. Called once, from any thread."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """Bytes `first` to `last` of one storage, saved once however many operations ask for them.
 
-    `source` is the memory itself, as flat bytes, until a home has taken it; `place` is what the home made of
-    it. Valid-row entries have `rows` (the device integer) and are `capacity` rows long.
+    `source()` is the memory itself until a home has taken the entry; from then on `place` has its bytes. Entries
+    of valid rows have `rows` (an integer on the device) and are `capacity` rows long.
     """
 
     storage: StorageWeakRef
@@ -55,8 +67,7 @@ class Entry:
     handles: int = 0
     waiting: int = 0  # handles that backward has not asked for yet
     spoiled: bool = False
-    place: Any = None
-    home: Any = field(default=None, repr=False)
+    place: Place | None = None
     region: str = ""
     rule: Rule | None = None
 
@@ -97,6 +108,17 @@ class Entry:
         """Hold every row: not only the valid ones are read."""
         self.rows, self.rows_version, self.capacity = None, 0, 0
         self.first -= self.first % 16
+
+    def widen(self, version: int, first: int, last: int) -> bool:
+        """Cover bytes `first` to `last`, too, if that takes in little else; whether it does."""
+        if self.version != version or self.rows is not None:
+            return False
+        low, high = min(self.first, first), max(self.last, last)
+        covered = self.covered + last - first
+        if high - low > covered:
+            return False
+        self.first, self.last, self.covered = low, high, covered
+        return True
 
     def rows_moved(self) -> bool:
         """Whether the row count was refilled since the entry was made."""

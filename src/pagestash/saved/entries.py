@@ -1,0 +1,69 @@
+"""Which entry holds the bytes of a tensor that is being saved: one that is there already, or a new one."""
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pagestash.policy import HomeName
+from pagestash.saved.lost import give_up
+from pagestash.saved.marks import Valid
+from pagestash.saved.region import Region
+from pagestash.saved.storage import Entry, byte_range
+
+
+class Entries:
+    """The entries of one keeper, by storage and home."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, HomeName], list[Entry]] = {}
+        self._of_step: list[Entry] = []
+
+    def find(self, key: int, tensor: Tensor, region: Region, home: HomeName, valid: Valid | None) -> Entry:
+        """The entry that holds the tensor's bytes, or a new one in the region's group."""
+        if valid is None:
+            rows, capacity = None, 0
+            first, last = byte_range(tensor)
+            first -= first % 16  # so that every dtype's view starts on an element, and copies are wide
+        else:
+            rows, capacity, first, last = valid[:4]
+        version = tensor._version
+        known = self._known.setdefault((key, home), [])
+        # The weak reference keeps the storage's identity from being given to another tensor; an entry whose
+        # storage is gone can no longer be the one that is being saved.
+        known[:] = [entry for entry in known if entry.handles and not entry.storage.expired()]
+        for entry in known:
+            if entry.same_content(version, rows, capacity, first, last):
+                return entry
+            if rows is None and entry in region.entries and entry.covers(version, first, last):
+                entry.take_all()
+                return entry
+            if rows is None and entry in region.entries and entry.widen(version, first, last):
+                return entry
+        entry = Entry(
+            storage=StorageWeakRef(tensor.untyped_storage()),
+            version=version,
+            first=first,
+            last=last,
+            origin=tensor.detach(),
+            rows=rows,
+            rows_version=0 if rows is None else rows._version,
+            capacity=capacity,
+            covered=last - first,
+            region=region.name,
+            rule=region.rule,
+        )
+        known.append(entry)
+        region.entries.append(entry)
+        self._of_step.append(entry)
+        return entry
+
+    def give_up(self) -> None:
+        """The step ended by an exception: no backward will ask for what it saved."""
+        give_up(self._of_step)
+        lost = set(self._of_step)
+        self._known = {key: [e for e in all_ if e not in lost] for key, all_ in self._known.items()}
+
+    def forget(self) -> None:
+        """The step is over. Drop the identities of entries that nothing holds any more."""
+        self._of_step = []
+        alive = {key: [e for e in entries if e.handles] for key, entries in self._known.items()}
+        self._known = {key: entries for key, entries in alive.items() if entries}

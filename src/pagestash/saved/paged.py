@@ -1,0 +1,201 @@
+"""The `stash` home once there is a pool: a region's valid rows wait in the pool's pages.
+
+Device pages are written and read inline on the compute stream: at 4 TB/s there is nothing to hide. What spills
+to host pages goes over PCIe, a hundred times slower, and runs on two side streams beside compute.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from pagestash.kernels.pages.layout import ACCOUNTS
+from pagestash.pages.pool import PagePool
+from pagestash.pages.ticket import Ticket
+from pagestash.saved.homes import Keep
+from pagestash.saved.overflow import NoPage
+from pagestash.saved.storage import Entry
+from pagestash.saved.streams import SideStream, wait_here
+
+
+@dataclass(slots=True, eq=False)
+class StashedGroup:
+    """The entries of one region in one microbatch, on their way out, in pages, and on their way back."""
+
+    stash: "PagedStash" = field(repr=False)
+    tickets: dict[Entry, Ticket]
+    spilled: torch.cuda.Event | None = None
+    incoming: dict[Entry, torch.Tensor] = field(default_factory=dict)
+    arrived: torch.cuda.Event | None = None
+    restored: dict[Entry, torch.Tensor] = field(default_factory=dict)
+
+    def get(self, entry: Entry) -> torch.Tensor:
+        return self.stash.get(self, entry)
+
+    def drop(self, entry: Entry) -> None:
+        self.restored.pop(entry, None)
+        # Not released here: this may run in any thread, on any stream. `flush` does it in the order of compute.
+        self.stash.pool.release_later(self.tickets.pop(entry))
+
+    def restore_into(self, entry: Entry, buffer: torch.Tensor) -> None:
+        self.stash.restore_into(self, entry, buffer)
+
+
+class PagedStash:
+    """Stashes a group with one reservation when its region ends; restores it whole when backward asks."""
+
+    def __init__(self, pool: PagePool, keep: Keep) -> None:
+        self.pool = pool
+        self.no_page = NoPage(keep)
+        self.accounts: dict[str, int] = {}
+        self._spills = pool.host_pages > 0
+        self._out = SideStream(pool.device)
+        self._in = SideStream(pool.device)
+        self._groups: list[StashedGroup] = []  # in the order of forward; backward asks from the end
+        self._leaving: tuple[torch.cuda.Event | None, list[tuple[Entry, torch.Tensor]]] | None = None
+
+    def put(self, group: Sequence[Entry]) -> None:
+        counts = dict.fromkeys(id(entry.rows) for entry in group if entry.rows is not None)
+        if len(counts) > 1:  # one reservation reads one row count
+            for count in counts:
+                self._put([entry for entry in group if id(entry.rows) == count])
+            group = [entry for entry in group if entry.rows is None]
+        if group:
+            self._put(group)
+
+    def _put(self, group: Sequence[Entry]) -> None:
+        self.flush()
+        self._retire()
+        wanted = self._pages_denied(group)
+        if wanted is not None:
+            self.no_page.put(group, wanted)
+            return
+        sources = [entry.source() for entry in group]
+        tickets = self.pool.stash(
+            sources,
+            rows=[entry.rows for entry in group],
+            account=self.account(group[0].region),
+            host_later=self._spills,
+        )
+        stashed = StashedGroup(self, dict(zip(group, tickets)))
+        if self._spills:
+            # After the stash (it decides which pages are on the host, and writes the book that spill reads).
+            with self._out.after():
+                self.pool.spill(tickets, sources)
+            stashed.spilled = self._out.mark()
+            self._leaving = (
+                stashed.spilled,
+                [(entry, entry.origin) for entry in group if entry.origin is not None],
+            )
+        for entry in group:
+            entry.place = stashed
+            entry.origin = None
+        self._groups.append(stashed)
+
+    def _pages_denied(self, group: Sequence[Entry]) -> list[int] | None:
+        """The pages that each entry wants, where the step keeps what finds none and this group finds none."""
+        room = self.pool.room
+        if not room.decides or room.covers(sum(room.pages(entry.length) for entry in group)):
+            return None
+        # The pool is nearly full: count exactly, which waits for the device.
+        wanted = [room.pages(entry.valid_bytes()) for entry in group]
+        return wanted if sum(wanted) > room.count() else None
+
+    def get(self, group: StashedGroup, entry: Entry) -> torch.Tensor:
+        self.flush()
+        self._retire()  # which tells whether what still leaves was changed
+        if entry not in group.restored:
+            self._restore(group, entry)
+            self._prefetch_before(group)
+        flat = group.restored[entry]
+        if not entry.waiting:
+            # All who saved it have it now; whoever asks again (retain_graph, split backward) restores again.
+            del group.restored[entry]
+        return flat.view(-1)
+
+    def restore_into(self, group: StashedGroup, entry: Entry, buffer: torch.Tensor) -> None:
+        """Restore one entry to memory of the caller's, of its own shape."""
+        self.flush()
+        wait_here(group.spilled)
+        self.pool.restore_into([group.tickets[entry]], [buffer])
+
+    def flush(self) -> None:
+        """Give back the pages of dropped entries, on the current stream.
+
+        Every launch that reads those pages was put on this stream before, or waited for by it.
+        """
+        self.pool.flush()
+        if all(group.tickets for group in self._groups):
+            return
+        for group in self._groups:
+            if not group.tickets:
+                # A copy that nobody asked for may still be writing: the buffers outlive it.
+                wait_here(group.arrived)
+                group.incoming.clear()
+        self._groups = [group for group in self._groups if group.tickets]
+
+    def settle(self) -> None:
+        """End of a step: the current stream has waited for both side streams, and dead pages are back."""
+        self._retire()
+        self.flush()
+        self._out.join()
+        self._in.join()
+
+    @property
+    def live(self) -> bool:
+        """Whether a backward is still to come."""
+        self.flush()
+        return self.pool.live_tickets > 0
+
+    def account(self, region: str) -> int:
+        """The row of the pool's accounts that counts the bytes of `region`."""
+        return self.accounts.setdefault(region, min(len(self.accounts), ACCOUNTS - 1))
+
+    def _retire(self) -> None:
+        """Let go of the buffers that the last spill reads, once the compute stream is ordered behind it.
+
+        The allocator gives freed memory to the next operation of the compute stream; that operation then
+        comes after the spill. Waiting at the next group, not at once, is what lets the spill run beside
+        compute.
+        """
+        if self._leaving is not None:
+            for entry, origin in self._leaving[1]:
+                # Written over while the spill may have been reading it.
+                entry.spoiled |= origin._version != entry.version
+            wait_here(self._leaving[0])
+            self._leaving = None
+
+    def _restore(self, group: StashedGroup, asked: Entry) -> None:
+        """Bring back the asked entry, and in the same launch what else of the group will be asked for."""
+        if asked in group.incoming:
+            # The host half is on its way or here; the compute stream waits for it and does the device half.
+            wait_here(group.arrived)
+            group.restored |= group.incoming
+            entries = list(group.incoming)
+            group.incoming = {}
+            tickets = [group.tickets[entry] for entry in entries if entry in group.tickets]
+            buffers = [group.restored[entry] for entry in entries if entry in group.tickets]
+            self.pool.restore_into(tickets, buffers, tiers="device")
+        else:
+            wait_here(group.spilled)  # host pages are read only after they were written
+            entries = [e for e in group.tickets if e is asked or (e.waiting and e not in group.restored)]
+            buffers = self.pool.restore([group.tickets[entry] for entry in entries])
+            group.restored |= dict(zip(entries, buffers))
+
+    def _prefetch_before(self, group: StashedGroup) -> None:
+        """Start the host half of the group that backward asks for next, while this one is computed."""
+        if not self._spills:
+            return
+        before = self._groups[: self._groups.index(group)]
+        upcoming = next((g for g in reversed(before) if any(entry.waiting for entry in g.tickets)), None)
+        if upcoming is None or upcoming.restored or upcoming.incoming:
+            return
+        entries = [entry for entry in upcoming.tickets if entry.waiting]
+        tickets = [upcoming.tickets[entry] for entry in entries]
+        buffers = self.pool.buffers(tickets)
+        # After the compute stream's present, which may still use the memory the buffers are made of, and after
+        # the spill that wrote the pages. The compute stream touches the buffers only after `arrived`.
+        with self._in.after(upcoming.spilled):
+            self.pool.restore_into(tickets, buffers, tiers="host")
+        upcoming.arrived = self._in.mark()
+        upcoming.incoming = dict(zip(entries, buffers))

@@ -17,37 +17,37 @@ HEADLINES = (
     (
         "graphed_stack",
         "held bytes of",
-        "12 layers in a CUDA graph, buffers for 4 times the average rows: bytes held",
+        "memory held by 12 expert layers in a CUDA graph, buffers for 4 times the average rows",
         "the same graph without the stash",
     ),
     (
         "moe_step",
         "MoE step, qwen3: stashed in a graph over exact-shape eager, time",
-        "MoE layers of Qwen3-30B-A3B, stashed, in a CUDA graph: time",
-        "exact shapes, eager",
+        "step time of Qwen3-30B-A3B's MoE layers, stashed, in a CUDA graph",
+        "buffers of exact size, eager",
     ),
     (
         "moe_step",
         "MoE step, qwen3: stash on over off, same graph, time",
-        "what the stash itself costs them: time",
+        "step time of the same layers: the cost of stashing",
         "the same graph without the stash",
     ),
     (
         "offload",
         "qwen3-30b-a3b, offload experts and norms as far as it hides",
-        "experts and norms offloaded, as much as hides behind compute: time",
-        "everything kept",
+        "step time with experts and norms offloaded, as much as hides behind compute",
+        "everything kept on the device",
     ),
     (
         "pipeline_gpu",
         "offload under 1F1B, first of 4 ranks",
-        "offload under 1F1B, first of 4 ranks: fall of the peak",
-        "what the schedule implies",
+        "fall of peak memory by offload under 1F1B, first of 4 ranks",
+        "the fall that the schedule allows",
     ),
     (
         "jax_stash",
         "JAX stash_scan: temp bytes of plain, 48 layers, GPU",
-        "JAX `stash_scan`, 48 layers: temporary bytes",
+        "temporary memory of JAX `stash_scan`, 48 layers",
         "plain `lax.scan`",
     ),
 )
@@ -65,7 +65,7 @@ def render(results: Path = RESULTS) -> str:
 
 def headlines(results: Path = RESULTS) -> str:
     """The README's table: a line for each of `HEADLINES` that has a result."""
-    lines = ["| what | over | seen | machine |", "| --- | --- | --- | --- |"]
+    lines = ["| what | relative to | ratio | machine |", "| --- | --- | --- | --- |"]
     claims = list(_claims(results))
     for benchmark, begins, what, over in HEADLINES:
         for name, claim, machine in claims:

@@ -63,7 +63,7 @@ def test_the_table_has_a_line_for_each_claim_and_hides_no_miss(results):
 
 def test_the_headlines_are_the_chosen_claims_with_their_misses(results):
     head, rule, line = tables.headlines(results).splitlines()
-    assert head == "| what | over | seen | machine |"
+    assert head == "| what | relative to | ratio | machine |"
     assert rule.count("|") == head.count("|") == line.count("|")
     assert line.startswith("| bytes | half | **0.5 GiB (missed)** | ")
 

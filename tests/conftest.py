@@ -70,6 +70,8 @@ QUICK = {
         "ends",
         "permute",
         "kernels",
+        "rms_norm",
+        "rope",
         "route",
         "scale",
         "gated",

@@ -47,8 +47,8 @@ if not HAS_CUDA:
 if not HAS_CUDA:
     # Before any file imports jax, wherever it stands: XLA reads its flags once.
     runpy.run_path(str(HERE / "jax" / "conftest.py"))
-# `benchmarks` from the root, the operation sequences that CPU and GPU tests have in common, and what tests share.
-sys.path[:0] = [str(HERE.parent), str(HERE / "pages"), str(HERE / "support")]
+# `benchmarks` from the root, `support`, and the operation sequences that CPU and GPU tests have in common.
+sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE / "pages")]
 
 try:
     from hypothesis import HealthCheck, settings
@@ -80,10 +80,23 @@ QUICK = {
     ),
     "models": ("attention", "costs", "decoder", "presets", "stage"),
     "moe": ("layer", "ops", "router"),
-    "pages": ("expendable", "pool", "slabs"),
+    "pages": ("expendable", "pool", "pool_misuse", "pool_overflow", "slabs"),
     "pipeline": ("early_free", "follow_turns", "halves", "partition"),
     "profiling": ("times",),
-    "saved": ("keeper", "order", "policy", "pressure", "recompute"),
+    "saved": (
+        "keeper",
+        "keeper_regions",
+        "keeper_tensors",
+        "keeper_weights",
+        "order",
+        "policy",
+        "pressure",
+        "recompute",
+        "recompute_backward",
+        "recompute_nested",
+        "recompute_once",
+        "recompute_refused",
+    ),
     "step": ("rates",),
     "train": ("train_settings",),
 }
@@ -107,6 +120,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    """The same random numbers whatever ran before."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(params=["torch", "triton"])

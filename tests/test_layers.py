@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from imports import Graph, circles, imports, room
+from support.imports import Graph, circles, imports, room
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "architecture.md"
 

@@ -9,7 +9,8 @@ import torch
 import pagestash as ps
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "saved"))
-from stack import CAPACITY, Stack, batch, policy, run, same
+from stack import CAPACITY, Stack, batch, policy, run
+from support import same
 
 pytestmark = pytest.mark.gpu
 HOLD = 100_000_000  # clock cycles: about 50 ms on an H200, far longer than anything it holds back

@@ -11,7 +11,8 @@ from torch import nn
 import pagestash as ps
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "saved"))
-from stack import Stack, batch, policy, run, same
+from stack import Stack, batch, policy, run
+from support import same
 
 pytestmark = pytest.mark.gpu
 

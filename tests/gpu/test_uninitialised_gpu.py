@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from uninitialised import filled_with_nan
+from support.uninitialised import filled_with_nan
 
 from pagestash.kernels.loss.cross_entropy import LossOptions, linear_cross_entropy
 from pagestash.moe import AllGather, AllToAll, MoE, MoEConfig

@@ -4,7 +4,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from uninitialised import filled_with_nan
+from support.uninitialised import filled_with_nan
 
 MAKES = {
     "empty": lambda like: torch.empty(3, dtype=like.dtype),

@@ -1,7 +1,7 @@
 """All tests of this folder run with uninitialised memory filled with NaN."""
 
 import pytest
-from uninitialised import filled_with_nan
+from support.uninitialised import filled_with_nan
 
 
 @pytest.fixture(autouse=True, scope="module")

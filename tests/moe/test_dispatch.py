@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from processes import start_ranks
-from uninitialised import filled_with_nan
+from support.processes import start_ranks
+from support.uninitialised import filled_with_nan
 
 from pagestash.kernels import backend
 from pagestash.moe import AllGather, AllToAll, MoE, MoEConfig

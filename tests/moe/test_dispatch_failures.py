@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from processes import server
+from support.processes import server
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from pagestash.moe import AllGather, AllToAll, MoE, MoEConfig

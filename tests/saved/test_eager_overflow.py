@@ -10,7 +10,8 @@ from torch import nn
 import pagestash as ps
 
 sys.path.insert(0, str(Path(__file__).parent))
-from stack import CAPACITY, Stack, batch, policy, run, same
+from stack import CAPACITY, Stack, batch, policy, run
+from support import same
 
 
 def sized(model=None, rows=8, **pool):

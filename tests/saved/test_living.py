@@ -7,7 +7,8 @@ import threading
 
 import pytest
 import torch
-from stack import Stack, batch, policy, run, same
+from stack import Stack, batch, policy, run
+from support import same
 from torch import nn
 
 import pagestash as ps
@@ -15,11 +16,6 @@ from pagestash.moe import MoE, MoEConfig
 from pagestash.saved.names import named_modules
 
 HOMES = ["keep", "stash", "offload", "recompute"]
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 def keeper(home, match="*", **pool):

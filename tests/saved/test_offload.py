@@ -1,90 +1,18 @@
-"""Offload: the same bits, memory that really goes, and steps that do not go by the plan."""
+"""Offload: the same bits, and memory that really goes."""
 
-import gc
 import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
-from stack import CAPACITY, INNER, WIDTH, Stack, batch, run, same
+from offloaded import MLP, RULE, TwoParts, keeper_for, losses_and_grads, nothing_left, offload_of
+from stack import CAPACITY, INNER, WIDTH, Stack, batch, run
+from support import same
 from torch import nn
 
 import pagestash as ps
 from pagestash.saved import offload
 from pagestash.saved.offload import Offload
-
-RULE = {"min_bytes": 256}
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-def keeper_for(model, *rules, **pool) -> ps.Keeper:
-    pool = {"page": 256, "headroom": 2.0, **pool}
-    return ps.Keeper(ps.Policy(list(rules), ps.PoolConfig(**pool)), backend="torch").attach(model)
-
-
-def offload_of(keeper) -> Offload:
-    assert isinstance(keeper._offload, Offload)
-    return keeper._offload
-
-
-def nothing_left(keeper) -> None:
-    gc.collect()
-    offload = offload_of(keeper)
-    offload._sweep()
-    stats = keeper.stats()
-    assert {home: size.bytes for home, size in stats.homes.items() if size.bytes} == {}
-    assert offload.slabs.used == 0
-    assert not offload._live
-    assert not offload._on_device
-    assert not offload._leaving
-    assert not offload._here
-    if stats.pool is not None:
-        assert stats.pool.device.in_use == 0
-
-
-class MLP(nn.Module):
-    """Plain layers of fixed size; `middle` saves its input and the activation's."""
-
-    def __init__(self, depth: int = 4, width: int = 64) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-            for _ in range(depth)
-        )
-
-    def forward(self, x, layers=None):
-        for layer in self.layers if layers is None else [self.layers[i] for i in layers]:
-            x = x + layer(x)
-        return x.square().mean()
-
-
-def losses_and_grads(model, batches, keeper=None, **kwargs):
-    model.zero_grad()
-    losses = []
-    if keeper is None:
-        for x in batches:
-            loss = model(x, **kwargs)
-            loss.backward()
-            losses.append(loss.detach())
-    else:
-        with keeper.step():
-            for x in batches:
-                loss = model(x, **kwargs)
-                loss.backward()
-                losses.append(loss.detach())
-    return losses, [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-def equal(left, right) -> bool:
-    return all(
-        (a is None and b is None) or torch.equal(a, b)
-        for one, other in zip(left, right)
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 @pytest.mark.parametrize("prefetch", [0, 100_000, None, 10**9])
@@ -95,7 +23,7 @@ def test_losses_and_gradients_are_the_same_to_the_last_bit(fraction, prefetch):
     rule = ps.Rule("layers.*", "offload", fraction=fraction, prefetch_bytes=prefetch, **RULE)
     keeper = keeper_for(model, rule)
     for _ in range(4):
-        assert equal(losses_and_grads(model, x, keeper), plain)
+        assert same(losses_and_grads(model, x, keeper), plain)
         if isinstance(keeper._offload, Offload):
             nothing_left(keeper)
 
@@ -242,7 +170,7 @@ def test_a_full_host_keeps_tensors_on_the_device_and_says_so(caplog):
     rule = ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE)
     keeper = keeper_for(model, rule, host=layer + layer // 2)
     for _ in range(3):
-        assert equal(losses_and_grads(model, x, keeper), plain)
+        assert same(losses_and_grads(model, x, keeper), plain)
     stats = keeper.stats()
     assert stats.offload.limit == layer + layer // 2
     assert stats.offload.host_bytes <= stats.offload.limit
@@ -258,74 +186,11 @@ def test_no_host_memory_at_all_keeps_everything():
     plain = losses_and_grads(model, x)
     keeper = keeper_for(model, ps.Rule("layers.*", "offload", **RULE), host=0)
     for _ in range(3):
-        assert equal(losses_and_grads(model, x, keeper), plain)
+        assert same(losses_and_grads(model, x, keeper), plain)
     assert keeper.stats().homes["offload"].peak in (
         0,
         4 * 32 * 320 * 4,
     )  # the measured step, which is no limit's
-
-
-STEPS = {
-    "more microbatches": (
-        [torch.randn(32, 64, generator=torch.Generator().manual_seed(i)) for i in range(3)],
-        {},
-    ),
-    "fewer layers": ([torch.randn(32, 64)], {"layers": [0, 2]}),
-    "another order": ([torch.randn(32, 64)], {"layers": [3, 1, 0, 2]}),
-    "a layer twice": ([torch.randn(32, 64)], {"layers": [0, 1, 1, 2, 3]}),
-    "larger": ([torch.randn(80, 64)], {}),
-    "smaller": ([torch.randn(8, 64)], {}),
-}
-
-
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("prefetch", [0, 50_000, None])
-def test_a_step_that_leaves_the_plan_is_right_and_recorded_anew(name, prefetch):
-    model, x = MLP(depth=4), [torch.randn(32, 64)]
-    batches, kwargs = STEPS[name]
-    plain, other = losses_and_grads(model, x), losses_and_grads(model, batches, **kwargs)
-    keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=prefetch, **RULE))
-    for _ in range(2):
-        assert equal(losses_and_grads(model, x, keeper), plain)
-    before = offload_of(keeper).plan
-    assert equal(losses_and_grads(model, batches, keeper, **kwargs), other)
-    nothing_left(keeper)
-    if name not in ("larger", "smaller"):
-        assert offload_of(keeper).plan is not before
-    planned = offload_of(keeper).plan
-    assert equal(losses_and_grads(model, batches, keeper, **kwargs), other)
-    assert offload_of(keeper).plan is planned
-    assert equal(losses_and_grads(model, x, keeper), plain)
-    nothing_left(keeper)
-
-
-def test_room_that_was_missing_is_there_in_the_next_step():
-    model = MLP(depth=4)
-    small, large = torch.randn(32, 64), torch.randn(64, 64)
-    keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE))
-    losses_and_grads(model, [small], keeper)
-    layer = 32 * 320 * 4
-    for expected in (3 * layer, 6 * layer):
-        keeper.reset_peaks()
-        losses_and_grads(model, [large], keeper)
-        assert keeper.stats().homes["offload"].peak <= 2 * expected
-    assert keeper.stats().homes["offload"].peak == 6 * layer
-    assert keeper.stats().offload.host_bytes == 6 * layer
-
-
-def test_an_evaluation_does_not_count():
-    model, x = MLP(), [torch.randn(32, 64)]
-    plain = losses_and_grads(model, x)
-    keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE))
-    with keeper.step(), torch.no_grad():
-        model(x[0])
-    assert not isinstance(keeper._offload, Offload)
-    assert equal(losses_and_grads(model, x, keeper), plain)
-    planned = offload_of(keeper).plan
-    with keeper.step(), torch.no_grad():
-        model(x[0])
-    assert offload_of(keeper).plan is planned
-    assert equal(losses_and_grads(model, x, keeper), plain)
 
 
 def test_backward_twice_and_a_graph_that_is_never_used():
@@ -357,7 +222,7 @@ def test_an_exception_in_forward_leaves_nothing():
         model(x)
     hook.remove()
     nothing_left(keeper)
-    assert equal(losses_and_grads(model, [x], keeper), plain)
+    assert same(losses_and_grads(model, [x], keeper), plain)
 
 
 def test_a_tensor_changed_in_place_after_it_left_is_as_it_was_when_saved():
@@ -416,12 +281,6 @@ def test_homes_mix():
     nothing_left(keeper)
 
 
-class TwoParts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-
-
 def test_a_backward_that_comes_a_step_later():
     model, x = TwoParts(), torch.randn(32, 64)
     keeper = keeper_for(model, ps.Rule("*", "offload", prefetch_bytes=0, **RULE))
@@ -452,13 +311,13 @@ def test_a_copy_that_fails_leaves_nothing_behind(monkeypatch):
         patch.setattr(torch.Tensor, "to", fail)
         with pytest.raises(MemoryError), keeper.step():
             model(x)
-    assert equal(losses_and_grads(model, [x], keeper), plain)
+    assert same(losses_and_grads(model, [x], keeper), plain)
     with monkeypatch.context() as patch:  # and in one that has a plan
         patch.setattr(Offload, "_move_out", fail)
         with pytest.raises(MemoryError), keeper.step():
             model(x)
     nothing_left(keeper)
-    assert equal(losses_and_grads(model, [x], keeper), plain)
+    assert same(losses_and_grads(model, [x], keeper), plain)
 
 
 def test_a_tensor_changed_while_it_leaves_is_refused_also_if_asked_for_first(monkeypatch):
@@ -477,75 +336,6 @@ def test_a_tensor_changed_while_it_leaves_is_refused_also_if_asked_for_first(mon
             loss.backward()
 
 
-def test_what_leaves_shares_the_window_with_what_comes_back(monkeypatch):
-    """Where microbatches overlap, copies out and back are under way at one time."""
-    model, batches = MLP(depth=6), [torch.randn(32, 64) for _ in range(4)]
-    plain = losses_and_grads(model, batches)
-    keeper = keeper_for(model, ps.Rule("layers.*", "offload", **RULE))
-    seen = []
-
-    def one_forward_one_backward():
-        model.zero_grad()
-        waiting, losses = [], []
-        with keeper.step():
-            for x in batches:
-                waiting.append(model(x))
-                if len(waiting) == 3:
-                    waiting[0].backward()
-                    losses.append(waiting.pop(0).detach())
-            for loss in waiting:
-                loss.backward()
-                losses.append(loss.detach())
-        return losses, [p.grad.clone() for p in model.parameters()]
-
-    assert equal(one_forward_one_backward(), plain)
-    monkeypatch.setattr(offload, "is_done", lambda event: False)  # copies take as long as they are let
-    put, fetch = Offload.put, Offload._fetch
-
-    def note(self, coming=0):
-        leaving = sum(origin.nbytes for each in self._leaving for _, origin in each.sources)
-        seen.append((leaving, sum(self._on_device.values()) + coming))
-
-    def noting_put(self, group):
-        put(self, group)
-        note(self)
-
-    def noting_fetch(self, group, asked=None):
-        note(self, sum(entry.length for entry in group.members))
-        fetch(self, group, asked)
-
-    monkeypatch.setattr(Offload, "put", noting_put)
-    monkeypatch.setattr(Offload, "_fetch", noting_fetch)
-    assert equal(one_forward_one_backward(), plain)
-    window = offload_of(keeper).plan.window
-    assert all(leaving + there <= window for leaving, there in seen)
-    assert any(leaving and there for leaving, there in seen)
-    nothing_left(keeper)
-
-
-def test_copies_may_take_longer_where_memory_is_far_from_its_peak(monkeypatch):
-    model, x = MLP(depth=8), torch.randn(32, 64)
-    plain = losses_and_grads(model, [x])
-    keeper = keeper_for(model, ps.Rule("layers.*", "offload", **RULE))
-    losses_and_grads(model, [x], keeper)
-    monkeypatch.setattr(offload, "is_done", lambda event: False)
-    put, seen, layer = Offload.put, [], 32 * (64 + 128 + 128) * 4
-
-    def noting(self, group):
-        put(self, group)
-        seen.append(sum(origin.nbytes for each in self._leaving for _, origin in each.sources) // layer)
-
-    monkeypatch.setattr(Offload, "put", noting)
-    assert equal(losses_and_grads(model, [x], keeper), plain)
-    assert seen == [1, 2, 2, 2, 2, 1, 0, 0]  # a window of three, with the one being made and those that stay
-    seen.clear()
-    plan = offload_of(keeper).plan
-    plan.slack = {("put", key): 5 * layer for key in plan.groups if key[0] < "layers.6"}
-    assert equal(losses_and_grads(model, [x], keeper), plain)
-    assert seen == [1, 2, 3, 4, 5, 4, 0, 0]
-    nothing_left(keeper)
-
-
 def test_tensors_that_leave_whole_need_no_pages():
     """A pool would have its overflow read after every step, and so make the host wait for the device."""
     model = Stack(depth=3)
@@ -556,57 +346,3 @@ def test_tensors_that_leave_whole_need_no_pages():
         assert same(run(model, x, count, keeper), plain)
     assert offload_of(keeper).tally.peak
     assert keeper.pool is None
-
-
-@pytest.mark.parametrize("prefetch", [0, None, 10**9])
-def test_the_plan_does_not_change_what_it_was_made_from(prefetch):
-    """A tensor that all layers save is asked for by all of them, whether it leaves or stays."""
-
-    class Turned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(Turn() for _ in range(5))
-
-        def forward(self, x):
-            by = torch.cos(x)
-            for layer in self.layers:
-                x = layer(x, by)
-            return x.square().sum()
-
-    class Turn(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(64, 64)
-
-        def forward(self, x, by):
-            return self.inner(x) * by + x
-
-    model, x = Turned(), torch.randn(32, 64)
-    plain = losses_and_grads(model, [x])
-    keeper = keeper_for(model, ps.Rule("layers.**", "offload", prefetch_bytes=prefetch, **RULE))
-    losses_and_grads(model, [x], keeper)
-    plan = offload_of(keeper).plan
-    for _ in range(3):
-        assert equal(losses_and_grads(model, [x], keeper), plain)
-        assert offload_of(keeper).plan is plan
-    nothing_left(keeper)
-
-
-def test_what_a_fraction_leaves_on_the_device_takes_no_part_of_the_window(monkeypatch):
-    """It would be full for all of backward, and every other tensor fetched when it is asked for."""
-    model, x = MLP(depth=16), torch.randn(32, 64)
-    plain = losses_and_grads(model, [x])
-    keeper = keeper_for(model, ps.Rule("layers.*.1", "offload", fraction=0.6, **RULE))  # a tensor a layer
-    losses_and_grads(model, [x], keeper)
-    late, fetch = [], Offload._fetch
-
-    def noting(self, group, asked=None):
-        late.append(asked is not None)
-        fetch(self, group, asked)
-
-    monkeypatch.setattr(Offload, "_fetch", noting)
-    assert equal(losses_and_grads(model, [x], keeper), plain)
-    moved = offload_of(keeper).tally.peak // (32 * 128 * 4)
-    assert late == [False] * moved
-    assert 6 <= moved <= 8  # ten leave by the rule, and up to three of them stay at the end of forward
-    nothing_left(keeper)

@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from processes import start_ranks
+from support.processes import start_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

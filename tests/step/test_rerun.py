@@ -1,54 +1,16 @@
-"""A step that is run again begins where its first run did, whatever that run changed; or it is refused by name."""
+"""A step that is run again begins where its first run did, whatever that run changed."""
 
-import os
 import random
 import warnings
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from processes import start_ranks
+from reruns import LARGE, ROWS, SMALL, attach, data, ends, net
+from support import same
 from torch import nn
 
 import pagestash as ps
-from pagestash.moe import MoE, MoEConfig
-
-SMALL, LARGE = 256 * 20, "4MiB"
-ROWS = (4, 64, 8, 8)  # the second needs more pages than the small pool has
-
-
-def data(rows=ROWS):
-    return [torch.randn(n, 32, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(rows)]
-
-
-def net():
-    return nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
-
-
-def attach(model, device, rules=None):
-    rules = rules or [ps.Rule("*", "stash", min_bytes=0)]
-    pool = ps.PoolConfig(page=256, device=device, headroom=1.0)
-    return ps.Keeper(ps.Policy(rules, pool), backend="torch").attach(model)
-
-
-def ends(make, rows=ROWS, small=SMALL):
-    """All state after all batches, with a large pool and a small one; `make(device)` gives a step and its state."""
-    results = []
-    for device in (LARGE, small):
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)  # noqa: NPY002
-        step, state = make(device)
-        losses = [step(x) for x in data(rows)]
-        assert (step.reruns > 0) == (device == small)
-        results.append([*losses, *(t.detach().clone() for t in state()), torch.get_rng_state()])
-    return results
-
-
-def same(results) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
 
 # --- gradient scalers -------------------------------------------------------------------------------------------
 
@@ -77,12 +39,12 @@ def scaled(device, fused=False, clip=False, **given):
 @pytest.mark.parametrize("clip", [False, True], ids=["", "unscaled and clipped"])
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 def test_gradients_are_unscaled_once(fused, clip):
-    assert same(ends(lambda device: scaled(device, fused, clip)))
-    assert same(ends(lambda device: scaled(device, fused, clip, scaler=True)))
+    assert same(*ends(lambda device: scaled(device, fused, clip)))
+    assert same(*ends(lambda device: scaled(device, fused, clip, scaler=True)))
 
 
 def test_a_scale_that_has_not_been_made_yet_is_made_again():
-    assert same(ends(scaled, rows=(64, 4, 8)))
+    assert same(*ends(scaled, rows=(64, 4, 8)))
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
@@ -140,7 +102,7 @@ def averaging(device):
 
 @pytest.mark.parametrize("rows", [ROWS, (64, 4)], ids=["", "in the first step"])
 def test_buffers_that_forward_replaces_are_put_back(rows):
-    assert same(ends(averaging, rows))
+    assert same(*ends(averaging, rows))
 
 
 def odd_buffers():
@@ -198,7 +160,7 @@ def test_buffers_of_every_kind_are_put_back_where_they_changed(kind, changes):
 
         return ps.GraphedStep(train_step, attach(model, device, rules), optimizer=optimizer), state
 
-    assert same(ends(make))
+    assert same(*ends(make))
 
 
 # --- gradients --------------------------------------------------------------------------------------------------
@@ -223,7 +185,7 @@ def test_gradients_of_parameters_outside_the_keepers_model_are_put_back(inside):
         both = [*body.parameters(), *head.parameters()]
         return step, lambda: both if inside else [p.grad for p in both]
 
-    assert same(ends(make))
+    assert same(*ends(make))
 
 
 def test_a_gradient_stays_the_tensor_that_it_was():
@@ -298,7 +260,7 @@ def test_random_numbers_are_drawn_again(kind, how):
         step = ps.GraphedStep(train_step, attach(model, device), optimizer=optimizer, **given)
         return step, model.parameters
 
-    assert same(ends(make))
+    assert same(*ends(make))
 
 
 def test_what_is_no_generator_is_refused():
@@ -331,193 +293,3 @@ def test_an_iterator_that_the_step_reads_is_refused():
     with pytest.raises(ValueError, match="iterator 'batches'"):
         ps.GraphedStep(Trainer().train_step, keeper)
     ps.GraphedStep(Trainer().given, keeper)(data()[0])
-
-
-# --- forwards after an update -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["two optimizers", "closure"])
-def test_a_layer_of_bounded_capacity_after_an_update_is_refused(how):
-    torch.manual_seed(0)
-    config = MoEConfig(width=16, expert_width=8, experts=4, top_k=2, capacity=10)
-    model = nn.ModuleDict({"lin": nn.Linear(16, 16), "moe": MoE(config)})
-    first, second = (torch.optim.SGD(model[name].parameters(), lr=0.1) for name in ("lin", "moe"))
-    keeper = ps.Keeper(ps.Policy([ps.Rule("lin", "recompute")])).attach(model)
-
-    def forward(x):
-        loss = model["moe"](model["lin"](x))[0].square().mean()
-        loss.backward()
-        return loss
-
-    def train_step(x, y):
-        if how == "closure":
-            return second.step(lambda: forward(y))
-        forward(x)
-        first.step()
-        loss = forward(y)
-        second.step()
-        return loss
-
-    step = ps.GraphedStep(train_step, keeper, optimizer=[first, second])
-    with pytest.raises(ValueError, match="bounded capacity"):
-        step(torch.randn(4, 16), torch.randn(32, 16))
-
-
-# --- errors -----------------------------------------------------------------------------------------------------
-
-
-class Divide(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.eye(32))
-
-    def forward(self, x):
-        y = x @ self.w
-        return y / y.norm(dim=-1, keepdim=True)
-
-
-class Solve(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.eye(32))
-
-    def forward(self, x):
-        a = x.t() @ x + torch.eye(32)
-        return torch.linalg.solve(a @ self.w, x.t()).t()
-
-
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.l = nn.Linear(32, 32)
-
-    def forward(self, x):
-        return torch.tanh(self.l(x)) ** 2
-
-
-class Outer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(32, 32)
-        self.inner = Inner()
-
-    def forward(self, x):
-        return x + self.inner(torch.sin(self.a(x)))
-
-
-@pytest.mark.parametrize(
-    ("layer", "what"), [(Divide, "anomaly"), (Divide, "clip"), (Solve, "plain"), (Outer, "recompute")]
-)
-@pytest.mark.filterwarnings("ignore")
-def test_what_the_zeros_of_a_refused_group_lead_to_is_not_believed(layer, what, caplog):
-    def make(device):
-        model = nn.Sequential(layer(), layer())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        rules = [ps.Rule("*.inner", "recompute")] if what == "recompute" else []
-        keeper = attach(model, device, [*rules, ps.Rule("*", "stash", min_bytes=0)])
-
-        def train_step(x):
-            with torch.autograd.set_detect_anomaly(what == "anomaly"):
-                loss = model(x).sum()
-                loss.backward()
-            if what == "clip":
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        return ps.GraphedStep(train_step, keeper, optimizer=optimizer), model.parameters
-
-    assert same(ends(make, small=256 * 10 if what == "recompute" else SMALL))
-    assert "in consequence" in caplog.text
-
-
-def test_an_error_of_a_step_that_fits_is_the_users_and_the_next_step_is_right():
-    def make(device):
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def train_step(x):
-            loss = model(x).square().mean()
-            if len(x) == 5:
-                raise KeyError("theirs")
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        step = ps.GraphedStep(train_step, attach(model, device), optimizer=optimizer)
-        with pytest.raises(KeyError, match="theirs"):
-            step(torch.randn(5, 32, generator=torch.Generator().manual_seed(9)))
-        assert step.reruns == 0
-        return step, model.parameters
-
-    assert same(ends(make))
-
-
-def test_two_steps_share_an_optimizer():
-    """As for batches of two shapes."""
-
-    def make(device):
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        keeper = attach(model, device)
-
-        def train_step(x):
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        steps = [ps.GraphedStep(train_step, keeper, optimizer=optimizer) for _ in range(2)]
-        steps[0](data()[0])
-        steps[0](data()[2])
-        train_step(data()[0])
-        return steps[1], model.parameters
-
-    assert same(ends(make))
-
-
-def _fails_on_one_rank(rank: int, path: str) -> None:
-    os.environ["TRITON_INTERPRET"] = "0"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
-    seen = []
-    for device in (LARGE, SMALL):
-        torch.manual_seed(0)
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        keeper = attach(model, device)
-
-        def train_step(x, fail, model=model, optimizer=optimizer, keeper=keeper):
-            loss = model(x).square().mean()
-            loss.backward()
-            if fail or keeper.overflow:
-                raise ArithmeticError("not finite")
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)
-        # Rank 1 meets the longer batch, and what it makes of the zeros raises on that rank alone.
-        for x in data((4, 64 if rank == 1 else 8, 8)):
-            step(x, False)
-        try:
-            step(data()[0], rank == 1)
-            failed = False
-        except ArithmeticError:
-            failed = True
-        seen.append((step.reruns, failed, *(p.detach() for p in model.parameters())))
-    torch.save(seen, f"{path}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_a_rank_that_fails_votes_with_the_others(tmp_path):
-    start_ranks(_fails_on_one_rank, (str(tmp_path),), 2)
-    for rank in range(2):
-        large, small = torch.load(tmp_path / f"{rank}.pt")
-        assert [large[0], small[0]] == [0, 1]
-        assert large[1] == small[1] == (rank == 1)
-        assert all(torch.equal(a, b) for a, b in zip(large[2:], small[2:], strict=True))

@@ -1,14 +1,22 @@
-"""Everything of torch that has no public name, in one place.
+"""Everything of torch that has no public name, in one place, under names that say what it is.
 
-A torch release may rename any of it. Then this module raises `TorchInternalMissing`, which names what is gone. A
-release that is newer than `CHECKED` and has all of it goes on working.
+A torch release may rename any of it. Then `TorchInternalMissing` names what is gone: at import for what every step
+needs, at the first call for what only some features do. A release that is newer than `CHECKED` and has all of it
+works. Most of these are torch's own functions under another name: a call costs no more.
 """
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+log = logging.getLogger("pagestash")
 
 CHECKED = ("2.11", "2.13")
 """Versions of torch that all tests were run on."""
@@ -17,20 +25,207 @@ CHECKED = ("2.11", "2.13")
 class TorchInternalMissing(ImportError):
     """This torch lacks a private function or attribute that pagestash needs."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"pagestash uses torch's {name}, which torch {torch.__version__} does not have; "
+            f"versions checked: {', '.join(CHECKED)}",
+            name=name,
+        )
+
 
 def internal(owner: Any, path: str) -> Any:
-    """`owner.path` of torch; the path may have several parts."""
-    found = owner
-    for part in path.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            name = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", type(owner).__name__)
-            raise TorchInternalMissing(
-                f"pagestash uses torch's {name}.{path}, which torch {torch.__version__} does not have; "
-                f"versions checked: {', '.join(CHECKED)}"
-            ) from None
-    return found
+    """`owner.path`; the path may have several parts."""
+    try:
+        return attrgetter(path)(owner)
+    except AttributeError:
+        names = (getattr(owner, name, None) for name in ("__qualname__", "__name__"))
+        name = next(filter(None, names), type(owner).__name__)
+        raise TorchInternalMissing(f"{name}.{path}") from None
+
+
+def internal_if_called(owner: Any, path: str) -> Any:
+    """The function `owner.path`; where it is missing, one that says so when it is called."""
+    try:
+        return internal(owner, path)
+    except TorchInternalMissing as error:
+        missing = error
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise missing
+
+        return refuse
+
+
+def _attribute(example: Any, name: str) -> Callable[[Any], Any]:
+    """Reads an attribute that objects like `example` have."""
+    internal(example, name)
+    return attrgetter(name)
+
+
+if ".".join(torch.__version__.split(".")[:2]) not in CHECKED:
+    log.debug("torch %s: the versions that pagestash was checked on are %s", torch.__version__, CHECKED)
+
+try:
+    from torch.utils import _python_dispatch
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
+except ImportError as error:
+    raise TorchInternalMissing(f"{error.name}: {error.msg}") from error
+
+# --- storages and tensors ---
+
+storage_key: Callable[[torch.Tensor], int] = getattr(torch._C, "_storage_address", None) or (
+    lambda tensor: tensor.untyped_storage()._cdata
+)
+"""The storage of a plain tensor, as a number that no other storage has while this one lives."""
+key_of_storage: Callable[[torch.UntypedStorage], int] = _attribute(torch.UntypedStorage(0), "_cdata")
+"""The same number, of a storage."""
+storage_references: Callable[[int], int] = internal_if_called(torch._C, "_storage_Use_Count")
+"""How many references a storage (by its key) has, in torch and in Python."""
+tensor_references: Callable[[torch.Tensor], int] = internal_if_called(torch.Tensor, "_use_count")
+"""How many references a tensor has in torch, its Python object among them."""
+COUNTS_REFERENCES = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = _attribute(torch.empty(0), "_base")
+"""The tensor that a view is a view of."""
+LOCAL_PART = "_local_tensor"
+"""The attribute of a distributed tensor that is the part of it on this rank. (A name, because
+`getattr(tensor, LOCAL_PART, tensor)` costs less than a call.)"""
+MKLDNN: torch.layout = internal(torch, "_mkldnn")
+
+foreach_div_: Callable[..., None] = internal_if_called(torch, "_foreach_div_")
+foreach_mul_: Callable[..., None] = internal_if_called(torch, "_foreach_mul_")
+foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = internal_if_called(torch, "_foreach_norm")
+spin: Callable[[int], None] = internal_if_called(torch.cuda, "_sleep")
+"""Keep the device busy for so many cycles of its clock."""
+
+
+def coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a sparse COO tensor as they are: the public ones ask for a coalesced one."""
+    return internal(tensor, "_indices")(), internal(tensor, "_values")()
+
+
+# --- autograd ---
+
+current_node: Callable[[], Any] = internal(torch._C, "_current_autograd_node")
+"""The node whose backward is running in this thread, or None."""
+backward_number: Callable[[], int] = internal(torch._C, "_current_graph_task_id")
+"""A number of the running backward pass; -1 outside of one."""
+keeps_graph: Callable[[], bool] = internal_if_called(torch._C, "_autograd._get_current_graph_task_keep_graph")
+"""Inside backward: whether it may run again (`retain_graph`)."""
+next_sequence_number: Callable[[], int] = internal_if_called(torch._C, "_autograd._get_sequence_nr")
+"""What autograd will number the next node of this thread with."""
+top_saved_tensors_hooks: Callable[[bool], Any] = internal(
+    torch._C, "_autograd._top_saved_tensors_default_hooks"
+)
+"""The innermost pair of saved-tensor hooks, or None; True asks for it also while tracing."""
+
+
+def sequence_number(node: Any) -> int:
+    """The number that autograd gave a node."""
+    return internal(node, "_sequence_nr")()
+
+
+preserve_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[None]] = internal(
+    torch.autograd.grad_mode, "_unsafe_preserve_version_counter"
+)
+"""What is written to these tensors within raises no version."""
+tracing_state: Callable[[], Any] = internal(torch._C, "_get_tracing_state")
+"""Of `torch.jit.trace`, or None."""
+current_transform: Callable[[], Any] = internal(torch._C, "_functorch.peek_interpreter_stack")
+"""The transform of `torch.func` (vmap, jvp) that we are in, or None: its tensors have no memory of their own."""
+is_transformed: Callable[[torch.Tensor], bool] = internal(torch._C, "_functorch.is_functorch_wrapped_tensor")
+dispatch_modes: Callable[[], Sequence[TorchDispatchMode]] = internal(
+    _python_dispatch, "_get_current_dispatch_mode_stack"
+)
+"""The open dispatch modes, innermost last."""
+push_dispatch_mode: Callable[[TorchDispatchMode], None] = internal(_python_dispatch, "_push_mode")
+pop_dispatch_mode: Callable[[], TorchDispatchMode] = internal(_python_dispatch, "_pop_mode")
+dispatch_depth: Callable[[], int] = internal(torch._C, "_len_torch_dispatch_stack")
+"""How many dispatch modes are open."""
+
+# --- modules ---
+
+_module = nn.Module()
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _attribute(_module, "_parameters")
+"""A module's own parameters by name. (`named_parameters` takes three times as long.)"""
+buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = _attribute(_module, "_buffers")
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _attribute(_module, "_modules")
+transient_buffers_of: Callable[[nn.Module], set[str]] = _attribute(_module, "_non_persistent_buffers_set")
+forward_hooks_of: Callable[[nn.Module], Any] = _attribute(_module, "_forward_hooks")
+forward_pre_hooks_of: Callable[[nn.Module], Any] = _attribute(_module, "_forward_pre_hooks")
+
+COMPILED = "_orig_mod"
+"""What `torch.compile(module)` calls the module inside."""
+WRAPPERS = frozenset({COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""What `torch.compile`, FSDP and activation checkpointing call the module that they stand around."""
+
+
+def compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether `nn.DataParallel` made it for one forward."""
+    return getattr(module, "_is_replica", False)
+
+
+# --- torch.compile. Nothing here loads dynamo, which takes two seconds. ---
+
+_frames = internal(torch._C, "_dynamo.eval_frame")
+_actions = internal(_frames, "_FrameAction")
+_strategy = internal(_frames, "_FrameExecStrategy")
+_set_strategy = internal(_frames, "set_code_exec_strategy")
+compiling_around: Callable[[], Any] = internal(_frames, "get_eval_frame_callback")
+"""What compiles the functions that are called from here, or None."""
+compiled_graphs: Callable[[Any], Sequence[Any]] = internal(_frames, "_debug_get_cache_entry_list")
+"""The graphs that dynamo has compiled from a code object."""
+forget_compiled: Callable[[Any], None] = internal(_frames, "reset_code")
+
+
+def never_compile(code: Any, *, inside: bool) -> None:
+    """Tell dynamo to run a code object as it is, and with `inside` also all that it calls."""
+    _set_strategy(code, _strategy(_actions.SKIP, _actions.SKIP if inside else _actions.DEFAULT))
+
+
+def break_graph_at(function: Any) -> None:
+    """Where dynamo meets `function`, its graph ends. (As `torch.compiler.disable` does.)"""
+    function._torchdynamo_disable = True
+
+
+def constant_when_compiled(function: Any) -> None:
+    """Where dynamo meets `function`, it calls it once and takes the result for a constant.
+
+    All that `torch.compiler.assume_constant_result` does.
+    """
+    function._dynamo_marked_constant = True
+
+
+# --- optimizers and gradient scalers ---
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer can leave out an update by a flag on the device."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+ScalerState = tuple[torch.Tensor | None, torch.Tensor | None, Any]
+_SCALER = ("_scale", "_growth_tracker", "_per_optimizer_states")
+
+
+def scaler_state(scaler: GradScaler) -> ScalerState:
+    """The scale, the count of steps since it grew, and what was done with each optimizer in this step."""
+    scale, tracker, optimizers = (internal(scaler, name) for name in _SCALER)
+    return scale, tracker, optimizers
+
+
+def set_scaler_state(scaler: GradScaler, state: ScalerState) -> None:
+    for name, value in zip(_SCALER, state):
+        setattr(scaler, name, value)
 
 
 # --- torch.distributed.pipelining: loaded on first use, which takes a second ---

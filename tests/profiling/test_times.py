@@ -94,7 +94,9 @@ def test_a_watched_step_on_a_gpu_starts_when_the_host_is_ahead(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("wait"))
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: happened.append(("sleep", cycles)))
+    monkeypatch.setattr(
+        "pagestash.profiling.timeline.spin", lambda cycles: happened.append(("sleep", cycles))
+    )
     clock = EventClock(lead=0.25)
     marks = [clock.mark() for _ in range(3)]
     assert clock.between(marks) == [1.0, 1.0]

@@ -1,6 +1,6 @@
 """Who imports whom in the package, read from the source: imports in functions and under TYPE_CHECKING count, too.
 
-`python -m tests.support.imports [src/pagestash]` prints the rooms, the arrows between them and every circle.
+`python tests/support/imports.py [src/pagestash]` prints the rooms, the arrows between them and every circle.
 """
 
 import ast

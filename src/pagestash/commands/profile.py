@@ -19,6 +19,7 @@ from pagestash.models.decoder import Decoder, count_parameters
 from pagestash.policy import Policy, Rule, format_bytes, machine_memory, parse_bytes
 from pagestash.profiling.measure import profile
 from pagestash.profiling.result import Profile
+from pagestash.torch_internals import tree_map_only
 
 WRONG_INPUT = 2
 PIPE_COLUMNS = 160
@@ -156,7 +157,7 @@ def _from_module(asked: Asked, device: torch.device) -> tuple[nn.Module, Any]:
         )
     model.to(device=device, dtype=None if asked.dtype is None else _dtype("--dtype", asked.dtype))
     if batch is not None:
-        moved = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
+        moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
         return model, moved
     table = next((child for child in model.modules() if isinstance(child, nn.Embedding)), None)
     if table is None:

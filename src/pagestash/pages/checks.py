@@ -55,19 +55,10 @@ def check_stash(
     each: list[Rows] = list(rows) if isinstance(rows, Sequence) else [rows] * len(tensors)
     if len(each) != len(tensors):
         raise ValueError(f"rows: {len(each)} values for {len(tensors)} tensors")
+    _check_tensors(device, tensors)
     fixed: list[int] = []
     on_device: torch.Tensor | None = None
     for index, (tensor, count) in enumerate(zip(tensors, each)):
-        name = f"tensors[{index}]"
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, the pool on {device}")
-        if tensor.layout != torch.strided or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; "
-                "pass tensor.contiguous()"
-            )
-        if tensor.is_conj() or tensor.is_neg():
-            raise ValueError(f"{name} is a lazy conjugate or negative; pass its resolve_conj().resolve_neg()")
         capacity = tensor.shape[0] if tensor.ndim else 1
         if count is None:
             fixed.append(capacity)
@@ -80,10 +71,26 @@ def check_stash(
         elif not hasattr(count, "__index__"):
             raise ValueError(f"rows={count!r}: expected None, an int, or a one-element integer tensor")
         elif not 0 <= count <= capacity:
-            raise ValueError(f"rows={count}: {name} has {capacity} rows")
+            raise ValueError(f"rows={count}: tensors[{index}] has {capacity} rows")
         else:
             fixed.append(int(count))
     return fixed, on_device
+
+
+def _check_tensors(device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+    """Their bytes can be copied as they lie in memory."""
+    for index, tensor in enumerate(tensors):
+        if tensor.device != device:
+            raise ValueError(f"tensors[{index}] is on {tensor.device}, the pool on {device}")
+        if tensor.layout != torch.strided or not tensor.is_contiguous():
+            raise ValueError(
+                f"tensors[{index}] of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; "
+                "pass tensor.contiguous()"
+            )
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(
+                f"tensors[{index}] is a lazy conjugate or negative; pass its resolve_conj().resolve_neg()"
+            )
 
 
 def check_tickets(pool_id: int, tickets: Sequence[Ticket], verb: str) -> Sequence[Ticket]:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pagestash.profiling.records import ALLOCATED, BATCH, OUTPUT, USER, Kind, SavedTensor
 from pagestash.profiling.timeline import Path, Timeline
@@ -20,6 +18,14 @@ from pagestash.saved.compiled import hidden, is_compiled
 from pagestash.saved.marks import Valid
 from pagestash.saved.region import Region, frames
 from pagestash.saved.storage import byte_range, row_range
+from pagestash.torch_internals import (
+    LOCAL_PART,
+    TorchDispatchMode,
+    key_of_storage,
+    storage_key,
+    storage_references,
+    tree_leaves,
+)
 
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
@@ -134,7 +140,7 @@ class Recorder:
         frame = frames()[-1]
         path = self.watch.path()
         storage = self._storage(local)
-        claimed = frame.claimed(local.untyped_storage()._cdata)
+        claimed = frame.claimed(storage_key(local))
         if claimed is not None and claimed.name != path[-1]:
             path = (*path, claimed.name)
         span = byte_range(local)
@@ -157,7 +163,7 @@ class Recorder:
                 def whole() -> None:
                     saved.valid = span
 
-                frame.owner.marks.wait(local.untyped_storage()._cdata, frame.name, local.shape, whole)
+                frame.owner.marks.wait(storage_key(local), frame.name, local.shape, whole)
         storage.handles += 1
         self._saved.append(saved)
         # A tensor of its own: an output that held itself would never be freed.
@@ -171,9 +177,7 @@ class Recorder:
         marks = frame.owner.marks
         if not marks.any:
             return None
-        return marks.saved(
-            tensor, tensor.untyped_storage()._cdata, set(self._weights), sys._getframe(2), frame.name
-        )
+        return marks.saved(tensor, storage_key(tensor), set(self._weights), sys._getframe(2), frame.name)
 
     def _valid(self, rows: Valid) -> tuple[int, int]:
         # The host waits for the count: this step is not the one that is timed.
@@ -203,7 +207,7 @@ class Recorder:
         for key, storage in self._storages.items():
             if not storage.handles or storage.weak.expired():
                 continue
-            others = torch._C._storage_Use_Count(key) - extra - storage.handles
+            others = storage_references(key) - extra - storage.handles
             if others <= 0 or key in self._weights or key in self._buffers:
                 continue
             if key in self._batch:
@@ -257,10 +261,10 @@ class Recorder:
 
     def _storage(self, tensor: torch.Tensor) -> _Storage:
         storage = tensor.untyped_storage()
-        known = self._storages.get(storage._cdata)
+        known = self._storages.get(key_of_storage(storage))
         if known is None:
             known = _Storage(len(self._storages), StorageWeakRef(storage), storage.nbytes())
-            self._storages[storage._cdata] = known
+            self._storages[key_of_storage(storage)] = known
         return known
 
     def _keys(self, tensors: Iterable[torch.Tensor]) -> set[int]:
@@ -274,7 +278,7 @@ class Recorder:
                 self._weights.setdefault(key, set()).add(_layout(parameter))
 
     def _kind(self, tensor: torch.Tensor) -> Kind:
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor)
         if key in self._weights:
             return "weight" if _layout(tensor) in self._weights[key] else "weight_view"
         if key in self._casts:
@@ -294,7 +298,7 @@ class Recorder:
                 self._casts.add(key)
 
     def _of_weights(self, tensor: torch.Tensor) -> bool:
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor)
         return key in self._weights or key in self._casts
 
 
@@ -317,7 +321,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a distributed tensor that is here."""
-    return getattr(tensor, "_local_tensor", tensor)
+    return getattr(tensor, LOCAL_PART, tensor)
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -334,4 +338,4 @@ def _layout(tensor: torch.Tensor) -> Layout:
 def _references_of_its_own() -> int:
     """References to a storage that its Python object counts for, beside its tensors'."""
     tensor = torch.empty(1)
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
+    return storage_references(key_of_storage(tensor.untyped_storage())) - 1

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from pagestash.torch_internals import next_sequence_number, sequence_number, spin
+
 Path = tuple[str, ...]
 """The regions that are running, outermost first; the model itself is ""."""
 MODEL: Path = ("",)
@@ -56,7 +58,7 @@ class EventClock:
 
     def mark(self) -> torch.cuda.Event:
         if self._lead:
-            torch.cuda._sleep(int(min(self._lead, LONGEST_LEAD) * CYCLES))
+            spin(int(min(self._lead, LONGEST_LEAD) * CYCLES))
             self._lead = 0.0
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -83,7 +85,7 @@ class Timeline:
             return
         self._cut(path)
         if not self.turn:
-            self._numbers.append(_next_number())
+            self._numbers.append(next_sequence_number())
 
     def begin_backward(self, loss: torch.Tensor | None = None) -> None:
         """Forward is over: from here on the loss's nodes cut, each by the regions in which it was made."""
@@ -92,7 +94,7 @@ class Timeline:
         for node in () if loss is None else _nodes(loss):
             # Leaves have no place of their own: adding a gradient up belongs to whoever made it.
             if node.name() != "torch::autograd::AccumulateGrad":
-                path = self._made_in(node._sequence_nr())
+                path = self._made_in(sequence_number(node))
                 node.register_prehook(lambda grads, path=path: self.switch(path))
 
     def finish(self) -> list[float]:
@@ -111,11 +113,6 @@ class Timeline:
     def _made_in(self, number: int) -> Path:
         segment = bisect_right(self._numbers, number) - 1
         return self.paths[segment] if segment >= 0 else MODEL
-
-
-def _next_number() -> int:
-    """What autograd will number the next node of this thread with."""
-    return torch._C._autograd._get_sequence_nr()
 
 
 def _nodes(loss: torch.Tensor) -> Iterator[Any]:

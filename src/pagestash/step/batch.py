@@ -3,7 +3,8 @@
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pagestash.torch_internals import tree_flatten, tree_unflatten
 
 
 class StaticBatch:

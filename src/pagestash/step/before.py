@@ -14,6 +14,7 @@ from pagestash.step.randomness import Generators, is_generator, set_state
 from pagestash.step.reach import iterators, reached
 from pagestash.step.scaling import Scalers
 from pagestash.step.state import Buffers
+from pagestash.torch_internals import parameters_of
 
 
 class Involved:
@@ -49,7 +50,7 @@ class Involved:
     def parameters(self) -> list[nn.Parameter]:
         """Every parameter that a backward of the step may give a gradient."""
         owned = (p for o in self.optimizers for group in o.param_groups for p in group["params"])
-        others = (p for module in modules_in(*self._others) for p in module._parameters.values())
+        others = (p for module in modules_in(*self._others) for p in parameters_of(module).values())
         found = [*self._keeper.parameters(), *owned, *(p for p in others if p is not None)]
         return list(dict.fromkeys(found))
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from pagestash.policy import format_bytes
 from pagestash.saved.keeper import Keeper
@@ -20,6 +19,7 @@ from pagestash.step.garbage import no_garbage_collection
 from pagestash.step.guard import StepOverflowed, UpdateGuard
 from pagestash.step.rates import LearningRates
 from pagestash.step.state import ProtectedState
+from pagestash.torch_internals import tree_flatten, tree_map, tree_unflatten
 
 log = logging.getLogger("pagestash")
 

@@ -12,6 +12,7 @@ from pagestash.saved.module_hook import Hook
 from pagestash.saved.overflow import Agreement, PoolOverflow
 from pagestash.step.scaling import Scalers
 from pagestash.step.state import ProtectedState
+from pagestash.torch_internals import takes_found_inf
 
 
 class Bounded(Protocol):
@@ -109,7 +110,7 @@ class UpdateGuard:
         for optimizer in self.optimizers:
             name = type(optimizer).__name__
             fused = all(group.get("fused") for group in optimizer.param_groups)
-            if not (fused and getattr(optimizer, "_step_supports_amp_scaling", False)):
+            if not (fused and takes_found_inf(optimizer)):
                 raise ValueError(
                     f"{name} cannot leave out an update on the device: a step in a CUDA graph needs an optimizer "
                     f"that takes `found_inf`, such as torch.optim.AdamW(..., fused=True)"

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from pagestash.torch_internals import ScalerState, scaler_state, set_scaler_state
+
 _SET_BY_A_SCALER = ("grad_scale", "found_inf")
 
 
@@ -17,12 +19,12 @@ class Scalers:
     def __init__(self, scalers: Iterable[GradScaler], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._scalers = [scaler for scaler in scalers if scaler.is_enabled()]
         self._optimizers = optimizers
-        self._before: list[tuple[GradScaler, dict[str, Any]]] = []
+        self._before: list[tuple[GradScaler, ScalerState]] = []
         self._set: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
 
     def tensors(self) -> list[torch.Tensor]:
         """The scales and their counts of steps, where there are any yet."""
-        found = (each for scaler in self._scalers for each in (scaler._scale, scaler._growth_tracker))
+        found = (each for scaler in self._scalers for each in scaler_state(scaler)[:2])
         return [tensor for tensor in found if tensor is not None]
 
     def remember(self) -> None:
@@ -35,7 +37,7 @@ class Scalers:
     def put_back(self) -> None:
         """What was unscaled or checked in an attempt was not; an exception left nothing on the optimizers."""
         for scaler, state in self._before:
-            vars(scaler).update(state)
+            set_scaler_state(scaler, state)
         self._before = [(scaler, _host_state(scaler)) for scaler, _ in self._before]
         for optimizer, attributes in self._set:
             for name in _SET_BY_A_SCALER:
@@ -57,16 +59,12 @@ class Scalers:
             frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
 
 
-def _host_state(scaler: GradScaler) -> dict[str, Any]:
-    """A scaler's attributes, with copies of what it writes in place on the host."""
-    states = scaler._per_optimizer_states
+def _host_state(scaler: GradScaler) -> ScalerState:
+    """A scaler's state, with copies of what it writes in place on the host."""
+    scale, tracker, states = scaler_state(scaler)
     copies = {
         optimizer: {key: dict(value) if isinstance(value, dict) else value for key, value in state.items()}
         for optimizer, state in states.items()
     }
     factory = states.default_factory if isinstance(states, defaultdict) else None
-    return {
-        "_per_optimizer_states": defaultdict(factory, copies),
-        "_scale": scaler._scale,
-        "_growth_tracker": scaler._growth_tracker,
-    }
+    return scale, tracker, defaultdict(factory, copies)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pagestash.saved.storage import byte_range
+from pagestash.torch_internals import MKLDNN, buffers_of, coo_parts, storage_key, transient_buffers_of
 
 
 class ProtectedState:
@@ -98,18 +99,18 @@ class Buffers:
     def put_back(self) -> None:
         for module, names in self._modules:
             for name in _state_of(module).keys() - names.keys():
-                del module._buffers[name]
-            module._buffers.update(names)
+                del buffers_of(module)[name]
+            buffers_of(module).update(names)
 
 
 def _state_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """A module's buffers; flags and counters of a step, as a module with a capacity has them, are no state."""
-    passing = module._non_persistent_buffers_set if hasattr(module, "grow_capacity") else ()
-    return {name: buffer for name, buffer in module._buffers.items() if name not in passing}
+    passing = transient_buffers_of(module) if hasattr(module, "grow_capacity") else ()
+    return {name: buffer for name, buffer in buffers_of(module).items() if name not in passing}
 
 
 def _is_sparse(tensor: torch.Tensor) -> bool:
-    return tensor.layout != torch.strided and tensor.layout != torch._mkldnn  # type: ignore[attr-defined]
+    return tensor.layout != torch.strided and tensor.layout != MKLDNN
 
 
 def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -121,7 +122,7 @@ def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [part.untyped_storage()._cdata for tensor in tensors for part in _inner(tensor)]
+    return [storage_key(part) for tensor in tensors for part in _inner(tensor)]
 
 
 def _bytes_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -144,7 +145,7 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def _sparse_parts(tensor: torch.Tensor) -> tuple[Any, ...]:
     if tensor.layout == torch.sparse_coo:
-        return tensor._indices(), tensor._values()
+        return coo_parts(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     return tensor.ccol_indices(), tensor.row_indices(), tensor.values()

@@ -21,6 +21,7 @@ from pagestash.moe.config import MoEConfig
 from pagestash.moe.layer import MoE
 from pagestash.moe.parallel.dispatch import Dispatch
 from pagestash.moe.parts import ExpertLinear
+from pagestash.torch_internals import foreach_div_, foreach_mul_, foreach_norm
 from pagestash.train.config import TrainConfig
 from pagestash.train.folder import RunError, reason
 
@@ -142,7 +143,7 @@ class Ranks:
         if ways > 1:
             gradients = [_local(p.grad) for p in self._experts(model) if p.grad is not None]
             if gradients:  # a stage may have none
-                torch._foreach_div_(gradients, ways)
+                foreach_div_(gradients, ways)
 
     def _experts(self, model: Decoder) -> list[nn.Parameter]:
         """The parameters of the routed experts."""
@@ -239,10 +240,10 @@ def clip_gradients(parameters: list[nn.Parameter], most: float, ranks: Ranks) ->
     The host waits for nothing. Every rank holds other parts, so the squares add up over all of them.
     """
     locals_ = [_local(p.grad) for p in parameters if p.grad is not None]
-    norms = torch.stack(torch._foreach_norm(locals_)).float()
+    norms = torch.stack(foreach_norm(locals_)).float()
     total = ranks.sum(norms.square().sum()).sqrt() if ranks.everyone is not None else norms.norm()
     if most:
-        torch._foreach_mul_(locals_, (most / (total + 1e-6)).clamp(max=1.0))
+        foreach_mul_(locals_, (most / (total + 1e-6)).clamp(max=1.0))
     return total
 
 

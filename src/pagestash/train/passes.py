@@ -17,6 +17,7 @@ from pagestash.pipeline.halves import delay_weight_gradients
 from pagestash.saved.keeper import Keeper
 from pagestash.schedules.observe import Observation
 from pagestash.schedules.plan import Action, Plan
+from pagestash.torch_internals import foreach_div_
 from pagestash.train.parallel import Ranks
 from pagestash.train.prepare import Plan as RunPlan
 
@@ -44,7 +45,7 @@ class WholeModel:
             losses.append(loss.detach())
         if self._parts > 1:
             gradients = [value.grad for value in self._model.parameters() if value.grad is not None]
-            torch._foreach_div_(gradients, self._parts)
+            foreach_div_(gradients, self._parts)
         return torch.stack(losses).mean(), held
 
 

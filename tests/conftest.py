@@ -1,4 +1,4 @@
-"""What every test shares: kernels that run without a GPU, few threads, and hypothesis' budget."""
+"""What every test shares: kernels that run without a GPU, one thread, one seed, and hypothesis' budget."""
 
 import os
 import runpy
@@ -15,7 +15,10 @@ if not HAS_CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # JAX would take three quarters of a GPU for itself, beside the torch tests of the same process.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-torch.set_num_threads(2)
+# Small tensors gain nothing from a second thread, which waits for the first by spinning: twice the CPU time,
+# and several times the wall time beside other work. The variable is for the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
 
 HERE = Path(__file__).parent
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import pagestash as ps
 from pagestash.models import Decoder, preset
 from pagestash.profiling.recorder import Recorder
-from pagestash.saved.region import claim
+from pagestash.saved.fused import claim
 
 ROWS, WIDTH = 6, 8
 SIZE = ROWS * WIDTH * 4

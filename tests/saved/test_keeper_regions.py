@@ -6,7 +6,7 @@ from stack import POOLS, WIDTH, batch, run
 from torch import nn
 
 import pagestash as ps
-from pagestash.saved.region import claim
+from pagestash.saved.fused import claim
 
 
 @pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
 from pagestash.moe import MoE, MoEConfig
-from pagestash.saved.region import stay
+from pagestash.saved.fused import stay
 
 
 class Part(nn.Module):

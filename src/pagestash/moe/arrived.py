@@ -35,7 +35,8 @@ from pagestash.moe.block import (
 )
 from pagestash.moe.lease import Lease, graph_is_kept
 from pagestash.pages.pool import PagePool
-from pagestash.saved.region import claim, note_weights, region, stay
+from pagestash.saved.fused import claim, note_weights, stay
+from pagestash.saved.region import region
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from pagestash.kernels.moe.grouped import grouped_mm
 from pagestash.kernels.moe.permute import combine, spread, weight_gradient
 from pagestash.moe.lease import Lease, graph_is_kept
 from pagestash.pages.pool import PagePool
-from pagestash.saved.region import claim
+from pagestash.saved.fused import claim
 
 COLUMNS = 16
 """The narrowest operand that `grouped_mm`'s alignment allows on every backend."""

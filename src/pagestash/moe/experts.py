@@ -17,8 +17,9 @@ from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct, Placed
 from pagestash.pages.pool import PagePool
 from pagestash.saved.compiled import run_as_it_is
 from pagestash.saved.early_free import early_free
+from pagestash.saved.fused import claim, named, note_weights
 from pagestash.saved.once import once
-from pagestash.saved.region import claim, in_recompute, named, note_weights, region, running_again
+from pagestash.saved.region import in_recompute, region, running_again
 
 
 class Experts(Placed):

@@ -15,9 +15,9 @@ from pagestash.profiling.records import ALLOCATED, BATCH, OUTPUT, USER, Kind, Sa
 from pagestash.profiling.timeline import Path, Timeline
 from pagestash.profiling.watch import Watch
 from pagestash.saved.compiled import hidden, is_compiled
-from pagestash.saved.marks import Valid
 from pagestash.saved.region import Region, frames
 from pagestash.saved.storage import byte_range, row_range
+from pagestash.saved.valid_rows.mark import Valid
 from pagestash.torch_internals import (
     LOCAL_PART,
     TorchDispatchMode,

@@ -12,9 +12,9 @@ from pagestash.policy import Policy
 from pagestash.profiling.timeline import MODEL, Path, Timeline
 from pagestash.saved.calls import begin, end, set_calls, under_way
 from pagestash.saved.compiled import hidden, is_compiled
-from pagestash.saved.marks import Marks
 from pagestash.saved.module_hook import Hook
 from pagestash.saved.region import Region, enter, frames, leave, set_frames
+from pagestash.saved.valid_rows.marks import Marks
 
 
 class Listener(Protocol):

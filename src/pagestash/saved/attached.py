@@ -11,21 +11,21 @@ from pagestash.saved.compiled import compile_anew, is_compiled, is_wrapper
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.names import named_modules, prefixes
 from pagestash.saved.region import no_module
+from pagestash.saved.region_hooks import RegionHooks
 from pagestash.saved.storage import modules_in
-from pagestash.saved.watch import Watch
 
 
 class Attached:
     """Puts a keeper's hooks on the modules that its rules name, and knows those modules."""
 
-    def __init__(self, policy: Policy, capture: SavedTensorHooks, watch: Watch) -> None:
+    def __init__(self, policy: Policy, hooks: SavedTensorHooks, regions: RegionHooks) -> None:
         self.models: list[nn.Module] = []
         self.own_stash: dict[str, Any] = {}
         """Modules under a stash rule that write pages by themselves."""
         self._own_recompute: list[Any] = []
         self._policy = policy
-        self._saved = capture
-        self._watch = watch
+        self._saved = hooks
+        self._regions = regions
 
     def add(self, model: nn.Module, regions: Sequence[str]) -> None:
         """Watch the modules of `model` that a rule names; a `ValueError` leaves everything as it was."""
@@ -62,13 +62,13 @@ class Attached:
                 module.use_recompute(True)
             else:
                 compile_anew(path[:-1])
-                self._watch.add(name, path, rule)
+                self._regions.add(name, path, rule)
             if rule.home == "stash" and hasattr(module, "use_pool"):
                 self.own_stash[name] = module
 
     def remove(self) -> None:
         """Take everything off again."""
-        self._watch.remove()
+        self._regions.remove()
         for module in self.own_stash.values():
             module.use_pool(None, 0)
         for module in self._own_recompute:

@@ -5,9 +5,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import HomeName
 from pagestash.saved.lost import give_up
-from pagestash.saved.marks import Valid
 from pagestash.saved.region import Region
 from pagestash.saved.storage import Entry, byte_range
+from pagestash.saved.valid_rows.mark import Valid
 
 
 class Entries:

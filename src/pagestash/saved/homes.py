@@ -51,7 +51,7 @@ class Tally:
 
 
 class Home:
-    """Where saved tensors of a rule wait. Its lifecycle: `start`, then groups are put, then `settle`; every step.
+    """Where saved tensors of a rule wait. In every step: `start`, then groups are put, then `settle` and `commit`.
 
     What a home has to measure before it can work at full speed, it measures in its first step.
     """
@@ -71,6 +71,12 @@ class Home:
 
     def settle(self) -> None:
         """A step is over: the current stream has waited for the home's own streams."""
+
+    def give_up(self) -> None:
+        """The step was ended by an exception, and `settle` comes next: nothing of it will be asked for."""
+
+    def commit(self) -> None:
+        """Between steps, after one that came to its end: use what it has shown."""
 
     def held(self) -> int | torch.Tensor:
         """Valid bytes that wait now; a device integer where the host does not know."""
@@ -160,12 +166,12 @@ class Keep(Home):
             del self._held[held.key]
             self.tally.count(held.region, -held.size)
 
-    def forget_step(self) -> None:
-        """A step is over. What is held from here on, until the next one begins, is of an earlier one."""
+    def settle(self) -> None:
+        """What is held from here on, until the next one begins, is of an earlier one."""
         self._earlier = set(self._held.values())
 
     def give_up(self) -> None:
-        """Count nothing any more of what is held since the last step: it ends when a failed graph does."""
+        """Count nothing of what the step held: it ends when the failed graph does."""
         for held in set(self._held.values()) - self._earlier:
             self.forget(held)
 

@@ -13,10 +13,11 @@ from pagestash.policy import HomeName, Policy, Rule
 from pagestash.saved.compiled import hidden
 from pagestash.saved.entries import Entries
 from pagestash.saved.homes import Keep, TakesGroups
-from pagestash.saved.marks import Marks, Valid
 from pagestash.saved.packed import DenseHandle, Handle, Kept, Look, Packed, Untouched
 from pagestash.saved.region import Recording, Region, frames
 from pagestash.saved.storage import ViewRecipe, byte_range, is_sparse, plain_storage, row_range, transformed
+from pagestash.saved.valid_rows.mark import Valid
+from pagestash.saved.valid_rows.marks import Marks
 
 
 class Output(Protocol):
@@ -31,10 +32,6 @@ class Outputs(Protocol):
     """The outputs that can be recomputed."""
 
     def output_of(self, key: int, tensor: torch.Tensor, *, chained: bool) -> Output | None: ...
-
-    def give_up(self) -> None: ...
-
-    def forget(self) -> None: ...
 
 
 class SavedTensorHooks:
@@ -270,13 +267,9 @@ class SavedTensorHooks:
                 self.marks.paused = before
 
     def give_up(self) -> None:
-        """The step ended by an exception: no backward of it will come to its end."""
+        """The step was ended by an exception: no backward of it will come to its end."""
         self._entries.give_up()
-        self._outputs.give_up()
-        self._keep.give_up()
 
     def forget(self) -> None:
         """The step is over."""
         self._entries.forget()
-        self._outputs.forget()
-        self._keep.forget_step()

@@ -9,7 +9,6 @@ from torch import nn
 
 from pagestash.pages.pool import PagePool
 from pagestash.pages.slabs import HostSlabs
-from pagestash.pages.ticket import Ticket
 from pagestash.policy import HomeName, Policy, format_bytes
 from pagestash.saved.attached import Attached
 from pagestash.saved.follow import follow
@@ -18,17 +17,16 @@ from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.measured import MeasuredOffload, Outlook
 from pagestash.saved.offload import Offload
 from pagestash.saved.order import Event, Group, Key, Recorder
-from pagestash.saved.overflow import Agreement, grow, make_room, refuse_if_overflowed
-from pagestash.saved.packed import unpack
+from pagestash.saved.overflow import Agreement, grow, refuse_if_overflowed
 from pagestash.saved.pressure import Pressure, read_memory
 from pagestash.saved.quiet_rules import QuietRules, StepNeverOpened
 from pagestash.saved.recompute import Recompute
-from pagestash.saved.region import Region, enter, frames, leave, set_frames
+from pagestash.saved.region_hooks import RegionHooks
+from pagestash.saved.scope import step_scope
 from pagestash.saved.stash import Stash
 from pagestash.saved.stats import KeeperStats, OffloadStats, collect
 from pagestash.saved.storage import storage_keys
 from pagestash.saved.streams import capturing
-from pagestash.saved.watch import Watch
 
 
 class Keeper:
@@ -62,10 +60,10 @@ class Keeper:
         self._moving: dict[HomeName, TakesGroups] = {"stash": self._stash, "offload": self._offload}
         self._saved = SavedTensorHooks(policy, self._moving, self._keep, self._recompute)
         self._hooks: list[Any] = []
-        self._watch = Watch(self._saved, self._recompute)
-        self._attached = Attached(policy, self._saved, self._watch)
+        self._regions = RegionHooks(self._saved, self._recompute)
+        self._attached = Attached(policy, self._saved, self._regions)
         self._quiet: QuietRules | None = QuietRules(policy, self._saved)
-        self._watch.outside = StepNeverOpened()
+        self._regions.outside = StepNeverOpened()
         self._in_step = False
         self._ranks = Agreement()
         self._habits: dict[Any, Any] = {}
@@ -141,11 +139,11 @@ class Keeper:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A forward within is no part of the step: no region is opened, and everything it saves is kept."""
-        before, self._watch.aside = self._watch.aside, True
+        before, self._regions.aside = self._regions.aside, True
         try:
             yield
         finally:
-            self._watch.aside = before
+            self._regions.aside = before
 
     # --- step ---
 
@@ -167,39 +165,13 @@ class Keeper:
         if self._saved.device is not None and self._saved.device.type == "meta":
             raise RuntimeError("the model is on the meta device: model.to_empty(device=...) before a step")
         self._in_step = True
-        self._watch.start()
-        self._watch.outside = None
+        self._regions.outside = None
         self._saved.look = self._quiet
-        for home in self._homes:
-            home.start()
         self._saved.weights = storage_keys([*self.parameters(), *self.buffers()])
-        marks = self._saved.marks
-        marks.start(check=self._check is not False and not capturing())
-        outer = frames()
-        root = Region(self._saved, "", None, whole_step=True)
-        enter(root)
-        if self.pool is not None:
-            self.pool.room.decides = check and self.policy.pool.on_overflow == "keep" and not capturing()
-        leases: set[Ticket] = set() if self.pool is None else set(self.pool.leases)
+        self._stash.keep_unpaged = check
         try:
-            try:
-                with torch.autograd.graph.saved_tensors_hooks(self._saved.pack, unpack):
-                    yield
-            except BaseException:
-                self._give_up(leases)
-                raise
-            finally:
-                if self.pool is not None:
-                    self.pool.room.decides = False
-                self._in_step = False
-                self._watch.stop()
-                leave(root)
-                set_frames(outer)
-                if self._check is None and marks.checked:
-                    self._check = False
-                marks.forget()
-                self._saved.forget()
-                self._settle()
+            with step_scope(self._saved, self._regions, self._homes, check_rows=self._check is not False):
+                yield
         except BaseException as error:
             if check and isinstance(error, Exception):
                 # What a refused group's zeros lead to is no reason of its own.
@@ -208,35 +180,26 @@ class Keeper:
             if check and self.pool is not None:
                 self.pool.reset()
             raise
+        finally:
+            self._in_step = False
+            if self._check is None and self._saved.marks.checked:
+                self._check = False
+        self._step_over(check)
+
+    def _step_over(self, check: bool) -> None:
+        """After a step that came to its end: let the homes use what it has shown, and look at what it did."""
+        # A captured step is what it is, and pinning memory is no part of it.
+        if not capturing():
+            for home in self._homes:
+                home.commit()
         if check:
             self.size_pool()
-            if self.pool is not None and self._stash.no_page is not None:
-                make_room(self.pool, self.policy.pool.headroom, self._stash.no_page)
             refuse_if_overflowed(self.pool, self._ranks, self.policy.pool)
-        self._watch.refuse_compiled()
+        self._regions.refuse_compiled()
         if self._quiet is not None and not self._quiet.step_over(
-            self._watch.openings, self._attached.own(), self._offload
+            self._regions.openings, self._attached.own(), self._offload
         ):
             self._quiet = self._saved.look = None
-
-    def _give_up(self, earlier: set[Ticket]) -> None:
-        """An exception has ended the step: give back what it holds, but not the leases of `earlier` steps."""
-        self._saved.give_up()
-        pool = self.pool
-        if pool is None:
-            return
-        for ticket in pool.leases - earlier:
-            pool.release_later(ticket)
-        if capturing():  # what was reserved in it never happened on the device
-            self._offload.settle()
-            pool.discard()
-
-    def _settle(self) -> None:
-        for home in self._homes:
-            home.settle()
-        # A captured step is what it is; and pinning memory is no part of it.
-        if isinstance(self._offload, Offload) and not capturing():
-            self._offload.learn()
 
     # --- what it watches ---
 

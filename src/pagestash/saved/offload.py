@@ -135,8 +135,12 @@ class Offload(Home):
         self._out.join()
         self._in.join()
 
-    def learn(self) -> None:
-        """Between steps: plan anew if the step went another way, and make the room that was missing."""
+    def give_up(self) -> None:
+        if capturing():  # what it reserved never happened on the device
+            self.settle()
+
+    def commit(self) -> None:
+        """Plan anew if the step went another way, and make the room that was missing."""
         recorder, slabs = self._recorder, self.slabs
         if not recorder.groups:
             return  # nothing was saved: an evaluation

@@ -8,8 +8,8 @@ import torch
 from pagestash.saved.compiled import hidden
 from pagestash.saved.homes import Held
 from pagestash.saved.region import Region
-from pagestash.saved.rowwise import NODES
 from pagestash.saved.storage import Entry, ViewRecipe
+from pagestash.saved.valid_rows.rowwise import NODES
 
 
 class Packed:

@@ -18,9 +18,9 @@ from pagestash.saved.measured import MeasuredOffload
 from pagestash.saved.offload import Offload
 from pagestash.saved.packed import Kept, Packed
 from pagestash.saved.region import Region
+from pagestash.saved.region_hooks import Opening
 from pagestash.saved.storage import plain_storage
 from pagestash.saved.trees import tensors_of
-from pagestash.saved.watch import Opening
 
 log = logging.getLogger("pagestash")
 
@@ -43,11 +43,11 @@ class _Seen:
 
 
 class QuietRules:
-    """Watches the first steps of a keeper; a capture's `look`, while there is anything to see."""
+    """Watches the first steps of a keeper; its hooks' `look`, while there is anything to see."""
 
-    def __init__(self, policy: Policy, capture: SavedTensorHooks) -> None:
+    def __init__(self, policy: Policy, hooks: SavedTensorHooks) -> None:
         self._policy = policy
-        self._saved = capture
+        self._saved = hooks
         self._rules = {rule: _Seen() for rule in policy.rules if rule.home != "keep"}
         self._steps = 0
         self._saw = False

@@ -70,7 +70,7 @@ class Recompute(Home):
         for key in gone:
             del self._outputs[key]
 
-    def forget(self) -> None:
+    def settle(self) -> None:
         """The step is over: outputs that are alive now belong to the caller."""
         self._of_step = []
         self._outputs.clear()

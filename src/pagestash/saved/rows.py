@@ -5,8 +5,8 @@ from types import FrameType
 
 import torch
 
-from pagestash.saved.marks import FUNCTION
 from pagestash.saved.region import frames, look_at_operations, running_again
+from pagestash.saved.valid_rows.marks import FUNCTION
 
 
 def rows(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:

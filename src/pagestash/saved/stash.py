@@ -9,11 +9,13 @@ import torch
 
 from pagestash.kernels.pages.layout import Counter
 from pagestash.pages.pool import PagePool
+from pagestash.pages.ticket import Ticket
 from pagestash.policy import HomeName, Policy
 from pagestash.saved.homes import Home, HomeStats, Keep, Sizes, Tally
-from pagestash.saved.overflow import NoPage
+from pagestash.saved.overflow import NoPage, make_room
 from pagestash.saved.paged import PagedStash
 from pagestash.saved.storage import Entry, Place
+from pagestash.saved.streams import capturing
 
 
 class StashPlace(Place, Protocol):
@@ -83,6 +85,9 @@ class Stash(Home):
         self._backend = backend
         self._copies = ExactCopies(policy.pool.page_bytes, self.tally)
         self._paged: PagedStash | None = None
+        self._earlier_leases: set[Ticket] = set()
+        self.keep_unpaged = False
+        """Whether the next step keeps groups that find no page, where the policy says so; else they overflow."""
 
     @property
     def pool(self) -> PagePool | None:
@@ -111,8 +116,12 @@ class Stash(Home):
     # --- a step ---
 
     def start(self) -> None:
-        if self._paged is not None:  # what was measured counts until the next step
-            self.tally.reset_peak()
+        if self._paged is None:
+            return
+        self.tally.reset_peak()  # what was measured counts until now
+        pool, keeps = self._paged.pool, self._policy.pool.on_overflow == "keep"
+        pool.room.decides = self.keep_unpaged and keeps and not capturing()
+        self._earlier_leases = set(pool.leases)
 
     def put(self, group: Sequence[Entry]) -> None:
         if self._paged is None:
@@ -125,9 +134,23 @@ class Stash(Home):
         self.put([entry])
         return cast(StashPlace, entry.place)
 
+    def give_up(self) -> None:
+        if self._paged is None:
+            return
+        pool = self._paged.pool
+        for ticket in pool.leases - self._earlier_leases:
+            pool.release_later(ticket)
+        if capturing():  # what was reserved in it never happened on the device
+            pool.discard()
+
     def settle(self) -> None:
         if self._paged is not None:
+            self._paged.pool.room.decides = False
             self._paged.settle()
+
+    def commit(self) -> None:
+        if self._paged is not None:
+            make_room(self._paged.pool, self._policy.pool.headroom, self._paged.no_page)
 
     # --- the pool ---
 

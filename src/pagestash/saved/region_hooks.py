@@ -24,17 +24,17 @@ class Outside(Protocol):
     def saw(self, output: Any) -> None: ...
 
 
-class Watch:
+class RegionHooks:
     """Opens and closes the regions of one keeper's modules, while it is in a step."""
 
-    def __init__(self, capture: SavedTensorHooks, recompute: Recompute) -> None:
+    def __init__(self, hooks: SavedTensorHooks, recompute: Recompute) -> None:
         self.in_step = False
         self.aside = False
         """A forward that runs now is no part of the step."""
         self.openings: list[Opening] = []
         self.outside: Outside | None = None
         """Hears of what watched modules give outside of a step, before the first one."""
-        self.hooks = capture
+        self.hooks = hooks
         self.recompute = recompute
         self._hooks: list[Any] = []
         self._next_to_forward: list[tuple[Any, Any, Any]] = []
@@ -92,8 +92,8 @@ class Watch:
 class Opening(Hook):
     """Before forward: open the module's region."""
 
-    def __init__(self, watch: Watch, name: str, path: Sequence[nn.Module], rule: Rule) -> None:
-        self.watch = watch
+    def __init__(self, regions: RegionHooks, name: str, path: Sequence[nn.Module], rule: Rule) -> None:
+        self.regions = regions
         self.name = name
         self.path = path
         self.rule = rule
@@ -130,13 +130,13 @@ class Opening(Hook):
 
     @hidden
     def _opens(self) -> bool:
-        watch = self.watch
+        regions = self.regions
         # No frames: another thread, such as autograd's when it runs a checkpointed forward again.
         return (
-            watch.in_step
+            regions.in_step
             and bool(frames())
             and not running_again()
-            and not watch.aside
+            and not regions.aside
             and torch.is_grad_enabled()
             and transformed() is None
             and torch._C._get_tracing_state() is None  # of torch.jit, which would record what we do
@@ -147,11 +147,11 @@ class Opening(Hook):
         if not self._opens():
             if frames():
                 begin(self, None)
-            self.no_grad |= self.watch.in_step and not torch.is_grad_enabled()
+            self.no_grad |= self.regions.in_step and not torch.is_grad_enabled()
             return
-        watch, outer = self.watch, frames()[-1]
+        regions, outer = self.regions, frames()[-1]
         self.ran = True
-        if watch.hooks.look is not None:
+        if regions.hooks.look is not None:
             hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
             self.others |= hooks is not None and not isinstance(
                 getattr(hooks[0], "__self__", None), SavedTensorHooks
@@ -163,10 +163,10 @@ class Opening(Hook):
             # (Inside another that is run again, a region's tensors are made with the other's.)
             # (A replica of a module has its hooks, too: what runs again is what ran.)
             way = self.path if module is self.path[-1] else [module]
-            first = Run(watch.recompute, watch.hooks, outer, way, self.name, self.rule, (args, kwargs))
+            first = Run(regions.recompute, regions.hooks, outer, way, self.name, self.rule, (args, kwargs))
             run, weights = first, first.weight_storages()
         region = Region(
-            watch.hooks,
+            regions.hooks,
             self.name,
             self.rule,
             rows=outer.rows,
@@ -191,9 +191,9 @@ class Closing(Hook):
 
     @hidden
     def close(self, output: Any) -> None:
-        watch = self.opening.watch
-        if watch.outside is not None and self.opening is watch.openings[0] and torch.is_grad_enabled():
-            watch.outside.saw(output)
+        regions = self.opening.regions
+        if regions.outside is not None and self.opening is regions.openings[0] and torch.is_grad_enabled():
+            regions.outside.saw(output)
         region = end(self.opening)
         left = () if region is None else leave(region)
         if region is None or not left:
@@ -201,14 +201,14 @@ class Closing(Hook):
         for each in left:
             each.owner.close(each)
         if isinstance(region.run, Run) and all(frame.run is not region.run for frame in frames()):
-            region.run.close(region.weights | watch.hooks.weights, output)
+            region.run.close(region.weights | regions.hooks.weights, output)
 
 
 class NoteWeights(Hook):
     """Before the forward of a module inside a region: FSDP2 gives it new parameter storage just then."""
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
+    def __init__(self, regions: RegionHooks) -> None:
+        self.regions = regions
 
     @hidden_here
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -218,7 +218,7 @@ class NoteWeights(Hook):
     @hidden
     def note(self, module: nn.Module) -> None:
         current = frames()
-        if self.watch.in_step and current:
+        if self.regions.in_step and current:
             current[-1].weights |= storage_keys(module._parameters.values())
 
 

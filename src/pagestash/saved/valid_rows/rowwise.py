@@ -22,11 +22,12 @@ from torch.utils._python_dispatch import (
 )
 
 from pagestash.saved.compiled import hidden
-from pagestash.saved.marks import Marks, Plan
 from pagestash.saved.storage import plain_storage
+from pagestash.saved.valid_rows.mark import Effect
+from pagestash.saved.valid_rows.marks import Marks
 
 Find = Callable[[torch.Tensor], Any]
-Rule = Callable[[Find, tuple[Any, ...], dict[str, Any]], Plan | None]
+Rule = Callable[[Find, tuple[Any, ...], dict[str, Any]], Effect | None]
 
 
 class RowWise(TorchDispatchMode):
@@ -61,18 +62,18 @@ class RowWise(TorchDispatchMode):
                 if key is not None:
                     marks.come_in(tensor, key, self._weights)
         rule = TABLE.get(func)
-        plan = rule(marks.find, args, kwargs) if rule is not None else None
-        marks.settle(set() if func in SAVES_NO_OPERAND else keys, plan)
+        effect = rule(marks.find, args, kwargs) if rule is not None else None
+        marks.settle(set() if func in SAVES_NO_OPERAND else keys, effect)
         result = func(*args, **kwargs)
-        if plan is not None and plan.ends is not None:
+        if effect is not None and effect.ends is not None:
             marks.ignores_the_rest(args[0])
-        if plan is not None and func in IN_PLACE:
-            marks.changed(args[0], plan)
-        elif plan is not None:
-            marks.ran(_tensors(result if isinstance(result, (tuple, list)) else (result,)), plan)
+        if effect is not None and func in IN_PLACE:
+            marks.changed(args[0], effect)
+        elif effect is not None:
+            marks.ran(_tensors(result if isinstance(result, (tuple, list)) else (result,)), effect)
         if marks.old_forms:
             made = _tensors(result if isinstance(result, (tuple, list)) else (result,))
-            marks.note_made(made, keys, self._weights)
+            marks.old_forms[-1].note_made(made, keys, self._weights)
         return result
 
 
@@ -123,7 +124,7 @@ def _keys(*tensors: Any) -> set[int]:
 def elementwise(divisors: Callable[[tuple[Any, ...]], tuple[int, ...]] = lambda args: ()) -> Rule:
     """Results as large as the operands broadcast; of `divisors`, by their number, backward needs every row."""
 
-    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Effect | None:
         operands = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
         first = at = None
         others = []
@@ -140,7 +141,7 @@ def elementwise(divisors: Callable[[tuple[Any, ...]], tuple[int, ...]] = lambda 
         if any(tensor.ndim >= -at and tensor.shape[at] != 1 for tensor in others):
             return None
         whole = _keys(*others, *(args[number] for number in divisors(args)))
-        return Plan(first, at, _keys(*operands) - whole, whole, sums=any(t.requires_grad for t in others))
+        return Effect(first, at, _keys(*operands) - whole, whole, sums=any(t.requires_grad for t in others))
 
     return rule
 
@@ -148,52 +149,52 @@ def elementwise(divisors: Callable[[tuple[Any, ...]], tuple[int, ...]] = lambda 
 def product(left: int) -> Rule:
     """Operand `left` [rows, k] times what follows it; what stands before it is added to every row."""
 
-    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Effect | None:
         found = find(args[left])
         if found is None or found[1] != 0 or args[left].ndim != 2:
             return None
         if any(added.ndim > 1 and added.shape[0] != 1 for added in args[:left]):
             return None
-        return Plan(found[0], -2, _keys(args[left]), _keys(*args[:left], *args[left + 1 :]), sums=True)
+        return Effect(found[0], -2, _keys(args[left]), _keys(*args[:left], *args[left + 1 :]), sums=True)
 
     return rule
 
 
-def grouped_product(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+def grouped_product(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Effect | None:
     """Rows [rows, k] times the matrix of each row's group [groups, k, n]."""
     more = (*args[3:4], kwargs.get("bias"))
     if args[0].ndim != 2 or args[1].ndim != 3 or any(each is not None for each in more):
         return None
-    plan = product(0)(find, args, kwargs)
-    if plan is not None:
-        plan.ends = args[2] if len(args) > 2 else kwargs.get("offs")
-    return plan
+    effect = product(0)(find, args, kwargs)
+    if effect is not None:
+        effect.ends = args[2] if len(args) > 2 else kwargs.get("offs")
+    return effect
 
 
-def normalized(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+def normalized(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Effect | None:
     """Over the last dimensions; the statistics that it saves have the rows where the input has them."""
     found = find(args[0])
     if found is None or found[1] >= args[0].ndim - len(args[1]):
         return None
     learned = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args[2:])
-    return Plan(found[0], found[1] - args[0].ndim, _keys(args[0]), _keys(*args[1:]), sums=learned)
+    return Effect(found[0], found[1] - args[0].ndim, _keys(args[0]), _keys(*args[1:]), sums=learned)
 
 
 def along(number: int) -> Rule:
     """Over one dimension, argument `number`, that is not the rows'."""
 
-    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Effect | None:
         tensor = args[0]
         found = find(tensor)
         dim = args[number] if len(args) > number else kwargs.get("dim", -1)
         if found is None or dim % tensor.ndim == found[1]:
             return None
-        return Plan(found[0], found[1] - tensor.ndim, _keys(tensor), set())
+        return Effect(found[0], found[1] - tensor.ndim, _keys(tensor), set())
 
     return rule
 
 
-def reduction(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+def reduction(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Effect | None:
     """A sum or mean over dimensions that are not the rows'."""
     tensor, given = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
     found = find(tensor)
@@ -204,10 +205,10 @@ def reduction(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan
         return None
     keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
     behind = [dim for dim in range(found[1], tensor.ndim) if keepdim or dim not in dims]
-    return Plan(found[0], -len(behind), set(), set())
+    return Effect(found[0], -len(behind), set(), set())
 
 
-def concatenation(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+def concatenation(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Effect | None:
     """Marked buffers beside each other, not behind."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     found = [find(tensor) for tensor in args[0]]
@@ -216,17 +217,17 @@ def concatenation(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     mark, at = found[0]
     if any(not mark.agrees(each[0]) or each[1] != at for each in found) or dim % args[0][0].ndim == at:
         return None
-    return Plan(mark, at - args[0][0].ndim, set(), set())
+    return Effect(mark, at - args[0][0].ndim, set(), set())
 
 
-def scaled(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+def scaled(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Effect | None:
     """A product of elements, but not with the number zero: that makes rows that are no garbage."""
     if any(isinstance(arg, (int, float)) and not arg for arg in args):
         return None
     return elementwise()(find, args, kwargs)
 
 
-def powered(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+def powered(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Effect | None:
     """By a number; below one, the backward divides."""
     if not args[1]:
         return None

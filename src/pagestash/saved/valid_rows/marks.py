@@ -11,105 +11,17 @@ operation, if it takes the tensor in, or the last one, if the tensor is its resu
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.saved.storage import plain_storage, row_range
-from pagestash.saved.tails import expect_garbage, watch_gradient
-
-
-class Valid(NamedTuple):
-    """The rows that a saved tensor lies in: bytes `first` to `last` of the storage, `rows` of them valid."""
-
-    rows: torch.Tensor
-    capacity: int
-    first: int
-    last: int
-    dim: int = 0
-    """Where the saved tensor has its rows."""
-    sure: bool = False
-    """Whoever saved it said so; else its reader is still to be seen."""
-
-
-@dataclass(slots=True, eq=False)
-class Mark:
-    """`rows` of `capacity` rows are valid in one storage, from byte `start` on, as it was at `version`."""
-
-    storage: StorageWeakRef
-    version: int
-    rows: torch.Tensor
-    rows_version: int
-    capacity: int
-    start: int
-    row_bytes: int
-    saved_by: FrameType | None = None
-    """The call of a custom autograd function whose forward made the mark, while it may save the buffer."""
-    within: "OldForm | None" = None
-    """The region of the old form that it ends with."""
-
-    @property
-    def last(self) -> int:
-        return self.start + self.capacity * self.row_bytes
-
-    def dim_of(self, tensor: torch.Tensor) -> int | None:
-        """The dimension in which a view of the storage has the marked rows; None if it is none of them whole."""
-        size = tensor.element_size()
-        end = int(tensor.storage_offset()) * size - self.start + size  # of its elements within a row
-        if end < size or not tensor.numel():
-            return None
-        found = None
-        for dim, (count, stride) in enumerate(zip(tensor.shape, tensor.stride())):
-            if found is None and count == self.capacity and stride * size == self.row_bytes:
-                found = dim
-            else:
-                end += (count - 1) * stride * size
-        return found if end <= self.row_bytes else None
-
-    def agrees(self, other: "Mark") -> bool:
-        return self.rows is other.rows and self.capacity == other.capacity
-
-
-@dataclass(slots=True, eq=False)
-class Plan:
-    """What a row-wise operation does with its operands' marks."""
-
-    mark: Mark
-    dim: int
-    """Where its results have the rows, counted from the last dimension: -1 and less."""
-    safe: set[int]
-    """Storages of operands that its backward reads row by row, and may read as zero past the valid ones."""
-    unsafe: set[int]
-    sums: bool = False
-    """Whether its backward sums over the rows, for a gradient that has none."""
-    ends: torch.Tensor | None = None
-    """Where each group's rows end: what lies past the last is not read, and gets garbage for a gradient."""
-
-
-@dataclass(slots=True, eq=False)
-class Waiting:
-    """A saved tensor whose reader is still to be seen."""
-
-    key: int
-    region: str
-    shape: torch.Size
-    whole: Callable[[], None]
-    """Saves all of it after all."""
-
-
-@dataclass(slots=True, eq=False)
-class OldForm:
-    """`ps.region(rows=, capacity=)`: floating buffers of `capacity` rows that come in from outside are marked."""
-
-    name: str
-    rows: torch.Tensor
-    capacity: int
-    made: dict[int, tuple[StorageWeakRef, bool]] = field(default_factory=dict)
-    """Storages that operations inside made, and whether from weights alone."""
+from pagestash.saved.valid_rows.gradient_check import expect_garbage, watch_gradient
+from pagestash.saved.valid_rows.mark import Effect, Mark, Valid, Waiting
+from pagestash.saved.valid_rows.old_form import OldForm
 
 
 class Marks:
@@ -127,7 +39,7 @@ class Marks:
         self._marks: dict[int, list[Mark]] = {}
         self._by_calls: list[Mark] = []
         self._waiting: list[Waiting] = []
-        self._last_plan: Plan | None = None
+        self._last_effect: Effect | None = None
         self._last_results: list[torch.Tensor] = []
         self._last_keys: set[int] = set()
         self._last_read: list[Waiting] = []
@@ -236,7 +148,7 @@ class Marks:
         """A tensor was saved as if its reader were row-wise; `whole` is called if it turns out not to be."""
         self._waiting.append(Waiting(key, region, shape, whole))
 
-    def settle(self, keys: set[int] = frozenset(), plan: Plan | None = None) -> None:  # type: ignore[assignment]
+    def settle(self, keys: set[int] = frozenset(), effect: Effect | None = None) -> None:  # type: ignore[assignment]
         """An operation with operands in the storages `keys` comes next: it, or the last one, saved what waits."""
         waiting, self._waiting = self._waiting, []
         read = []
@@ -248,11 +160,11 @@ class Marks:
             self._by_calls.clear()
         for item in waiting:
             if item.key in keys:
-                if plan is not None and item.key in plan.safe and item.key not in plan.unsafe:
+                if effect is not None and item.key in effect.safe and item.key not in effect.unsafe:
                     read.append(item)
                     continue
                 if (
-                    plan is None or item.key not in plan.unsafe
+                    effect is None or item.key not in effect.unsafe
                 ):  # the right side of a product is no row buffer
                     self._warn(item.region, item.shape)
             elif item.key in self._last_keys:
@@ -264,29 +176,29 @@ class Marks:
         self._let_go()
         self._last_read = read
 
-    def ran(self, results: list[torch.Tensor], plan: Plan) -> None:
+    def ran(self, results: list[torch.Tensor], effect: Effect) -> None:
         """The row-wise operation ran: its results are marked."""
         for result in results:
-            if self.add(result, plan.mark.rows, result.ndim + plan.dim, within=plan.mark.within):
+            if self.add(result, effect.mark.rows, result.ndim + effect.dim, within=effect.mark.within):
                 key = plain_storage(result)
                 assert key is not None
                 self._last_keys.add(key)
         if self.checking:
             # Until the next operation: autograd is still to make its node.
-            self._last_plan, self._last_results = plan, results
+            self._last_effect, self._last_results = effect, results
 
-    def changed(self, tensor: torch.Tensor, plan: Plan) -> None:
+    def changed(self, tensor: torch.Tensor, effect: Effect) -> None:
         """A row-wise operation wrote over its first operand; autograd is still to count the version up."""
-        mark = plan.mark
-        if self.add(tensor, mark.rows, tensor.ndim + plan.dim, within=mark.within, later=1):
+        mark = effect.mark
+        if self.add(tensor, mark.rows, tensor.ndim + effect.dim, within=mark.within, later=1):
             key = plain_storage(tensor)
             assert key is not None
             self._last_keys.add(key)
         if self.checking:
-            self._last_plan, self._last_results = plan, [tensor]
+            self._last_effect, self._last_results = effect, [tensor]
 
     def _let_go(self) -> None:
-        self._last_plan, self._last_results, self._last_keys, self._last_read = None, [], set(), []
+        self._last_effect, self._last_results, self._last_keys, self._last_read = None, [], set(), []
 
     # --- the check ---
 
@@ -297,19 +209,19 @@ class Marks:
 
     def _check(self) -> None:
         """Look, in backward, whether a gradient reaches rows that were dropped."""
-        plan, read = self._last_plan, self._last_read
-        if plan is None or not self._last_results or self._last_results[0].grad_fn is None:
+        effect, read = self._last_effect, self._last_read
+        if effect is None or not self._last_results or self._last_results[0].grad_fn is None:
             return
         self.checked += 1
         before, self.paused = self.paused, True
-        last = plan.mark.capacity if plan.ends is None else int(plan.ends[-1])
+        last = effect.mark.capacity if effect.ends is None else int(effect.ends[-1])
         saved = ", ".join(str(tuple(item.shape)) for item in read)
         watch_gradient(
             self._last_results[0],
-            plan.dim,
-            self._count(plan.mark.rows),
-            min(last, plan.mark.capacity),
-            sums=plan.sums,
+            effect.dim,
+            self._count(effect.mark.rows),
+            min(last, effect.mark.capacity),
+            sums=effect.sums,
             saved=f"a tensor of shape {saved} in region {read[0].region!r}",
         )
         self.paused = before
@@ -325,10 +237,7 @@ class Marks:
     def come_in(self, tensor: torch.Tensor, key: int, weights: set[int]) -> None:
         """Mark a buffer that comes into a region of the old form from outside, if it has as many rows."""
         inner = self.old_forms[-1]
-        made = inner.made.get(key)
-        if made is not None and not made[0].expired():
-            return
-        if key in weights or isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+        if not inner.may_come_in(tensor, key, weights):
             return
         found = self.find(tensor)
         if found is not None and found[0].rows is inner.rows and found[0].capacity == inner.capacity:
@@ -344,24 +253,10 @@ class Marks:
         left = {key: [m for m in marks if m.within is not inner] for key, marks in self._marks.items()}
         self._marks = {key: marks for key, marks in left.items() if marks}
 
-    def note_made(self, results: list[torch.Tensor], keys: set[int], weights: set[int]) -> None:
-        """An operation inside a region of the old form ran: its results did not come in from outside."""
-        made = self.old_forms[-1].made
-
-        def of_weights(key: int) -> bool:
-            return key in weights or (key in made and made[key][1])
-
-        theirs = bool(keys) and all(map(of_weights, keys))
-        for result in results:
-            key = plain_storage(result)
-            if key is not None and key not in keys:
-                made[key] = (StorageWeakRef(result.untyped_storage()), theirs)
-
     def _warn_of(self, tensor: torch.Tensor, key: int, weights: set[int], region: str) -> None:
         inner = self.old_forms[-1]
-        made = inner.made.get(key)
-        theirs = key in weights or (made is not None and made[1]) or isinstance(tensor, nn.Parameter)
-        if tensor.is_floating_point() and not theirs and row_range(tensor, inner.capacity) is not None:
+        weight = inner.is_weight(key, weights) or isinstance(tensor, nn.Parameter)
+        if tensor.is_floating_point() and not weight and row_range(tensor, inner.capacity) is not None:
             self._warn(region, tensor.shape)
 
     def _warn(self, region: str, shape: torch.Size) -> None:

@@ -1,12 +1,11 @@
 """Which entry holds the bytes of a tensor that is being saved: one that is there already, or a new one."""
 
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import HomeName
 from pagestash.saved.lost import give_up
 from pagestash.saved.region import Region
-from pagestash.saved.storage import Entry, byte_range
+from pagestash.saved.storage import Entry, SavedView
 from pagestash.saved.valid_rows.mark import Valid
 
 
@@ -17,16 +16,18 @@ class Entries:
         self._known: dict[tuple[int, HomeName], list[Entry]] = {}
         self._of_step: list[Entry] = []
 
-    def find(self, key: int, tensor: Tensor, region: Region, home: HomeName, valid: Valid | None) -> Entry:
-        """The entry that holds the tensor's bytes, or a new one in the region's group."""
+    def find(self, view: SavedView, region: Region, valid: Valid | None) -> Entry:
+        """The entry that holds the bytes of `view`, or a new one in the region's group."""
+        assert region.rule is not None
+        version = view.version
         if valid is None:
-            rows, capacity = None, 0
-            first, last = byte_range(tensor)
-            first -= first % 16  # so that every dtype's view starts on an element, and copies are wide
+            rows, capacity, last = None, 0, view.last
+            first = (
+                view.first - view.first % 16
+            )  # every dtype's view starts on an element, and copies are wide
         else:
             rows, capacity, first, last = valid[:4]
-        version = tensor._version
-        known = self._known.setdefault((key, home), [])
+        known = self._known.setdefault((view.key, region.rule.home), [])
         # The weak reference keeps the storage's identity from being given to another tensor; an entry whose
         # storage is gone can no longer be the one that is being saved.
         known[:] = [entry for entry in known if entry.handles and not entry.storage.expired()]
@@ -39,11 +40,11 @@ class Entries:
             if rows is None and entry in region.entries and entry.widen(version, first, last):
                 return entry
         entry = Entry(
-            storage=StorageWeakRef(tensor.untyped_storage()),
+            storage=StorageWeakRef(view.tensor.untyped_storage()),
             version=version,
             first=first,
             last=last,
-            origin=tensor.detach(),
+            origin=view.tensor.detach(),
             rows=rows,
             rows_version=0 if rows is None else rows._version,
             capacity=capacity,

@@ -15,7 +15,7 @@ from pagestash.saved.entries import Entries
 from pagestash.saved.homes import Keep, TakesGroups
 from pagestash.saved.packed import DenseHandle, Handle, Kept, Look, Packed, Untouched
 from pagestash.saved.region import Recording, Region, frames
-from pagestash.saved.storage import ViewRecipe, byte_range, is_sparse, plain_storage, row_range, transformed
+from pagestash.saved.storage import SavedView, ViewRecipe, plain_storage, row_range, transformed
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.saved.valid_rows.marks import Marks
 
@@ -99,7 +99,7 @@ class SavedTensorHooks:
         if key is None or key in self.weights or key in region.weights:
             return Untouched(tensor, version)
         if owner.rule is None or owner.rule.home != "keep":
-            handle = self._handle(owner, key, tensor, version, chained, caller)
+            handle = self._handle(owner, key, tensor, chained, caller)
             if handle is not None:
                 return handle
         # Detached: with its graph, an operation's own output would keep that operation alive.
@@ -114,80 +114,54 @@ class SavedTensorHooks:
         return key in self.weights or key in region.weights
 
     def _handle(
-        self,
-        region: Region,
-        key: int,
-        tensor: torch.Tensor,
-        version: int,
-        chained: bool,
-        caller: FrameType | None,
+        self, region: Region, key: int, tensor: torch.Tensor, chained: bool, caller: FrameType | None
     ) -> Packed | None:
         """A handle of what moves or is recomputed; None for what stays."""
         # What another region keeps alive anyway is worth neither a copy nor a forward.
-        if self._keep.holds(key, version):
+        if self._keep.holds(key, tensor._version):
             return None
-        home: HomeName = "keep"
-        if region.rule is not None and self._worth_moving(tensor, region.rule):
-            home = region.rule.home
         # The output of a recomputed region needs no home, unless a rule says to keep it.
         output = self._outputs.output_of(key, tensor, chained=chained)
-        if home == "keep" and output is None:
+        if output is None and region.rule is None:
+            return None
+        view = SavedView.of(tensor, key)
+        if output is None and not self._worth_moving(view, region.rule):
             return None
         # There are no bytes to move, or they are not the tensor's values as they stand.
         if not tensor.numel() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return None
-        recipe = ViewRecipe(
-            tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()) * tensor.element_size()
-        )
         if output is not None:
-            return output.pack(tensor, recipe, whole=self.rows_of(region, tensor) is None)
-        valid = self._valid(region, key, tensor, caller)
-        if is_sparse(tensor):
-            return self._pack_dense(region, key, tensor, recipe, home, valid)
-        handle = Handle(self._entries.find(key, tensor, region, home, valid), recipe)
-        return self._wait_for_reader(handle, key, key, tensor, region, home, valid)
+            return output.pack(tensor, view.recipe(), whole=self.rows_of(region, tensor) is None)
+        valid = self._valid(region, view, caller)
+        if view.sparse:
+            return self._pack_dense(region, view, valid)
+        handle = Handle(self._entries.find(view, region, valid), view.recipe())
+        return self._wait_for_reader(handle, key, view, region, valid)
 
-    def _pack_dense(
-        self,
-        region: Region,
-        key: int,
-        tensor: torch.Tensor,
-        recipe: ViewRecipe,
-        home: HomeName,
-        valid: Valid | None,
-    ) -> Handle:
+    def _pack_dense(self, region: Region, view: SavedView, valid: Valid | None) -> Handle:
         """A handle of a thin slice, whose elements are copied: no other saved tensor has the same bytes."""
         before, self.marks.paused = self.marks.paused, True
-        tensor = tensor.detach().contiguous()
+        elements = view.tensor.detach().contiguous()
         self.marks.paused = before
+        dense = SavedView.of(elements, elements.untyped_storage()._cdata)
+        recipe = view.recipe()
         recipe.byte_offset = 0
         if valid is not None:
-            valid = None if valid.dim else valid._replace(first=0, last=tensor.nbytes)
-        own = tensor.untyped_storage()._cdata
-        handle = DenseHandle(self._entries.find(own, tensor, region, home, valid), recipe)
-        return self._wait_for_reader(handle, key, own, tensor, region, home, valid)
+            valid = None if valid.dim else valid._replace(first=0, last=elements.nbytes)
+        handle = DenseHandle(self._entries.find(dense, region, valid), recipe)
+        return self._wait_for_reader(handle, view.key, dense, region, valid)
 
     def _wait_for_reader(
-        self,
-        handle: Handle,
-        saved: int,
-        key: int,
-        tensor: torch.Tensor,
-        region: Region,
-        home: HomeName,
-        valid: Valid | None,
+        self, handle: Handle, key: int, view: SavedView, region: Region, valid: Valid | None
     ) -> Handle:
-        """Where rows were cut because of a mark, see next what reads them: the storage `saved`."""
+        """Where a mark cut rows off, the operation that takes in storage `key` next must read row by row."""
         handle.entry.handles += 1
         handle.entry.waiting += 1
         if valid is not None and not valid.sure:
             handle.inferred = True
-            kept = tensor.detach()
+            view.tensor = view.tensor.detach()
             self.marks.wait(
-                saved,
-                region.name,
-                handle.recipe.size,
-                lambda: self._save_whole(handle, key, kept, region, home),
+                key, region.name, handle.recipe.size, lambda: self._save_whole(handle, view, region)
             )
         return handle
 
@@ -196,21 +170,18 @@ class SavedTensorHooks:
         found = self.marks.find(tensor) if region.rows is None and self.marks.any else None
         return region.rows if found is None else found[0].rows
 
-    def _valid(
-        self, region: Region, key: int, tensor: torch.Tensor, caller: FrameType | None
-    ) -> Valid | None:
+    def _valid(self, region: Region, view: SavedView, caller: FrameType | None) -> Valid | None:
         """The tensor's valid rows, where somebody said that it has any, and only these are read."""
         if region.exact:
-            found = row_range(tensor, region.capacity)
+            found = row_range(view.tensor, region.capacity)
             assert region.rows is not None
             return None if found is None else Valid(region.rows, region.capacity, *found, sure=True)
         if not self.marks.any:
             return None
-        return self.marks.saved(tensor, key, self.weights | region.weights, caller, region.name)
+        weights = self.weights | region.weights
+        return self.marks.saved(view.tensor, view.key, weights, caller, region.name)
 
-    def _save_whole(
-        self, handle: Handle, key: int, tensor: torch.Tensor, region: Region, home: HomeName
-    ) -> None:
+    def _save_whole(self, handle: Handle, view: SavedView, region: Region) -> None:
         """What saved the tensor is not known to work row by row."""
         entry = handle.entry
         handle.inferred = False
@@ -220,20 +191,19 @@ class SavedTensorHooks:
             entry.take_all()
             return
         handle.let_go()
-        handle.entry = entry = self._entries.find(key, tensor, region, home, None)
+        handle.entry = entry = self._entries.find(view, region, None)
         entry.handles += 1
         if not handle.asked:
             entry.waiting += 1
 
-    def _worth_moving(self, tensor: torch.Tensor, rule: Rule) -> bool:
+    def _worth_moving(self, view: SavedView, rule: Rule | None) -> bool:
+        tensor = view.tensor
         if self.device is None:
             self.device = tensor.device
-        least = rule.least_bytes
-        if tensor.nbytes < least or tensor.device != self.device:
+        if rule is None or tensor.device != self.device:
             return False
         # An expanded view is as small as what it repeats.
-        first, last = byte_range(tensor)
-        return last - first >= least
+        return min(tensor.nbytes, view.last - view.first) >= rule.least_bytes
 
     # --- regions ---
 

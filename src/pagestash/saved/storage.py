@@ -134,10 +134,29 @@ def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     return first, first + span * tensor.element_size()
 
 
-def is_sparse(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a thin slice of what it spans, and no expanded view."""
-    first, last = byte_range(tensor)
-    return last - first > SPARSE * tensor.nbytes
+@dataclass(slots=True, eq=False)
+class SavedView:
+    """A tensor that is being saved: bytes `first` to `last` of storage `key`, as they are at `version`."""
+
+    tensor: torch.Tensor
+    key: int
+    version: int
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, key: int) -> "SavedView":
+        return cls(tensor, key, tensor._version, *byte_range(tensor))
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the tensor is a thin slice of what it spans, and no expanded view."""
+        return self.last - self.first > SPARSE * self.tensor.nbytes
+
+    def recipe(self) -> ViewRecipe:
+        tensor = self.tensor
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        return ViewRecipe(tensor.dtype, tensor.shape, tensor.stride(), offset)
 
 
 def row_range(tensor: torch.Tensor, capacity: int) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Paged stashing for `lax.scan` models in JAX; imports nothing of torch.
+"""Paged stashing for `lax.scan` models in JAX; does not import torch.
 
 from pagestash.jax import Rows, StashPolicy, stash_scan
 """

@@ -2,8 +2,9 @@
 
     python -m pagestash.jax.demo [--steps 20] [--factor 1.5] [--nnx]
 
-Both start from the same weights and see the same batches. Their losses have to agree up to rounding: they are
-two programs, and XLA chooses the order of sums in each. The difference is in the memory the compiler set aside.
+Both start from the same weights and get the same batches. Their losses must agree up to rounding: XLA chooses
+the order of summation in each of the two programs. They differ in the temporary memory that the compiler
+allocates.
 """
 
 import argparse
@@ -41,9 +42,9 @@ CONFIG = DecoderConfig(
 )
 NAMES = (*STASHED, X_SORTED)
 MIB = 2**20
-# A chain of 12 layers adds up some 5,000 float32 terms: 5,000 · 2^-23. Wrong rows show in the second digit.
+# 12 layers in a row sum some 5,000 float32 terms: 5,000 · 2^-23. Wrong rows would change the second digit.
 ROUNDING = 6e-4
-# Compiling is most of a minute otherwise; the same for both, and memory is planned before LLVM begins.
+# Otherwise compiling takes most of a minute. Both get the same; XLA assigns memory before LLVM runs.
 QUICK_COMPILATION = {"xla_backend_optimization_level": 1}
 
 
@@ -125,7 +126,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _four_devices() -> bool:
-    """Ask for four CPU devices; only possible before jax has looked for any."""
+    """Request four CPU devices; possible only before jax has initialised its devices."""
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", DEVICES)
@@ -170,7 +171,7 @@ def _step(loss: Loss, scan: Scan, rate: float = 0.02, momentum: float = 0.9) -> 
 
 
 def _batches(count: int) -> Iterator[jax.Array]:
-    """Sequences that walk through the vocabulary in strides; two tokens give the stride away."""
+    """Sequences that step through the vocabulary by a stride, which two tokens reveal."""
     for index in range(count):
         key = jax.random.fold_in(jax.random.key(1), index)
         start = jax.random.randint(key, (BATCH, 1), 0, CONFIG.vocabulary)

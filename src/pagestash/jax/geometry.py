@@ -1,10 +1,11 @@
 """How tensors of several widths and dtypes share one buffer of words.
 
-Legend: N row capacity of a tagged tensor, W words in one of its rows.
+Legend: N row capacity of a tagged tensor, W words in one of its rows, U units of the buffer, w words in a unit.
 
-The buffer is a matrix of *units*: a unit is `granule` rows of the greatest width that divides every W, so any
-stretch of whole granules of any tensor is a whole number of units, and a layer's tensors lie one behind the
-other without gaps. Offsets count units, not words: a 52 GB buffer has more words than an int32 can count.
+    w = granule × gcd of all W
+
+So `granule` consecutive rows of any tensor are a whole number of units, and a layer's tensors lie one behind
+the other without gaps. Offsets count units, not words: a 52 GB buffer has more words than an int32 can count.
 """
 
 import math
@@ -16,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Units this large keep every copy aligned; smaller ones buy nothing but a finer rounding of counts.
+# Units of this size keep every copy aligned; smaller ones would only round counts more finely.
 ALIGNED_BYTES = 512
-# A page is one trip of a loop. On a GPU a trip is several launches and a look at the loop's condition
-# (H200, 8 layers: 64-row pages 188 ms a step, 8,192-row pages 97 ms, no stash 97 ms); on a CPU it is free.
+# A page is one iteration of a loop. On a GPU an iteration costs several launches and a test of the loop's condition
+# (H200, 8 layers: 64-row pages 188 ms a step, 8,192-row pages 97 ms, no stash 97 ms); on a CPU it costs nothing.
 PAGE_ROWS = {"cpu": 256, "gpu": 8192, "tpu": 2048}
-# A page is never so long that the rounding of one layer's last page is most of what the layer stores.
+# The row capacity has at least this many pages, so that the padding of a layer's last page stays small.
 PAGES_A_LAYER = 8
 
 
@@ -40,7 +41,7 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """The tags of one group of layers: N, the page, and each tag's units in a granule of rows."""
+    """The tags of one group of layers: row capacity, page, and each tag's units per granule of rows."""
 
     tags: tuple[Tag, ...]
     layers: int
@@ -63,7 +64,7 @@ class Geometry:
     unit_words: int
     buffer_units: int
     rows: int
-    """Rows the buffer was sized for, over all layers that stash."""
+    """Rows that the buffer was sized for, over all layers that stash."""
 
     @property
     def nbytes(self) -> int:
@@ -74,14 +75,14 @@ class Geometry:
         return self.buffer_units, self.unit_words
 
     def never_fits(self, group: GroupGeometry) -> bool:
-        """Whether not even one page of each tag finds room, so that no code for it is needed."""
+        """Whether the buffer is too small for one page of each tag, so that no code to stash them is needed."""
         page = group.page // group.granule
         smallest = (sum(group.units[:k]) + page * unit for k, unit in enumerate(group.units))
         return self.buffer_units < max(smallest, default=0)
 
     @property
     def always_fits(self) -> bool:
-        """Whether the worst case of every layer has room, so that no fallback is needed."""
+        """Whether the worst case of every layer fits, so that no recomputation is needed."""
         worst = sum(g.layers * (g.capacity // g.granule) * sum(g.units) for g in self.groups)
         return self.buffer_units >= worst
 
@@ -122,7 +123,7 @@ def lay_out(
 
 
 def _common_word(dtypes: list[Any]) -> Any:
-    """The buffer's dtype: the tensors' own where they agree (no bit cast), else the narrowest one's bits."""
+    """The tensors' dtype if they agree (no bit cast), else unsigned integers as wide as the narrowest."""
     distinct = {np.dtype(d) for d in dtypes}
     if not distinct:
         return jnp.uint8.dtype
@@ -157,7 +158,7 @@ def _granule(page: int, unit_row_bytes: int) -> int:
 
 
 def to_words(tensor: jax.Array, word: Any) -> jax.Array:
-    """`tensor` as (rows, words a row), its bits unchanged."""
+    """`tensor` as [rows, words per row], its bits unchanged."""
     rows = tensor.shape[0]
     flat = tensor.reshape(rows, -1)
     if flat.dtype == word:
@@ -168,7 +169,7 @@ def to_words(tensor: jax.Array, word: Any) -> jax.Array:
 
 
 def from_words(words: jax.Array, tag: Tag) -> jax.Array:
-    """The inverse of `to_words` for (rows, words a row); rows may be fewer than the tag's."""
+    """The inverse of `to_words`, from [rows, words per row]; rows may be fewer than the tag's."""
     rows = words.shape[0]
     shape = (rows, *tag.shape[1:])
     target = np.dtype(jnp.uint8) if tag.dtype == jnp.bool_ else np.dtype(tag.dtype)

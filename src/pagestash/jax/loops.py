@@ -1,8 +1,7 @@
-"""The forward and the backward loop over layers, and the `custom_vjp` that ties them.
+"""The forward and the backward loop over layers, and the `custom_vjp` around them.
 
-Forward carries the buffer through the loop and pushes each layer's tagged tensors; backward runs in reverse,
-takes them back and calls the layer's own VJP. In between the shards agree, once, on which layers found no
-room.
+Forward carries the buffer through the loop and pushes each layer's tagged tensors. Backward runs in reverse,
+pops them and calls the layer's VJP. Between the two, the shards agree once on which layers found no room.
 """
 
 from collections.abc import Callable
@@ -28,7 +27,7 @@ class Inputs(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What one group leaves for backward; every leaf has a leading layer axis."""
+    """What one group of layers saves for backward; every leaf has a leading layer axis."""
 
     carry: Leaves
     kept: Leaves
@@ -36,7 +35,7 @@ class Saved(NamedTuple):
 
 
 class Loops:
-    """The forward and backward loops of one `stash_scan`, and the `custom_vjp` that ties them."""
+    """The forward and backward loops of one `stash_scan`, and the `custom_vjp` around them."""
 
     def __init__(
         self, programs: list[LayerProgram], geometry: Geometry, policy: StashPolicy, shards: Shards
@@ -48,7 +47,7 @@ class Loops:
         self.space = HOST if policy.memory == "pinned_host" else None
 
     def __call__(self, inputs: Inputs) -> tuple[Leaves, list[Leaves], StashReport]:
-        """Split off what is not differentiated, since a `custom_vjp` has to answer for every argument."""
+        """Run under a `custom_vjp`; arguments that are not differentiated are passed apart."""
         differentiable, fixed = self._split(inputs)
         hoisted = [program.hoisted for program in self.programs]
 
@@ -62,7 +61,7 @@ class Loops:
             return outputs, (inputs.params, inputs.shared, hoisted, saved)
 
         def backward(residuals: Any, cotangents: Any) -> tuple[Any, None, None]:
-            carry, auxes, _ = cotangents  # the report's are of no type that could be differentiated
+            carry, auxes, _ = cotangents  # the report has no floats, so its cotangents mean nothing
             return self.backward(residuals, first_order_only((carry, auxes))), None, None
 
         run.defvjp(forward, backward)
@@ -71,7 +70,7 @@ class Loops:
     # -- forward
 
     def forward(self, inputs: Inputs, hoisted: list[Leaves], *, store: bool) -> tuple[Any, Any]:
-        """Run all groups; with `store`, also leave what backward needs."""
+        """Run all groups; with `store`, also save what backward needs."""
         scalar = jnp.zeros(self.shards.scalar_shape, jnp.int32)
         like = self._varies_like()
         pointer, wanted, used = (vary_as(scalar, *like) for _ in range(3))
@@ -129,7 +128,7 @@ class Loops:
     def _agree(
         self, misses: list[jax.Array], wanted: jax.Array, used: jax.Array
     ) -> tuple[StashReport, list[jax.Array]]:
-        """One reduction over the mesh: which layers somebody missed, and the hottest shard's rows."""
+        """One reduction over the mesh: which layers had no room on some shard, and the hottest shard's rows."""
         by_layer = [jnp.moveaxis(missed, 0, -1) for missed in misses]
         everything = jnp.concatenate([*by_layer, wanted[..., None], used[..., None]], axis=-1)
         agreed = self.shards.largest(everything)
@@ -150,7 +149,7 @@ class Loops:
     # -- backward
 
     def backward(self, residuals: Any, cotangents: Any) -> Any:
-        """Run all groups in reverse; returns cotangents of the differentiated inputs."""
+        """Run all groups in reverse; the cotangents of the differentiated inputs."""
         all_params, shared, all_hoisted, (saves, buffer, flags) = residuals
         carry_cotangent, aux_cotangents = cotangents
         overflowed = sum((jnp.sum(flag) for flag in flags), jnp.int32(0)) > 0
@@ -161,7 +160,7 @@ class Loops:
         first = self.programs[0].carry
         g_carry = first.take(carry_cotangent)[0]
         if poison is not None:
-            g_carry = poisoned(poison, g_carry)  # at the start too: under `error`, nothing may run before it
+            g_carry = poisoned(poison, g_carry)  # also at the start: under `error`, nothing may run before it
         shared_diff = split.take(shared)[0]
         g_shared = [vary_as(jnp.zeros_like(leaf), leaf) for leaf in shared_diff]
         g_params: list[Leaves] = []
@@ -199,7 +198,7 @@ class Loops:
             g_carry, g_shared = state
             params, saved, g_aux, missed = scanned
             kept_carry = iter(saved.carry)
-            # A carry leaf that no operation reads is not saved; nothing asks for its value.
+            # A carry leaf that no operation reads is not saved; its value is not needed.
             carry = [
                 next(kept_carry) if used else _zeros(aval)
                 for used, aval in zip(program.carry_used, self._carry_avals(program))
@@ -212,9 +211,9 @@ class Loops:
             def from_buffer() -> Any:
                 return backward_with(self._take_back(program, group, saved.placement, buffer))
 
-            def computed_again() -> Any:
-                # In a branch of its own, or XLA would share what the two passes have in common and hold it all
-                # the while (16 layers on a CPU: 31 MiB, not 25). Barriers do not help there: it drops them.
+            def recomputed() -> Any:
+                # In a separate branch, or XLA would share what the two passes have in common and hold it all the
+                # while (16 layers on a CPU: 31 MiB instead of 25). Barriers do not help: XLA drops them here.
                 stashed = lax.cond(
                     missed != 0,
                     lambda: program.run(params, carry, shared, hoisted)[2],
@@ -222,11 +221,10 @@ class Loops:
                 )
                 return backward_with(stashed)
 
-            # A branch holds the layer's whole backward, not only the tensors' way back: what leaves a branch
-            # is first written at full size (H200, 16 layers: 4.0 ms of a step of 152), what stays inside is
-            # read where it lies.
+            # A branch contains the layer's whole backward, not only `pop`: what leaves a branch is first written at
+            # full size (H200, 16 layers: 4.0 ms of a step of 152), what stays inside is read in place.
             if self._may_recompute(group):
-                g_params, g_carry, more = lax.cond(missed == 0, from_buffer, computed_again)
+                g_params, g_carry, more = lax.cond(missed == 0, from_buffer, recomputed)
             else:
                 g_params, g_carry, more = from_buffer()
             if poison is not None:
@@ -253,7 +251,7 @@ class Loops:
             lambda at, arrays: pop(self.geometry, group, arrays[0], at, self.space), placement, (buffer,)
         )
 
-    # -- odds and ends
+    # -- helpers
 
     def _split(self, inputs: Inputs) -> tuple[Any, Any]:
         params = [program.params.take(leaves) for program, leaves in zip(self.programs, inputs.params)]
@@ -284,8 +282,8 @@ class Loops:
             for tag, aval in zip(program.tags, program.stashed_avals):
                 if varying_axes(aval) != everywhere:
                     raise ValueError(
-                        f"tag {tag.name!r} varies over the mesh axes {sorted(varying_axes(aval))}, and what "
-                        f"else goes into the buffer over {sorted(everywhere)}; mark it with jax.lax.pcast, "
+                        f"tag {tag.name!r} varies over the mesh axes {sorted(varying_axes(aval))}, but other "
+                        f"values in the buffer vary over {sorted(everywhere)}; mark it with jax.lax.pcast, "
                         "or use shard_map(check_vma=False)"
                     )
         return like
@@ -295,12 +293,12 @@ class Loops:
             return value.reshape(self.shards.scalar_shape)
         if self.shards.count == 1:
             raise ValueError(
-                f"a layer reports its rows as an array of shape {value.shape}, one entry a shard, but "
-                "stash_scan was given no mesh; pass mesh=… (and axes=…), or report one scalar"
+                f"a layer returns Rows of shape {value.shape}, one entry per shard, but stash_scan was given no "
+                "mesh; pass mesh=… (and axes=…), or return scalars"
             )
         raise ValueError(
-            f"a layer reports its rows as an array of shape {value.shape}, but its tags are split over "
-            f"{self.shards.count} shards; report one entry a shard, split over the same axes"
+            f"a layer returns Rows of shape {value.shape}, but its tags are split over {self.shards.count} shards; "
+            "return one entry per shard, split over the same axes"
         )
 
 

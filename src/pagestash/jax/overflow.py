@@ -1,4 +1,4 @@
-"""What a layer without room shows to the outside, where the policy is not to compute it again."""
+"""What happens to a layer that found no room, under the policies `poison` and `error`."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from .shards import Shards
 
 
 class StashOverflow(RuntimeError):
-    """A layer's rows found no room, under `on_overflow="error"`; jax wraps it in its runtime error."""
+    """The buffer was too small, under `on_overflow="error"`; jax wraps this in its runtime error."""
 
 
 def poisoned(overflowed: jax.Array, leaves: list[Any]) -> list[Any]:
-    """The leaves, with every number NaN if anything overflowed."""
+    """The leaves, with all floats NaN if anything overflowed."""
     return [
         jnp.where(overflowed, jnp.full((), jnp.nan, leaf.dtype), leaf)
         if jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -24,10 +24,10 @@ def poisoned(overflowed: jax.Array, leaves: list[Any]) -> list[Any]:
 
 
 def raised_on(report: StashReport, shards: Shards) -> jax.Array:
-    """`report.overflowed`, by way of a callback that raises `StashOverflow` where it is true.
+    """`report.overflowed`, passed through a callback that raises `StashOverflow` if it is true.
 
-    The callback runs on every device, and what comes after has to use its answer: if one device raised while
-    the others went on, these would wait for it in their next collective.
+    The callback runs on every device, and later operations must use its result: if one device raised while the
+    others continued, these would wait for it in their next collective.
     """
     message = (
         "stash overflow: {wanted} rows wanted and {capacity} in the buffer; raise capacity_factor, "

@@ -1,7 +1,7 @@
-"""What to stash, how much room it gets and what happens when the room runs out.
+"""What to stash, how large the buffer is, and what happens when it is full.
 
-A `StashPolicy` is the user's side of `stash_scan`; `Rows` is the layer's side (which rows of its tensors mean
-something); `StashReport` is what comes back for metrics.
+The user passes a `StashPolicy` to `stash_scan`, a layer returns `Rows` (which rows of its tensors are valid), and
+`stash_scan` returns a `StashReport` for metrics.
 """
 
 from dataclasses import dataclass, replace
@@ -20,9 +20,9 @@ Memory = Literal["device", "pinned_host"]
 class Rows:
     """The valid rows of a layer's tagged tensors: `count` rows from row `start` on.
 
-    A layer returns it in its second output. Both are integers, as a rule known only on the device: scalars of
-    any integer type, or one entry a shard where the layer itself runs a `shard_map` and `stash_scan` is given
-    the mesh. A window that reaches past the tensor means the rows that exist.
+    A layer returns it in its second output. Both are integers, usually known only on the device: scalars of any
+    integer type, or arrays with one entry per shard if the layer runs its own `shard_map` and `stash_scan` is given
+    the mesh. A range that reaches past the tensor means the rows that exist.
     """
 
     start: ArrayLike
@@ -37,17 +37,17 @@ class Rows:
 class StashReport(NamedTuple):
     """How full the buffer was: integers on the device, the same on every shard.
 
-    Rows are counted on the shard that asked for the most, which is the one the buffer has to be sized for.
+    Rows are counted on the hottest shard, for which the buffer must be sized.
     """
 
     rows_wanted: jax.Array
-    """Rows that all layers together asked to stash, on the hottest shard."""
+    """Rows that all layers together wanted to stash, on the hottest shard."""
     rows_used: jax.Array
-    """Rows that found room, on the shard where most did."""
+    """Rows that were stashed, on the shard that stashed the most."""
     rows_capacity: jax.Array
-    """Rows the buffer holds a shard: `capacity_factor` × expected rows × layers that stash."""
+    """Rows that the buffer of one shard holds: `capacity_factor` × expected rows × layers that stash."""
     layers_recomputed: jax.Array
-    """Layers whose tensors backward computes again, because some shard had no room (`recompute` only)."""
+    """Layers that backward recomputes, because some shard had no room (`recompute` only)."""
     overflowed: jax.Array
     """Whether any layer on any shard found no room."""
 
@@ -66,19 +66,19 @@ class StashPolicy:
     capacity_factor: float = 1.25
     """The buffer's size as a multiple of the expected rows of all layers."""
     expected_rows: int | None = None
-    """Valid rows a layer and shard; `None` takes the worst case, so that a factor of 1.0 always fits."""
+    """Valid rows per layer and shard; `None`: the worst case, so that a factor of 1.0 always fits."""
     page_rows: int | Literal["auto"] = "auto"
-    """Rows moved in one trip of the copy loop; has to divide the row capacity."""
+    """Rows copied per iteration of the copy loop; must divide the row capacity."""
     on_overflow: OnOverflow = "recompute"
     """`recompute`: right gradients at any capacity. `poison`: NaN. `error`: NaN, and an exception."""
     memory: Memory = "device"
-    """Where the buffer lives."""
+    """Where the buffer is allocated."""
     keep: tuple[str, ...] = ()
-    """Tags saved whole, a copy a layer, as `save_only_these_names` would; what has no tag is recomputed."""
+    """Tags saved whole, one copy per layer, as by `save_only_these_names`; values without a tag are recomputed."""
     row_capacity: int | None = None
-    """Rows of a tagged tensor on one shard, to be checked; `None` takes the size the tags agree on."""
+    """Rows that a tagged tensor must have on one shard; `None`: the size that the tags agree on."""
     fill: float = 0.0
-    """What fresh pages hold. NaN in a test proves that nothing reads a row that nobody wrote."""
+    """Initial contents of the buffer. NaN in a test exposes any read of a row that was never written."""
 
     def __post_init__(self) -> None:
         if isinstance(self.names, str) or isinstance(self.keep, str):

@@ -1,10 +1,10 @@
-"""A layer, traced once: its forward with the values backward needs, and its backward as a function of them.
+"""A layer, traced once: its forward with the values that backward needs, and its backward as a function of them.
 
 `jax.vjp` returns a pytree whose leaves are the saved values. Under `jax.checkpoint` with a policy of names
-those leaves are the layer's inputs and the tagged tensors, nothing else. So the whole of what a layer saves
-can be listed before anything runs, and each value sent to its own home:
+these leaves are the layer's inputs and the tagged tensors, nothing else. So everything that a layer saves is
+known before anything runs, and each kind of value has its home:
 
-    input      already there: parameters are not copied, the carry is kept once a layer
+    input      exists already: parameters are not copied, the carry is saved once per layer
     tagged     valid rows only, in the shared buffer
     computed   whole, stacked by the scan (the policy's `keep` tags)
 """
@@ -48,7 +48,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class LayerProgram:
-    """One group of layers: how to run one of them forward, what it saves, how to run it backward."""
+    """One group of layers: forward and backward of one layer, and what it saves."""
 
     layers: int
     params: Split
@@ -59,7 +59,7 @@ class LayerProgram:
     rows_at: tuple[int, int] | None
     """Positions of start and count among the leaves of aux."""
     hoisted: Leaves
-    """Integers and keys of the surrounding trace that the layer closes over."""
+    """Traced integers and keys that the layer closes over."""
     forward: core.ClosedJaxpr
     """(params, carry, shared, hoisted) → carry, aux, saved values."""
     origins: tuple[Origin, ...]
@@ -77,7 +77,7 @@ class LayerProgram:
     ) -> tuple[Leaves, Leaves, Leaves, Leaves]:
         """Carry, aux, stashed tensors and kept tensors of one layer."""
         flat = core.jaxpr_as_fun(self.forward)(*params, *carry, *shared, *hoisted)
-        # An output that is a constant comes as a Python number.
+        # A constant output is a Python number.
         flat = [
             value if isinstance(value, jax.Array) else jnp.asarray(value, aval.dtype)
             for value, aval in zip(flat, self.forward.out_avals)
@@ -110,7 +110,7 @@ class LayerProgram:
     ) -> tuple[Leaves, Leaves, Leaves]:
         """Cotangents of the differentiated params, carry and shared leaves."""
         saved: Leaves = [None] * len(self.origins)
-        # A value saved twice is stored once, so positions are looked up by the origin's first place.
+        # A value that is saved twice is stored once, under its first position.
         for position, value in zip((*self.stashed, *self.kept), (*stashed, *kept)):
             saved[position] = value
         for position, origin in enumerate(self.origins):
@@ -156,7 +156,7 @@ def trace_layer(
         with_shared = given if shared is None else (*given, jax.tree.unflatten(shared_tree, rest))
         result = layer(*with_shared)
         if not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(f"a layer returns (carry, aux); {called(layer)} returned {type(result).__name__}")
+            raise TypeError(f"{called(layer)} returned {type(result).__name__}: expected a pair (carry, aux)")
         new_carry, aux = result
         out_leaves = matching_carry(layer, carry, new_carry)
         seen["rows_at"] = find_rows(layer, aux)
@@ -191,7 +191,7 @@ def trace_layer(
             return (carry_diff, aux_diff), (carry_rest, aux_rest)
 
         names = jax.checkpoint_policies.save_only_these_names(*policy.names, *policy.keep)
-        # Forward and backward are two loops, so nothing of one can be merged into the other.
+        # Forward and backward are two loops, so XLA cannot merge operations of one into the other.
         checkpointed = jax.checkpoint(differentiated, policy=names, prevent_cse=False)
         (carry_diff, aux_diff), vjp, (carry_rest, aux_rest) = jax.vjp(
             checkpointed, p_diff, c_diff, s_diff, has_aux=True
@@ -212,7 +212,7 @@ def trace_layer(
     tags = checked_tags(layer, [(origins[i], outvars[i].aval) for i in stashed], policy, shards)
     if tags and seen["rows_at"] is None:
         raise ValueError(
-            f"{called(layer)} tags {', '.join(sorted({t.name for t in tags}))} for the stash but reports no "
+            f"{called(layer)} tags {', '.join(sorted({t.name for t in tags}))} for the stash but returns no "
             "valid rows; return (carry, Rows(start, count)), or put a pagestash.jax.Rows anywhere in aux"
         )
     used = used_inputs(traced.jaxpr)
@@ -247,7 +247,7 @@ def _distinct(
 
 
 def _is_key(leaf: Any) -> bool:
-    # A key has no zero to stand in for it, so it is always saved; it is a few bytes.
+    # A key has no zero that could replace it, so it is always saved; it is a few bytes.
     return jnp.issubdtype(jax.typeof(leaf).dtype, jax.dtypes.extended)
 
 

@@ -1,8 +1,8 @@
-"""`stash_scan`: `lax.scan` over layers, whose saved tensors share one buffer of valid rows.
+"""`stash_scan`: `lax.scan` over layers whose saved tensors share one buffer of valid rows.
 
-One `custom_vjp` stands around the whole scan. The layer is traced once (`program`), the buffer is sized
-(`geometry`), and two loops do the rest (`loops`): a layer that found no room is computed again, if the policy
-says so, after all shards have agreed on which, since a layer's collectives must be entered by all or by none.
+The layer is traced once (`program`), the buffer is sized (`geometry`), and two loops under one `custom_vjp` run
+forward and backward (`loops`). If the policy says so, layers that found no room are recomputed. All shards
+first agree on which layers, because all of them or none must enter a layer's collectives.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,28 +32,28 @@ def stash_scan(
     mesh: Any = None,
     axes: str | Sequence[str] | None = None,
 ) -> tuple[Any, Any, StashReport]:
-    """Scan `layer` over stacked `params`, keeping the tensors the policy names in one paged buffer.
+    """Scan `layer` over stacked `params`, saving the tensors that the policy names in one paged buffer.
 
-    layer: `layer(params_l, x) -> (x, aux)`, or `layer(params_l, x, shared)` where `shared` is given. `aux` is
-        the pair `(start, count)` of valid rows, or any pytree with a `Rows` in it. A list of layers, with a
-        list of params, is scanned in turn with one buffer (dense layers first, say, then mixture layers).
+    layer: `layer(params_l, x) -> (x, aux)`, or `layer(params_l, x, shared)` if `shared` is given. `aux` is the
+        pair `(start, count)` of valid rows, or any pytree that contains one `Rows`. Lists of layers and params are
+        scanned one after the other with one buffer (dense layers first, then MoE layers, for example).
     x: the carry, any pytree; integers and random keys pass through.
     params: leaves stacked along a leading layer axis.
-    shared: what every layer reads (a rotary table, tied weights); its gradient is summed over layers.
-    mesh, axes: for a layer that runs its own `shard_map`: the mesh, and the axes its rows are split over (all
-        by default). Inside a `shard_map`, or on one device, leave both out.
+    shared: values that every layer reads (a rotary table, tied weights); their gradients are summed over layers.
+    mesh, axes: for a layer that runs its own `shard_map`: the mesh, and the axes that its rows are split over
+        (default: all). Inside a `shard_map`, or on one device, omit both.
 
     Returns the last carry, the stacked `aux` (a list of them for a list of layers), and a `StashReport`.
     Gradients are those of `lax.scan(jax.checkpoint(layer, policy=save_only_these_names(*names)), x, params)`:
-    backward gets the bytes that forward gave. The last digits can differ, because it is another program, and
-    XLA chooses the order of sums in each. First derivatives only; a second one is refused.
+    backward gets exactly the bytes that forward saved. The last digits can differ, because XLA chooses the order of
+    summation in each program. Only first derivatives are supported; a second one raises an error.
     """
     several = not callable(layer)
     layers: list[Layer] = list(layer) if several else [layer]  # type: ignore[arg-type, list-item]
     stacks = list(params) if several else [params]
     if len(layers) != len(stacks) or not layers:
         raise ValueError(
-            f"{len(layers)} layer functions but {len(stacks)} stacks of params; give one for each"
+            f"{len(layers)} layer functions but {len(stacks)} stacks of params; pass one stack for each function"
         )
 
     shards = choose(mesh, axes)
@@ -90,13 +90,13 @@ def _layer_count(stack: Any) -> int:
     lengths = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
     if len(lengths) != 1 or None in lengths or 0 in lengths:
         raise ValueError(
-            f"params have leading sizes {sorted(map(str, lengths))}; every leaf is stacked along one layer "
-            "axis of at least 1, so that layer l reads leaf[l]"
+            f"params have leading sizes {sorted(map(str, lengths))}: expected the same layer axis, of at least 1, "
+            "in every leaf, so that layer l reads leaf[l]"
         )
     return leaves[0].shape[0]
 
 
 def _strong(leaf: Any) -> jax.Array:
-    """An array without a weak type, as `lax.scan` makes of its carry."""
+    """`leaf` as an array without a weak type, as `lax.scan` converts its carry."""
     leaf = jnp.asarray(leaf)
     return lax.convert_element_type(leaf, leaf.dtype)

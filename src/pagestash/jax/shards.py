@@ -1,9 +1,9 @@
-"""Where the row axis is split over devices: two layouts, one interface.
+"""How the row axis is split over devices: two layouts, one interface.
 
-* `stash_scan` runs **inside** a `shard_map` (or on one device): every array is the shard's own, and the
-  shards have to agree on what to recompute by a collective over the surrounding mesh axes.
-* the **layer** runs a `shard_map` of its own, as MaxText's do: `stash_scan` sees global arrays of
-  `shards × rows` rows. The buffer is then split over the same axes, and each shard keeps its own pointer.
+* `stash_scan` runs **inside** a `shard_map`, or on one device (`Local`): every array is one shard's, and the shards
+  agree on what to recompute by a collective over the surrounding mesh axes.
+* The **layer** runs its own `shard_map`, as in MaxText (`OverMesh`): `stash_scan` sees global arrays of `shards
+  × rows` rows. The buffer is split over the same axes, and each shard has its own write position.
 """
 
 import math
@@ -23,10 +23,10 @@ HOST = jax.memory.Space.Host
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """Arrays are already one shard's."""
+    """Arrays are those of one shard."""
 
     axes: tuple[str, ...] | None = None
-    """Mesh axes to agree over; `None`: all that the surrounding `shard_map` splits over."""
+    """Mesh axes to agree over; `None`: all axes of the surrounding `shard_map`."""
     count: int = 1
 
     @property
@@ -43,7 +43,7 @@ class Local:
         return each_shard(scalars, arrays)
 
     def everywhere(self, function: Callable[..., Any], *whole: jax.Array) -> Any:
-        """Call a function of values that are the same on all shards, on each of them."""
+        """Call `function` on every shard, with values that are the same on all of them."""
         return function(*whole)
 
     def largest(self, values: jax.Array) -> jax.Array:
@@ -101,7 +101,7 @@ Shards = Local | OverMesh
 
 
 def choose(mesh: Any, axes: str | Sequence[str] | None) -> Shards:
-    """`OverMesh` where a mesh is given, else `Local`."""
+    """`OverMesh` if a mesh is given, else `Local`."""
     names = (axes,) if isinstance(axes, str) else None if axes is None else tuple(axes)
     if mesh is None:
         return Local(names)
@@ -112,21 +112,21 @@ def choose(mesh: Any, axes: str | Sequence[str] | None) -> Shards:
 
 
 def vary_as(value: jax.Array, *others: Any) -> jax.Array:
-    """`value`, marked as varying over every mesh axis that one of `others` varies over."""
+    """`value`, marked as varying over every mesh axis that any of `others` varies over."""
     axes = frozenset().union(*map(varying_axes, others)) - varying_axes(value)
     return lax.pcast(value, tuple(sorted(axes)), to="varying") if axes else value
 
 
 def varying_axes(value: Any) -> frozenset[str]:
-    """Mesh axes a value, or abstract value, is known to vary over; none under `check_vma=False`."""
+    """Mesh axes that a value or abstract value is known to vary over; none under `check_vma=False`."""
     abstract = getattr(value, "aval", value)
-    # The attribute has had two names; without either, jax itself complains where a mark is missing.
+    # The attribute has had two names in jax; without either, jax reports a missing mark itself.
     kind = getattr(abstract, "manual_axis_type", None)
     return frozenset(getattr(abstract, "vma", ()) if kind is None else kind.varying)
 
 
 def _filled(geometry: Geometry, fill: float, space: Any) -> jax.Array:
-    # A buffer of raw bits takes the fill as the pattern of all ones, which is NaN in every float.
+    # In a buffer of raw bits a nonzero fill is all ones, which is NaN in every float dtype.
     word = jnp.dtype(geometry.word)
     value = fill if jnp.issubdtype(word, jnp.inexact) else (0 if fill == 0 else jnp.iinfo(word).max)
     buffer = jnp.full(geometry.shape, value, word)

@@ -1,9 +1,10 @@
-"""How many rows a ring-of-experts shard meets, and what storing them costs.
+"""How many rows a ring-of-experts shard computes, and what storing them costs.
 
-    expected      every expert equally loaded: B·S·K rows a shard
-    worst case    every token's choices on one shard: EP·B·S·min(K, E/EP) rows
+    expected      every expert equally loaded: B·S·K rows per shard
+    worst case    every token's experts on one shard: EP·B·S·min(K, E/EP) rows
 
-The quotient of the two is what a stash can save; `plan()` prints it.
+B batch per shard, S sequence, K top-k, E experts, EP shards. A stash saves up to the ratio of the two; `plan()`
+prints the bytes.
 """
 
 import math
@@ -13,7 +14,7 @@ GIB = 2**30
 
 
 def expected_rows(batch: int, ep: int, seq: int, top_k: int) -> int:
-    """Rows a shard and layer at even load: all `ep·batch·seq` tokens' choices, shared by `ep` shards.
+    """Rows per shard and layer at even load: the rows of all `ep·batch·seq` tokens, divided among `ep` shards.
 
     >>> expected_rows(batch=2, ep=4, seq=4096, top_k=8)
     65536
@@ -23,7 +24,7 @@ def expected_rows(batch: int, ep: int, seq: int, top_k: int) -> int:
 
 
 def worst_case_rows(batch: int, ep: int, seq: int, top_k: int, num_experts: int) -> int:
-    """Rows a shard and layer that no routing exceeds: a token can choose each local expert once.
+    """Rows per shard and layer that no routing exceeds: a token can choose each local expert once.
 
     >>> worst_case_rows(batch=2, ep=4, seq=4096, top_k=8, num_experts=256)
     262144
@@ -37,7 +38,7 @@ def worst_case_rows(batch: int, ep: int, seq: int, top_k: int, num_experts: int)
 def buffer_bytes(
     rows: int, row_elements: int, layers: int, *, capacity_factor: float = 1.0, dtype_bytes: int = 2
 ) -> int:
-    """Bytes of a buffer for `layers` layers of `rows` rows, whose stashed widths add up to `row_elements`.
+    """Bytes of a buffer for `layers` layers of `rows` rows; the stashed widths add up to `row_elements`.
 
     >>> buffer_bytes(65_536, 7168, 60) / 2**30
     52.5
@@ -88,7 +89,7 @@ def plan(
     factors: tuple[float, ...] = (1.5, 1.0),
     show: bool = True,
 ) -> Plan:
-    """Print what one tensor of `width` costs over `layers`; the defaults are DeepSeek-V3's `moe_mlpwo`.
+    """Print what saving one tensor of `width` costs over `layers`; defaults: DeepSeek-V3's `moe_mlpwo`.
 
     >>> [line.nbytes / 2**30 for line in plan(show=False).lines]
     [210.0, 105.0, 78.75, 52.5]

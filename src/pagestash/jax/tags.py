@@ -1,7 +1,7 @@
-"""Finding `checkpoint_name` tags in a traced layer, and the tag behind a saved value.
+"""Find the `checkpoint_name` tags of a traced layer, and the tag that a saved value carries.
 
-A layer's jaxpr nests: a tag may sit inside a `jit`, a `shard_map` or a branch. Both questions are answered by
-walking the nested jaxprs, so no bookkeeping is asked of the model.
+Jaxprs nest: a tag may be inside a `jit`, a `shard_map` or a branch. Both searches walk the nested jaxprs, so
+the model needs no bookkeeping.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-# What may stand between a tagged value and the point where it is saved without changing it:
-# `jax.checkpoint` pins the precision of what it saves, `shard_map` and `vmap` types add casts.
+# Operations between a tagged value and the point where it is saved that do not change it:
+# `jax.checkpoint` pins the precision of what it saves, `shard_map` and `vmap` add casts of types.
 _TRANSPARENT = (
     "reduce_precision",
     "copy",
@@ -42,12 +42,12 @@ class FromConstant:
 class FromTag:
     """A saved value that carries a tag.
 
-    `names` has one entry; several where branches of a conditional hand out one saved value under two tags.
+    `names` has one entry, or several if branches of a conditional return one saved value under different tags.
     """
 
     names: frozenset[str]
     repeated_by: str = ""
-    """The loop or `vmap` the tag stands in; the value then has an axis that the layer's author did not write."""
+    """The loop or `vmap` that contains the tag; it adds an axis that the layer's author did not write."""
 
     def all_in(self, names: tuple[str, ...]) -> bool:
         return self.names <= frozenset(names)
@@ -93,7 +93,7 @@ def used_inputs(jaxpr: core.Jaxpr) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """A value that an inner jaxpr hands through."""
+    """A value that an inner jaxpr passes through unchanged."""
 
     index: int
 
@@ -103,7 +103,7 @@ class _Constant:
 
 
 def _behind(jaxpr: core.Jaxpr, var: Any, repeated_by: str) -> FromTag | _Input | _Constant | None:
-    """The tag that `var` carries, inside of `repeated_by`; `None` where it is not only a tagged value."""
+    """The tag that `var` carries, inside `repeated_by`; None if `var` is more than a tagged value."""
     while True:
         if isinstance(var, core.Literal) or any(var is constant for constant in jaxpr.constvars):
             return _Constant()
@@ -133,7 +133,7 @@ def _behind(jaxpr: core.Jaxpr, var: Any, repeated_by: str) -> FromTag | _Input |
 
 
 def _of_branches(found: list[Any]) -> FromTag | None:
-    """jax lets branches share a slot: what one saves under a tag, another may fill with anything of that shape."""
+    """In a slot that branches share, one may save a tagged value, and another any value of that shape."""
     tags = [each for each in found if isinstance(each, FromTag)]
     if not tags or len(tags) + sum(isinstance(each, _Constant) for each in found) < len(found):
         return None
@@ -146,7 +146,7 @@ def _of_branches(found: list[Any]) -> FromTag | None:
 def _repeated_by(eqn: Any) -> str:
     if eqn.primitive.name in ("scan", "while"):
         return "a loop"
-    # vmap leaves no operation behind; it is told by the name that jax gives to the operations under it.
+    # vmap leaves no operation of its own; jax puts its name into the name stack of the operations under it.
     stack = getattr(getattr(eqn, "source_info", None), "name_stack", "")
     return "a vmap" if "vmap(" in str(stack) else ""
 
@@ -170,7 +170,7 @@ def _inputs_behind(jaxpr: core.Jaxpr, var: Any) -> bool:
 def _tag_of(eqn: Any) -> str | None:
     if eqn.primitive.name == "name":
         return eqn.params["name"]
-    # The form under `jax_remat3`: an object that stands for the operation.
+    # The form under `jax_remat3`: an object that represents the operation.
     operation = eqn.params.get("_prim")
     if type(operation).__name__ == "CheckpointName":
         return operation.params["name"]

@@ -1,9 +1,9 @@
-"""A small decoder in plain JAX: attention and a ring-of-experts mixture, scanned over layers.
+"""A small decoder in plain JAX: attention and a ring-of-experts MoE layer, scanned over layers.
 
-Legend: B batch, S sequence, D width, H heads, V vocabulary, L layers.
+Legend: B batch, S sequence (Q of queries, K of keys), D width, H heads, C width of a head, V vocabulary.
 
-The scan is a parameter: `plain_scan` is what one writes today, `stashed_scan` the same layer under
-`stash_scan`. Nothing in the layer knows which of them runs it.
+The scan is a parameter: `plain_scan` is a `lax.scan`, `stashed_scan` runs the same layer under `stash_scan`.
+The layer does not know which of them runs it.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Scan = Callable[[Layer, jax.Array, Any], tuple[jax.Array, Any, StashReport | Non
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
-    """Sizes of the decoder; the mixture's are in `moe`."""
+    """Sizes of the decoder; those of its MoE layers are in `moe`."""
 
     vocabulary: int = 256
     width: int = 128
@@ -36,9 +36,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         if self.moe.width != self.width:
-            raise ValueError(
-                f"the decoder is {self.width} wide and its mixture {self.moe.width}; make them equal"
-            )
+            raise ValueError(f"width={self.width} but moe.width={self.moe.width}; make them equal")
         if self.width % self.heads:
             raise ValueError(f"{self.heads} heads do not divide the width {self.width}; choose a divisor")
 
@@ -84,13 +82,13 @@ def decoder_loss(
     x_BSD = params["embed"][tokens_BS[:, :-1]]
     x_BSD, aux, report = scan(decoder_layer(config, mesh), x_BSD, params["layers"])
     logits_BSV = rms_norm(x_BSD, params["final_norm"]) @ params["embed"].T
-    log_p = jax.nn.log_softmax(logits_BSV)
-    nll = -jnp.take_along_axis(log_p, tokens_BS[:, 1:, None], axis=-1).mean()
+    log_p_BSV = jax.nn.log_softmax(logits_BSV)
+    nll = -jnp.take_along_axis(log_p_BSV, tokens_BS[:, 1:, None], axis=-1).mean()
     return nll + config.balance_weight * aux["balance"].mean(), report
 
 
 def plain_scan(layer: Layer, x: jax.Array, params: Any) -> tuple[jax.Array, Any, None]:
-    """Save the named tensors whole, a copy a layer."""
+    """Save the named tensors whole, one copy per layer."""
     names = jax.checkpoint_policies.save_only_these_names(*STASHED)
     saved = jax.checkpoint(layer, policy=names, prevent_cse=False)
     y, aux = lax.scan(lambda carry, params_l: saved(params_l, carry), x, params)
@@ -107,13 +105,15 @@ def stashed_scan(policy: StashPolicy, mesh: Any) -> Scan:
 
 
 def attention(params: Params, x_BSD: jax.Array, heads: int) -> jax.Array:
-    """Causal attention without positions beyond the causal order."""
+    """Causal attention without position embeddings."""
     b, s, d = x_BSD.shape
-    q, k, v = ((x_BSD @ params["qkv"]).reshape(b, s, 3, heads, d // heads)[:, :, i] for i in range(3))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (d // heads) ** -0.5
-    scores = jnp.where(jnp.tril(jnp.ones((s, s), bool)), scores, -1e30)
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
-    return mixed.reshape(b, s, d) @ params["out"]
+    q_BSHC, k_BSHC, v_BSHC = (
+        (x_BSD @ params["qkv"]).reshape(b, s, 3, heads, d // heads)[:, :, i] for i in range(3)
+    )
+    scores_BHQK = jnp.einsum("bqhc,bkhc->bhqk", q_BSHC, k_BSHC) * (d // heads) ** -0.5
+    scores_BHQK = jnp.where(jnp.tril(jnp.ones((s, s), bool)), scores_BHQK, -1e30)
+    y_BSHC = jnp.einsum("bhqk,bkhc->bqhc", jax.nn.softmax(scores_BHQK, axis=-1), v_BSHC)
+    return y_BSHC.reshape(b, s, d) @ params["out"]
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -121,7 +121,7 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def place(params: Params, mesh: Any, axis: str = "expert") -> Params:
-    """Put parameters on the mesh: experts split over `axis`, the rest whole on every device."""
+    """Put parameters on the mesh: experts split over `axis`, the rest replicated."""
 
     def home(path: Any, leaf: jax.Array) -> jax.Array:
         keys = jax.tree_util.keystr(path)

@@ -1,8 +1,10 @@
 """The same decoder as a Flax NNX module; needs `flax`.
 
-The layers are one `Block` whose variables are stacked by `nnx.vmap`. `nnx.split` gives their state, a pytree
-that any scan can slice; the block is put together again inside the scan's body. Dropout's random stream is
-part of that state, so keys and counters travel with the parameters.
+The layers are one `Block` whose variables are stacked by `nnx.vmap`. `nnx.split` returns their state, a pytree
+that any scan can slice; the scan's body merges it into a block. Dropout's random stream is part of that state,
+so keys and counters are scanned with the parameters.
+
+Legend: B batch, S sequence, D width, V vocabulary.
 """
 
 from typing import Any
@@ -17,7 +19,7 @@ from .ring import init_experts, ring_moe_over
 
 
 class Block(nnx.Module):
-    """Attention and mixture, each behind a norm and a residual."""
+    """Attention and an MoE layer, each with a norm before it and a residual around it."""
 
     def __init__(self, config: DecoderConfig, mesh: Any, *, rngs: nnx.Rngs, dropout: float = 0.0) -> None:
         d = config.width
@@ -31,15 +33,15 @@ class Block(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, Any]:
         weights = {"qkv": self.qkv[...], "out": self.out[...]}
-        mixed = attention(weights, rms_norm(x_BSD, self.attention_norm[...]), self.config.heads)
-        x_BSD = x_BSD + self.dropout(mixed)
+        attended_BSD = attention(weights, rms_norm(x_BSD, self.attention_norm[...]), self.config.heads)
+        x_BSD = x_BSD + self.dropout(attended_BSD)
         mixture = ring_moe_over(self.mesh, self.config.moe)
         y_BSD, rows, balance = mixture(self.experts.get_value(), rms_norm(x_BSD, self.moe_norm[...]))
         return x_BSD + y_BSD, {"rows": rows, "balance": balance}
 
 
 class Decoder(nnx.Module):
-    """Embedding, a stack of blocks under the scan it was given, and tied output weights."""
+    """Embedding, a scanned stack of blocks, and tied output weights."""
 
     def __init__(self, config: DecoderConfig, mesh: Any, *, rngs: nnx.Rngs, dropout: float = 0.0) -> None:
         self.config = config
@@ -62,6 +64,6 @@ class Decoder(nnx.Module):
             return nnx.merge(definition, state_l)(x_BSD)
 
         x_BSD, aux, report = scan(layer, x_BSD, state)
-        log_p = jax.nn.log_softmax(rms_norm(x_BSD, self.final_norm[...]) @ self.embed[...].T)
-        nll = -jnp.take_along_axis(log_p, tokens_BS[:, 1:, None], axis=-1).mean()
+        log_p_BSV = jax.nn.log_softmax(rms_norm(x_BSD, self.final_norm[...]) @ self.embed[...].T)
+        nll = -jnp.take_along_axis(log_p_BSV, tokens_BS[:, 1:, None], axis=-1).mean()
         return nll + self.config.balance_weight * aux["balance"].mean(), report

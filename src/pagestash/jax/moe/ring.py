@@ -1,11 +1,11 @@
-"""A ring-of-experts mixture layer: gather all tokens, compute the local experts, scatter the sums back.
+"""A ring-of-experts MoE layer: all-gather the tokens, run the local experts, reduce-scatter the sums.
 
 Legend: t tokens of this shard, T tokens of all shards (T = EP·t), D model width, F expert width, E experts,
-e experts of this shard (e = E/EP), K experts a token, N row capacity of this shard (N = T·min(K, e)).
+e experts of this shard (e = E/EP), K experts per token, A assignments (A = T·K), N row capacity of this shard
+(N = T·min(K, e)); B batch, b batch of this shard, S sequence.
 
-Every shard sees every token and computes those assignments that fall on its own experts. How many those are
-is known only on the device; no token is dropped, so the tensors have N rows of which the first `count` are
-valid.
+Every shard has every token and computes the assignments to its own experts. Only the device knows how many
+there are. No token is dropped, so the tensors have N rows, of which the first `count` are valid.
 """
 
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from jax.ad_checkpoint import checkpoint_name
 from ..policy import Rows
 from ..sizing import worst_case_rows
 
-# MaxText's names for the three projections, so that a policy reads the same in both.
+# MaxText's names of the three projections, so that one policy works with both.
 WI_0, WI_1, WO = "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"
 STASHED = (WI_0, WI_1, WO)
-# The sorted input, which MaxText does not name: stashed too, backward gathers and sorts no tokens again.
+# The sorted input, which MaxText does not name. If it is stashed, too, backward does not gather and sort again.
 X_SORTED = "moe_x_sorted"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingConfig:
-    """Sizes of one mixture layer."""
+    """Sizes of one MoE layer."""
 
     width: int
     expert_width: int
@@ -44,7 +44,9 @@ class RingConfig:
                 f"{self.experts} experts cannot be split over {self.shards} shards; choose a divisor"
             )
         if not 1 <= self.top_k <= self.experts:
-            raise ValueError(f"top_k is {self.top_k}; it has to be between 1 and the {self.experts} experts")
+            raise ValueError(
+                f"top_k is {self.top_k}; it has to be from 1 to {self.experts}, the number of experts"
+            )
 
     @property
     def local_experts(self) -> int:
@@ -58,7 +60,7 @@ class RingConfig:
 
 
 class ExpertWeights(NamedTuple):
-    """Router and gated experts; the expert axis is split over the mesh, the router is whole everywhere."""
+    """Router and gated experts; experts are split over the mesh, the router is replicated."""
 
     router_DE: jax.Array
     wi_0_eDF: jax.Array
@@ -83,9 +85,9 @@ class Routing(NamedTuple):
     """Which rows this shard computes: sorted by expert, valid rows first."""
 
     slots_N: jax.Array
-    """The assignment (token · K + choice) in each row."""
+    """The assignment (token · K + choice) of each row."""
     rows_TK: jax.Array
-    """The row of each assignment; `held` or more where another shard has it."""
+    """The row of each assignment; `held` or more if another shard computes it."""
     weights_TK: jax.Array
     sizes_e: jax.Array
     held: jax.Array
@@ -97,9 +99,9 @@ def ring_moe(
 ) -> tuple[jax.Array, Rows, jax.Array]:
     """One shard's part of the layer; runs inside `shard_map` over `axis`.
 
-    Returns the mixture's output for this shard's tokens, the valid rows, and the load-balancing loss. With
-    `axis=None` the tokens given are taken for all shards' tokens and only shard 0's experts are computed:
-    what one device of a larger mesh does, without the mesh.
+    Returns the output for this shard's tokens, the valid rows, and the load-balancing loss. With `axis=None`
+    the given tokens count as those of all shards, and only shard 0's experts run: the work of one device,
+    without a mesh.
     """
     logits_tE = x_tD.astype(jnp.float32) @ weights.router_DE.astype(jnp.float32)
     if axis is None:
@@ -121,17 +123,18 @@ def route(logits_TE: jax.Array, config: RingConfig, shard: jax.Array) -> tuple[R
     weights_TK, experts_TK = lax.top_k(probabilities_TE, k)
     weights_TK = weights_TK / weights_TK.sum(-1, keepdims=True)
 
-    local_expert = experts_TK.reshape(-1) - shard * local
-    mine = (local_expert >= 0) & (local_expert < local)
-    order = jnp.argsort(jnp.where(mine, local_expert, local), stable=True)
-    sizes_e = jnp.sum(local_expert[:, None] == jnp.arange(local), axis=0, dtype=jnp.int32)
-    rows = jnp.zeros_like(order).at[order].set(jnp.arange(tokens * k, dtype=order.dtype), unique_indices=True)
+    expert_A = experts_TK.reshape(-1) - shard * local
+    mine_A = (expert_A >= 0) & (expert_A < local)
+    order_A = jnp.argsort(jnp.where(mine_A, expert_A, local), stable=True)
+    sizes_e = jnp.sum(expert_A[:, None] == jnp.arange(local), axis=0, dtype=jnp.int32)
+    places_A = jnp.arange(tokens * k, dtype=order_A.dtype)
+    rows_A = jnp.zeros_like(order_A).at[order_A].set(places_A, unique_indices=True)
     # A token has at most min(K, e) assignments here, so every valid row is among the first N.
-    slots_N = order[: config.row_capacity(tokens)]
+    slots_N = order_A[: config.row_capacity(tokens)]
 
     chosen_E = jnp.mean(jax.nn.one_hot(experts_TK, config.experts).sum(1), axis=0) / k
     balance = config.experts * jnp.sum(chosen_E * jnp.mean(probabilities_TE, axis=0))
-    routing = Routing(slots_N, rows.reshape(tokens, k), weights_TK, sizes_e, jnp.sum(sizes_e))
+    routing = Routing(slots_N, rows_A.reshape(tokens, k), weights_TK, sizes_e, jnp.sum(sizes_e))
     return routing, balance
 
 
@@ -145,8 +148,8 @@ def run_experts(weights: ExpertWeights, x_TD: jax.Array, routing: Routing) -> ja
     return jnp.einsum("tk,tkd->td", routing.weights_TK.astype(out_TKD.dtype), out_TKD)
 
 
-# Sorting and unsorting are each other's transposes. Written so, backward gathers; left to autodiff it would
-# scatter-add, which on a GPU is slow and adds in another order every time.
+# `sort_rows` and `unsort_rows` are each other's transpose. With these custom gradients backward gathers.
+# Autodiff would scatter-add, which on a GPU is slow and adds in a different order every time.
 
 
 @jax.custom_vjp
@@ -158,13 +161,13 @@ def sort_rows(x_TD: jax.Array, slots_N: jax.Array, rows_TK: jax.Array, count: ja
 
 @jax.custom_vjp
 def unsort_rows(out_ND: jax.Array, slots_N: jax.Array, rows_TK: jax.Array, count: jax.Array) -> jax.Array:
-    """The row of each assignment, zero where another shard has it."""
+    """The row of each assignment; zero if another shard computes it."""
     return _assigned_rows(out_ND, rows_TK, count)
 
 
 def _assigned_rows(out_ND: jax.Array, rows_TK: jax.Array, count: jax.Array) -> jax.Array:
-    held = jnp.where(rows_TK < count, rows_TK, 0)
-    return jnp.where((rows_TK < count)[..., None], out_ND[held], 0)
+    held_TK = jnp.where(rows_TK < count, rows_TK, 0)
+    return jnp.where((rows_TK < count)[..., None], out_ND[held_TK], 0)
 
 
 def _sort_forward(x_TD: jax.Array, slots_N: jax.Array, rows_TK: jax.Array, count: jax.Array) -> Any:
@@ -192,7 +195,7 @@ unsort_rows.defvjp(_unsort_forward, _unsort_backward)
 def ring_moe_over(mesh: Any, config: RingConfig, axis: str = "expert") -> Any:
     """`ring_moe` as a function of global arrays: `(weights, x_BSD) -> (y_BSD, rows, balance)`.
 
-    Tokens are split over `axis` by batch, experts by expert; rows come back with one entry a shard.
+    `axis` splits the batch and the experts; the returned rows have one entry per shard.
     """
     split, whole = jax.P(axis), jax.P()
 

@@ -57,7 +57,7 @@ MISUSED_STASHES = [
     ([ONE], torch.ones(2, dtype=torch.int64), r"rows has shape \(2,\)"),
     ([ONE], torch.ones((), dtype=torch.int64, device="meta"), "rows is on meta, the pool on cpu"),
     ([ONE], [1, 2], "rows: 2 values for 1 tensors"),
-    ([ONE, ONE], [torch.tensor(1), torch.tensor(1)], "rows: at most one device integer"),
+    ([ONE, ONE], [torch.tensor(1), torch.tensor(1)], "rows: at most one device tensor"),
     (ONE, None, "tensors: expected a sequence of tensors, got one tensor"),
 ]
 

@@ -1,4 +1,4 @@
-"""Arguments of a pool's calls: refused with their name and value before anything is allocated or launched."""
+"""Checks of a pool's arguments, before anything is allocated or launched; errors have the name and the value."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def count_pages(
     tier: str, pages: int | None, size: int | None, page_bytes: int, default: int | None = None
 ) -> int:
     if pages is not None and size is not None:
-        raise ValueError(f"{tier}_pages={pages} and {tier}_bytes={size}: give one of the two")
+        raise ValueError(f"{tier}_pages={pages} and {tier}_bytes={size}: pass only one of the two")
     if size is not None:
         if size < 0:
             raise ValueError(f"{tier}_bytes={size}: expected 0 or more")
@@ -22,7 +22,7 @@ def count_pages(
     if pages is None:
         pages = default
     if pages is None:
-        raise ValueError(f"{tier}_pages or {tier}_bytes: one of them is needed")
+        raise ValueError(f"{tier}_pages or {tier}_bytes: pass one of them")
     if pages < 0:
         raise ValueError(f"{tier}_pages={pages}: expected 0 or more")
     check_most(f"{tier}_pages", pages)
@@ -35,7 +35,7 @@ def check_most(name: str, pages: int) -> None:
 
 
 def check_rows(device: torch.device, rows: torch.Tensor) -> None:
-    """A device integer: one element, on the pool's device; its value is nobody's business here."""
+    """Check a row count on the device: one element, on the pool's device. Its value is not read."""
     if rows.device != device:
         raise ValueError(f"rows is on {rows.device}, the pool on {device}")
     if rows.numel() != 1 or rows.dtype not in (torch.int32, torch.int64):
@@ -47,7 +47,7 @@ def check_rows(device: torch.device, rows: torch.Tensor) -> None:
 def check_stash(
     device: torch.device, tensors: Sequence[torch.Tensor], rows: Rows | Sequence[Rows], account: int
 ) -> tuple[list[int], torch.Tensor | None]:
-    """Each tensor's fixed rows (-1: on the device), and the device integer."""
+    """Each tensor's row count (-1: only the device knows), and the row count on the device."""
     if isinstance(tensors, torch.Tensor):
         raise ValueError("tensors: expected a sequence of tensors, got one tensor; pass [tensor]")
     if not 0 <= account < ACCOUNTS:
@@ -65,7 +65,7 @@ def check_stash(
         elif isinstance(count, torch.Tensor):
             check_rows(device, count)
             if on_device is not None and on_device is not count:
-                raise ValueError("rows: at most one device integer a call; stash in two calls")
+                raise ValueError("rows: at most one device tensor per call; stash in two calls")
             on_device = count
             fixed.append(-1)
         elif not hasattr(count, "__index__"):
@@ -94,7 +94,7 @@ def _check_tensors(device: torch.device, tensors: Sequence[torch.Tensor]) -> Non
 
 
 def check_tickets(pool_id: int, tickets: Sequence[Ticket], verb: str) -> Sequence[Ticket]:
-    """The tickets, if all are this pool's and live."""
+    """The tickets, if all belong to this pool and are live."""
     if isinstance(tickets, Ticket):
         raise ValueError("tickets: expected a sequence of tickets, got one; pass [ticket]")
     for index, ticket in enumerate(tickets):
@@ -103,14 +103,14 @@ def check_tickets(pool_id: int, tickets: Sequence[Ticket], verb: str) -> Sequenc
         if ticket.released:
             raise ValueError(f"tickets[{index}] was released before: cannot {verb} it again")
     if verb == "release" and len({id(ticket) for ticket in tickets}) != len(tickets):
-        raise ValueError("tickets: the same ticket stands in the list twice; a ticket is released once")
+        raise ValueError("tickets: the same ticket is in the list twice; a ticket is released once")
     return tickets
 
 
 def check_buffers(
     device: torch.device, tickets: Sequence[Ticket], buffers: Sequence[torch.Tensor], name: str
 ) -> None:
-    """Kernels trust these: one contiguous tensor a ticket, on the pool's device, of the ticket's size."""
+    """Check what kernels rely on: one contiguous tensor per ticket, on the pool's device, of the ticket's size."""
     if len(buffers) != len(tickets):
         raise ValueError(f"{name}: {len(buffers)} tensors for {len(tickets)} tickets")
     for index, (ticket, buffer) in enumerate(zip(tickets, buffers)):
@@ -128,7 +128,7 @@ def check_buffers(
 
 
 def fill_pattern(fill: float | None, dtype: torch.dtype) -> int | None:
-    """Eight bytes of `fill` in `dtype`, as the integer that kernels write over a tail."""
+    """`fill` repeated to eight bytes in `dtype`, as the integer that kernels write over a tail."""
     if fill is None:
         return None
     if fill == 0:

@@ -1,4 +1,4 @@
-"""Host memory for pages: pinned at exactly the size that was asked for."""
+"""Pinned host memory of exactly the requested size."""
 
 import mmap
 import weakref
@@ -9,15 +9,15 @@ _MAPPED_AND_PORTABLE = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMappe
 
 
 def host_slab(size: int, device: torch.device) -> torch.Tensor:
-    """A uint8 tensor of `size` bytes in host memory, pinned where `device` is a GPU.
+    """A uint8 tensor of `size` bytes in host memory, pinned if `device` is a GPU.
 
-    `torch.empty(pin_memory=True)` rounds up to a power of two, up to 1.9 times what was asked; here ordinary
-    pages are mapped and registered instead, which copies just as fast. They are unregistered when the tensor's
-    memory goes.
+    `torch.empty(pin_memory=True)` rounds up to a power of two, up to 1.9 times the requested size. This maps
+    ordinary pages and registers them, which copies just as fast. They are unregistered when the tensor's memory
+    is freed.
     """
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    # An anonymous map rather than malloc: it starts at a page, so registering pins no neighbour's memory.
+    # An anonymous map and not malloc: it starts at a page boundary, so registering it pins no other memory.
     try:
         memory = mmap.mmap(-1, size)
     except (OSError, ValueError, OverflowError) as error:
@@ -28,10 +28,10 @@ def host_slab(size: int, device: torch.device) -> torch.Tensor:
         status = cudart.cudaHostRegister(slab.data_ptr(), size, _MAPPED_AND_PORTABLE)
         if int(status) != 0:
             raise MemoryError(
-                f"host pages: the driver would not pin {size:,} bytes (cudaHostRegister: {status}); "
+                f"host pages: the driver refused to pin {size:,} bytes (cudaHostRegister: {status}); "
                 "ask for fewer host pages, or raise the locked-memory limit (ulimit -l)"
             )
-        # The storage keeps the map alive; the finalizer runs before it does, when the last view is gone.
+        # The storage keeps the map alive. The finalizer runs when the last view is gone, before the map is closed.
         weakref.finalize(memory, _unregister, slab.data_ptr())
     return slab
 

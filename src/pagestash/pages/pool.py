@@ -1,4 +1,4 @@
-"""`PagePool`: stash the valid rows of tensors in pages, restore them, give the pages back."""
+"""`PagePool`: stash the valid rows of tensors in pages, restore them, release the pages."""
 
 import itertools
 from collections import deque
@@ -29,14 +29,14 @@ _pool_ids = itertools.count()
 
 
 class PagePool:
-    """All pages of all tiers, and their free lists, on the device.
+    """All pages of both tiers, with their free lists and counters, on the device.
 
-    Nothing here but `stats` waits for the device, and every launch is the same whatever the number of rows:
-    a CUDA graph can record it. All calls belong on one stream, or on streams the caller has ordered.
+    Only `stats` waits for the device, and launches do not depend on the number of rows, so a CUDA graph can record
+    them. Make all calls on one stream, or on streams that you have ordered.
 
         pool = PagePool("cuda", device_bytes=8 << 30)
         tickets = pool.stash([x, y], rows=n)     # n: an int, a device integer, or None for all rows
-        x2, y2 = pool.restore(tickets)           # original shapes, rows past n are zero
+        x2, y2 = pool.restore(tickets)           # original shapes; rows past n are zero
         pool.release(tickets)
     """
 
@@ -64,7 +64,7 @@ class PagePool:
         self.leases: set[Ticket] = set()
         """Tickets of `reserve` that are not released."""
         self.reservations = 0
-        """Groups that asked for pages so far, as the host counts them."""
+        """Number of reservations so far, counted on the host."""
         state = torch.zeros(len(Counter), dtype=torch.int64, device=self.device)
         state[Counter.DEVICE_FREE].fill_(on_device)
         state[Counter.HOST_FREE].fill_(on_host)
@@ -101,15 +101,15 @@ class PagePool:
 
     @property
     def overflow(self) -> torch.Tensor:
-        """A 0-d float32 on the device, 1 once a group did not fit, until `reset`.
+        """A 0-d float32 on the device: 1 after a group did not fit, until `reset`.
 
-        Set it as a fused optimizer's `found_inf`, and the step that overflowed changes no weight.
+        As a fused optimizer's `found_inf` it makes an overflowing step change no weight.
         """
         return self.memory.overflow
 
     @property
     def live_tickets(self) -> int:
-        """Tickets not yet released, as the host knows it; does not wait for the device."""
+        """Tickets that are not released, counted on the host; does not wait for the device."""
         return self._live
 
     def stash(
@@ -120,13 +120,13 @@ class PagePool:
         account: int = 0,
         host_later: bool = False,
     ) -> list[Ticket]:
-        """Copy the valid rows of `tensors` into pages, in one reservation: all of them or none.
+        """Copy the valid rows of `tensors` into pages, with one reservation: all tensors get pages or none.
 
         `rows` is None (all rows), an int, or a one-element integer tensor on the pool's device, which the host
-        never reads; a sequence gives each tensor its own, with at most one device tensor among them. A device
-        integer outside 0…capacity is taken as the nearer of the two. `account` is the row of
-        `memory.accounts` that counts the bytes. With `host_later` the bytes that belong in host pages are not
-        copied yet: `spill` does it, on a stream of the caller's choice.
+        never reads. A sequence has one value per tensor, with at most one device tensor among them. A count on
+        the device is clamped to 0…capacity. `account` is the row of `memory.accounts` that counts the bytes.
+        With `host_later`, bytes for host pages are not copied yet: `spill` does that, on a stream of the
+        caller's choice.
         """
         fixed, on_device = check_stash(self.device, tensors, rows, account)
         self.flush()
@@ -156,11 +156,13 @@ class PagePool:
         account: int = 0,
         expendable: bool = False,
     ) -> Ticket:
-        """Pages for the valid rows of a tensor that a kernel of the caller's will write there itself.
+        """Reserve pages for the valid rows of a tensor that the caller's own kernel will write.
 
-        `expendable` says that its bytes can be made again. Such a group takes device pages only, leaves those
-        that the groups which cannot are known to need, and when it gets none nothing overflows: the ticket's
-        status on the device tells.
+        `expendable` means that the tensor can be recomputed. Such a group gets device pages only, and only if
+
+            its pages <= free device pages - (REQUIRED_PEAK - pages of required groups now).
+
+        Otherwise it gets none, which is no overflow: the ticket's status on the device says so.
         """
         template = torch.empty(tuple(shape), dtype=dtype, device="meta")
         spans, length = lay_out([template], self.page_bytes)
@@ -183,10 +185,10 @@ class PagePool:
         copy.copy_to_pages(self.memory, [_flat(tensor)], [ticket.span], [ticket.member], group.book)
 
     def spill(self, tickets: Sequence[Ticket], tensors: Sequence[torch.Tensor]) -> None:
-        """The second half of `stash(..., host_later=True)`: copy what belongs in host pages.
+        """The second half of `stash(..., host_later=True)`: copy the bytes for host pages.
 
-        Launched with a few blocks, to run on a side stream beside compute. The caller orders it after the
-        stash, keeps `tensors` unchanged and unfreed until it is done, and orders every restore after it.
+        The kernel has few blocks, to run on a side stream beside compute. The caller orders it after the stash,
+        keeps `tensors` allocated and unchanged until it is done, and orders every restore after it.
         """
         if not self.host_pages:
             return
@@ -203,10 +205,10 @@ class PagePool:
             )
 
     def restore(self, tickets: Sequence[Ticket], fill: float | None = 0.0) -> list[torch.Tensor]:
-        """The stashed tensors in their original shapes; rows that were not valid hold `fill`.
+        """The stashed tensors in their original shapes; invalid rows hold `fill`.
 
-        With `fill=None` they are left uninitialised. Pages are not given up: restore as often as needed. The
-        tensors of a group that overflowed come back filled whole, with zeros where `fill` is None.
+        With `fill=None` they are uninitialised. The pages stay reserved, so a ticket can be restored many times.
+        Tensors of a group that overflowed hold `fill` everywhere, or zeros if `fill` is None.
         """
         buffers = self.buffers(tickets)
         self.restore_into(tickets, buffers, fill)
@@ -225,7 +227,7 @@ class PagePool:
         *,
         tiers: copy.Tiers = "both",
     ) -> None:
-        """Restore into `buffers`; one tier at a time where the host half runs ahead on a side stream."""
+        """Restore into `buffers`; `tiers` allows the host half to run ahead on a side stream."""
         checked = check_tickets(self._id, tickets, "restore")
         check_buffers(self.device, checked, buffers, "buffers")
         patterns = {buffer.dtype: fill_pattern(fill, buffer.dtype) for buffer in buffers}
@@ -241,24 +243,24 @@ class PagePool:
             )
 
     def release(self, tickets: Sequence[Ticket]) -> None:
-        """Give the tickets' pages back; a ticket can be released once."""
+        """Return the tickets' pages to the free lists; a ticket can be released once."""
         for (group, members), _ in _by_group(check_tickets(self._id, tickets, "release"), tickets):
             spans = [group.spans[member] for member in members]
             release.release(self.memory, spans, members, group.book, group.account)
         self._gone(tickets)
 
     def release_later(self, ticket: Ticket) -> None:
-        """Release at the next call that launches anything; safe from any thread, as when a tensor dies."""
+        """Release at the next call that launches anything. Any thread may call this: tensors die in any thread."""
         self._dying.append(ticket)
 
     def flush(self) -> None:
-        """Release what `release_later` was given, on the current stream."""
+        """Release the tickets of `release_later`, on the current stream."""
         dead = self._take_dying()
         if dead:
             self.release(dead)
 
     def discard(self) -> None:
-        """Forget what `release_later` was given, in a capture that failed: nothing has happened on the device."""
+        """Forget the tickets of `release_later`, after a failed capture: nothing has happened on the device."""
         self._gone(self._take_dying())
 
     def _take_dying(self) -> list[Ticket]:
@@ -275,10 +277,10 @@ class PagePool:
         self.room.leave(tickets)
 
     def reset(self) -> None:
-        """Clear the overflow flag and count peaks from what is in use now; live tickets are untouched."""
+        """Clear the overflow flag and restart peaks at what is in use now; live tickets are untouched."""
         state = self.memory.state
         self.memory.overflow.zero_()
-        # zero_ and fill_ carry the number in the launch; an assignment would copy it from the host, and wait.
+        # zero_ and fill_ pass the number in the launch; an assignment would copy it from the host and wait.
         state[Counter.DEVICE_PEAK] = self.device_pages - state[Counter.DEVICE_FREE]
         state[Counter.HOST_PEAK] = self.host_pages - state[Counter.HOST_FREE]
         state[Counter.WANTED_PEAK] = state[Counter.WANTED]
@@ -294,9 +296,9 @@ class PagePool:
         return read_stats(self.memory)
 
     def grow(self, device_pages: int | None = None, host_pages: int | None = None) -> None:
-        """Grow to the given totals, between steps; what is stashed stays stashed.
+        """Grow to the given totals, between steps; stashed tensors stay stashed.
 
-        The slabs move, so a CUDA graph that was captured with this pool must be captured again.
+        The slabs move, so a CUDA graph that uses this pool must be captured again.
         """
         memory = self.memory
         to_device = self.device_pages if device_pages is None else device_pages
@@ -306,7 +308,7 @@ class PagePool:
             ("host_pages", self.host_pages, to_host),
         ):
             if new < old:
-                raise ValueError(f"{name}={new}: the pool has {old}, and a pool only grows")
+                raise ValueError(f"{name}={new}: the pool has {old} and cannot shrink")
             check_most(name, new)
         if to_device > self.device_pages:
             memory.device_slab = self._moved(memory.device_slab, to_device * self.page_bytes)
@@ -339,13 +341,13 @@ class PagePool:
 
     def _moved(self, slab: torch.Tensor, size: int) -> torch.Tensor:
         if not self._live:
-            # Nothing to keep: the old slab's memory goes first, so the peak is one slab and not two.
+            # Nothing to copy: free the old slab first, so that the peak is one slab and not two.
             before = slab.numel()
             self.memory.device_slab = slab = slab.new_empty(0)
             try:
                 return torch.empty(size, dtype=torch.uint8, device=self.device)
             except RuntimeError:
-                # No room for the new one: the pool goes on at its old size.
+                # Not enough memory for the new slab: keep the old size.
                 self.memory.device_slab = slab.new_empty(before)
                 raise
         moved = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -365,10 +367,10 @@ def _ids(first: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def _grown_ring(memory: PoolMemory, pages: int, base: int) -> torch.Tensor:
-    """A tier's ring at its new length, new ids first, with head and count moved along; reads nothing back.
+    """A tier's ring at its new length, with position and count adjusted; reads nothing back.
 
-    How many of the old ids are free only the device knows; they come last, so that the count alone says where
-    the free ones end.
+    Only the device knows how many of the old ids are free. New ids come first and old ones last, so that the count
+    alone says where the free ids end.
     """
     ring, head, free = (
         (memory.host_ring, Counter.HOST_HEAD, Counter.HOST_FREE)
@@ -390,7 +392,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def _by_group(
     tickets: Sequence[Ticket], values: Sequence[Any]
 ) -> Iterable[tuple[tuple[TicketGroup, list[int]], list[Any]]]:
-    """Tickets of one group together, in order: ((group, members), their values)."""
+    """The tickets by group, in order: ((group, members), their values)."""
     found: dict[int, tuple[tuple[TicketGroup, list[int]], list]] = {}
     for ticket, value in zip(tickets, values, strict=True):
         entry = found.setdefault(id(ticket.group), ((ticket.group, []), []))

@@ -1,6 +1,6 @@
-"""The allocator in plain Python: what the kernels' rings and counters must do, one page at a time.
+"""The allocator in plain Python, one page at a time: the specification of the kernels' rings and counters.
 
-It moves no bytes. Tests drive it with the same operations as a `PagePool` and compare every number.
+It moves no bytes. Tests run the same operations on it and on a `PagePool` and compare every number.
 """
 
 from collections import deque
@@ -40,7 +40,7 @@ class ReferenceRing:
         return self.total[tier] - len(self.free[tier])
 
     def reserve(self, lengths: Sequence[int], expendable: bool = False) -> list[ReferenceTicket]:
-        """Take pages for tensors of `lengths` valid bytes, together."""
+        """Take pages for tensors of `lengths` valid bytes, for all of them or none."""
         counts = [-(-length // self.page_bytes) for length in lengths]
         wanted = sum(counts)
         self.wanted += wanted
@@ -83,7 +83,7 @@ class ReferenceRing:
             self.total[tier] = count
 
     def reset(self) -> None:
-        """Forget the overflow, and count peaks from what is in use now."""
+        """Clear the overflow and restart peaks at what is in use now."""
         self.overflow = False
         self.peak = {tier: self.in_use(tier) for tier in self.peak}
         self.wanted_peak = self.wanted

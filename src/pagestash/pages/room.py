@@ -1,14 +1,16 @@
-"""How many pages are certainly free, as the host knows it without waiting.
+"""A lower bound of the free pages, which the host knows without waiting.
 
-Pages are given out on the device, in the order of the compute stream. The host knows that order, too: which
-tickets are live, and the most pages that each can hold. That is exact where the rows were given as a number; where
-only the device knows them it is the whole capacity, until the ticket's header has been read back. So
+The device allocates pages in the order of the compute stream. The host knows that order, so it knows which
+tickets are live and the most pages that each can hold:
 
-    free pages  >=  all pages - the most that live tickets hold,
+    most pages of a ticket = its pages             if the host knows its rows, or has read its header back
+                           = pages of its capacity otherwise
 
-and a group that fits this bound fits. The bound is integer arithmetic. Headers are read back from the first time
-that it did not suffice, by a copy to pinned memory; who asks waits for the oldest of them, and only as far as that
-helps.
+    free pages >= all pages - sum over live tickets of their most pages
+
+A group that fits this bound fits, and the bound is integer arithmetic. The first time that it does not suffice, the
+pool starts to copy the headers of new tickets to pinned memory; a caller that needs more pages then waits for the
+oldest headers, one after the other, until the bound suffices.
 """
 
 from collections import deque
@@ -23,7 +25,7 @@ from pagestash.pages.ticket import Ticket
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """Headers on their way to the host."""
+    """Headers that are being copied to the host."""
 
     tickets: list[Ticket]
     headers: torch.Tensor
@@ -31,13 +33,13 @@ class _Reading:
 
 
 class Room:
-    """The free pages of one pool, from below."""
+    """A lower bound of the free pages of one pool."""
 
     def __init__(self, memory: PoolMemory) -> None:
         self.decides = False
-        """Whether this step keeps what finds no page. Who needs pages then asks `denies` first."""
+        """Whether this step keeps tensors that find no pages. Callers that need pages then ask `denies` first."""
         self.unsure = False
-        """Whether a group took pages that were not certain to be there: only the overflow flag tells."""
+        """Whether a group may have found no pages: only the overflow flag on the device tells."""
         self._memory = memory
         self._held = 0
         self._reads = False
@@ -45,17 +47,17 @@ class Room:
 
     @property
     def free(self) -> int:
-        """Pages that are free for certain, in both tiers."""
+        """Pages that are certainly free, in both tiers."""
         return self._memory.device_pages + self._memory.host_pages - self._held
 
     def pages(self, size: int) -> int:
-        """Pages that `size` bytes take."""
+        """Pages of `size` bytes."""
         return -(-size // self._memory.page_bytes)
 
     def denies(self, size: int, rows: torch.Tensor | None = None, capacity: int = 0) -> bool:
-        """Whether a tensor of `size` bytes, of which `rows` of `capacity` rows are valid, finds no pages.
+        """Whether a tensor of `size` bytes, with `rows` of its `capacity` rows valid, finds too few free pages.
 
-        False in a step that does not keep what finds none. Waits for the device where the pool is nearly full.
+        False in a step that does not keep such tensors. Waits for the device if the pool is nearly full.
         """
         if not self.decides or self.covers(self.pages(size)):
             return False
@@ -64,7 +66,7 @@ class Room:
         return self.pages(size) > self.count()
 
     def covers(self, pages: int) -> bool:
-        """Whether `pages` more are certain to be there; waits for the oldest headers, as far as it takes."""
+        """Whether `pages` are certainly free; waits for the oldest headers until they are, or none is left."""
         while self.free < pages and self._readings:
             self._take_in(self._readings.popleft())
         if self.free >= pages:
@@ -73,15 +75,15 @@ class Room:
         return False
 
     def count(self) -> int:
-        """The pages that are free behind all that was launched. Waits for the device."""
-        # Both in one copy, with the counter between them.
+        """The pages that are free after everything launched so far. Waits for the device."""
+        # Both tiers in one copy, which includes the counter between them.
         values = self._memory.state[Counter.DEVICE_FREE : Counter.HOST_FREE + 1].tolist()
         return values[0] + values[-1]
 
     def enter(
         self, tickets: Sequence[Ticket], fixed_rows: Sequence[int], *, expendable: bool = False
     ) -> None:
-        """Tickets were reserved together; -1 for rows that only the device knows."""
+        """Note tickets that were reserved together; -1 for rows that only the device knows."""
         held = 0
         for ticket, rows in zip(tickets, fixed_rows):
             span = ticket.span
@@ -93,7 +95,7 @@ class Room:
             self._read(list(tickets))
 
     def leave(self, tickets: Sequence[Ticket]) -> None:
-        """Tickets were released: what is launched from here on finds their pages free."""
+        """Note released tickets: later launches find their pages free."""
         for ticket in tickets:
             self._held -= ticket.most_pages
             ticket.most_pages = 0

@@ -1,4 +1,4 @@
-"""Pinned host memory that tensors of all sizes share: extents of slabs, split and joined."""
+"""Pinned host memory for tensors of all sizes: extents of slabs, split and joined."""
 
 from bisect import insort
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from pagestash.pages.host import host_slab
 
 ALIGNMENT = 512
 PIECE = 1 << 20
-"""A tensor is spread over several free extents where none is large enough, but not over ones below this, which
-the link does not use well."""
+"""If no free extent is large enough, a tensor is spread over several of at least this size. Smaller copies use
+the link badly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """Host memory for one tensor, in one piece as a rule."""
+    """Host memory for one tensor, usually in one piece."""
 
     pieces: tuple[torch.Tensor, ...]
     extents: tuple[Extent, ...]
@@ -39,9 +39,9 @@ class HostBlock:
 
 
 class HostSlabs:
-    """Hands out host memory, and takes it back; the caller orders the copies into and out of it.
+    """Allocates host memory; the caller orders the copies into and out of it.
 
-    What does not fit is refused, and counted: `wanted` is the size that would have sufficed.
+    A tensor that does not fit is refused and counted: `wanted` is the size that would have sufficed.
     """
 
     def __init__(self, device: torch.device, limit: int) -> None:
@@ -49,20 +49,20 @@ class HostSlabs:
         self.limit = limit
         self.used = 0
         self.wanted = 0
-        """The most bytes that were used or refused at one time."""
+        """Peak of bytes used plus bytes refused."""
         self.fixed = False
-        """Whether slabs must stay where they are for good: a CUDA graph was captured with their addresses."""
+        """Whether slabs must never move: a captured CUDA graph has their addresses."""
         self._refused = 0
         self._slabs: list[torch.Tensor] = []
         self._free: list[Extent] = []  # by slab and start
 
     @property
     def size(self) -> int:
-        """Bytes of host memory, pinned where the device is a GPU."""
+        """Bytes of host memory, pinned if the device is a GPU."""
         return sum(slab.numel() for slab in self._slabs)
 
     def take(self, size: int) -> HostBlock | None:
-        """A block of at least `size` bytes, or None where there is no room; `forget` the refused size in time."""
+        """A block of at least `size` bytes, or None without room; `forget` it when the refused tensor is freed."""
         size = aligned(size)
         self.wanted = max(self.wanted, self.used + self._refused + size)
         chosen = self._choose(size)
@@ -81,7 +81,7 @@ class HostSlabs:
         return HostBlock(pieces, tuple(extents))
 
     def _choose(self, size: int) -> list[Extent]:
-        """The smallest free extent that is large enough, else the largest ones that together are."""
+        """The smallest free extent that is large enough, else the fewest largest ones that together are."""
         fitting = [extent for extent in self._free if extent.size >= size]
         if fitting:
             return [min(fitting, key=lambda extent: extent.size)]
@@ -96,7 +96,7 @@ class HostSlabs:
         return []
 
     def give(self, block: HostBlock) -> None:
-        """Take a block back: the next `take` may get its memory."""
+        """Return a block: the next `take` may get its memory."""
         for extent in block.extents:
             insort(self._free, extent, key=lambda free: (free.slab, free.start))
         self.used -= block.size
@@ -110,18 +110,20 @@ class HostSlabs:
         self._free = joined
 
     def forget(self, size: int) -> None:
-        """A tensor that was refused room is gone, too."""
+        """Note that a refused tensor is freed."""
         self._refused -= aligned(size)
 
     def fit(self, size: int) -> None:
-        """Make room for `size` bytes within the limit, between steps; what is in use stays where it is.
+        """Make room for `size` bytes within the limit, between steps; blocks in use do not move.
 
-        With nothing in use it becomes one slab of that size, unless a captured graph knows the addresses.
+        If nothing is in use, the memory becomes one slab of that size, unless a captured graph has the addresses.
         """
         size = min(aligned(size), self.limit - self.limit % ALIGNMENT)
         if not self.used and not self.fixed and (size > self.size or self.size > 1.03 * size):
             if self._slabs and self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # copies that were only ordered may still be under way
+                torch.cuda.synchronize(
+                    self.device
+                )  # copies that were ordered but not waited for may still run
             self._free, self._slabs = [], []
         if size > self.size:
             more = host_slab(size - self.size, self.device)
@@ -130,5 +132,5 @@ class HostSlabs:
 
 
 def aligned(size: int) -> int:
-    """Bytes that a block of `size` takes."""
+    """`size` rounded up to the alignment of blocks."""
     return -(-size // ALIGNMENT) * ALIGNMENT

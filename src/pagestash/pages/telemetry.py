@@ -1,4 +1,4 @@
-"""What a pool tells of itself."""
+"""Statistics of a pool."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from pagestash.kernels.pages.layout import Counter, PoolMemory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """One tier, in pages; `wanted` is the size that would have been enough at the peak."""
+    """One tier, in pages; `wanted` is the number that would have sufficed at the peak."""
 
     pages: int
     in_use: int
@@ -38,10 +38,10 @@ class TierStats:
 class PoolStats:
     """A pool at one moment, with its peaks since the last `reset`.
 
-    `required` is the most pages that groups which are not expendable ever wanted at once: a pool of that size
-    never overflows, though it may give up expendable groups (`given_up_groups`). `valid_bytes` is what was
-    stashed before rounding up to pages, groups that did not fit included. `device.wanted` device pages alone
-    would have held everything; with the device pages there are, `host.wanted` host pages are enough.
+    `required` is the peak of pages wanted by groups that are not expendable. A pool of that size would not have
+    overflowed, but may give up expendable groups (`given_up_groups`). `valid_bytes` counts stashed bytes before
+    rounding up to pages, groups that did not fit included. `device.wanted` device pages would have held everything
+    without host pages; with the present device pages, `host.wanted` host pages would have sufficed.
     """
 
     device: TierStats
@@ -57,7 +57,7 @@ class PoolStats:
 
 def read_stats(memory: PoolMemory) -> PoolStats:
     """Read the counters; waits for the device."""
-    # One copy for everything, so that the numbers belong to one moment.
+    # One copy, so that all numbers are of one moment.
     values = torch.cat([memory.state, memory.overflow.reshape(1).to(torch.int64)]).tolist()
     counter = {name: values[name] for name in Counter}
     device_pages, host_pages = memory.device_pages, memory.host_pages

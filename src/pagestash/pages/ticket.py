@@ -10,7 +10,7 @@ from pagestash.kernels.pages.layout import HEADER, Span
 
 @dataclass(slots=True, eq=False)
 class TicketGroup:
-    """Tensors reserved together: their book on the device, and what the host knows of them."""
+    """Tensors that were reserved together: their book on the device, and their layout."""
 
     pool_id: int
     book: torch.Tensor
@@ -20,7 +20,7 @@ class TicketGroup:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One stashed tensor: give it back to the pool to restore or to release it."""
+    """One stashed tensor; pass it to the pool to restore or release it."""
 
     group: TicketGroup = field(repr=False)
     member: int
@@ -28,7 +28,7 @@ class Ticket:
     dtype: torch.dtype
     released: bool = False
     most_pages: int = 0
-    """The most pages it can hold, as the host knows it."""
+    """The most pages that it can hold, as far as the host knows."""
 
     @property
     def span(self) -> Span:
@@ -36,12 +36,12 @@ class Ticket:
 
 
 TABLE_ALIGN = 16
-"""Words between the starts of page tables: kernels are compiled anew for each pattern of arguments that are and
-are not multiples of 16, and a group of eight takes seconds to compile."""
+"""Page tables start at multiples of this many words. Triton compiles a kernel anew for each pattern of arguments
+that are multiples of 16 or not, and a group of eight takes seconds to compile."""
 
 
 def lay_out(tensors: Sequence[torch.Tensor], page_bytes: int) -> tuple[tuple[Span, ...], int]:
-    """Each tensor's span and the length of the book that holds all their page tables."""
+    """Each tensor's span, and the length of the book that holds all page tables."""
     spans, position = [], _aligned(HEADER * len(tensors))
     for tensor in tensors:
         capacity = tensor.shape[0] if tensor.ndim else 1

@@ -232,7 +232,7 @@ def test_another_shape_or_optimizer_is_refused():
 
     step = ps.GraphedStep(train_step, keeper, optimizer=optimizer, warmup=1)
     step(x, rows)
-    with pytest.raises(ValueError, match=r"SGD cannot leave out an update.*fused=True"):
+    with pytest.raises(ValueError, match=r"SGD cannot skip an update.*fused=True"):
         step(x, rows)
 
 

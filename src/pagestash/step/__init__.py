@@ -1,1 +1,1 @@
-"""One training step, eager or in a CUDA graph, that stays correct when the pool is too small."""
+"""One training step, eager or in a CUDA graph, with correct results even if the pool is too small."""

@@ -1,4 +1,4 @@
-"""A step's arguments: tensors copied into fixed buffers, everything else a constant."""
+"""The arguments of a captured step: tensors are copied into fixed buffers, everything else is a constant."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from pagestash.torch_internals import tree_flatten, tree_unflatten
 
 
 class StaticBatch:
-    """Buffers of one shape that batches are copied into, so that a captured graph finds them."""
+    """Fixed buffers, at the addresses that the captured graph reads, into which batches are copied."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], device: torch.device) -> None:
         leaves, self._tree = tree_flatten((args, kwargs))
@@ -22,13 +22,15 @@ class StaticBatch:
         return tree_unflatten(self._leaves, self._tree)
 
     def copies(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The batch's tensors, copied to the device; checks the shapes.
+        """The batch's tensors, copied to the device; checks structure, shapes and dtypes.
 
-        From pinned memory the copy is asynchronous: refill it only after an event, as with any such copy.
+        From pinned memory the copy is asynchronous: the caller may refill that memory only after an event.
         """
         leaves, tree = tree_flatten((args, kwargs))
         if tree != self._tree:
-            raise ValueError(f"the batch has the structure {tree}, the captured step {self._tree}")
+            raise ValueError(
+                f"the batch has the structure {tree}, but the step was captured with {self._tree}"
+            )
         copies = []
         for index, (leaf, mine) in enumerate(zip(leaves, self._leaves)):
             if isinstance(mine, torch.Tensor):
@@ -41,13 +43,13 @@ class StaticBatch:
                 copies.append(torch.empty_like(mine).copy_(leaf, non_blocking=True))
             elif leaf != mine:
                 raise ValueError(
-                    f"batch argument {index} is {leaf!r}, but {mine!r} is part of the captured step; "
-                    "pass what changes as a tensor"
+                    f"batch argument {index} is {leaf!r}, but the step was captured with {mine!r}; "
+                    "pass a value that changes as a tensor"
                 )
         return copies
 
     def fill(self, copies: list[torch.Tensor]) -> None:
-        """Put a batch into the buffers."""
+        """Copy a batch into the buffers."""
         mine = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
         for buffer, value in zip(mine, copies, strict=True):
             buffer.copy_(value)

@@ -1,4 +1,4 @@
-"""What an attempt at a step may change on its way to the first update, as it was before, for the next attempt."""
+"""The state that a step may change before its first update, saved so that a rerun starts from it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from pagestash.torch_internals import parameters_of
 
 
 class Involved:
-    """Who takes part in a step: the keeper's model, what was passed, and what `train_step` was seen to refer to."""
+    """What takes part in a step: the keeper's model, what was passed, and what `train_step` refers to."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class Involved:
         found = reached(train_step)
         for name in iterators(found):
             raise ValueError(
-                f"train_step refers to the iterator {name!r}: a step that is run again would be given the next "
-                "item; pass the batch as an argument"
+                f"train_step refers to the iterator {name!r}: a rerun of the step would get the next item; pass "
+                "the batch as an argument"
             )
         values = list(found.values())
         self.device = keeper.device
@@ -48,19 +48,19 @@ class Involved:
         return list(dict.fromkeys([*self._keeper.modules(), *modules_in(*self._others)]))
 
     def parameters(self) -> list[nn.Parameter]:
-        """Every parameter that a backward of the step may give a gradient."""
+        """Every parameter that may get a gradient in the step."""
         owned = (p for o in self.optimizers for group in o.param_groups for p in group["params"])
         others = (p for module in modules_in(*self._others) for p in parameters_of(module).values())
         found = [*self._keeper.parameters(), *owned, *(p for p in others if p is not None)]
         return list(dict.fromkeys(found))
 
     def state(self, buffers: Buffers) -> list[torch.Tensor]:
-        """Tensors that a step changes besides parameters and optimizer state."""
+        """Tensors that a step may change, besides parameters and optimizer state."""
         return [*buffers.tensors(), *self._state, *self.scalers.tensors()]
 
 
 class Before:
-    """Random states, gradients, and the host's part of buffers and scalers, before an attempt."""
+    """Random states, gradients, and the host state of buffers and scalers, before an attempt."""
 
     def __init__(self, involved: Involved) -> None:
         self.buffers = Buffers(involved.modules())
@@ -87,7 +87,7 @@ class Before:
 
 
 class AllRandom:
-    """Where every generator that a step draws from stands now; or those that a replay draws from."""
+    """The states of all generators that a step draws from; with `in_graph`, that a graph replay draws from."""
 
     def __init__(self, involved: Involved, *, in_graph: bool = False) -> None:
         assert involved.device is not None

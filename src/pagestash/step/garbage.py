@@ -1,4 +1,4 @@
-"""Python's garbage collector, held back while a CUDA graph is captured."""
+"""Python's garbage collector, disabled while a CUDA graph is captured."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """What the collector frees may be an old graph or a communicator, and freeing that ends a capture."""
+    """Disable the collector: it may free an old graph or a communicator, which would make a capture fail."""
     gc.collect()
     was_on = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""`GraphedStep`: a training step as one CUDA graph, run again on the same batch when the pool overflows."""
+"""`GraphedStep`: a training step as one CUDA graph, rerun on the same batch when the pool overflows."""
 
 import logging
 from collections import deque
@@ -24,16 +24,16 @@ from pagestash.torch_internals import tree_flatten, tree_map, tree_unflatten
 log = logging.getLogger("pagestash")
 
 LAG = 1
-"""Steps in flight before the host looks at a flag. It looks at a fixed distance, never 'if it is there yet':
-all ranks then see an overflow at the same call, and launch the same collectives."""
+"""Steps in flight before the host reads a flag. The distance is fixed, and never depends on whether the flag has
+arrived: so all ranks see an overflow at the same call, and launch the same collectives."""
 ATTEMPTS = 4
-"""Runs of one batch. The pool grows to exactly what was wanted, so the second always fits unless the step does
+"""Most runs of one batch. The pool grows to what was wanted, so the second run fits, unless the step saves
 something else each time."""
 
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """A launched step whose flag the host has not seen: what it takes to run it again."""
+    """A launched step whose flag the host has not read, with everything that a rerun needs."""
 
     batch: list[torch.Tensor]
     rates: list[torch.Tensor | float]
@@ -44,7 +44,7 @@ class _InFlight:
 
 
 class GraphedStep:
-    """Runs `train_step(*batch)`: forward, backward, and the optimizer's step if it has one.
+    """Runs `train_step(*batch)`: forward, backward, and usually the optimizer's step, as one CUDA graph.
 
         def train_step(tokens):
             loss = model(tokens)
@@ -57,20 +57,22 @@ class GraphedStep:
         for tokens in data:
             loss = step(tokens)
 
-    The first `warmup` calls run eagerly and measure; then the pool gets its size and the step is captured. A
-    steady step makes the host wait for nothing. When the pool overflows, no weight, optimizer state or buffer
-    changes; the host learns of it two calls later, grows the pool to what was wanted, and runs the skipped
-    batches again in order from the same random state, so that what comes out is what a large pool would have
-    given. Until then a returned float reads NaN, afterwards the right value: `wait()` before you log.
+    The first `warmup` calls run eagerly and measure. Then the pool is sized and the step is captured. In a steady
+    step the host waits for nothing.
 
-    On a CPU, or with `graph=False`, the same happens within each call.
+    An overflow of the pool changes no weight, optimizer state or buffer. The host sees it two calls later,
+    grows the pool to what was wanted, and reruns the skipped batches in order, from the same random state: the
+    results are those of a pool that was large enough. Until then a returned float is NaN, afterwards the right
+    value. Call `wait()` before you log.
 
-    A rerun begins where the first run did: parameters, optimizer state, gradients, buffers, a `scaler`, and every
-    generator of random numbers that is torch's default, Python's or numpy's global one, or that `train_step` refers
-    to. `state` names other tensors that the step changes, `scaler` and `generators` what it reaches only through
-    attributes of other objects. What a step keeps in plain attributes, files or iterators is not put back;
-    an iterator that `train_step` refers to is refused. With `torch.distributed` running, all ranks of `group`
-    (default: all) skip and rerun together.
+    On a CPU, or with `graph=False`, the step runs eagerly, and an overflow is handled within the call.
+
+    A rerun restores parameters, optimizer state, gradients, buffers, gradient scalers, and the default
+    generators of torch, Python and numpy, as well as generators and scalers that `train_step` refers to. Pass
+    what it reaches only through attributes of other objects: `scaler`, `generators`, and as `state` other
+    tensors that the step changes. Plain attributes, files and iterators are not restored; an iterator that
+    `train_step` refers to is an error. With `torch.distributed`, all ranks of `group` (default: all) skip and
+    rerun together.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class GraphedStep:
     ) -> None:
         if warmup < 1:
             raise ValueError(
-                f"warmup={warmup}: expected at least 1, which measures and makes optimizer state"
+                f"warmup={warmup}: expected at least 1, to measure and to create optimizer state"
             )
         device = keeper.device
         if device is None:
@@ -117,12 +119,12 @@ class GraphedStep:
         self._in_flight: deque[_InFlight] = deque()
         self._stream = torch.cuda.Stream(device) if self._graphed else None
         self.reruns = 0
-        """Batches that were run again because a pool overflowed."""
+        """Reruns so far, because the pool or a capacity overflowed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._graphed or self._calls < self._warmup:
             result = self._on_stream(self._run_eagerly, args, kwargs)
-            self._calls += 1  # not if it failed: warm-up measures
+            self._calls += 1  # not if it failed: every warm-up step must have measured
             return result
         if self._static is None:
             self._prepare(args, kwargs)
@@ -137,16 +139,16 @@ class GraphedStep:
             self._look_at_oldest()
         result = self._launch(args, kwargs)
         if not self._guard.optimizers:
-            self.wait()  # the caller is about to use the gradients
+            self.wait()  # the caller will use the gradients
             self._hand_over_gradients()
         return result
 
     def wait(self) -> None:
-        """Wait until every step so far is done, and run again what overflowed."""
+        """Wait until every step so far is done; rerun those that overflowed."""
         while self._in_flight:
             self._look_at_oldest()
 
-    # --- eager: warm-up, and every step on a CPU ---
+    # --- eager: the warm-up, and every step on a CPU ---
 
     def _run_eagerly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         versions = self._foreign_versions()
@@ -170,7 +172,7 @@ class GraphedStep:
         raise _no_end()
 
     def _attempt(self, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Run the step; whether it overflowed, and what it returned."""
+        """Run the step: whether it overflowed, and what it returned."""
         try:
             with self._rates_for_warmup(), self._keeper.step(check=False):
                 self._guard.begin(eager=True)
@@ -182,7 +184,7 @@ class GraphedStep:
             # The zeros of a refused group make other code raise: anomaly mode, checks of norms and pivots.
             if not self._guard.overflowed_before(error):
                 raise
-            log.warning("the step overflowed, and raised %s in consequence", type(error).__name__)
+            log.warning("the step overflowed, and raised %s as a consequence", type(error).__name__)
             return True, None
         finally:
             self._guard.leave()
@@ -200,25 +202,25 @@ class GraphedStep:
         return self._rates.on_device()
 
     def _foreign_versions(self) -> dict[torch.Tensor, int]:
-        """Versions of the parameters that none of our optimizers updates."""
+        """Versions of the parameters that belong to none of the given optimizers."""
         owned = {p for o in self._guard.optimizers for group in o.param_groups for p in group["params"]}
         return {p: p._version for p in self._keeper.parameters() if p not in owned}
 
     def _check_foreign(self, before: dict[torch.Tensor, int]) -> None:
         if any(parameter._version != version for parameter, version in before.items()):
             raise ValueError(
-                "train_step changes parameters that no optimizer given to GraphedStep owns, so an overflowing "
-                "step could not be undone; pass optimizer=..."
+                "train_step changes parameters of no optimizer that GraphedStep was given, so an overflowing step "
+                "could not be undone; pass optimizer=..."
             )
 
     # --- in a graph ---
 
     def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Capture the step for batches like this one."""
+        """Capture the step for batches with the structure and shapes of this one."""
         self._guard.arm()
         stashes = any(rule.home == "stash" for rule in self._keeper.policy.rules)
         if not self._keeper.size_pool() and stashes:
-            log.warning("the warm-up stashed nothing: does a rule's region run?")
+            log.warning("the warm-up stashed nothing: does any region with a stash rule run?")
         self._static = StaticBatch(args, kwargs, self._device)
         self._static.fill(self._static.copies(args, kwargs))
         self._flags.extend(torch.zeros((), pin_memory=True) for _ in range(LAG + 2))
@@ -227,10 +229,10 @@ class GraphedStep:
     def _capture(self) -> None:
         assert self._static is not None
         assert self._stream is not None
-        self._graph = self._outputs = None  # their memory goes first
+        self._graph = self._outputs = None  # frees their memory first
         before = Before(self._involved)
         self._protect(before)
-        # The graph makes gradients of its own, anew in each replay.
+        # The graph has its own gradients, written in each replay.
         theirs = {parameter: parameter.grad for parameter in self._involved.parameters()}
         for parameter in theirs:
             parameter.grad = None
@@ -238,8 +240,8 @@ class GraphedStep:
         graph = torch.cuda.CUDAGraph()
         for generator in self._involved.generators.on_devices:
             graph.register_generator_state(generator)
-        # thread_local: NCCL's watchdog asks for its events from a thread of its own, which a capture in the
-        # default mode takes as an error.
+        # thread_local: NCCL's watchdog queries events from another thread, which is an error for a capture in
+        # the default mode.
         capture = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
         try:
             with self._rates.on_device(), no_garbage_collection(), capture:
@@ -257,7 +259,7 @@ class GraphedStep:
             raise
         finally:
             self._guard.leave()
-            # The host has run the step's code, and the device has not: on the host nothing has happened either.
+            # The host has run the step's code, but the device has not: undo what the host did.
             self._guard.state.put_back(host_only=True)
             before.put_back()
         self._graph = graph
@@ -271,8 +273,8 @@ class GraphedStep:
         left = 0 if self._keeper.pool is None else self._keeper.pool.live_tickets
         if left:
             raise RuntimeError(
-                f"train_step left {left} stashed tensors without a backward: in a graph their pages would be lost "
-                "at every replay. Run backward inside train_step"
+                f"train_step left {left} stashed tensors without a backward: in a graph every replay would lose "
+                "their pages. Run backward inside train_step"
             )
 
     def _launch(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -288,7 +290,7 @@ class GraphedStep:
         return tree_unflatten(outputs, tree)
 
     def _hand_over_gradients(self) -> None:
-        """Without an optimizer in the step, add the graph's gradients to the caller's, as backward would."""
+        """Add the graph's gradients to the caller's, as backward would, if the step has no optimizer."""
         for parameter, grad in self._grads.items():
             if parameter.grad is None:
                 parameter.grad = grad.clone()
@@ -307,7 +309,7 @@ class GraphedStep:
     # --- overflow ---
 
     def _look_at_oldest(self) -> None:
-        """Wait for the oldest step in flight (the device goes on with the next), and recover if it overflowed."""
+        """Wait for the oldest step in flight (the device continues with the next); recover if it overflowed."""
         oldest = self._in_flight[0]
         oldest.done.synchronize()
         if bool(oldest.flag):  # host memory
@@ -316,14 +318,14 @@ class GraphedStep:
             self._flags.append(self._in_flight.popleft().flag)
 
     def _recover(self) -> None:
-        """Grow, and run everything from the overflowing step on again, in order.
+        """Grow, and rerun the overflowing step and all that were launched after it, in order.
 
-        The flag is sticky: the steps launched since then have changed nothing either.
+        The flag is sticky: the steps after the overflow have changed nothing, either.
         """
         torch.cuda.synchronize(self._device)
         ahead = AllRandom(self._involved, in_graph=True)
-        # A step leaves the queue only when it has been run again: an exception on the way (no memory to grow
-        # into, say) loses no batch, and the next call begins here again.
+        # A step leaves the queue only after its rerun: an exception on the way (no memory to grow into, for one)
+        # loses no batch, and the next call continues here.
         for number in range(len(self._in_flight)):
             step = self._in_flight[0]
             for attempt in range(ATTEMPTS):
@@ -343,7 +345,7 @@ class GraphedStep:
         ahead.put_back()
 
     def _grow_and_capture(self) -> None:
-        """Grow, and capture again if anything moved; until then the old graph's memory may be another's."""
+        """Grow, and capture again if anything moved; the old graph is unusable then: its memory may be reused."""
         graph, self._graph = self._graph, None
         if self._grow() or graph is None:
             self._capture()
@@ -351,7 +353,7 @@ class GraphedStep:
             self._graph = graph
 
     def _grow(self) -> bool:
-        """Give the pool and bounded modules what was wanted and clear their flags; whether anything moved."""
+        """Grow the pool and bounded modules to what was wanted and clear their flags; whether anything moved."""
         grown = False
         pool = self._keeper.pool
         if pool is not None:
@@ -366,13 +368,13 @@ class GraphedStep:
             if module.grow_capacity():
                 grown = True
                 log.warning(
-                    "more arrived than the capacity of a layer, which has grown; the batch runs again"
+                    "a layer received more rows than its capacity, which has grown; the batch runs again"
                 )
             module.clear_over_capacity()
         return grown
 
     def _on_stream(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Run on the stream that capture will use, in order with the caller's: warm-up must not use another."""
+        """Run on the stream of the capture, which the warm-up must use, too, ordered with the caller's stream."""
         if self._stream is None:
             return run(*args)
         current = torch.cuda.current_stream(self._device)
@@ -384,7 +386,7 @@ class GraphedStep:
 
 
 def _report(leaf: Any, flag: torch.Tensor) -> Any:
-    """An output of the step; NaN where the step overflowed, so that nobody takes it for a result."""
+    """An output of the step, NaN if the step overflowed, so that it cannot be mistaken for a result."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     value = leaf.detach()
@@ -393,6 +395,6 @@ def _report(leaf: Any, flag: torch.Tensor) -> Any:
 
 def _no_end() -> RuntimeError:
     return RuntimeError(
-        f"the pool overflowed {ATTEMPTS} times on one batch though it grew to what was wanted each time: the step "
-        "saves other tensors each time it runs the same batch"
+        f"the pool overflowed {ATTEMPTS} times on one batch, although it grew to what was wanted each time: the "
+        "step saves different tensors each time it runs the same batch"
     )

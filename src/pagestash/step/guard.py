@@ -1,4 +1,4 @@
-"""An overflowing step changes nothing: the flag over all ranks, optimizers that heed it, state that is put back."""
+"""An overflowing step changes nothing: one flag for all ranks, optimizers that obey it, state that is restored."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
@@ -16,10 +16,10 @@ from pagestash.torch_internals import takes_found_inf
 
 
 class Bounded(Protocol):
-    """A module whose buffers bound something that only the device counts, such as rows received.
+    """A module whose buffers bound a number that only the device knows, such as received rows.
 
-    `over_capacity` is 0-d float32, 1 once the bound was passed; `grow_capacity` raises the bound to what was
-    wanted (every rank of its group calls it together, and it may wait) and tells whether it did.
+    `over_capacity` is a 0-d float32: 1 after the bound was exceeded. `grow_capacity` raises the bound to what was
+    wanted and returns whether it did; all ranks of the module's group call it together, and it may wait.
     """
 
     over_capacity: torch.Tensor
@@ -34,11 +34,11 @@ class StepOverflowed(PoolOverflow):
 
 
 class UpdateGuard:
-    """Keeps parameters, optimizer state and other state as they were when a step overflows.
+    """Protects parameters, optimizer state and other state from a step that overflows.
 
-    `flag` is 0-d float32 on the device: the largest of all ranks' overflow flags. In a graph it joins the fused
-    optimizers' `found_inf`, and protected state is selected on the device; eagerly the host looks at it
-    before the optimizer runs.
+    `flag` is a 0-d float32 on the device: the maximum of all ranks' overflow flags. In a graph it is part of
+    the fused optimizers' `found_inf`, and the device selects the old or new value of protected state. In an
+    eager step the host reads it before the optimizer runs.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class UpdateGuard:
         self.flag = torch.zeros((), dtype=torch.float32, device=device)
         self.optimizers = optimizers
         found = [cast(Bounded, module) for module in keeper.modules() if hasattr(module, "grow_capacity")]
-        # A layer and the part of it that is bounded may both answer, with one flag between them.
+        # A layer and its bounded part may both have the method, with one flag; one of them is enough.
         self.bounded = list({id(module.over_capacity): module for module in found}.values())
         self.state = ProtectedState([], device)
         self._keeper = keeper
@@ -72,11 +72,11 @@ class UpdateGuard:
             cast(torch.nn.Module, module).register_forward_pre_hook(_CountForward(self))
 
     def begin(self, *, eager: bool) -> None:
-        """Remember protected state at the start of a step; in a graph these are launches of the graph."""
+        """Save protected state at the start of a step; in a capture the copies are part of the graph."""
         if self._keeper.device != self.flag.device:
             raise ValueError(
-                f"the model is on {self._keeper.device}, and was on {self.flag.device} when GraphedStep was made; "
-                "make it when the model is where it will run"
+                f"the model is on {self._keeper.device}, but was on {self.flag.device} when GraphedStep was made; "
+                "make GraphedStep after moving the model"
             )
         self._eager = eager
         self._running = True
@@ -84,7 +84,7 @@ class UpdateGuard:
         self.state.remember()
 
     def end(self) -> None:
-        """The end of a step: raise if it overflowed (eager), or put state back where it did (graph)."""
+        """End a step: raise if it overflowed (eager), or restore state on the device if it did (graph)."""
         self._reduce()
         if self._eager:
             self._raise_if_overflowed()
@@ -93,11 +93,11 @@ class UpdateGuard:
         self.leave()
 
     def leave(self) -> None:
-        """The step is over, however it ended: updates of the same optimizer elsewhere are not its business."""
+        """The step is over, however it ended: later updates of the same optimizer are not guarded."""
         self._running = False
 
     def overflowed_before(self, error: Exception) -> bool:
-        """Whether `error` came out of a step that overflowed, on this rank or another: it means nothing then."""
+        """Whether the step that raised `error` had overflowed, on any rank: the error then means nothing."""
         if self._reduced_at is None:
             self._read_flags()
             self._reduced_at = self._taken()
@@ -106,20 +106,21 @@ class UpdateGuard:
         return bool(self.flag)
 
     def arm(self) -> None:
-        """Make every optimizer heed the flag on the device, as it heeds a gradient scaler's `found_inf`."""
+        """Make every optimizer obey the flag on the device, as it obeys a gradient scaler's `found_inf`."""
         for optimizer in self.optimizers:
             name = type(optimizer).__name__
             fused = all(group.get("fused") for group in optimizer.param_groups)
             if not (fused and takes_found_inf(optimizer)):
                 raise ValueError(
-                    f"{name} cannot leave out an update on the device: a step in a CUDA graph needs an optimizer "
+                    f"{name} cannot skip an update on the device: a step in a CUDA graph needs an optimizer "
                     f"that takes `found_inf`, such as torch.optim.AdamW(..., fused=True)"
                 )
             for group in optimizer.param_groups:
                 if "capturable" in group:
-                    group["capturable"] = True  # a fused optimizer's step counts are on the device already
+                    group["capturable"] = True  # a fused optimizer already has its step counts on the device
         if self._group is not None and not self._armed:
-            dist.all_reduce(self.flag.clone(), group=self._group)  # its communicator is no part of a graph
+            # Create the group's communicator now: a capture cannot.
+            dist.all_reduce(self.flag.clone(), group=self._group)
         self._armed = True
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -131,13 +132,13 @@ class UpdateGuard:
             self._raise_if_overflowed()
         elif self._armed:
             theirs = self._theirs[optimizer] = vars(optimizer).get("found_inf")
-            # A gradient scaler's, which leaves an update out just as ours does.
+            # A gradient scaler's flag, which also skips the update.
             both = self.flag if theirs is None else torch.maximum(self.flag, theirs)
             optimizer.found_inf = both  # type: ignore[attr-defined]
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in self._theirs:
-            # As it was: a scaler takes its own away again.
+            # Restore the scaler's flag, which the scaler removes itself.
             theirs = self._theirs.pop(optimizer)
             if theirs is None:
                 del optimizer.found_inf  # type: ignore[attr-defined]
@@ -145,16 +146,16 @@ class UpdateGuard:
                 optimizer.found_inf = theirs  # type: ignore[attr-defined]
 
     def _taken(self) -> tuple[int, int]:
-        """What so far could overflow: groups that asked for pages, and forwards of modules with a capacity."""
+        """Counts of what could have overflowed so far: reservations, and forwards of modules with a capacity."""
         return self._keeper.reservations, self.bounded_forwards
 
     def _reduce(self) -> None:
-        """The flag over all ranks. Every stash of the step is behind us: updates come after backward."""
+        """Reduce the flag over all ranks. Nothing stashes after this: updates come after all backwards."""
         if self._reduced_at is not None:
             if self._taken() != self._reduced_at:
                 raise ValueError(
-                    "train_step saves tensors after an optimizer's step, or runs a layer of bounded capacity: had "
-                    "they overflowed, that update could no longer be left out. Put all forwards and backwards "
+                    "train_step saves tensors, or runs a layer of bounded capacity, after an optimizer's step: if "
+                    "they overflowed, that update could no longer be skipped. Put all forwards and backwards "
                     "before the updates, or use one GraphedStep for each update"
                 )
             return
@@ -163,13 +164,13 @@ class UpdateGuard:
         if self._group is None:
             return
         if self._eager:
-            # By the host, which is about to look: a rank whose attempt failed takes part in the same vote.
+            # On the host, which reads the flag next: a rank whose attempt raised takes part in the same vote.
             self.flag.fill_(float(self._ranks.any(bool(self.flag))))
         else:
             dist.all_reduce(self.flag, op=dist.ReduceOp.MAX, group=self._group)
 
     def _read_flags(self) -> None:
-        """The flag of this rank."""
+        """Set the flag from this rank's pool and modules."""
         overflow = self._keeper.overflow
         if overflow is None:
             self.flag.zero_()
@@ -186,7 +187,7 @@ class UpdateGuard:
 
 
 class _CountForward(Hook):
-    """Before the forward of a module with a capacity: one more that could overflow."""
+    """Counts forwards of modules with a capacity, which could overflow."""
 
     def __init__(self, guard: UpdateGuard) -> None:
         self._guard = guard

@@ -1,4 +1,4 @@
-"""Random numbers that a step draws on the host, besides torch's default generators."""
+"""Generators of random numbers that a step draws from, besides torch's default ones."""
 
 import random
 import sys
@@ -9,35 +9,35 @@ import torch
 
 
 class Generators:
-    """Python's and numpy's global generators, and others that the step was seen or said to draw from."""
+    """Python's and numpy's global generators, and those that were passed or that `train_step` refers to."""
 
     def __init__(self, others: Iterable[Any] = ()) -> None:
         self.others = list({id(other): other for other in others}.values())
         for other in self.others:
             if not is_generator(other):
                 raise ValueError(
-                    f"generators: {type(other).__name__} is none; expected a torch.Generator, a numpy Generator or "
+                    f"generators: {other!r}: expected a torch.Generator, a numpy Generator or "
                     "RandomState, or a random.Random"
                 )
 
     @property
     def on_devices(self) -> list[torch.Generator]:
-        """Those that a CUDA graph draws from: a graph must know them."""
+        """The generators that a CUDA graph draws from; they are registered with the graph."""
         return [g for g in self.others if isinstance(g, torch.Generator) and g.device.type == "cuda"]
 
     def state(self) -> list[tuple[Any, Any]]:
-        """Each of them, and where it stands."""
+        """Each generator with its state."""
         numpy = sys.modules.get("numpy.random")
         world = [random] if numpy is None else [random, numpy]
         return [(each, _state(each)) for each in (*world, *self.others)]
 
     def state_of_graphs(self) -> list[tuple[Any, Any]]:
-        """The same for those that a replay draws from: the host runs none of the step's code then."""
+        """The same for the generators that a graph replay draws from; the host runs no code of the step then."""
         return [(each, _state(each)) for each in self.on_devices]
 
 
 def set_state(state: list[tuple[Any, Any]]) -> None:
-    """Put generators back to where they stood."""
+    """Restore generators to saved states."""
     for generator, each in state:
         _set_state(generator, each)
 

@@ -1,4 +1,4 @@
-"""Learning rates of a captured step: numbers to the user and its schedulers, device tensors to the graph."""
+"""Learning rates of a captured step: numbers for the user and schedulers, device tensors for the graph."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,9 +8,10 @@ import torch
 
 
 class LearningRates:
-    """A graph would keep the rate it was captured with; so it reads a tensor, filled before each replay.
+    """Device tensors that a graph reads its learning rates from, written before each replay.
 
-    Fused optimizers read that tensor as float32; warm-up steps use it too, so that all steps round alike.
+    A number would be a constant of the graph. Fused optimizers read the tensor as float32; warm-up steps use
+    it, too, so that all steps round alike.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -20,12 +21,12 @@ class LearningRates:
         ]
 
     def constants(self) -> list[dict[str, Any]]:
-        """Every other setting of the groups: part of a captured graph, which is captured again if one changes."""
+        """Every other setting of the groups: constants of the graph, which is captured again if one changes."""
         return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in self._groups]
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Within, the groups' rates are the tensors; afterwards, what the user had there."""
+        """Within this context the groups' rates are the tensors; afterwards the user's values are back."""
         if not self._device_rates:
             self._device_rates = [
                 torch.zeros((), dtype=torch.float32, device=group["params"][0].device)
@@ -41,14 +42,14 @@ class LearningRates:
                 group["lr"] = rate
 
     def read(self) -> list[torch.Tensor | float]:
-        """The rates as the user has set them now."""
+        """The rates that the user has set."""
         return [
             rate.detach().clone() if isinstance(rate := group["lr"], torch.Tensor) else float(rate)
             for group in self._groups
         ]
 
     def write(self, rates: Sequence[torch.Tensor | float]) -> None:
-        """Put rates where the graph reads them; a launch, no wait."""
+        """Write rates to the tensors that the graph reads; launches only, no wait."""
         for mine, rate in zip(self._device_rates, rates, strict=True):
             if isinstance(rate, torch.Tensor):
                 mine.copy_(rate, non_blocking=True)

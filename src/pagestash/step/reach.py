@@ -1,4 +1,4 @@
-"""What a function refers to: in its closure, among the globals it names, in the object it is a method of."""
+"""What a function refers to: in its closure, in the globals it names, in the object it is a method of."""
 
 import dis
 import functools
@@ -8,25 +8,25 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 MOST = 10_000
-"""Values to look at, so that no structure of a user's makes this take long."""
+"""Most values to visit, which bounds the time for large structures."""
 
 
 def reached(function: Any) -> dict[str, Any]:
     """The values that calling `function` may use, by the names it has for them.
 
-    Through functions and methods of Python that it refers to in turn, and into lists, tuples and dicts. Not into
-    other objects' attributes, but for those that a method names of its own object.
+    The search follows Python functions and methods, and enters lists, tuples and dicts. Of objects it visits only
+    the attributes that a method names of its own object.
     """
     found: dict[str, Any] = {}
     waiting = [("train_step", function)]
     seen: dict[Any, Any] = {}
     while waiting and len(seen) < MOST:
         name, value = waiting.pop()
-        # A bound method is a new object each time it is asked for.
+        # Every access to a bound method creates a new object.
         key = (id(value.__func__), id(value.__self__)) if isinstance(value, MethodType) else id(value)
         if key in seen:
             continue
-        seen[key] = value  # so that no other gets its identity
+        seen[key] = value  # keeps it alive, so that no other object gets its id
         while name in found:
             name += "'"
         found[name] = value
@@ -35,7 +35,7 @@ def reached(function: Any) -> dict[str, Any]:
 
 
 def iterators(found: dict[str, Any]) -> list[str]:
-    """The names of those that give another value each time they are asked."""
+    """The names of the iterators among them."""
     return [
         name
         for name, value in found.items()
@@ -58,7 +58,7 @@ def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _of_object(function: Any, owner: Any) -> list[tuple[str, Any]]:
-    """What a method names of its own object: values, and other methods."""
+    """The attributes and methods that a method names of its own object."""
     if not isinstance(function, FunctionType) or not hasattr(owner, "__dict__") or isinstance(owner, type):
         return []
     parts: list[tuple[str, Any]] = []
@@ -85,7 +85,7 @@ def _of_function(function: FunctionType) -> list[tuple[str, Any]]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code and that of the functions in it."""
+    """The code of a function and of the functions defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -93,5 +93,5 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _globals_of(code: CodeType) -> Iterator[str]:
-    # By instruction: an attribute may have the name of a global.
+    # By instruction, because an attribute may have the name of a global.
     return (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))

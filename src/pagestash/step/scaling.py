@@ -1,4 +1,4 @@
-"""Gradient scalers in a step that may be run again: what an attempt left in them, and who calls the optimizer."""
+"""Gradient scalers in a step that may be rerun: their host state, and a check that all of them are known."""
 
 import sys
 from collections import defaultdict
@@ -14,7 +14,7 @@ _SET_BY_A_SCALER = ("grad_scale", "found_inf")
 
 
 class Scalers:
-    """The scalers of a step: their device state is protected like a buffer, and the host's is remembered here."""
+    """The scalers of a step: their device state is protected like a buffer, their host state is saved here."""
 
     def __init__(self, scalers: Iterable[GradScaler], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._scalers = [scaler for scaler in scalers if scaler.is_enabled()]
@@ -23,7 +23,7 @@ class Scalers:
         self._set: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
 
     def tensors(self) -> list[torch.Tensor]:
-        """The scales and their counts of steps, where there are any yet."""
+        """The scales and growth trackers that exist already."""
         found = (each for scaler in self._scalers for each in scaler_state(scaler)[:2])
         return [tensor for tensor in found if tensor is not None]
 
@@ -35,7 +35,7 @@ class Scalers:
         ]
 
     def put_back(self) -> None:
-        """What was unscaled or checked in an attempt was not; an exception left nothing on the optimizers."""
+        """Restore the scalers, and the attributes that they set on optimizers."""
         for scaler, state in self._before:
             set_scaler_state(scaler, state)
         self._before = [(scaler, _host_state(scaler)) for scaler, _ in self._before]
@@ -45,7 +45,7 @@ class Scalers:
             vars(optimizer).update(attributes)
 
     def check_caller(self) -> None:
-        """From an optimizer's hook: refuse a scaler that is at work and that nobody named."""
+        """Called from an optimizer's hook: raise if the caller is a scaler that was not found and not passed."""
         frame, depth = sys._getframe(1), 0
         while frame is not None and depth < 20:
             if frame.f_code.co_filename.endswith("grad_scaler.py"):
@@ -53,14 +53,14 @@ class Scalers:
                 known = any(scaler is each for each in self._scalers)
                 if isinstance(scaler, GradScaler) and scaler.is_enabled() and not known:
                     raise ValueError(
-                        "train_step uses a GradScaler that GraphedStep does not know, so that an overflowing step "
-                        "could not be undone in it; pass scaler=..."
+                        "train_step uses a GradScaler that GraphedStep does not know, so an overflowing step could "
+                        "not be undone in it; pass scaler=..."
                     )
             frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
 
 
 def _host_state(scaler: GradScaler) -> ScalerState:
-    """A scaler's state, with copies of what it writes in place on the host."""
+    """A scaler's state, with copies of the dicts that it changes in place."""
     scale, tracker, states = scaler_state(scaler)
     copies = {
         optimizer: {key: dict(value) if isinstance(value, dict) else value for key, value in state.items()}

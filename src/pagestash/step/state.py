@@ -1,7 +1,7 @@
-"""State that a step may change and an overflowing one must not: tensors by their bytes, buffers by their names.
+"""State that an overflowing step must not change: the bytes of tensors, and which tensor a buffer's name refers to.
 
-Bytes, because buffers come in all kinds: an expanded, quantised or inference tensor refuses to be written in place,
-and its memory does not.
+Tensors are saved as bytes, because an expanded, quantised or inference tensor cannot be written in place, but
+its memory can.
 """
 
 from collections.abc import Iterable
@@ -15,10 +15,10 @@ from pagestash.torch_internals import MKLDNN, buffers_of, coo_parts, storage_key
 
 
 class ProtectedState:
-    """Remembers tensors at the start of a step, to put back where it overflowed.
+    """Saves tensors at the start of a step and restores them if it overflowed.
 
-    On the host that is `put_back`, which writes only what changed; in a graph `select`, for what the graph can
-    change: memory of the device.
+    In an eager step `put_back` writes what changed. In a graph `select` does so for device memory, which is all
+    that a graph can change.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
@@ -33,7 +33,7 @@ class ProtectedState:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def is_for(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether these are the tensors, where they were."""
+        """Whether these are the same tensors, with the same storages."""
         theirs = list(tensors)
         return (
             len(theirs) == len(self._tensors)
@@ -42,7 +42,7 @@ class ProtectedState:
         )
 
     def remember(self) -> None:
-        """In a capture these are launches of the graph; sparse tensors of the device are left out of it."""
+        """Save the tensors; in a capture the copies are part of the graph, without sparse device tensors."""
         for shadow, view in zip(self._shadow, self._views):
             shadow.copy_(view)
         self._versions = [tensor._version for tensor in self._sparse if not tensor.is_inference()]
@@ -53,7 +53,7 @@ class ProtectedState:
         ]
 
     def select(self, skip: torch.Tensor) -> None:
-        """Put back what is on the device if `skip` is true there; nobody waits."""
+        """Restore device memory if `skip` is true on the device; the host does not wait."""
         if self._versions != [tensor._version for tensor in self._sparse if not tensor.is_inference()]:
             raise ValueError(
                 "train_step changes a sparse buffer, which a CUDA graph cannot undo; pass graph=False"
@@ -63,7 +63,7 @@ class ProtectedState:
                 view.copy_(torch.where(skip, shadow, view))
 
     def put_back(self, *, host_only: bool = False) -> None:
-        """Put back what changed; waits for the device, unless only the host's memory is asked for."""
+        """Restore what changed; waits for the device, unless `host_only` restores host memory alone."""
         for shadow, view, on_device in zip(self._shadow, self._views, self._on_device):
             if not (host_only and on_device) and not torch.equal(shadow, view):
                 view.copy_(shadow)
@@ -74,25 +74,25 @@ class ProtectedState:
 
 
 class Buffers:
-    """Which tensors the buffers of modules are: a forward may replace one by another."""
+    """Which tensors the buffers of modules are; a forward may replace one by another tensor."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [(module, _state_of(module)) for module in modules]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of them, each once."""
+        """All buffers, each once."""
         found = (value for _, names in self._modules for value in names.values() if value is not None)
         return list({id(tensor): tensor for tensor in found}.values())
 
     def refuse_replaced(self) -> None:
-        """For a graph, which goes on with the tensors that it was captured with."""
+        """Raise if a buffer was replaced: a graph would continue to use the tensor that it was captured with."""
         for module, names in self._modules:
             now = _state_of(module)
             for name in now.keys() | names.keys():
                 if now.get(name) is not names.get(name):
                     raise ValueError(
                         f"train_step replaces the buffer {name!r} of {type(module).__name__} by another tensor, "
-                        "and a CUDA graph goes on reading the first; write to it in place (buffer.copy_(...)), or "
+                        "but a CUDA graph keeps reading the first; write to it in place (buffer.copy_(...)), or "
                         "pass graph=False"
                     )
 
@@ -104,7 +104,7 @@ class Buffers:
 
 
 def _state_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """A module's buffers; flags and counters of a step, as a module with a capacity has them, are no state."""
+    """A module's buffers, without the flags and counters of a module with a capacity."""
     passing = transient_buffers_of(module) if hasattr(module, "grow_capacity") else ()
     return {name: buffer for name, buffer in buffers_of(module).items() if name not in passing}
 
@@ -114,7 +114,7 @@ def _is_sparse(tensor: torch.Tensor) -> bool:
 
 
 def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with memory that a tensor is made of: itself, unless it is a subclass that wraps others."""
+    """The tensors with memory that a tensor consists of: itself, or those that a subclass wraps."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in _inner(getattr(tensor, name))]
@@ -126,7 +126,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The memory that a tensor's elements lie in, as integers."""
+    """The memory of a tensor's elements, as integer tensors."""
     return [view for part in _inner(tensor) for view in _as_integers(part)]
 
 

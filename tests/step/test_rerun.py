@@ -264,7 +264,7 @@ def test_random_numbers_are_drawn_again(kind, how):
 
 
 def test_what_is_no_generator_is_refused():
-    with pytest.raises(ValueError, match="generators: 3: expected a torch.Generator"):
+    with pytest.raises(ValueError, match=r"generators: 3: expected a torch\.Generator"):
         ps.GraphedStep(print, attach(net(), LARGE), generators=[3])
 
 

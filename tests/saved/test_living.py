@@ -486,5 +486,5 @@ def test_a_graphed_step_of_a_model_that_was_moved_is_refused_by_name():
     step = ps.GraphedStep(lambda: model(torch.ones(4, 8)).sum().backward(), keeper("stash").attach(model))
     step()
     step._guard.flag = torch.zeros((), device="meta")  # as if the model had been there
-    with pytest.raises(ValueError, match="the model is on cpu, and was on meta when GraphedStep was made"):
+    with pytest.raises(ValueError, match="the model is on cpu, but was on meta when GraphedStep was made"):
         step._guard.begin(eager=True)

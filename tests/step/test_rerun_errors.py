@@ -109,7 +109,7 @@ def test_what_the_zeros_of_a_refused_group_lead_to_is_not_believed(layer, what, 
         return ps.GraphedStep(train_step, keeper, optimizer=optimizer), model.parameters
 
     assert same(*ends(make, small=256 * 10 if what == "recompute" else SMALL))
-    assert "in consequence" in caplog.text
+    assert "as a consequence" in caplog.text
 
 
 def test_an_error_of_a_step_that_fits_is_the_users_and_the_next_step_is_right():

@@ -1,5 +1,7 @@
 """The names of a model's modules, as its author knows them, whatever it was wrapped in since."""
 
+from collections.abc import Iterator
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -7,25 +9,58 @@ WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 """What `torch.compile`, FSDP and activation checkpointing call the module that they stand around."""
 
 
-def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules inside `model` by name, without the parts of a name that a wrapper added.
+ADAPTERS = {"base_model": "PeftModel", "model": "BaseTuner"}
+"""What PEFT calls the model that it stands around, and the class of the one that stands there."""
+ADAPTED = "base_layer"
+"""What PEFT calls the layer inside an adapter."""
 
-    A wrapped module and its wrapper have one name. It is the wrapper's, the outermost: what hangs on it is outside.
+
+def plain_names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules of `model` with their names, without the parts of a name that a wrapper added.
+
+    A wrapped module and its wrapper have one name, and come in this order: the wrapper, what it wraps. The layer
+    inside an adapter has a name of its own, `q_proj.base_layer`; modules inside that layer have the names that
+    they would have without the adapter.
     """
-    found: dict[str, nn.Module] = {}
-    plain = {"": ""}
-    parallel = set()
+    known = {"": ("", "", model)}  # the name, what stands before the names of children, the module
+    adapted: dict[str, str] = {}  # the names of adapters' layers without the adapters
     for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel):
-            parallel.add(name)
         if name:
             above, _, last = name.rpartition(".")
-            wrapped = last in WRAPPERS or (last == "module" and above in parallel)
-            outside = plain[above]
-            plain[name] = outside if wrapped else f"{outside}.{last}" if outside else last
-        if plain[name]:
-            found.setdefault(plain[name], module)
+            outer, prefix, holder = known[above]
+            plain = prefix if _wraps(holder, last) else f"{prefix}.{last}" if prefix else last
+            before = plain
+            if last == ADAPTED and _is_peft(holder, "BaseTunerLayer"):
+                adapted[name] = adapted.get(above, outer)
+                before = plain if _is_peft(module, "BaseTunerLayer") else adapted[name]
+            known[name] = plain, before, module
+        yield known[name][0], module
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules inside `model` by their plain names; of a wrapper and what it wraps, the wrapper.
+
+    What hangs on the outermost is outside.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in plain_names(model):
+        if name:
+            found.setdefault(name, module)
     return found
+
+
+def _wraps(holder: nn.Module, child: str) -> bool:
+    """Whether `holder` is a wrapper around its child of that name."""
+    if child in WRAPPERS:
+        return True
+    if child == "module":
+        return isinstance(holder, DistributedDataParallel)
+    return child in ADAPTERS and _is_peft(holder, ADAPTERS[child])
+
+
+def _is_peft(module: nn.Module, name: str) -> bool:
+    """Whether `module` is of PEFT's class of that name, which need not be installed."""
+    return any(kind.__name__ == name and kind.__module__.startswith("peft.") for kind in type(module).__mro__)
 
 
 def prefixes(name: str) -> list[str]:

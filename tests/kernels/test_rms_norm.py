@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 from pagestash.kernels import backend as backends
-from pagestash.kernels.rms_norm import _rms_norm, _rms_norm_backward, backward, forward, rms_norm
+from pagestash.kernels.layer.rms_norm import _rms_norm, _rms_norm_backward, backward, forward, rms_norm
 
 TOLERANCE = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-12},

@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 from pagestash.kernels import backend as backends
-from pagestash.kernels.rope import STYLES, _rope, rope, rotate
+from pagestash.kernels.layer.rope import STYLES, _rope, rope, rotate
 
 B, S, H, D = 2, 5, 3, 16
 TOLERANCE = {

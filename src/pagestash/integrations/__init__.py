@@ -1,0 +1,1 @@
+"""Adapters to other libraries; each is imported by name and needs its library installed."""

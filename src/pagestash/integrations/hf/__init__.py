@@ -1,0 +1,25 @@
+"""Hugging Face transformers: our kernels in its models. Import it as `pagestash.hf`."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+OLDEST = (5, 7)
+"""The first release of transformers that takes an experts implementation by any registered name."""
+
+
+def _check_installed() -> None:
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        raise ImportError(
+            "pagestash.hf needs transformers 5.7 or later: pip install 'pagestash[hf]'"
+        ) from None
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+        raise ImportError(f"pagestash.hf needs transformers 5.7 or later, and {found} is installed")
+
+
+_check_installed()
+
+from pagestash.integrations.hf.optimize import optimize  # noqa: E402 (after the check, which says it better)
+from pagestash.integrations.hf.report import Report  # noqa: E402
+
+__all__ = ["Report", "optimize"]

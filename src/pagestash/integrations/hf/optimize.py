@@ -1,0 +1,49 @@
+"""`optimize`: our kernels in the place of a model's norms, rotary embedding, head and loss."""
+
+from typing import Any
+
+from torch import nn
+
+from pagestash.integrations.hf.head import replace_head
+from pagestash.integrations.hf.norms import replace_norms
+from pagestash.integrations.hf.report import Report
+from pagestash.integrations.hf.rotary import replace_rotary
+from pagestash.saved.names import plain_names
+
+
+def optimize(model: nn.Module, *, norm: bool = True, rope: bool = True, head: bool = True) -> Report:
+    """Run the norms, the rotary embedding and the head of `model`, of transformers, by kernels of ours.
+
+        report = pagestash.hf.optimize(model)
+        print(report)                           # what was replaced, what was left alone and why
+        report.undo()                           # everything as it was
+
+    Only this model's modules change, never their classes. What another library has replaced before stays. In
+    training with labels the output's `logits` are None, for they are never there as a whole: call the model
+    with `skip_logits=False`, or in evaluation, to have them.
+    """
+    causal = transformers_model(model)
+    if causal is None:
+        raise ValueError(
+            f"optimize: {type(model).__name__} is no model of transformers, and holds none; nothing was changed"
+        )
+    modules = list(plain_names(model))
+    report = Report()
+    try:
+        if norm:
+            replace_norms(modules, report)
+        if rope:
+            replace_rotary(modules, report)
+        if head:
+            replace_head(causal, report)
+    except BaseException:
+        report.undo()
+        raise
+    return report
+
+
+def transformers_model(model: nn.Module) -> Any:
+    """The outermost `PreTrainedModel` of `model`, which may be it; None if there is none."""
+    from transformers import PreTrainedModel
+
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)

@@ -1,0 +1,83 @@
+"""What was done to a model, why the rest was not, and the way back."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A part of a model that runs code of ours now."""
+
+    part: str
+    """`norm`, `rope`, `head` or `experts`."""
+    name: str
+    kind: str
+    """The class of the module."""
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A part of a model that runs as before, and why."""
+
+    part: str
+    name: str
+    kind: str
+    why: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What `optimize` replaced and what it left alone; `undo()` puts everything back."""
+
+    replaced: list[Replaced] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    _changed: list[nn.Module] = field(default_factory=list, repr=False)
+
+    def replace(self, part: str, name: str, module: nn.Module, by: str, *others: nn.Module) -> None:
+        """Note that `module` runs `by` now: it, and `others`, have got a `forward` of their own."""
+        self.replaced.append(Replaced(part, name, type(module).__name__, by))
+        self._changed += [module, *others]
+
+    def leave(self, part: str, name: str, module: nn.Module, why: str) -> None:
+        """Note that `module` runs as before."""
+        self.left.append(Left(part, name, type(module).__name__, why))
+
+    def undo(self) -> None:
+        """Put everything back as it was before. A second call does nothing."""
+        while self._changed:
+            del self._changed.pop().__dict__["forward"]
+
+    def __str__(self) -> str:
+        lines = ["replaced:", *_counted((each.part, each.kind, each.by) for each in self.replaced)]
+        if self.left:
+            lines += ["left alone:", *_counted((each.part, each.kind, each.why) for each in self.left)]
+        return "\n".join(lines)
+
+
+def _counted(entries: Iterable[tuple[str, str, str]]) -> list[str]:
+    found = Counter(entries)
+    lines = [f"  {part:<8}{count:>4} × {kind}: {text}" for (part, kind, text), count in found.items()]
+    return lines or ["  nothing"]
+
+
+def patched_already(module: nn.Module) -> str | None:
+    """Whose `forward` stands on the instance in the place of its class's; None: nobody's."""
+    if _is_liger(type(module)):
+        return "Liger has replaced its class"
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return None
+    function = getattr(forward, "__func__", forward)
+    if getattr(function, "__module__", "").startswith("pagestash."):
+        return "optimised already"
+    if (getattr(function, "__module__", None) or "").startswith("liger_kernel"):
+        return "Liger has replaced its forward"
+    return "another library has replaced its forward"
+
+
+def _is_liger(kind: type) -> bool:
+    return kind.__module__.startswith("liger_kernel")

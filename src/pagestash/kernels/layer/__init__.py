@@ -1,0 +1,1 @@
+"""What the rest of a decoder layer needs: norms and the rotary embedding."""

@@ -1,0 +1,279 @@
+"""`optimize`: the model's own numbers from our kernels, one model at a time, and the way back."""
+
+import copy
+import re
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.7")
+
+from support.compare import same  # noqa: E402
+from tiny import FAMILIES, batch, gradients, tiny  # noqa: E402
+
+import pagestash as ps  # noqa: E402
+import pagestash.hf  # noqa: E402
+from pagestash.kernels import backend as backends  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def reference(monkeypatch):
+    """The kernels have tests of their own, against the same functions."""
+    monkeypatch.setattr(backends, "interpreted", lambda: False)
+
+
+def run(model, **more):
+    model.zero_grad()
+    output = model(**batch(), **more)
+    output.loss.backward()
+    return output, gradients(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_logits_and_gradients_are_the_models_own(family):
+    model = tiny(family)
+    wanted, wanted_gradients = run(model)
+    report = pagestash.hf.optimize(model)
+    got, found = run(model)
+    torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-5, atol=1e-5)
+    assert found.keys() == wanted_gradients.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], wanted_gradients[name], rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        logits = model.eval()(**batch()).logits
+    torch.testing.assert_close(logits, wanted.logits, rtol=1e-5, atol=1e-5)
+    parts = {each.part for each in report.replaced}
+    assert parts == ({"norm"} if family == "Gemma4" else {"norm", "rope", "head"})
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "gpt-oss"])
+def test_bf16_differs_by_a_rounding_step(family):
+    model = tiny(family, dtype=torch.bfloat16)
+    wanted, _ = run(model)
+    pagestash.hf.optimize(model)
+    with torch.no_grad():
+        got = model(**batch(), skip_logits=False)
+    torch.testing.assert_close(got.logits, wanted.logits, rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(got.loss, wanted.loss, rtol=2**-7, atol=0)
+
+
+def test_undo_gives_back_the_bits_and_the_instances():
+    model = tiny("Qwen3-MoE")
+    output, before = run(model)
+    report = pagestash.hf.optimize(model)
+    report.undo()
+    report.undo()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    after, found = run(model)
+    assert same((after.loss, after.logits, found), (output.loss, output.logits, before))
+
+
+def test_two_models_of_one_class_can_differ():
+    plain, other = tiny("Mixtral"), tiny("Mixtral")
+    pagestash.hf.optimize(other)
+    assert saved_bytes(other) < saved_bytes(plain)
+    assert run(plain)[0].logits is not None
+    assert run(other)[0].logits is None
+
+
+def saved_bytes(model):
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor
+    ):
+        model(**batch())
+    return sum(tensor.nbytes for tensor in saved.values())
+
+
+def test_a_part_is_left_alone_where_it_is_not_asked_for():
+    for part in ("norm", "rope", "head"):
+        options = {each: each == part for each in ("norm", "rope", "head")}
+        report = pagestash.hf.optimize(tiny("OLMoE"), **options)
+        assert {each.part for each in report.replaced} == {part}
+
+
+def test_a_copy_of_the_model_is_optimised_too_and_shares_nothing():
+    model = tiny("Qwen3-MoE")
+    pagestash.hf.optimize(model)
+    copied = copy.deepcopy(model)
+    wanted, found = run(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    got, of_copy = run(copied)
+    assert same(got.loss, wanted.loss)
+    assert same(of_copy, found)
+
+
+def test_what_was_saved_to_disk_loads_in_a_plain_model(tmp_path):
+    model = tiny("Qwen3-MoE")
+    keys = list(model.state_dict())
+    pagestash.hf.optimize(model)
+    assert list(model.state_dict()) == keys
+    model.save_pretrained(tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert same(plain.state_dict(), model.state_dict())
+
+
+# --- the head as HF does it ---
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_items_in_batch": torch.tensor(17)},
+        {"num_items_in_batch": 17},
+        {"shift_labels": torch.randint(3, 96, (2, 11))},
+        {"ignore_index": 5, "shift_labels": torch.arange(22).view(2, 11) % 7},
+        {"output_router_logits": True},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_the_loss_takes_what_the_models_own_takes(more):
+    model = tiny("Qwen3-MoE")
+    wanted, wanted_gradients = run(model, **more)
+    pagestash.hf.optimize(model, norm=False, rope=False)
+    got, found = run(model, **more)
+    assert got.logits is None
+    torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-6, atol=1e-6)
+    for name in found:
+        torch.testing.assert_close(found[name], wanted_gradients[name], rtol=1e-5, atol=1e-5)
+
+
+def test_logits_are_there_where_they_are_asked_for():
+    model = tiny("Qwen3-MoE")
+    wanted = model(**batch())
+    pagestash.hf.optimize(model, norm=False, rope=False)
+    ids = batch()["input_ids"]
+    assert same(model(input_ids=ids).logits, wanted.logits)
+    assert same(model(**batch(), skip_logits=False).logits, wanted.logits)
+    kept = model(input_ids=ids, logits_to_keep=2).logits
+    torch.testing.assert_close(kept, wanted.logits[:, -2:])
+    assert same(model.eval()(**batch()).logits, wanted.logits)
+    as_tuple = model.train()(**batch(), return_dict=False)
+    torch.testing.assert_close(as_tuple[0], wanted.loss)
+    assert all(not isinstance(each, torch.Tensor) or each.ndim == 0 for each in as_tuple)
+
+
+def test_a_forward_that_raises_leaves_the_loss_function_as_it_was():
+    model = tiny("Qwen3-MoE")
+    pagestash.hf.optimize(model)
+    before = model.loss_function
+    with pytest.raises(Exception, match=r"."):
+        model(input_ids=torch.full((1, 3), 10_000), labels=torch.zeros(1, 3, dtype=torch.int64))
+    assert model.loss_function is before
+    assert run(model)[0].loss.isfinite()
+
+
+def test_the_signature_stays_that_of_the_model():
+    """Trainer reads it: which columns to keep, and whether the loss takes num_items_in_batch."""
+    import inspect
+
+    model = tiny("Qwen3-MoE")
+    wanted = inspect.signature(model.forward)
+    pagestash.hf.optimize(model)
+    assert inspect.signature(model.forward) == wanted
+
+
+# --- beside others ---
+
+
+def test_what_another_library_has_replaced_stays():
+    model = tiny("Qwen3-MoE")
+    norm, attention = model.model.norm, model.model.layers[0].self_attn
+    for module in (norm, attention, model):
+        module.forward = type(module).forward.__get__(module)
+    mine = {module: module.forward for module in (norm, attention, model)}
+    report = pagestash.hf.optimize(model)
+    left = {(each.part, each.name): each.why for each in report.left}
+    assert left.keys() == {
+        ("norm", "model.norm"),
+        ("rope", "model.layers.0.self_attn"),
+        ("head", "(the model)"),
+    }
+    assert set(left.values()) == {"another library has replaced its forward"}
+    report.undo()
+    assert {module: module.forward for module in mine} == mine
+
+
+def test_a_second_call_changes_nothing():
+    model = tiny("Qwen3-MoE")
+    first = pagestash.hf.optimize(model)
+    second = pagestash.hf.optimize(model)
+    assert second.replaced == []
+    assert {each.why for each in second.left} == {"optimised already"}
+    second.undo()
+    assert run(model)[0].logits is None
+    first.undo()
+
+
+def test_a_norm_that_computes_something_else_is_left():
+    model = tiny("Qwen3-MoE")
+
+    class OddRMSNorm(type(model.model.norm)):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states) * 2
+
+    model.model.norm.__class__ = OddRMSNorm
+    report = pagestash.hf.optimize(model)
+    assert [(each.name, each.kind) for each in report.left] == [("model.norm", "OddRMSNorm")]
+
+
+def test_adapters_around_a_model_do_not_hide_it():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny("Qwen3-MoE"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    wanted, wanted_gradients = run(model)
+    report = pagestash.hf.optimize(model)
+    assert "model.layers.0.self_attn.q_norm" in {each.name for each in report.replaced}
+    got, found = run(model)
+    torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-5, atol=1e-5)
+    for name in wanted_gradients:
+        torch.testing.assert_close(found[name], wanted_gradients[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [("model.layers.*.self_attn", "stash")],
+        [("model.layers.*.input_layernorm", "recompute"), ("model.layers.*.self_attn.*_norm", "recompute")],
+        [("model.layers.*", "recompute")],
+        [("model.layers.*.self_attn", "offload"), ("model.layers.*.*_layernorm", "recompute")],
+    ],
+    ids=["stash", "norms", "layers", "offload"],
+)
+def test_a_policy_changes_no_bit(rules):
+    model = tiny("Qwen3-MoE")
+    pagestash.hf.optimize(model)
+    wanted = run(model)
+    keeper = ps.Keeper(ps.Policy(rules=[ps.Rule(*rule) for rule in rules])).attach(model)
+    for _ in range(3):
+        with keeper.step():
+            got = run(model)
+        assert same(got[0].loss, wanted[0].loss)
+        assert same(got[1], wanted[1])
+
+
+def test_an_optimised_layer_compiles_to_the_same_numbers():
+    model = tiny("Qwen3-MoE")
+    pagestash.hf.optimize(model)
+    wanted, wanted_gradients = run(model)
+    layer = model.model.layers[0]
+    layer.self_attn = torch.compile(layer.self_attn, backend="aot_eager")
+    got, found = run(model)
+    torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-6, atol=1e-6)
+    for name, value in found.items():
+        torch.testing.assert_close(
+            value, wanted_gradients[name.replace("_orig_mod.", "")], rtol=1e-5, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), torch.nn.Sequential()])
+def test_a_model_that_is_not_of_transformers_is_refused_by_name(model):
+    with pytest.raises(ValueError, match=rf"{type(model).__name__} is no model of transformers"):
+        pagestash.hf.optimize(model)
+
+
+def test_the_report_can_be_read():
+    text = str(pagestash.hf.optimize(tiny("Gemma4")))
+    assert re.search(r"norm +19 × Gemma4RMSNorm: the RMSNorm kernel", text)
+    assert "Gemma4ForCausalLM: its forward does more with logits than take their loss" in text

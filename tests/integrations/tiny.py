@@ -1,0 +1,88 @@
+"""Tiny models of transformers, of random weights, one for each family."""
+
+import torch
+import transformers
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
+ROUTED = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+
+FAMILIES = {
+    "Qwen3-MoE": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "decoder_sparse_step": 1, "norm_topk_prob": True}),
+    "Mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+    "OLMoE": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "DeepSeek-V3": ("DeepseekV3", {**ROUTED, **LATENT, "num_key_value_heads": 4, "rope_interleave": True}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+    "GLM-4-MoE": ("Glm4Moe", {**ROUTED, "head_dim": 8, "n_group": 1, "topk_group": 1}),
+    "MiniMax": (
+        "MiniMax",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "block_size": 4},
+    ),
+    "Gemma4": (
+        "Gemma4Text",
+        {
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 96,
+            "num_kv_shared_layers": 0,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}
+
+
+def tiny(family, *, experts="eager", attention="eager", dtype=torch.float32, **changes):
+    """A model of `family`, the same weights each time."""
+    name, options = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **options, **changes})
+    config._attn_implementation, config._experts_implementation = attention, experts
+    torch.manual_seed(0)
+    kind = {"Gemma4Text": "Gemma4"}.get(name, name)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # routers and biases start as zeros, norms as ones
+            parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.ndim > 1 else 0.5))
+    return model.to(dtype).train()
+
+
+def batch(tokens=11, sequences=2):
+    torch.manual_seed(1)
+    ids = torch.randint(3, 96, (sequences, tokens))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def gradients(model):
+    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}

@@ -9,7 +9,7 @@ from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from pagestash.moe import MoE, MoEConfig, block
 from pagestash.pages.pool import PagePool
 from pagestash.pipeline import Action
-from pagestash.pipeline.halves import _Telling, delay_weight_gradients
+from pagestash.pipeline.split_backward import _Telling, delay_weight_gradients
 from pagestash.train.prepare import splits_backward
 
 CONFIG = MoEConfig(width=32, expert_width=16, experts=4, top_k=2, shared_experts=1, balance_loss=0.01)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
-from pagestash.profiling.recorder import Recorder
+from pagestash.profiling.recorder import TensorRecorder
 from pagestash.saved.fused import claim
 
 ROWS, WIDTH = 6, 8
@@ -328,7 +328,7 @@ def test_garbage_is_gone_before_the_allocator_is_asked(monkeypatch):
     cycle, alive = Cycle(), []
     gone = weakref.ref(cycle)
     model, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH)
-    monkeypatch.setattr(Recorder, "_allocated", lambda self: alive.append(gone() is not None) or 0)
+    monkeypatch.setattr(TensorRecorder, "_allocated", lambda self: alive.append(gone() is not None) or 0)
     gc.disable()
     try:
         del cycle

@@ -8,7 +8,7 @@ from torch import nn
 
 import pagestash as ps
 from pagestash.profiling.timeline import EventClock, HostClock, Timeline
-from pagestash.profiling.watch import Watch
+from pagestash.profiling.tracker import RegionTracker
 
 WIDTH = 4
 
@@ -65,7 +65,7 @@ class Layer(nn.Module):
 def test_forward_is_cut_by_modules_and_regions_and_backward_in_reverse():
     model = nn.Sequential(Layer(), Layer())
     timeline = Timeline(Ticks())
-    with Watch(model, timeline).forward():
+    with RegionTracker(model, timeline).forward():
         loss = model(torch.randn(2, WIDTH)).sum()
     timeline.begin_backward(loss)
     loss.backward()

@@ -14,8 +14,8 @@ from pagestash.policy import format_bytes
 from pagestash.train.config import checked, merge, parse_assignments, read_toml
 from pagestash.train.folder import RunError
 from pagestash.train.loop import train
-from pagestash.train.metrics import Display, Listener, display
-from pagestash.train.prepare import Plan, prepare
+from pagestash.train.metrics import Display, StepListener, display
+from pagestash.train.prepare import RunPlan, prepare
 
 WRONG_INPUT = 2
 INTERRUPTED = 130
@@ -53,13 +53,13 @@ def _refuse(text: str) -> int:
     return WRONG_INPUT
 
 
-def _train(plan: Plan) -> int:
+def _train(plan: RunPlan) -> int:
     console = Console()
     if plan.world.leads:
         for notice in plan.notices:
             print(f"note: {notice}", file=sys.stderr)
     with ExitStack() as stack:
-        listeners: list[Listener] = []
+        listeners: list[StepListener] = []
         if plan.world.leads:
             _announce(plan, console)
             progress = stack.enter_context(display(console))
@@ -82,7 +82,7 @@ def _settings(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: getattr(merged, key) for source in sources for key in source}
 
 
-def _announce(plan: Plan, console: Console) -> None:
+def _announce(plan: RunPlan, console: Console) -> None:
     config, decoder, world = plan.config, plan.decoder, plan.world
     ranks = f", {world.size} ranks ({world.expert_parallel} share the experts)" if world.size > 1 else ""
     if plan.placed is not None:

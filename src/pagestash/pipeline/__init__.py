@@ -1,7 +1,7 @@
 """Pipeline parallelism by `torch.distributed.pipelining`: schedules read ahead, layers placed by memory."""
 
 from pagestash.pipeline.costs import LayerCost, read_costs
-from pagestash.pipeline.halves import delay_weight_gradients
+from pagestash.pipeline.split_backward import delay_weight_gradients
 from pagestash.pipeline.stages import Partition, Stage, partition
 from pagestash.saved.early_free import Release, early_free
 from pagestash.schedules.observe import Listener, Observation

@@ -10,12 +10,12 @@ from torch import nn
 
 from pagestash.policy import Policy
 from pagestash.profiling.link import Link, find_link
-from pagestash.profiling.recorder import Recorder
+from pagestash.profiling.recorder import TensorRecorder
 from pagestash.profiling.records import Segment
 from pagestash.profiling.regions import make_regions
 from pagestash.profiling.result import Profile
 from pagestash.profiling.timeline import MODEL, Clock, EventClock, HostClock, NoClock, Timeline
-from pagestash.profiling.watch import Watch
+from pagestash.profiling.tracker import RegionTracker
 from pagestash.saved.region import frames
 
 LEAD = 2.0
@@ -92,7 +92,7 @@ def profile(
 
     tell("recording what is saved", 1)
     order = Timeline(NoClock())
-    recorder = Recorder(model, (args, kwargs), order, device)
+    recorder = TensorRecorder(model, (args, kwargs), order, device)
     run(order, recorder.forward(), recorder.look_around)
     tensors = recorder.tensors()
     if policy is not None:
@@ -105,7 +105,7 @@ def profile(
         tell("timing by region", 3 + number)
         # Watching slows the host down, which must not leave the device waiting.
         timed = Timeline(clock(lead=LEAD * sum(plain)))
-        times.append(run(timed, Watch(model, timed).forward()))
+        times.append(run(timed, RegionTracker(model, timed).forward()))
         if timed.paths != order.paths or timed.turn != order.turn:
             raise RuntimeError(
                 "the model took another path when the same batch ran again; ps.profile() needs a step that repeats"

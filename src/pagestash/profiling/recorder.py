@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.profiling.records import ALLOCATED, BATCH, OUTPUT, USER, Kind, SavedTensor
 from pagestash.profiling.timeline import Path, Timeline
-from pagestash.profiling.watch import Watch
+from pagestash.profiling.tracker import RegionTracker
 from pagestash.saved.compiled import hidden, is_compiled
 from pagestash.saved.region import Region, frames
 from pagestash.saved.storage import byte_range, row_range
@@ -87,11 +87,11 @@ class _Handle:
             storage.freed_at = self.timeline.now
 
 
-class Recorder:
+class TensorRecorder:
     """The hooks of one recorded step; `tensors()` when its backward is done."""
 
     def __init__(self, model: nn.Module, batch: Any, timeline: Timeline, device: torch.device) -> None:
-        self.watch = Watch(model, timeline, self)
+        self.tracker = RegionTracker(model, timeline, self)
         self.inputs: dict[str, set[int]] = {}
         self.outputs: dict[str, set[int]] = {}
         self._timeline = timeline
@@ -114,7 +114,11 @@ class Recorder:
         casts = _Casts(self) if self._tell_casts else nullcontext()
         gc.collect()  # a model that is only garbage, and goes in the middle of this, would count against it
         self._before = self._allocated()
-        with self.watch.forward(), casts, torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        with (
+            self.tracker.forward(),
+            casts,
+            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
+        ):
             yield
 
     # --- modules ---
@@ -138,7 +142,7 @@ class Recorder:
         if local.layout != torch.strided or not local.numel():
             return tensor.detach()
         frame = frames()[-1]
-        path = self.watch.path()
+        path = self.tracker.path()
         storage = self._storage(local)
         claimed = frame.claimed(storage_key(local))
         if claimed is not None and claimed.name != path[-1]:
@@ -305,7 +309,7 @@ class Recorder:
 class _Casts(TorchDispatchMode):
     """Sees the operations below autograd and autocast."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TensorRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 

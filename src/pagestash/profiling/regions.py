@@ -3,12 +3,12 @@
 from collections.abc import Collection, Iterable, Sequence
 
 from pagestash.profiling.link import Link
-from pagestash.profiling.recorder import Recorder
+from pagestash.profiling.recorder import TensorRecorder
 from pagestash.profiling.records import HomeEstimate, Region, SavedTensor, Segment
 
 
 def make_regions(
-    tensors: Sequence[SavedTensor], segments: Sequence[Segment], recorder: Recorder, link: Link
+    tensors: Sequence[SavedTensor], segments: Sequence[Segment], recorder: TensorRecorder, link: Link
 ) -> list[Region]:
     """All regions that ran or saved something, in the order in which they began."""
     paths: dict[str, tuple[str, ...]] = {}
@@ -20,9 +20,9 @@ def make_regions(
             for depth, name in enumerate(path, start=1):
                 paths.setdefault(name, path[:depth])
     calls: dict[str, int] = {"": 1}
-    for path, count in recorder.watch.calls.items():
+    for path, count in recorder.tracker.calls.items():
         calls[path[-1]] = calls.get(path[-1], 0) + count
-    modules = set(recorder.watch.names.values())
+    modules = set(recorder.tracker.names.values())
     saved = {tensor.storage for tensor in tensors}
     seconds = {name: _seconds([s for s in segments if s.region == name]) for name in paths}
     regions = []

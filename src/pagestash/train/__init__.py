@@ -3,7 +3,8 @@
 from pagestash.train.config import TrainConfig, parse_assignments, read_toml
 from pagestash.train.loop import TrainResult, train
 from pagestash.train.metrics import read_metrics
-from pagestash.train.prepare import Plan, prepare
+from pagestash.train.prepare import RunPlan as Plan
+from pagestash.train.prepare import prepare
 
 __all__ = [
     "Plan",

@@ -21,10 +21,10 @@ from pagestash.step.graphed import GraphedStep
 from pagestash.train import checkpoint
 from pagestash.train.config import TrainConfig
 from pagestash.train.folder import RunError, Settings, claim, reason, write_settings
-from pagestash.train.metrics import METRICS, JsonLines, Listener, TensorBoard
-from pagestash.train.parallel import Ranks, clip_gradients, make_dispatch
+from pagestash.train.metrics import METRICS, JsonLines, StepListener, TensorBoard
+from pagestash.train.parallel import RunRanks, clip_gradients, make_dispatch
 from pagestash.train.passes import PipelinedModel, WholeModel
-from pagestash.train.prepare import Plan, check_unchanged
+from pagestash.train.prepare import RunPlan, check_unchanged
 from pagestash.train.state import TrainState, make_optimizer
 
 
@@ -44,26 +44,26 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def train(plan: Plan, listeners: Sequence[Listener] = (), *, backend: str = "auto") -> TrainResult:
+def train(plan: RunPlan, listeners: Sequence[StepListener] = (), *, backend: str = "auto") -> TrainResult:
     """Run a plan to its last step, or until Ctrl-C; ends with a checkpoint either way.
 
     What is wrong with the files (another run writes there, a damaged checkpoint, a full disk) is a `RunError`.
     """
     with ExitStack() as stack:
         stack.enter_context(_deterministic(plan.config.deterministic and plan.device.type == "cuda"))
-        ranks = Ranks(plan.world, plan.device)
+        ranks = RunRanks(plan.world, plan.device)
         stack.callback(ranks.close)
         ranks.any(False)  # every rank has looked at the folder before the first one writes in it
         ranks.lead(lambda: _begin(plan, stack))
         run = _Run(plan, ranks, backend)
         stack.callback(run.keeper.detach)
         stop = stack.enter_context(_stop_when_asked())
-        heard: list[Listener] = []
+        heard: list[StepListener] = []
         ranks.lead(lambda: heard.extend([*run.open(stack), *listeners]))
         return run.to_the_end(heard, stop)
 
 
-def _begin(plan: Plan, stack: ExitStack) -> None:
+def _begin(plan: RunPlan, stack: ExitStack) -> None:
     """Have the folder for this run alone, and all that is read from it as it was written."""
     stack.enter_context(claim(plan.out))
     check_unchanged(plan)
@@ -74,7 +74,7 @@ def _begin(plan: Plan, stack: ExitStack) -> None:
 class _Run:
     """One training run: what it changes, and where it is."""
 
-    def __init__(self, plan: Plan, ranks: Ranks, backend: str) -> None:
+    def __init__(self, plan: RunPlan, ranks: RunRanks, backend: str) -> None:
         config, world = plan.config, plan.world
         self.plan, self.config, self.ranks = plan, config, ranks
         self.lines: JsonLines | None = None
@@ -108,12 +108,12 @@ class _Run:
             graph=config.graph and plan.device.type == "cuda" and world.size == 1,
         )
 
-    def open(self, stack: ExitStack) -> list[Listener]:
+    def open(self, stack: ExitStack) -> list[StepListener]:
         """The files that this run writes to, closed with the stack; its settings are written before a step is."""
         self._write_settings(self.done or None)
         self.lines = JsonLines(self.plan.out, self.done)
         stack.callback(self.lines.close)
-        files: list[Listener] = [self.lines]
+        files: list[StepListener] = [self.lines]
         if self.config.tensorboard:
             board = TensorBoard(self.plan.out)
             stack.callback(board.close)
@@ -157,7 +157,7 @@ class _Run:
         # Without its cache: in a captured step a cached copy of a weight would outlive the weight's update.
         return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
 
-    def to_the_end(self, listeners: Sequence[Listener], stop: "_Stop") -> TrainResult:
+    def to_the_end(self, listeners: Sequence[StepListener], stop: "_Stop") -> TrainResult:
         config = self.config
         every = config.log_every or (1 if self.plan.device.type == "cpu" else 10)
         waiting: list[tuple[int, float, dict[str, Any]]] = []

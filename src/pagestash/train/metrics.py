@@ -17,7 +17,7 @@ from pagestash.train.folder import RunError, reason, write_whole
 METRICS = "metrics.jsonl"
 
 
-class Listener(Protocol):
+class StepListener(Protocol):
     """Hears of every step, in order."""
 
     def step(self, line: Mapping[str, Any]) -> None: ...

@@ -19,6 +19,8 @@ from torch import nn
 from pagestash.models.decoder import Block, Decoder
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.layer import MoE
+from pagestash.moe.parallel.allgather import AllGather
+from pagestash.moe.parallel.alltoall import AllToAll
 from pagestash.moe.parallel.dispatch import Dispatch
 from pagestash.moe.parts import ExpertLinear
 from pagestash.torch_internals import foreach_div_, foreach_mul_, foreach_norm
@@ -76,7 +78,7 @@ class World:
         return self.rank % self.expert_parallel
 
 
-class Ranks:
+class RunRanks:
     """The process groups of a run; in a single process there are none and everything here is a no-op."""
 
     def __init__(self, world: World, device: torch.device) -> None:
@@ -222,19 +224,13 @@ class Ranks:
 
 def make_dispatch(config: MoEConfig, kind: str, group: Any, tokens: int) -> Dispatch:
     """Expert parallelism for one layer: `tokens` a rank and step."""
-    from pagestash import moe
-
-    name = {"all_gather": "AllGather"}.get(kind, "AllToAll")
-    found = getattr(moe, name, None)
-    if found is None:
-        raise ValueError(f"dispatch={kind!r}: this version has no {name}; set expert_parallel=1")
     if kind == "all_to_all_exact":
-        return found(config, group, padded=False)
-    return found(config, group, max_tokens=tokens)
+        return AllToAll(config, group, padded=False)
+    return (AllGather if kind == "all_gather" else AllToAll)(config, group, max_tokens=tokens)
 
 
 @torch.no_grad()
-def clip_gradients(parameters: list[nn.Parameter], most: float, ranks: Ranks) -> torch.Tensor:
+def clip_gradients(parameters: list[nn.Parameter], most: float, ranks: RunRanks) -> torch.Tensor:
     """Scale all gradients so that their norm is at most `most` (0: leave them); returns the norm before.
 
     The host waits for nothing. Every rank holds other parts, so the squares add up over all of them.

@@ -13,13 +13,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from pagestash.models.decoder import Decoder
-from pagestash.pipeline.halves import delay_weight_gradients
+from pagestash.pipeline.split_backward import delay_weight_gradients
 from pagestash.saved.keeper import Keeper
 from pagestash.schedules.observe import Observation
 from pagestash.schedules.plan import Action, Plan
 from pagestash.torch_internals import foreach_div_
-from pagestash.train.parallel import Ranks
-from pagestash.train.prepare import Plan as RunPlan
+from pagestash.train.parallel import RunRanks
+from pagestash.train.prepare import RunPlan
 
 Precision = Callable[[], AbstractContextManager[Any]]
 Held = dict[Any, int | torch.Tensor]
@@ -29,7 +29,7 @@ class WholeModel:
     """The microbatches one after the other, through all layers."""
 
     def __init__(
-        self, plan: RunPlan, ranks: Ranks, models: Sequence[Decoder], keeper: Keeper, precision: Precision
+        self, plan: RunPlan, ranks: RunRanks, models: Sequence[Decoder], keeper: Keeper, precision: Precision
     ) -> None:
         (self._model,) = models
         self._parts, self._keeper, self._precision = plan.config.parts, keeper, precision
@@ -53,7 +53,7 @@ class PipelinedModel:
     """The microbatches as a schedule of `torch.distributed.pipelining` has them."""
 
     def __init__(
-        self, plan: RunPlan, ranks: Ranks, models: Sequence[Decoder], keeper: Keeper, precision: Precision
+        self, plan: RunPlan, ranks: RunRanks, models: Sequence[Decoder], keeper: Keeper, precision: Precision
     ) -> None:
         assert plan.placed is not None
         config, placed = plan.config, plan.placed

@@ -28,7 +28,7 @@ FSDP2 gathers are then not taken for activations."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """A run whose settings fit together."""
 
     config: TrainConfig
@@ -47,7 +47,7 @@ class Plan:
     """What a user should know of the run that goes on."""
 
 
-def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = False) -> Plan:
+def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = False) -> RunPlan:
     """Check `settings` (as `checked` returns them) against each other, the machine and what `out` holds.
 
     A wrong one is a `ValueError` of one line. With `resume`, settings that are not given are those of the run.
@@ -83,10 +83,10 @@ def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = Fals
     if found.step > config.steps:
         raise ValueError(f"{out}: the run is at step {found.step}, past steps={config.steps}")
     notices = tuple(found.notices)
-    return Plan(config, decoder, policy, corpus, world, device, out, start, placed, resume, notices)
+    return RunPlan(config, decoder, policy, corpus, world, device, out, start, placed, resume, notices)
 
 
-def check_unchanged(plan: Plan) -> None:
+def check_unchanged(plan: RunPlan) -> None:
     """Refuse a plan if another run wrote in its folder after it was made."""
     if _look(plan.out, plan.resumes).start != plan.start:
         raise RunError(f"{plan.out}: another run has written there meanwhile; start again")

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from pagestash.models.decoder import Decoder
 from pagestash.moe.parts import ExpertLinear
-from pagestash.train.parallel import Ranks
+from pagestash.train.parallel import RunRanks
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class TrainState:
     models: Sequence[Decoder]
     """The model, or the stages of it that are here."""
     optimizer: torch.optim.Optimizer
-    ranks: Ranks
+    ranks: RunRanks
 
     def gather(self) -> dict[str, dict[str, torch.Tensor]]:
         """All tensors, whole and on the host; every rank must ask, the first one gets them."""

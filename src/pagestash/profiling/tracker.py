@@ -17,7 +17,7 @@ from pagestash.saved.region import Region, enter, frames, leave, set_frames
 from pagestash.saved.valid_rows.marks import Marks
 
 
-class Listener(Protocol):
+class ModuleListener(Protocol):
     """Hears of what goes into a module and comes out of it."""
 
     def entered(self, name: str, module: nn.Module, given: Any) -> None: ...
@@ -25,7 +25,7 @@ class Listener(Protocol):
     def left(self, name: str, result: Any) -> None: ...
 
 
-class Watch:
+class RegionTracker:
     """Enters a region for every module of `model` that runs, and cuts the timeline there.
 
     It owns regions as a keeper's capture does, so that `ps.region` and `claim` work without a keeper. Nothing is
@@ -34,7 +34,7 @@ class Watch:
 
     policy = Policy()
 
-    def __init__(self, model: nn.Module, timeline: Timeline, listener: Listener | None = None) -> None:
+    def __init__(self, model: nn.Module, timeline: Timeline, listener: ModuleListener | None = None) -> None:
         self.timeline = timeline
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.calls: dict[Path, int] = {}
@@ -53,7 +53,7 @@ class Watch:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Watch while open. Backward needs no frames: its nodes know where they were made."""
+        """RegionTracker while open. Backward needs no frames: its nodes know where they were made."""
         outer, calls, hooks = frames(), under_way(), []
         for name, module in self._modules:
             hooks += self._hook(name, module)
@@ -119,13 +119,13 @@ class Watch:
 class _Opening(Hook):
     """Before forward. What is compiled is no region of its own."""
 
-    def __init__(self, watch: Watch, name: str) -> None:
-        self.watch, self.name = watch, name
+    def __init__(self, tracker: RegionTracker, name: str) -> None:
+        self.tracker, self.name = tracker, name
 
     @hidden
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.watch.enter(self, self.name, module, (args, kwargs))
+            self.tracker.enter(self, self.name, module, (args, kwargs))
 
 
 class _Closing(Hook):
@@ -137,7 +137,7 @@ class _Closing(Hook):
     @hidden
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.opening.watch.leave(self.opening, self.opening.name, output)
+            self.opening.tracker.leave(self.opening, self.opening.name, output)
 
 
 def watched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -1,4 +1,4 @@
-"""The models that a keeper watches: which of their modules fall under a rule, and what state they have."""
+"""The models that a keeper is attached to: which of their modules a rule names, their parameters and buffers."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ class Attached:
         self._regions = regions
 
     def add(self, model: nn.Module, regions: Sequence[str]) -> None:
-        """Watch the modules of `model` that a rule names; a `ValueError` leaves everything as it was."""
+        """Put hooks on the modules of `model` that a rule names; a `ValueError` leaves everything as it was."""
         if any(model is other for other in self.models):
             raise ValueError("this keeper is attached to the model already; keeper.detach() takes it off")
         if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
@@ -67,7 +67,7 @@ class Attached:
                 self.own_stash[name] = module
 
     def remove(self) -> None:
-        """Take everything off again."""
+        """Take all hooks off, and tell modules that write pages or recompute by themselves to stop."""
         self._regions.remove()
         for module in self.own_stash.values():
             module.use_pool(None, 0)
@@ -79,7 +79,7 @@ class Attached:
         self.models.clear()
 
     def _known(self, name: str, module: nn.Module, rule: Rule) -> bool:
-        """Whether the module is watched already, as a part of another model."""
+        """Whether the module has hooks already, as a part of another model."""
         before = self._saved.names.get(module)
         if before is None:
             return False
@@ -91,7 +91,7 @@ class Attached:
         return True
 
     def _inside_compiled(self, model: nn.Module, names: dict[str, nn.Module], name: str, rule: Rule) -> bool:
-        """Whether the module runs inside a compiled one that is under the same rule, and so need not be watched.
+        """Whether the module runs inside a compiled one under the same rule, and so needs no hooks.
 
         A `ValueError` if that is under another: no hook inside can tell what is saved where.
         """
@@ -114,18 +114,18 @@ class Attached:
         )
 
     def _made_with(self, above: Sequence[str]) -> bool:
-        """Whether one of the modules `above` is under recompute, which takes all inside it along."""
+        """Whether one of the modules `above` is under recompute, and so recomputes all that is inside it."""
         rules = [self._policy.rule_for(name) for name in above]
         return any(rule is not None and rule.home == "recompute" for rule in rules)
 
     # --- what is attached ---
 
     def own(self) -> set[str]:
-        """The names of modules that see to their tensors themselves."""
+        """The names of modules that write pages or recompute by themselves."""
         return {*self.own_stash, *(self._saved.names[module] for module in self._own_recompute)}
 
     def device(self) -> torch.device | None:
-        """Where the models are now: one that is attached may be moved before its first step."""
+        """The device that the models are on now. (A model may be moved after it was attached.)"""
         return _device_of(self.models[0]) if self.models else None
 
     def modules(self) -> Iterator[nn.Module]:

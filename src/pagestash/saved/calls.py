@@ -1,8 +1,8 @@
-"""Forward calls of watched modules that are under way in this thread, each with the region it opened.
+"""Forward calls of watched modules that are running in this thread, each with the region it opened.
 
 A module's hooks open a region before forward and close it afterwards. The same module may run in two threads at
-once (an evaluation beside training) or inside itself, so what a call has opened is no attribute of the module: it
-stands here, in the context of the running thread.
+once (an evaluation beside training) or inside itself. So the region that a call has opened is not stored on the
+module, but here, in the context of the running thread.
 """
 
 from contextvars import ContextVar
@@ -22,12 +22,12 @@ def set_calls(value: Calls) -> None:
 
 
 def begin(hook: object, region: Region | None) -> None:
-    """`hook` saw a call begin, and opened `region`, or none."""
+    """A call of the module of `hook` begins; it opened `region`, or none."""
     _calls.set((*_calls.get(), (hook, region)))
 
 
 def end(hook: object) -> Region | None:
-    """The call that `hook` saw begin last is over, with all inside that an exception has ended; what it opened."""
+    """The last call of the module of `hook` is over, and all calls inside it. Returns the region that it opened."""
     calls = _calls.get()
     for index in range(len(calls) - 1, -1, -1):
         if calls[index][0] is hook:

@@ -1,4 +1,4 @@
-"""`torch.compile` beside a keeper: our own functions stay out of its sight, and its modules are known.
+"""`torch.compile` beside a keeper: dynamo does not trace our functions, and we know which modules are compiled.
 
 Dynamo looks at every Python function that is called while a compiled model runs code of its own. Our hooks are
 called by torch from there. `hidden` and `hidden_here` tell it to run them as they are; nothing is wrapped, and
@@ -25,13 +25,13 @@ def hidden(function: Function) -> Function:
 
 
 def hidden_here(function: Function) -> Function:
-    """Never compile `function`; what it calls is looked at as before, so that it can ask `compiling_around`."""
+    """Never compile `function`. What it calls may be compiled, so that it can ask `compiling_around`."""
     _skip(function, _frames._FrameAction.DEFAULT)
     return function
 
 
 def run_as_it_is(function: Function) -> Function:
-    """Where dynamo meets `function`, its graph ends, and begins anew behind it: nothing inside can be compiled."""
+    """Break dynamo's graph at `function`, and compile nothing inside it."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return hidden(function)
 
@@ -42,23 +42,23 @@ def _skip(function: Callable[..., Any], inside: Any) -> None:
 
 
 compiling_around = _frames.get_eval_frame_callback
-"""What compiles the functions that are called from here, or None. (Inside `hidden` functions: None.)"""
+"""The callback that compiles functions called from here, or None. (Inside `hidden` functions: None.)"""
 
 
 def at_compile_time(function: Function) -> Function:
-    """Where dynamo meets `function`, it calls it once, while it compiles, and takes the result for a constant."""
-    # All that torch.compiler.assume_constant_result does, but for two seconds of imports.
+    """Dynamo calls `function` once, while it compiles, and takes the result for a constant."""
+    # As torch.compiler.assume_constant_result does, which would import two seconds' worth of dynamo.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether `torch.compile(module)` made it, around another."""
+    """Whether it is the wrapper that `torch.compile(module)` returns."""
     return "_orig_mod" in module._modules
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile(module)` made it, or `module.compile()` was called."""
+    """Whether it is such a wrapper, or `module.compile()` was called."""
     return getattr(module, "_compiled_call_impl", None) is not None or is_wrapper(module)
 
 

@@ -1,4 +1,4 @@
-"""`early_free`: the bytes of a boundary tensor go as soon as its consumers are done.
+"""`early_free`: the memory of a boundary tensor is freed as soon as its consumers are done.
 
 At a boundary (tokens that were sent, rows that experts have seen, results that were combined) some caller still has
 the tensor object in a variable or a record, for its shape or its `grad_fn`, while nobody will read its bytes again.
@@ -18,18 +18,18 @@ import torch
 from pagestash.saved.hooks import SavedTensorHooks
 
 _PATIENCE = 0.05
-"""Seconds that a backend's thread is given to let go of a collective that is done."""
+"""Seconds to wait for the backend's thread to drop its reference to a collective that is done."""
 _IN_USE = "autograd, a view or a collective holds it"
 
 
 @dataclass(slots=True, eq=False)
 class Release:
-    """What came of `early_free`: true where the memory is free."""
+    """The result of `early_free`: true if the memory was freed."""
 
     tensor: torch.Tensor | None
     work: Any = None
     reason: str = ""
-    """Why the tensor was left alone; empty where it was not."""
+    """Why the tensor was not freed; empty if it was."""
 
     @property
     def freed(self) -> bool:
@@ -63,7 +63,7 @@ class Release:
 
 
 def early_free(tensor: torch.Tensor, *, after: Any = None, sent: bool = False) -> Release:
-    """Give the tensor's memory back now, if nobody but the caller holds it; nobody may read it again.
+    """Free the tensor's memory now, if only the caller holds it. Nobody may read it afterwards.
 
         sent = dispatch(permuted)
         early_free(permuted)                       # freed here, though the caller's frame still has it
@@ -91,21 +91,21 @@ def early_free(tensor: torch.Tensor, *, after: Any = None, sent: bool = False) -
 
 
 def _held(tensor: torch.Tensor) -> str:
-    """Who else holds the tensor's memory; empty: nobody."""
+    """Who else holds the tensor's memory; empty if nobody does."""
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
         return "it is no plain tensor"
     if tensor.is_leaf and tensor.requires_grad:
         return "it is a leaf of the graph"
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), SavedTensorHooks):
-        # They may hold the very object that was saved, which no count tells from the caller's.
+        # They may hold the object that was saved itself; a count cannot tell that from the caller's reference.
         return "saved-tensor hooks of somebody else are active"
     storage = tensor.untyped_storage()
     if not storage.resizable():
         return "its memory is not torch's"
     owners = 2  # the tensor, and `storage`
     if tensor._base is not None:
-        # Rows cut from a rounded allocation are a view over a buffer that is otherwise forgotten.
+        # Rows cut from a rounded allocation are a view of a buffer to which nobody else has a reference.
         owners += 1
         if _base_references(tensor) > _FORGOTTEN:
             return "it is a view of a tensor that is in use"
@@ -130,4 +130,4 @@ def _references(tensor: Any) -> int:
 
 _COUNTS = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
 _FORGOTTEN = _base_references(torch.empty(2)[:1]) if _COUNTS else 0
-"""What it is where nobody else knows the base; versions of torch and Python count differently."""
+"""`_base_references` if nobody else has the base; versions of torch and Python count differently."""

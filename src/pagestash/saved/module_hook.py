@@ -1,14 +1,14 @@
-"""What hangs on a module for a keeper's or a profile's sake, and stays behind when the module is copied."""
+"""Hooks of a keeper or a profile on a module, which are not copied with the module."""
 
 from typing import Any
 
 
 def nothing(*args: Any) -> None:
-    """In a copy of the module: no hook."""
+    """The hook of a copied module: does nothing."""
 
 
 class Hook:
-    """A forward hook that is no part of the model: a pickled or deep-copied module has `nothing` in its place."""
+    """A forward hook that is left out of copies: a pickled or deep-copied module has `nothing` in its place."""
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         return _no_hook, ()

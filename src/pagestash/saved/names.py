@@ -1,4 +1,4 @@
-"""The names of a model's modules, as its author knows them, whatever it was wrapped in since."""
+"""The names of a model's modules, without what wrappers add to them."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""What `torch.compile`, FSDP and activation checkpointing call the module that they stand around."""
+"""What `torch.compile`, FSDP and activation checkpointing call the module that they wrap."""
 
 
 ADAPTERS = {"base_model": "PeftModel", "model": "BaseTuner"}
@@ -64,6 +64,6 @@ def _is_peft(module: nn.Module, name: str) -> bool:
 
 
 def prefixes(name: str) -> list[str]:
-    """The names of the modules that a dotted name leads through."""
+    """The names of the modules that contain the module of a dotted name, the outermost first."""
     parts = name.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts))]

@@ -34,7 +34,7 @@ class Unpaged:
         return self.held.get(entry)
 
     def restore_into(self, entry: Entry, buffer: torch.Tensor) -> None:
-        """As it is, also behind its valid rows."""
+        """All of it: rows past the valid ones are copied, too."""
         assert entry.origin is not None
         entry.spoiled |= entry.origin._version != entry.version
         buffer.view(-1).copy_(self.get(entry))
@@ -56,7 +56,7 @@ class NoPage:
         self._most = 0
 
     def put(self, group: Sequence[Entry], pages: Sequence[int]) -> None:
-        """Keep a group for which `pages` were wanted, an entry each."""
+        """Keep a group; `pages` is what each entry would have taken."""
         self.groups += 1
         for entry, count in zip(group, pages, strict=True):
             entry.place = Unpaged(self, self._keep.stay(entry))
@@ -70,7 +70,7 @@ class NoPage:
         del self._pages[entry]
 
     def take_peak(self) -> int:
-        """The most pages that were wanted at once by what was kept since this was last asked."""
+        """The most pages that kept groups would have taken at once, since the last call."""
         most, self._most = self._most, 0
         return most
 
@@ -96,7 +96,7 @@ def grow(pool: PagePool, headroom: float, kept: int = 0) -> tuple[int, int]:
 
 
 def make_room(pool: PagePool, headroom: float, no_page: NoPage) -> None:
-    """Grow the pool for what found no page in the step before; without memory for that it stays as it is."""
+    """Grow the pool for what found no page in the last step. Without memory for that it keeps its size."""
     kept = no_page.take_peak()
     if not kept:
         return
@@ -111,14 +111,14 @@ def make_room(pool: PagePool, headroom: float, no_page: NoPage) -> None:
 
 
 class Agreement:
-    """A yes or no over the ranks of a group, made on the host.
+    """A vote of the ranks of a group, on the host.
 
     It has a group of its own: a rank that comes here because its step failed must not meet the others in a
     collective of their model's.
     """
 
     PATIENCE = timedelta(seconds=60)
-    """How long a rank whose step failed waits for the others, before it raises what it has."""
+    """How long a rank whose step failed waits for the others before it raises its own error."""
 
     def __init__(self, group: Any = None) -> None:
         self._of = group
@@ -126,13 +126,13 @@ class Agreement:
 
     @property
     def needed(self) -> bool:
-        """Whether there is anybody to agree with."""
+        """Whether there are other ranks."""
         if self._of is None and not (dist.is_available() and dist.is_initialized()):
             return False
         return dist.get_world_size(self._of) > 1
 
     def any(self, mine: bool, failed: Exception | None = None) -> bool:
-        """Whether any rank says yes. Every rank calls this once a step, also one whose step `failed`."""
+        """Whether any rank votes yes. Every rank calls this once a step, also one whose step `failed`."""
         if not self.needed:
             return mine
         if self._group is None:
@@ -147,16 +147,16 @@ class Agreement:
         log.warning("this rank's step failed (%r); asking the others whether a pool was too small", failed)
         try:
             return work.wait(self.PATIENCE) and bool(vote)
-        except RuntimeError:  # they wait elsewhere, for what this rank no longer sends
+        except RuntimeError:  # the others wait in another collective, for this rank
             return False
 
 
 def refuse_if_overflowed(
     pool: PagePool | None, ranks: Agreement, config: PoolConfig, error: Exception | None = None
 ) -> None:
-    """At the end of a step: raise `PoolOverflow` where groups came back as zeros, whatever `error` that led to."""
+    """At the end of a step: raise `PoolOverflow`, not the `error` it led to, if groups came back as zeros."""
     keeps = config.on_overflow == "keep"
-    # Waits for the device; not where all groups were certain to fit.
+    # Reading the flag waits for the device. That is not needed if all groups were certain to fit.
     mine = pool is not None and (pool.room.unsure or not keeps) and bool(pool.overflow)
     overflowed = mine if keeps else ranks.any(mine, error)
     if pool is not None:

@@ -20,7 +20,7 @@ from pagestash.saved.streams import SideStream, wait_here
 
 @dataclass(slots=True, eq=False)
 class StashedGroup:
-    """The entries of one region in one microbatch, on their way out, in pages, and on their way back."""
+    """The entries of one region in one microbatch: being written to pages, in pages, or being read back."""
 
     stash: "PagedStash" = field(repr=False)
     tickets: dict[Entry, Ticket]
@@ -93,7 +93,7 @@ class PagedStash:
         self._groups.append(stashed)
 
     def _pages_denied(self, group: Sequence[Entry]) -> list[int] | None:
-        """The pages that each entry wants, where the step keeps what finds none and this group finds none."""
+        """The pages that each entry needs, if the step keeps groups without pages and this is one; else None."""
         room = self.pool.room
         if not room.decides or room.covers(sum(room.pages(entry.length) for entry in group)):
             return None
@@ -103,18 +103,18 @@ class PagedStash:
 
     def get(self, group: StashedGroup, entry: Entry) -> torch.Tensor:
         self.flush()
-        self._retire()  # which tells whether what still leaves was changed
+        self._retire()  # which sets `spoiled` if a source was changed during its spill
         if entry not in group.restored:
             self._restore(group, entry)
             self._prefetch_before(group)
         flat = group.restored[entry]
         if not entry.waiting:
-            # All who saved it have it now; whoever asks again (retain_graph, split backward) restores again.
+            # Every handle has asked for it. One that asks again (retain_graph, split backward) restores it again.
             del group.restored[entry]
         return flat.view(-1)
 
     def restore_into(self, group: StashedGroup, entry: Entry, buffer: torch.Tensor) -> None:
-        """Restore one entry to memory of the caller's, of its own shape."""
+        """Restore one entry into `buffer`, which has the entry's shape."""
         self.flush()
         wait_here(group.spilled)
         self.pool.restore_into([group.tickets[entry]], [buffer])
@@ -129,13 +129,13 @@ class PagedStash:
             return
         for group in self._groups:
             if not group.tickets:
-                # A copy that nobody asked for may still be writing: the buffers outlive it.
+                # A prefetch that nobody asked for may still be writing to its buffers: they must outlive it.
                 wait_here(group.arrived)
                 group.incoming.clear()
         self._groups = [group for group in self._groups if group.tickets]
 
     def settle(self) -> None:
-        """End of a step: the current stream has waited for both side streams, and dead pages are back."""
+        """End of a step: the current stream waits for both side streams, and pages of dropped entries are free."""
         self._retire()
         self.flush()
         self._out.join()
@@ -152,7 +152,7 @@ class PagedStash:
         return self.accounts.setdefault(region, min(len(self.accounts), ACCOUNTS - 1))
 
     def _retire(self) -> None:
-        """Let go of the buffers that the last spill reads, once the compute stream is ordered behind it.
+        """Free the buffers that the last spill reads, after the compute stream was told to wait for it.
 
         The allocator gives freed memory to the next operation of the compute stream; that operation then
         comes after the spill. Waiting at the next group, not at once, is what lets the spill run beside
@@ -160,15 +160,15 @@ class PagedStash:
         """
         if self._leaving is not None:
             for entry, origin in self._leaving[1]:
-                # Written over while the spill may have been reading it.
+                # It was changed while the spill may have been reading it.
                 entry.spoiled |= origin._version != entry.version
             wait_here(self._leaving[0])
             self._leaving = None
 
     def _restore(self, group: StashedGroup, asked: Entry) -> None:
-        """Bring back the asked entry, and in the same launch what else of the group will be asked for."""
+        """Restore the asked entry, and in the same launch those of its group that are still to be asked for."""
         if asked in group.incoming:
-            # The host half is on its way or here; the compute stream waits for it and does the device half.
+            # Its host pages were prefetched: the compute stream waits for them, and reads the device pages.
             wait_here(group.arrived)
             group.restored |= group.incoming
             entries = list(group.incoming)
@@ -183,7 +183,7 @@ class PagedStash:
             group.restored |= dict(zip(entries, buffers))
 
     def _prefetch_before(self, group: StashedGroup) -> None:
-        """Start the host half of the group that backward asks for next, while this one is computed."""
+        """Prefetch the host pages of the group that backward asks for next, beside this one's compute."""
         if not self._spills:
             return
         before = self._groups[: self._groups.index(group)]
@@ -193,7 +193,7 @@ class PagedStash:
         entries = [entry for entry in upcoming.tickets if entry.waiting]
         tickets = [upcoming.tickets[entry] for entry in entries]
         buffers = self.pool.buffers(tickets)
-        # After the compute stream's present, which may still use the memory the buffers are made of, and after
+        # After all work of the compute stream so far, which may still use the memory of the buffers, and after
         # the spill that wrote the pages. The compute stream touches the buffers only after `arrived`.
         with self._in.after(upcoming.spilled):
             self.pool.restore_into(tickets, buffers, tiers="host")

@@ -25,25 +25,25 @@ from pagestash.saved.trees import tensors_of
 log = logging.getLogger("pagestash")
 
 STEPS = 2
-"""The first is measured, and moves what later ones may leave."""
+"""The first step is measured: it moves tensors that later steps may keep on the device."""
 PASSES = 3
-"""Backward passes outside of any step, after which it is taken for forgotten."""
+"""After so many backward passes outside of any step, `keeper.step()` was probably forgotten."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What became of the tensors under one rule."""
+    """What happened to the tensors under one rule."""
 
     moved: bool = False
     saved: int = 0
-    """Bytes that were saved under it, weights aside."""
+    """Bytes that were saved under it, without weights."""
     largest: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
-    """Why bytes stayed, and how many."""
+    """Bytes that stayed on the device, by reason."""
 
 
 class QuietRules:
-    """Watches the first steps of a keeper; its hooks' `look`, while there is anything to see."""
+    """Is told of every saved tensor in the first steps of a keeper (`SavedTensorHooks.look`)."""
 
     def __init__(self, policy: Policy, hooks: SavedTensorHooks) -> None:
         self._policy = policy
@@ -53,7 +53,7 @@ class QuietRules:
         self._saw = False
 
     def saw(self, region: Region, tensor: torch.Tensor, packed: Packed) -> None:
-        """A tensor was saved in `region`, and `packed` stands for it."""
+        """A tensor was saved in `region`, and packed as `packed`."""
         self._saw = True
         owner = region.claimed(plain_storage(tensor)) or region
         rule = self._policy.rule_for(owner.name)
@@ -87,7 +87,7 @@ class QuietRules:
         return "its tensors have no plain memory of their own to move"
 
     def step_over(self, openings: list[Opening], own: set[str], offload: Offload | MeasuredOffload) -> bool:
-        """A step is over; whether there is still something to see. `own`: names of what moves tensors by itself."""
+        """A step is over. Returns whether to go on; `own`: names of modules that move tensors by themselves."""
         if not self._saw:
             return True  # an evaluation
         self._steps, self._saw = self._steps + 1, False
@@ -105,7 +105,7 @@ class QuietRules:
         return False
 
     def _window(self, rule: Rule, offload: Offload | MeasuredOffload) -> str | None:
-        """Why nothing has left by the plan, though something could; None if something has."""
+        """Why the plan moves nothing of a rule; None if it moves something."""
         if not isinstance(offload, Offload) or any(self._policy.rule_for(n) is rule for n in offload.moved):
             return None
         if not rule.fraction:
@@ -151,7 +151,7 @@ class StepNeverOpened:
         self._last = -1
 
     def saw(self, output: Any) -> None:
-        """A watched module gave `output`, outside of a step."""
+        """A watched module returned `output` outside of a step."""
         for tensor in tensors_of(output):
             if tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 tensor.register_hook(self._backward)

@@ -1,4 +1,4 @@
-"""Regions: named stretches of forward whose saved tensors share a rule, and which of them we are in."""
+"""Regions: named parts of forward whose saved tensors share a rule; and the regions that are open now."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -25,13 +25,13 @@ class RegionOwner(Protocol):
 
     policy: Policy
     names: WeakKeyDictionary[nn.Module, str]
-    """Watched modules: those that a rule names."""
+    """Modules that a rule names."""
     marks: Marks
     weights: set[int]
-    """Storages of weights; those of a region's own module are in the region."""
+    """Storages of weights. A region has those of its own module in its `weights`."""
 
     def open(self, region: "Region") -> None:
-        """A region that is no module was entered."""
+        """A region was opened by `ps.region`."""
         ...
 
     def close(self, region: "Region") -> None:
@@ -67,7 +67,7 @@ class Recording(Forward):
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """One entry into a region: its name and rule, its valid rows, and the entries saved in it so far."""
+    """A region that is open: its name and rule, its valid rows, and the entries saved in it so far."""
 
     owner: RegionOwner
     name: str
@@ -75,7 +75,7 @@ class Region:
     rows: torch.Tensor | None = None
     capacity: int = 0
     exact: bool = False
-    """`rows` are those of tensors that were claimed one by one; else those of a `ps.region(rows=...)` around it."""
+    """Whether `rows` holds for the claimed tensors of this region; else it comes from `ps.region(rows=...)`."""
     weights: set[int] = field(default_factory=set)
     entries: list[Entry] = field(default_factory=list)
     claims: dict[int, tuple[StorageWeakRef, "Region"]] = field(default_factory=dict)
@@ -83,31 +83,31 @@ class Region:
     run: Forward | None = None
     """What discards the tensors saved in here, to recompute them; None where they have a home."""
     whole_step: bool = False
-    """The region that a step is in where it is in no other. It ends with the step, so it can claim nothing."""
+    """The outermost region, open for the whole step. No tensor can be claimed in it."""
     looking: "rowwise.RowWise | None" = None
-    """Hands marks on from operation to operation, while the region is open."""
+    """The dispatch mode that hands marks on from operation to operation."""
     modes: int = 0
-    """Dispatch modes that were open when the region began."""
+    """How many dispatch modes were open when the region was opened."""
 
     def claim(self, tensor: torch.Tensor, owner: "Region") -> None:
-        """What is saved of `tensor` in here belongs to `owner`."""
+        """What is saved of `tensor` in this region belongs to the region `owner`."""
         storage = tensor.untyped_storage()
-        # The weak reference keeps the storage's key from being given to another, and tells when it is gone.
+        # While the weak reference lives, no other storage gets this key; and it tells when the storage is gone.
         self.claims[storage._cdata] = (StorageWeakRef(storage), owner)
 
     def claimed(self, key: int | None) -> "Region | None":
-        """Whose the bytes of a storage are when saved in here; None: this region's."""
+        """The region that a storage belongs to when it is saved in this one; None: this region."""
         found = None if key is None else self.claims.get(key)
         return None if found is None or found[0].expired() else found[1]
 
 
-# The innermost last. Scoped to the running step and thread, not to the process: a keeper that is not in a step
-# has no frame here, and two keepers have frames of their own.
+# The innermost last. They belong to the running step and thread, not to the process: a keeper that is not in a step
+# has no frame here, and two keepers have their own.
 _frames: ContextVar[tuple[Region, ...]] = ContextVar("pagestash_regions", default=())
 
 
 frames = _frames.get
-"""The regions we are in. (No function of our own around it: every saved tensor asks.)"""
+"""The open regions, the innermost last. (An alias, not a function: it is called for every saved tensor.)"""
 
 
 def set_frames(value: tuple[Region, ...]) -> None:
@@ -122,17 +122,17 @@ def enter(region: Region) -> None:
 
 
 def look_at_operations(region: Region) -> None:
-    """Hand marks on in `region`, the innermost, from here to its end."""
+    """Hand marks on from operation to operation in `region`, the innermost, until it ends."""
     marks = region.owner.marks
-    # A mode that the caller opened in the meantime may end before the region, and would take ours for its own.
+    # If the caller has opened a mode inside the region, that may end first, and would pop ours.
     if not marks.watched and rowwise.depth() == region.modes:
         region.looking = rowwise.begin(marks, region.owner.weights | region.weights)
 
 
 def leave(region: Region) -> tuple[Region, ...]:
-    """Go back to where `region` was entered; what that leaves, the innermost first, and nothing if it is not open.
+    """Leave `region` and all regions inside it. Returns those, the innermost first; empty if it is not open.
 
-    More than itself where an exception has ended regions inside that nobody left.
+    There are regions inside if an exception ended them before anybody could leave them.
     """
     current = _frames.get()
     if region not in current:
@@ -149,16 +149,16 @@ def leave(region: Region) -> tuple[Region, ...]:
 
 
 def no_module(rule: Rule, name: str) -> str:
-    """Why a rule of recompute cannot hold for a region that is no module."""
+    """The error for a recompute rule on a region that is no module."""
     return (
-        f"rule {rule.match!r}: home='recompute' needs a module, whose forward can be run again, and {name!r} is a "
+        f"rule {rule.match!r}: home='recompute' needs a module, whose forward can be run again, but {name!r} is a "
         "region opened with ps.region(); make it a module, or give it another home"
     )
 
 
 @hidden
 def running_again() -> bool:
-    """Whether a region is run again: what a module puts away by itself then, nobody would ever ask for."""
+    """Whether a forward is replayed. What a module stashes by itself then would never be asked for."""
     if torch.compiler.is_compiling():
         return False
     current = _frames.get()
@@ -167,7 +167,7 @@ def running_again() -> bool:
 
 @hidden
 def in_recompute() -> bool:
-    """Whether we are inside a region under recompute, in its first forward or a later one."""
+    """Whether a region under recompute is open, in its recorded forward or a replay."""
     if torch.compiler.is_compiling():
         return False
     return any(frame.run is not None for frame in _frames.get())
@@ -178,22 +178,23 @@ def in_recompute() -> bool:
 def region(
     name: str = "", *, rows: torch.Tensor | None = None, capacity: int | None = None
 ) -> Iterator[None]:
-    """Name a stretch of forward that is no module.
+    """Name a part of forward that is no module.
 
         with ps.region("experts"):
             h = grouped_mm(ps.rows(x, n), w1)
 
-    The name is appended to the enclosing module's; without a matching rule the enclosing rule holds. Outside a
+    The name is appended to the enclosing module's. If no rule matches it, the enclosing rule holds. Outside a
     keeper's step this does nothing.
 
-    `rows` and `capacity` are the old form of `ps.rows`, which says what it means: every floating buffer of
-    `capacity` rows that comes in from outside is marked. `rows` must keep its value until the region ends.
+    `rows` and `capacity` are the old form of `ps.rows`, which is to be preferred because it names the buffer. Every
+    floating-point buffer of `capacity` rows that comes in from outside is marked. `rows` must keep its value until
+    the region ends.
     """
     if (rows is None) != (capacity is None):
         raise ValueError(f"rows={rows}, capacity={capacity}: give both or neither")
     if isinstance(rows, int):
         raise ValueError(f"rows={rows}: expected an integer tensor on the device, of one element")
-    # (A compiler makes one graph of what is inside and what is not.)
+    # (torch.compile makes one graph of what is inside and outside.)
     current = () if torch.compiler.is_compiling() else _frames.get()
     if not current:
         yield

@@ -1,4 +1,4 @@
-"""Hooks on the modules that a rule names: a region is open while one of them runs forward."""
+"""Hooks on the modules that a rule names: a region is open while such a module runs its forward."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from pagestash.saved.storage import modules_in, storage_keys, transformed, weigh
 
 
 class Outside(Protocol):
-    """Somebody who hears of forwards outside of a step."""
+    """Is told of forwards outside of a step."""
 
     def saw(self, output: Any) -> None: ...
 
@@ -30,10 +30,10 @@ class RegionHooks:
     def __init__(self, hooks: SavedTensorHooks, recompute: Recompute) -> None:
         self.in_step = False
         self.aside = False
-        """A forward that runs now is no part of the step."""
+        """Whether forwards that run now do not belong to the step."""
         self.openings: list[Opening] = []
         self.outside: Outside | None = None
-        """Hears of what watched modules give outside of a step, before the first one."""
+        """Told of the outputs of watched modules, until the first step is opened."""
         self.hooks = hooks
         self.recompute = recompute
         self._hooks: list[Any] = []
@@ -46,12 +46,12 @@ class RegionHooks:
         self.in_step = True
         self._calls = under_way()
         for module, opening, closing in self._next_to_forward:
-            # What is run again is forward itself: no hook of another may stand between it and ours.
+            # A replay runs `forward` itself, so no other hook may come between it and ours.
             module._forward_pre_hooks.move_to_end(opening.id)
             module._forward_hooks.move_to_end(closing.id, last=False)
 
     def stop(self) -> None:
-        """The step is over, with whatever calls an exception has left open."""
+        """The step is over, and so are calls that an exception left open."""
         self.in_step = False
         set_calls(self._calls)
 
@@ -65,25 +65,25 @@ class RegionHooks:
         self._noted.clear()
 
     def add(self, name: str, path: Sequence[nn.Module], rule: Rule) -> None:
-        """Open a region around each forward of the last module of `path`, which the model's `name` leads along."""
+        """Open a region around each forward of the last module of `path`, which leads down to it from the model."""
         module = path[-1]
         first = Opening(self, name, path, rule)
         self.openings.append(first)
         opening = module.register_forward_pre_hook(first, with_kwargs=True)
-        # Also when forward raises: the region is over either way. Before the closing hooks that are there: of two
-        # keepers' regions, the one that was opened last is closed first.
+        # `always_call`: when forward raises, the region is over, too. `prepend`: of two keepers' regions, the one
+        # that was opened last is closed first.
         closing = module.register_forward_hook(Closing(first), always_call=True, prepend=True)
         self._hooks += [opening, closing]
         if rule.home == "recompute":
             self._next_to_forward.append((module, opening, closing))
         for child in modules_in(module)[1:]:
-            # Once, in however many regions it is: what it notes is for the innermost of them.
+            # Once for each child, however many regions it is in: the note is for the innermost.
             if child not in self._noted and any(value is not None for value in child._parameters.values()):
                 self._noted.add(child)
                 self._hooks.append(child.register_forward_pre_hook(NoteWeights(self)))
 
     def refuse_compiled(self) -> None:
-        """At the end of a step: raise where hooks were compiled and never ran, so that no region was opened."""
+        """At the end of a step: raise for hooks that were compiled into a graph, so that no region was opened."""
         for opening in self.openings:
             if opening.compiled and not opening.ran:
                 raise RuntimeError(opening.why_not())
@@ -101,7 +101,7 @@ class Opening(Hook):
         """Whether a region was ever opened."""
         self.no_grad = False
         self.others = False
-        """Whether somebody else's saved-tensor hooks were inside the keeper's, when one was."""
+        """Whether other saved-tensor hooks were active inside the keeper's when a region was opened."""
         self.compiled = False
 
     @hidden_here
@@ -109,7 +109,7 @@ class Opening(Hook):
         if torch.compiler.is_compiling():
             self.note_compiled()
             return
-        # Where a module is compiled that is run again outside, other tensors would be saved the second time.
+        # A replay outside the graph would save other tensors than the compiled forward did.
         if self.rule.home == "recompute" and compiling_around() is not None and self._opens():
             raise RuntimeError(_compiled_again(self.name, self.rule))
         self.open(module, args, kwargs)
@@ -120,10 +120,10 @@ class Opening(Hook):
         return True
 
     def why_not(self) -> str:
-        """What to do, where only the compiler has seen this hook."""
+        """The error for a hook that only the compiler has seen."""
         return (
             f"rule {self.rule.match!r} names {self.name!r}, which runs inside torch.compile of a module or "
-            "function around it: that is one graph, and what is saved where cannot be told. (The gradients of this "
+            "function around it. That is one graph, in which regions cannot be told apart. (The gradients of this "
             f"step are right.) Compile {self.name!r} itself before keeper.attach(model), or smaller parts, or name "
             "the compiled module in the rule"
         )
@@ -131,7 +131,7 @@ class Opening(Hook):
     @hidden
     def _opens(self) -> bool:
         regions = self.regions
-        # No frames: another thread, such as autograd's when it runs a checkpointed forward again.
+        # Without frames it is another thread, such as autograd's when it recomputes a checkpointed forward.
         return (
             regions.in_step
             and bool(frames())
@@ -139,7 +139,7 @@ class Opening(Hook):
             and not regions.aside
             and torch.is_grad_enabled()
             and transformed() is None
-            and torch._C._get_tracing_state() is None  # of torch.jit, which would record what we do
+            and torch._C._get_tracing_state() is None  # torch.jit would record what we do
         )
 
     @hidden
@@ -160,8 +160,8 @@ class Opening(Hook):
         if self.rule.home != "recompute":
             run = None
         elif run is None:
-            # (Inside another that is run again, a region's tensors are made with the other's.)
-            # (A replica of a module has its hooks, too: what runs again is what ran.)
+            # (A region inside a recomputed one is recomputed with it. A replica of a module has the module's hooks:
+            # the replay runs the replica.)
             way = self.path if module is self.path[-1] else [module]
             first = Run(regions.recompute, regions.hooks, outer, way, self.name, self.rule, (args, kwargs))
             run, weights = first, first.weight_storages()
@@ -179,7 +179,7 @@ class Opening(Hook):
 
 
 class Closing(Hook):
-    """After forward, or when it has raised: close the region that `opening` opened for this call."""
+    """After forward, also when it raised: close the region that `opening` opened for this call."""
 
     def __init__(self, opening: Opening) -> None:
         self.opening = opening
@@ -205,7 +205,7 @@ class Closing(Hook):
 
 
 class NoteWeights(Hook):
-    """Before the forward of a module inside a region: FSDP2 gives it new parameter storage just then."""
+    """Before the forward of a module inside a region, where FSDP2 gives it new parameter storage: note it."""
 
     def __init__(self, regions: RegionHooks) -> None:
         self.regions = regions

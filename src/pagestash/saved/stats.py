@@ -1,6 +1,6 @@
 """Where saved tensors wait, in numbers: by home, by region, and in the pool's tiers."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagestash.pages.telemetry import PoolStats
@@ -54,7 +54,7 @@ class KeeperStats:
         return 0 if self.pool is None else self.pool.spilled_bytes
 
 
-def collect(homes: Iterable[Home], stash: Stash, offload: OffloadStats | None) -> KeeperStats:
+def collect(homes: Sequence[Home], stash: Stash, offload: OffloadStats | None) -> KeeperStats:
     """What the homes hold. Waits for the device."""
     by_region: dict[str, HomeStats] = {}
     for home in homes:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from pagestash.policy import format_bytes
 from pagestash.saved.keeper import Keeper
 from pagestash.step.batch import StaticBatch
 from pagestash.step.before import AllRandom, Before, Involved
@@ -353,25 +352,9 @@ class GraphedStep:
             self._graph = graph
 
     def _grow(self) -> bool:
-        """Grow the pool and bounded modules to what was wanted and clear their flags; whether anything moved."""
-        grown = False
-        pool = self._keeper.pool
-        if pool is not None:
-            before = pool.device_pages
-            self._keeper.grow_pool()
-            pool.reset()
-            grown = pool.device_pages > before
-            if grown:
-                size = format_bytes(pool.device_pages * pool.page_bytes)
-                log.warning("the pool overflowed and has grown to %s; the batch runs again", size)
-        for module in self._guard.bounded:
-            if module.grow_capacity():
-                grown = True
-                log.warning(
-                    "a layer received more rows than its capacity, which has grown; the batch runs again"
-                )
-            module.clear_over_capacity()
-        return grown
+        """Grow everything that was too small to what was wanted; whether anything moved."""
+        grown = [bound.grow() for bound in self._guard.bounds]
+        return any(grown)
 
     def _on_stream(self, run: Callable[..., Any], *args: Any) -> Any:
         """Run on the stream of the capture, which the warm-up must use, too, ordered with the caller's stream."""

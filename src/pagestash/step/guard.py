@@ -1,32 +1,17 @@
 """An overflowing step changes nothing: one flag for all ranks, optimizers that obey it, state that is restored."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pagestash.saved.compiled import hidden
 from pagestash.saved.keeper import Keeper
-from pagestash.saved.module_hook import Hook
 from pagestash.saved.overflow import Agreement, PoolOverflow
+from pagestash.step.bounds import bounds_of
 from pagestash.step.scaling import Scalers
 from pagestash.step.state import ProtectedState
 from pagestash.torch_internals import takes_found_inf
-
-
-class Bounded(Protocol):
-    """A module whose buffers bound a number that only the device knows, such as received rows.
-
-    `over_capacity` is a 0-d float32: 1 after the bound was exceeded. `grow_capacity` raises the bound to what was
-    wanted and returns whether it did; all ranks of the module's group call it together, and it may wait.
-    """
-
-    over_capacity: torch.Tensor
-
-    def grow_capacity(self) -> bool: ...
-
-    def clear_over_capacity(self) -> None: ...
 
 
 class StepOverflowed(PoolOverflow):
@@ -51,9 +36,7 @@ class UpdateGuard:
     ) -> None:
         self.flag = torch.zeros((), dtype=torch.float32, device=device)
         self.optimizers = optimizers
-        found = [cast(Bounded, module) for module in keeper.modules() if hasattr(module, "grow_capacity")]
-        # A layer and its bounded part may both have the method, with one flag; one of them is enough.
-        self.bounded = list({id(module.over_capacity): module for module in found}.values())
+        self.bounds = bounds_of(keeper)
         self.state = ProtectedState([], device)
         self._keeper = keeper
         self._scalers = scalers
@@ -62,14 +45,11 @@ class UpdateGuard:
         self._eager = False
         self._running = False
         self._armed = False
-        self._reduced_at: tuple[int, int] | None = None
-        self.bounded_forwards = 0
+        self._reduced_at: list[int] | None = None
         self._theirs: dict[torch.optim.Optimizer, Any] = {}
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_update)
             optimizer.register_step_post_hook(self._after_update)
-        for module in self.bounded:
-            cast(torch.nn.Module, module).register_forward_pre_hook(_CountForward(self))
 
     def begin(self, *, eager: bool) -> None:
         """Save protected state at the start of a step; in a capture the copies are part of the graph."""
@@ -100,7 +80,7 @@ class UpdateGuard:
         """Whether the step that raised `error` had overflowed, on any rank: the error then means nothing."""
         if self._reduced_at is None:
             self._read_flags()
-            self._reduced_at = self._taken()
+            self._reduced_at = self._uses()
             if self._group is not None:
                 self.flag.fill_(float(self._ranks.any(bool(self.flag), error)))
         return bool(self.flag)
@@ -145,21 +125,21 @@ class UpdateGuard:
             else:
                 optimizer.found_inf = theirs  # type: ignore[attr-defined]
 
-    def _taken(self) -> tuple[int, int]:
-        """Counts of what could have overflowed so far: reservations, and forwards of modules with a capacity."""
-        return self._keeper.reservations, self.bounded_forwards
+    def _uses(self) -> list[int]:
+        """Number of uses of each bound so far: whatever comes later could overflow again."""
+        return [bound.uses for bound in self.bounds]
 
     def _reduce(self) -> None:
         """Reduce the flag over all ranks. Nothing stashes after this: updates come after all backwards."""
         if self._reduced_at is not None:
-            if self._taken() != self._reduced_at:
+            if self._uses() != self._reduced_at:
                 raise ValueError(
                     "train_step saves tensors, or runs a layer of bounded capacity, after an optimizer's step: if "
                     "they overflowed, that update could no longer be skipped. Put all forwards and backwards "
                     "before the updates, or use one GraphedStep for each update"
                 )
             return
-        self._reduced_at = self._taken()
+        self._reduced_at = self._uses()
         self._read_flags()
         if self._group is None:
             return
@@ -170,29 +150,17 @@ class UpdateGuard:
             dist.all_reduce(self.flag, op=dist.ReduceOp.MAX, group=self._group)
 
     def _read_flags(self) -> None:
-        """Set the flag from this rank's pool and modules."""
-        overflow = self._keeper.overflow
-        if overflow is None:
-            self.flag.zero_()
+        """The flag of this rank: the largest of all bounds'."""
+        flags = [flag for bound in self.bounds if (flag := bound.flag) is not None]
+        if flags:
+            self.flag.copy_(flags[0])
         else:
-            self.flag.copy_(overflow)
-        for module in self.bounded:
-            torch.maximum(self.flag, module.over_capacity, out=self.flag)
+            self.flag.zero_()
+        for flag in flags[1:]:
+            torch.maximum(self.flag, flag, out=self.flag)
 
     def _raise_if_overflowed(self) -> None:
         if bool(self.flag):
             raise StepOverflowed(
                 "the pool, or a buffer of bounded capacity, overflowed on this rank or another"
             )
-
-
-class _CountForward(Hook):
-    """Counts forwards of modules with a capacity, which could overflow."""
-
-    def __init__(self, guard: UpdateGuard) -> None:
-        self._guard = guard
-
-    @hidden
-    def __call__(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._guard.bounded_forwards += 1

@@ -27,11 +27,6 @@ class LearningRates:
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Within this context the groups' rates are the tensors; afterwards the user's values are back."""
-        if not self._device_rates:
-            self._device_rates = [
-                torch.zeros((), dtype=torch.float32, device=group["params"][0].device)
-                for group in self._groups
-            ]
         theirs = [group["lr"] for group in self._groups]
         for group, rate in zip(self._groups, self._device_rates):
             group["lr"] = rate

@@ -27,8 +27,7 @@ import torch.nn.functional as F
 from benchmarks.harness import Claim, write
 from pagestash.kernels.moe.grouped import grouped_mm
 from pagestash.kernels.moe.route import Routing
-from pagestash.moe.arrived import arrived_experts
-from pagestash.moe.block import BlockOptions, Place
+from pagestash.moe import ExpertFC1, ExpertFC2, Experts, MoEAct, MoEConfig, Received
 from pagestash.pages.pool import PagePool
 
 GIB = 1 << 30
@@ -56,7 +55,7 @@ class Preset:
         return self.capacity * self.average
 
     @property
-    def head(self) -> int:
+    def expected_rows(self) -> int:
         """Rows that usually arrive: they stay where they are."""
         return int(self.expected * self.average)
 
@@ -113,17 +112,49 @@ def draw(preset: Preset, device: torch.device, dtype: torch.dtype = torch.bfloat
     )
 
 
+class Wire:
+    """A dispatch that has brought the rows of a drawn batch: the residual stream is what arrived."""
+
+    def __init__(self, preset: Preset) -> None:
+        self.experts, self.capacity, self.expected_rows = preset.experts, preset.buffer, 0
+        self.routing: Routing | None = None
+
+    def send(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, over: torch.Tensor | None
+    ) -> Received:
+        assert self.routing is not None
+        return Received(x, weights, ids, self.routing, self.expected_rows)
+
+    def collect(self, slots: torch.Tensor, received: Received) -> torch.Tensor:
+        return slots
+
+    def grow_capacity(self, *, headroom: float, alignment: int) -> bool:
+        return False
+
+
 class Stack:
     """Layers of experts on a residual stream, in the ways that are compared."""
 
     def __init__(self, preset: Preset, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
-        def weight(*shape: int) -> torch.Tensor:
-            value = torch.randn(shape, device=device, dtype=dtype) * (0.5 * shape[-1] ** -0.5)
-            return value.requires_grad_()
-
+        made: Any = {"device": device, "dtype": dtype}
+        # The experts here are those of one rank in eight.
+        config = MoEConfig(
+            width=preset.width,
+            expert_width=preset.inner,
+            experts=8 * preset.experts,
+            top_k=preset.top_k,
+            capacity=preset.buffer,
+        )
         self.preset = preset
-        self.up = [weight(preset.experts, 2 * preset.inner, preset.width) for _ in range(preset.layers)]
-        self.down = [weight(preset.experts, preset.width, preset.inner) for _ in range(preset.layers)]
+        self.layers, self.up, self.down = [], [], []
+        for _ in range(preset.layers):
+            fc1 = ExpertFC1(preset.experts, preset.inner, preset.width, wired=True, **made)
+            fc2 = ExpertFC2(preset.experts, preset.width, preset.inner, **made)
+            for part in (fc1, fc2):
+                part.weight.data.mul_(0.5)
+            self.up.append(fc1.weight)
+            self.down.append(fc2.weight)
+            self.layers.append(Experts(config, (fc1, MoEAct(), fc2), dispatch=Wire(preset), device=device))
         self.x = torch.randn(preset.tokens, preset.width, device=device, dtype=dtype)
 
     @property
@@ -146,23 +177,14 @@ class Stack:
         return x
 
     def padded(self, batch: Batch, pool: PagePool | None, expected: int) -> torch.Tensor:
-        """The library's block on buffers of full capacity; rows beyond `expected` are kept or stashed."""
+        """The library's experts on buffers of full capacity; rows beyond `expected` are kept or stashed."""
         x = self.x.detach().requires_grad_()
-        options = BlockOptions(rows=Place(pool=pool), h=Place(pool=pool))
-        for layer in range(self.preset.layers):
-            x = arrived_experts(
-                x,
-                batch.weights[layer],
-                self.up[layer],
-                self.down[layer],
-                None,
-                None,
-                None,
-                batch.routing(layer),
-                options,
-                expected_rows=expected,
-                residual=True,
-            )
+        for layer, experts in enumerate(self.layers):
+            experts.use_pool(pool)
+            wire = experts.dispatch
+            wire.routing, wire.expected_rows = batch.routing(layer), expected
+            # The routing is drawn, so nobody asks who was chosen; anything of the ids' shape will do.
+            x = x + experts(x, batch.weights[layer], batch.inverse[layer])
         return x
 
     def drop_gradients(self) -> None:
@@ -191,10 +213,10 @@ class _DifferentiableMM(torch.autograd.Function):
 
 
 def pages_wanted(preset: Preset, batches: list[Batch], page_bytes: int = 65536) -> int:
-    """Pages for the rows and first projections of the fullest step, as far as they exceed the head."""
+    """Pages for the rows and first projections of the fullest step, as far as they exceed those expected."""
     most = 0
     for batch in batches:
-        rows = (batch.offsets[:, -1] - preset.head).clamp(min=0).tolist()
+        rows = (batch.offsets[:, -1] - preset.expected_rows).clamp(min=0).tolist()
         row_bytes = (2 * preset.width, 4 * preset.inner)
         most = max(most, sum(-(-r * size // page_bytes) for r in rows for size in row_bytes))
     return most
@@ -211,7 +233,7 @@ class Run:
             return
         if way == STASHED:
             self.pool = PagePool("cuda", device_pages=int(pages_wanted(preset, batches) * 1.02) + 1)
-        expected = preset.head if way == STASHED else 0
+        expected = preset.expected_rows if way == STASHED else 0
         self._static = Batch(*(t.clone() for t in batches[0].tensors()))
 
         def step() -> None:

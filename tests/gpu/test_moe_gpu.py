@@ -15,8 +15,8 @@ from pagestash.kernels.moe.topk import topk
 from pagestash.kernels.pages.paged import Pages
 from pagestash.moe import MoE, MoEConfig
 from pagestash.moe import ops as moe_ops
-from pagestash.moe.arrived import arrived_experts
-from pagestash.moe.block import BlockOptions, Place
+from pagestash.moe.block import routed_experts
+from pagestash.moe.saving import BlockOptions, Saving
 from pagestash.pages.pool import PagePool
 
 pytestmark = pytest.mark.gpu
@@ -55,7 +55,7 @@ def test_rows_move_and_add_up_exactly(width, dtype):
     ids = torch.rand(700, 16, device=CUDA).argsort(1)[:, :8].int()
     found = R.route(ids, 16, capacity=5000)
     x = torch.randn(700, width, device=CUDA).to(dtype)
-    rows = G.spread(x, found.inverse, 5600)
+    rows = G.permute(x, found.inverse, 5600)
     assert torch.equal(rows[:5000], x[found.order.long() // 8])
     rows[5000:] = torch.nan
     assert torch.equal(G.combine(rows, found.inverse), G.combine(rows, found.inverse, backend="torch"))
@@ -144,8 +144,8 @@ def test_products_are_added_to_matrices(ends, m, n):
 
 
 @pytest.mark.parametrize("expected", [0, 2000, 10000])
-def test_arrived_rows_in_a_graph_with_any_pool(expected):
-    """Rows beyond the expected ones in pages, kept, or made again: the same bits, whatever arrives."""
+def test_received_rows_in_a_graph_with_any_pool(expected):
+    """Rows beyond the expected ones in pages, kept, or recomputed: the same bits, whatever arrives."""
     torch.manual_seed(0)
     slots, choices, experts, capacity = 1000, 4, 8, 8000
     up = (torch.randn(experts, 384, 256, device=CUDA) / 16).bfloat16().requires_grad_()
@@ -158,10 +158,9 @@ def test_arrived_rows_in_a_graph_with_any_pool(expected):
         up.grad = down.grad = None
         leaf, scale = x.clone().requires_grad_(), weights.clone().requires_grad_()
         routing = R.route(ids, experts, capacity=capacity)
-        options = BlockOptions(rows=Place(pool=pool), h=Place(pool=pool))
-        y = arrived_experts(
-            leaf, scale, up, down, None, None, ids, routing, options, expected_rows=expected, residual=True
-        )
+        options = BlockOptions(x=Saving(pool=pool), h=Saving(pool=pool))
+        received = {"received": True, "expected_rows": expected}
+        y = leaf + routed_experts(leaf, scale, up, down, None, None, ids, routing, options, **received)
         y.backward(dy)
         return [y.detach(), leaf.grad, scale.grad, up.grad, down.grad]
 
@@ -186,14 +185,14 @@ def test_arrived_rows_in_a_graph_with_any_pool(expected):
         for other in results[1:]:
             for one, two in zip(results[0], other):
                 assert torch.equal(one, two)
-        for one, two in zip(results[0], plain_arrived(x, weights, ids, up, down, dy)):
+        for one, two in zip(results[0], plain_received(x, weights, ids, up, down, dy)):
             assert error(one, two) < 2e-2
     for pool in pools[1:]:
         assert not pool.overflow
         assert pool.stats().device.in_use == 0
 
 
-def plain_arrived(x, weights, ids, up, down, dy):
+def plain_received(x, weights, ids, up, down, dy):
     """The same, as one writes it without any of this."""
     x, weights, up, down = (t.detach().double().requires_grad_() for t in (x, weights, up, down))
     y = x
@@ -282,7 +281,7 @@ def test_rows_times_width_past_two_to_the_31():
     rows, width = 1_100_000, 2048  # 2.25e9 elements, 4.5 GB
     inverse = torch.arange(rows, device=CUDA, dtype=torch.int32).view(-1, 1).flip(0).contiguous()
     x = torch.randn(rows, width, device=CUDA, dtype=torch.bfloat16)
-    out = G.spread(x, inverse, rows)
+    out = G.permute(x, inverse, rows)
     for t in (0, 5, rows // 2, rows - 1):
         assert torch.equal(out[rows - 1 - t], x[t])
     back = G.combine(out, inverse)

@@ -17,7 +17,7 @@ ENDS = torch.tensor([0, 3, 3, 10, 12], dtype=torch.int32)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("head", "first", "rest"),
+    ("expected", "first", "excess"),
     [
         (0, [0, 0, 0, 0, 0], [0, 3, 3, 10, 12]),
         (5, [0, 3, 3, 5, 5], [0, 0, 0, 5, 7]),
@@ -25,9 +25,9 @@ ENDS = torch.tensor([0, 3, 3, 10, 12], dtype=torch.int32)
         (99, [0, 3, 3, 10, 12], [0, 0, 0, 0, 0]),
     ],
 )
-def test_ends_are_cut_in_two(backend, head, first, rest):
-    got = cut_ends(ENDS, head, backend=backend)
-    assert [ends.tolist() for ends in got] == [first, rest]
+def test_ends_are_cut_in_two(backend, expected, first, excess):
+    got = cut_ends(ENDS, expected, backend=backend)
+    assert [ends.tolist() for ends in got] == [first, excess]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -167,26 +167,40 @@ def test_rows_in_two_buffers_are_those_of_one(backend, split, paged):
     h, gradient, info = case(n, torch.float32, True, True)
     a = S.forward(h, info, backend=backend)
     dh, again, dweights = S.backward(h, gradient, info, backend=backend)
-    head, rest, pages = h[:split].clone(), h[split:].clone(), None
+    expected, excess, pages = h[:split].clone(), h[split:].clone(), None
     if paged and split < CAPACITY:
         pool = PagePool("cpu", 1024, 8, backend=backend)
-        ticket = pool.reserve(rest.shape, h.dtype, (info.rows - split).clamp(min=0))
+        ticket = pool.reserve(excess.shape, h.dtype, (info.rows - split).clamp(min=0))
         pages = Pages(pool.memory, ticket.span, ticket.member, ticket.group.book)
-    got = S.forward(rest, info, pages=pages, head=head, backend=backend)
+    got = S.forward(excess, info, pages=pages, expected_SH=expected, backend=backend)
     assert torch.equal(got[:ROWS], a[:ROWS])
     if pages is not None:
         assert torch.equal(pool.restore([ticket])[0][: max(ROWS - split, 0)], h[split:ROWS])
-        rest.fill_(torch.nan)
-    dh_rest, got, got_weights = S.backward(
-        rest, gradient.clone(), info, pages=pages, head=head, in_place=True, backend=backend
-    )
-    assert torch.equal(torch.cat([head, dh_rest])[:ROWS], dh[:ROWS])
-    assert torch.equal(got[:ROWS], again[:ROWS])
-    assert torch.equal(got_weights, dweights)
-    assert torch.cat([head, dh_rest])[ROWS:].isnan().all()
+        excess.fill_(torch.nan)
+    before = [expected.clone(), excess.clone()]
+    for in_place in (False, True):
+        target = expected if in_place else torch.full_like(expected, torch.nan)
+        dexcess, got, got_weights = S.backward(
+            excess,
+            gradient.clone(),
+            info,
+            pages=pages,
+            expected_SH=expected,
+            dexpected_SH=target,
+            in_place=in_place,
+            backend=backend,
+        )
+        assert (dexcess is excess) == in_place
+        assert torch.equal(torch.cat([target, dexcess])[:ROWS], dh[:ROWS])
+        assert torch.equal(got[:ROWS], again[:ROWS])
+        assert torch.equal(got_weights, dweights)
+        if not in_place:
+            for one, two in zip((expected, excess), before):
+                assert torch.equal(one.view(torch.int32), two.view(torch.int32))
+    assert torch.cat([expected, dexcess])[ROWS:].isnan().all()
 
 
-def test_a_head_has_no_second_place():
+def test_expected_rows_need_a_buffer_for_their_gradient():
     h, gradient, info = case(8, torch.float32, False, False)
-    with pytest.raises(ValueError, match="in_place=False"):
-        S.backward(h, gradient, info, head=h[:2])
+    with pytest.raises(ValueError, match="give both or neither"):
+        S.backward(h, gradient, info, expected_SH=h[:2])

@@ -32,13 +32,13 @@ def routing(tokens, choices, experts=7, capacity=None):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("tokens", "choices", "width"), SHAPES)
-def test_spread_moves_every_row_and_touches_no_other(backend, dtype, tokens, choices, width, monkeypatch):
+def test_permute_moves_every_row_and_touches_no_other(backend, dtype, tokens, choices, width, monkeypatch):
     _, found = routing(tokens, choices, capacity=tokens * choices - 3)
     x = torch.randn(tokens, width).to(dtype)
     monkeypatch.setattr(
         G, "empty_rows", lambda r, w, like: torch.full((r + 5, w), torch.nan, dtype=like.dtype)
     )
-    out = G.spread(x, found.inverse, found.order.numel(), backend=backend)
+    out = G.permute(x, found.inverse, found.order.numel(), backend=backend)
     count = int(found.rows)
     assert torch.equal(out[:count], x[found.order[:count].long() // choices])
     assert out[count:].isnan().all()
@@ -51,13 +51,12 @@ def test_combine_sums_in_the_order_of_the_choices(backend, dtype, tokens, choice
     _, found = routing(tokens, choices, capacity=tokens * choices - 3)
     rows = torch.randn(tokens * choices, width).to(dtype)
     rows[int(found.rows) :] = torch.nan
-    start = torch.randn(tokens, width).to(dtype)
-    wanted = start.float()
+    wanted = torch.zeros(tokens, width)
     for k in range(choices):
         at = found.inverse[:, k]
         value = torch.where((at >= 0)[:, None], rows[at.clamp(min=0).long()].float(), torch.zeros(()))
         wanted = wanted + value
-    got = G.combine(rows, found.inverse, added=start, backend=backend)
+    got = G.combine(rows, found.inverse, backend=backend)
     assert torch.equal(got, rounded(wanted, dtype, backend))
 
 
@@ -66,7 +65,7 @@ def test_rows_of_tokens_without_a_place_are_not_read(backend):
     inverse = torch.tensor([[0, 1], [-1, -1], [2, -1]], dtype=torch.int32)
     x = torch.randn(3, 32)
     x[1] = torch.nan
-    out = G.spread(x, inverse, 4, torch.ones(3, 2), backend=backend)
+    out = G.permute(x, inverse, 4, torch.ones(3, 2), backend=backend)
     assert torch.equal(out[:3], x[[0, 0, 2]])
     back = G.combine(out, inverse, torch.ones(3, 2), backend=backend)
     assert torch.equal(back[1], torch.zeros(32))
@@ -83,13 +82,19 @@ def test_weights_and_their_gradient(backend):
     each = torch.where(here, rows[found.inverse.clamp(min=0).long()], torch.zeros(()))
     shift = torch.where(here, bias_weights[..., None] * bias[ids.long()], torch.zeros(()))
     got = G.combine(
-        rows, found.inverse, weights, bias=bias, bias_ids=ids, bias_weights=bias_weights, backend=backend
+        rows,
+        found.inverse,
+        weights,
+        bias_ED=bias,
+        bias_ids_TK=ids,
+        bias_weights_TK=bias_weights,
+        backend=backend,
     )
     torch.testing.assert_close(got, (each * weights[..., None] + shift).sum(1), rtol=1e-5, atol=1e-6)
     gradient = torch.randn(20, 48)
     got = G.weight_gradient(rows, found.inverse, gradient, backend=backend)
     torch.testing.assert_close(got, (each * gradient[:, None]).sum(-1), rtol=1e-5, atol=1e-5)
-    got = G.spread(gradient, found.inverse, 55, weights, backend=backend)
+    got = G.permute(gradient, found.inverse, 55, weights, backend=backend)
     wanted = (gradient[:, None] * weights[..., None]).view(60, 48)[found.order.long()]
     assert torch.equal(got[: int(found.rows)], wanted[: int(found.rows)])
 
@@ -97,20 +102,20 @@ def test_weights_and_their_gradient(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("page_bytes", [16, 48, 1024])
 @pytest.mark.parametrize("host_pages", [0, 9])
-def test_spread_stashes_what_it_writes(backend, page_bytes, host_pages):
+def test_permute_stashes_what_it_writes(backend, page_bytes, host_pages):
     _, found = routing(21, 2, capacity=40)
     x = torch.randn(21, 56).to(torch.bfloat16)
     pages_needed = -(-40 * 112 // page_bytes)
     pool = PagePool("cpu", page_bytes, pages_needed - host_pages // 2, host_pages, backend="torch")
-    # A stash of anything of that shape takes the pages; spread then writes over what is in them.
+    # A stash of anything of that shape takes the pages; permute then writes over what is in them.
     [ticket] = pool.stash([torch.zeros(40, 56, dtype=torch.bfloat16)], rows=found.rows)
     pages = Pages(pool.memory, ticket.span, ticket.member, ticket.group.book)
-    _, out = G.spread_in_two(x, found.inverse, 0, 40, pages=pages, backend=backend)
+    _, out = G.permute_split(x, found.inverse, 0, 40, pages=pages, backend=backend)
     count = int(found.rows)
     [held] = pool.restore([ticket])
     assert torch.equal(held[:count], out[:count])
     ticket.group.book[HEADER * ticket.member + Header.STATUS] = 2  # refused: nothing may be written
-    G.spread_in_two(torch.full_like(x, torch.nan), found.inverse, 0, 40, pages=pages, backend=backend)
+    G.permute_split(torch.full_like(x, torch.nan), found.inverse, 0, 40, pages=pages, backend=backend)
     ticket.group.book[HEADER * ticket.member + Header.STATUS] = 1
     assert torch.equal(pool.restore([ticket])[0][:count], out[:count])
 
@@ -122,24 +127,26 @@ def test_allocation_is_padded_to_the_alignment():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("head", [0, 1, 13, 30, 36])
+@pytest.mark.parametrize("expected", [0, 1, 13, 30, 36])
 @pytest.mark.parametrize("page_bytes", [None, 64])
-def test_rows_in_two_buffers_are_those_of_one(backend, head, page_bytes, monkeypatch):
+def test_rows_in_two_buffers_are_those_of_one(backend, expected, page_bytes, monkeypatch):
     _, found = routing(12, 3, capacity=30)
     x = torch.randn(12, 40)
-    wanted = G.spread(x, found.inverse, 36, backend="torch")[:30]
+    wanted = G.permute(x, found.inverse, 36, backend="torch")[:30]
     monkeypatch.setattr(G, "empty_rows", lambda r, w, like: torch.full((r, w), torch.nan, dtype=like.dtype))
     pages = None
-    beyond = (found.offsets - head).clamp(min=0)
-    if page_bytes and head < 36:
+    beyond = (found.offsets - expected).clamp(min=0)
+    if page_bytes and expected < 36:
         pool = PagePool("cpu", page_bytes, 100, backend=backend)
-        ticket = pool.reserve((36 - head, 40), x.dtype, beyond[-1:])
+        ticket = pool.reserve((36 - expected, 40), x.dtype, beyond[-1:])
         pages = Pages(pool.memory, ticket.span, ticket.member, ticket.group.book)
-    first, rest = G.spread_in_two(x, found.inverse, head, 36, pages=pages, backend=backend)
-    assert first.shape[0] == head
-    assert torch.equal(torch.cat([first, rest])[:30], wanted)
-    assert torch.cat([first, rest])[30:].isnan().all()
+    first, excess = G.permute_split(x, found.inverse, expected, 36, pages=pages, backend=backend)
+    assert (first is None) == (expected == 0)
+    assert first is None or first.shape[0] == expected
+    both = excess if first is None else torch.cat([first, excess])
+    assert torch.equal(both[:30], wanted)
+    assert both[30:].isnan().all()
     if pages is not None:
-        assert torch.equal(pool.restore([ticket])[0][: max(30 - head, 0)], wanted[head:])
+        assert torch.equal(pool.restore([ticket])[0][: max(30 - expected, 0)], wanted[expected:])
     one = G.combine(wanted, found.inverse, backend=backend)
-    assert torch.equal(G.combine(first, found.inverse, rest=rest, backend=backend), one)
+    assert torch.equal(G.combine(excess, found.inverse, expected_SD=first, backend=backend), one)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import pagestash as ps
-from pagestash.kernels.moe.permute import padded_rows
 from pagestash.kernels.moe.route import route
+from pagestash.kernels.moe.rows import padded_rows
 from pagestash.moe import MoE, MoEConfig, Received
 
 WIDTH, INNER, EXPERTS, TOP_K, TOKENS, DEPTH = 32, 24, 4, 2, 48, 3

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import pagestash as ps
+from pagestash.kernels.moe.rows import padded_rows
 from pagestash.moe import AllGather, AllToAll, MoE, MoEConfig
 from pagestash.moe import experts as experts_file
 from pagestash.moe import router as router_file
@@ -128,3 +129,18 @@ def test_pages_are_written_once(kind):
         step(model, x, keeper)
         written.append((keeper.reservations - before, keeper.stats().pool.device.wanted))
     assert written[0] == written[1]
+
+
+@pytest.mark.usefixtures("lone_rank")
+@pytest.mark.parametrize("home", ["keep", "stash"])
+def test_received_slots_wait_where_the_rule_for_expert_fc1_says(home):
+    """A recomputed layer needs them: they cannot be sent a second time."""
+    x = torch.randn(T, D, generator=torch.Generator().manual_seed(1))
+    rules = [ps.Rule("*", "recompute"), ps.Rule("*.moe.expert_fc1", home, min_bytes=16)]
+    model = make("all-gather")
+    keeper = ps.Keeper(ps.Policy(rules), backend="torch").attach(model)
+    for _ in range(2):
+        step(model, x, keeper)
+    rows = CONFIG.capacity * D * 4 if home == "stash" else padded_rows(CONFIG.capacity) * D * 4
+    for number in range(2):
+        assert keeper.stats().regions[f"{number}.moe.expert_fc1"].peak == rows + T * D * 4

@@ -21,8 +21,8 @@ def test_exact_kept_and_stashed_steps_agree(monkeypatch, share):
     results = []
     for forward in (
         lambda: stack.exact(batch),
-        lambda: stack.padded(batch, None, TINY.head),
-        lambda: stack.padded(batch, pool, TINY.head),
+        lambda: stack.padded(batch, None, TINY.expected_rows),
+        lambda: stack.padded(batch, pool, TINY.expected_rows),
     ):
         loss = stack.step(forward)
         results.append([loss, *(p.grad for p in stack.parameters)])

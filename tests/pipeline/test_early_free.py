@@ -265,10 +265,10 @@ def test_expert_outputs_go_before_the_results_are_summed(kind, pooled, releases)
 @pytest.mark.usefixtures("lone_rank")
 def test_permuted_tokens_are_gone_when_they_have_been_sent(kind, monkeypatch):
     permuted, gone = [], []
-    spread, route = alltoall.spread, alltoall.route
+    permute, route = alltoall.permute, alltoall.route
 
     def noted(*args):
-        rows = spread(*args)
+        rows = permute(*args)
         permuted.append(StorageWeakRef(rows.untyped_storage()))
         return rows
 
@@ -276,7 +276,7 @@ def test_permuted_tokens_are_gone_when_they_have_been_sent(kind, monkeypatch):
         gone.extend(reference.expired() for reference in permuted)
         return route(*args, **kwargs)
 
-    monkeypatch.setattr(alltoall, "spread", noted)
+    monkeypatch.setattr(alltoall, "permute", noted)
     monkeypatch.setattr(
         alltoall, "route", after
     )  # once before the tokens are permuted, once when they arrive

@@ -6,7 +6,8 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
-from pagestash.moe import MoE, MoEConfig, block
+from pagestash.moe import MoE, MoEConfig, block, shared
+from pagestash.moe.saving import Half
 from pagestash.pages.pool import PagePool
 from pagestash.pipeline import Action
 from pagestash.pipeline.split_backward import _Telling, delay_weight_gradients
@@ -41,7 +42,8 @@ def products(monkeypatch):
         count[0] += 1
         return inner(*args)
 
-    monkeypatch.setattr(block, "grouped_mm", counted)
+    for module in (block, shared):
+        monkeypatch.setattr(module, "grouped_mm", counted)
     return count
 
 
@@ -76,21 +78,21 @@ def test_gradients_are_those_of_a_whole_backward_with_fewer_products(pooled, pro
     whole(x).backward()
     expected = [x.grad, *(value.grad for value in whole.parameters())]
     twice, both = split_backward(Layer(pooled), None, products)
-    once, halves = split_backward(Layer(pooled), block.Half(), products)
+    once, halves = split_backward(Layer(pooled), Half(), products)
     for ours, plain, value in zip(once, twice, expected, strict=True):
         assert torch.equal(ours, value)
         assert torch.equal(plain, value)
-    again = int(pooled)  # the product that makes missing pages' rows again: launched, and empty
+    again = int(pooled)  # the product that recomputes rows of missing pages: launched, and empty
     # Routed and shared experts. The activation's gradient in both halves; then the input's, then both weights'.
     assert both == [8 + again, 8 + again]
     assert halves == [4 + again, 6 + again]
 
 
 def test_the_first_stage_does_everything_in_its_second_half():
-    half = block.Half()
-    told = _Telling({0: half, 3: block.Half()})
+    half = Half()
+    told = _Telling({0: half, 3: Half()})
     told.begin(Action("W", 0, 0))
-    assert half == block.Half(inputs=True, weights=True)
+    assert half == Half(inputs=True, weights=True)
 
 
 def test_it_is_given_to_the_experts_of_every_stage():

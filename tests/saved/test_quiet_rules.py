@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
 from pagestash.moe import MoE, MoEConfig
-from pagestash.saved.fused import stay
+from pagestash.saved.fused import claim
 
 
 class Part(nn.Module):
@@ -113,7 +113,7 @@ def test_nothing_to_compact(told):
     class Known(nn.Module):
         def forward(self, x):
             y = x * 2
-            stay(y)
+            claim(None, y, sized=True)
             return y.square()
 
     train(nn.Sequential(Known()), ps.Rule("0", "stash", min_bytes=0))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from pagestash.kernels.moe.gated import Activation
+from pagestash.kernels.moe.activations import Activation
 from pagestash.moe.config import MoEConfig
 
 

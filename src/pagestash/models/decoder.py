@@ -12,12 +12,12 @@ from torch import nn
 from pagestash.models.attention import RMSNorm, Rotation, make_attention, rotation
 from pagestash.models.config import DecoderConfig
 from pagestash.moe.config import MoEConfig
-from pagestash.moe.experts import SharedExperts
 from pagestash.moe.layer import MoE
 from pagestash.moe.ops import cross_entropy
 from pagestash.moe.parallel.dispatch import Dispatch
 from pagestash.moe.parts import ExpertFC2, ExpertLinear
 from pagestash.moe.router import Router
+from pagestash.moe.shared import SharedExperts
 
 MakeDispatch = Callable[[MoEConfig], Dispatch | None]
 

@@ -1,13 +1,14 @@
 """Mixture-of-Experts: router, experts, layer, expert parallelism; dropless, without a host sync."""
 
 from pagestash.moe.config import MoEConfig
-from pagestash.moe.experts import Experts, SharedExperts
+from pagestash.moe.experts import Experts
 from pagestash.moe.layer import MoE
 from pagestash.moe.parallel.allgather import AllGather
 from pagestash.moe.parallel.alltoall import AllToAll
 from pagestash.moe.parallel.dispatch import Dispatch, Received
 from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct
 from pagestash.moe.router import Router
+from pagestash.moe.shared import SharedExperts
 
 __all__ = [
     "AllGather",

@@ -1,117 +1,350 @@
-"""The expert block: rows in expert order through both projections, and back.
+"""The routed experts as one autograd node: tokens into expert order, through both projections, and back.
 
-Shapes: T tokens, K choices each, R rows of capacity, E experts here, d the model's width, n an expert's.
-`up` [E, 2n, d] and `down` [E, d, n] are the projections (gate first, then linear), `h` [R, 2n] the first
-one's result, `a` [R, n] the activation with the routing weight in it.
+    x_TD -permute-> x_RD -up-> h_RH -gated activation-> a_RN -down-> y_RD -combine-> y_TD
 
-`LocalExperts` takes tokens, gathers them itself and keeps the tokens and `h`: `2·T·d + 4·T·K·n` bytes in bf16.
-`SharedBlock` is the same for one expert that sees every token. Rows that came over a wire are `arrived.py`'s.
-Each of the tensors that wait for backward has a `Place`. With a pool, `h` goes to pages from inside the activation
-kernel; it is expendable: where the pool has none to give, backward makes it again by a product whose offsets are
-zero unless the pages are missing. Under recompute the same product makes all of it.
+T tokens of K choices, R rows of capacity in expert order, E experts here, D the model's width, N an expert's, H =
+2N. `up_EHD` and `down_EDN` are the projections; `a_RN` has the routing weights in it. `ends_E` says where each
+expert's rows end.
+
+Saved for backward, besides indices, in bf16 and for V valid rows:
+
+| | the rows | the first projection |
+| --- | --- | --- |
+| tokens of this rank | `x_TD`, permuted again: 2·T·D | `h_RH`: 4·R·N, in pages 4·V·N |
+| slots off the wire | `x_RD`: 2·R·D, in pages 2·V·D | the same |
+
+**Two buffers.** For slots off the wire, R is what may arrive at worst, several times what does. The first S rows,
+those that usually arrive (`expected_rows`), are the *expected* ones: buffers of just that size, which stay until
+backward. The R - S rows in *excess* have buffers that live for one layer, and their valid rows go to pages. So
+bytes are copied only for rows beyond what was expected, and what stays is ordinary memory, which other tensors
+get when a layer's backward is over. Without a number to expect, S = 0: all rows are in one buffer, and nothing is
+cut.
+
+The rows stand in one order all the same, and products over all of them are single ones. Only those that read the
+two buffers are in two: `h_RH`, the gradient of `x_RD`, and that of `up_EHD`, to which the excess is added. That
+sum has another order than without expected rows: its bits do not depend on pages, but they do on `expected_rows`.
+
+**Pages.** How each tensor waits is a `Saving`. `h_RH` goes to pages from inside the activation kernel. It is
+expendable: where the pool has no pages, backward recomputes it by a product whose ends are zero unless the pages
+are missing. Under recompute the same product makes all of it. Rows off the wire cannot be recomputed: their pages
+are required.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 
-from pagestash.kernels.moe import gated as gated_kernels
-from pagestash.kernels.moe.ends import missing_ends
-from pagestash.kernels.moe.gated import Activation, RowInfo
+from pagestash.kernels.moe import gated
+from pagestash.kernels.moe.accumulate import accumulate_
+from pagestash.kernels.moe.ends import cut_ends, missing_ends
 from pagestash.kernels.moe.grouped import grouped_mm
-from pagestash.kernels.moe.permute import combine, spread, weight_gradient
-from pagestash.moe.lease import Lease, graph_is_kept
-from pagestash.pages.pool import PagePool
-from pagestash.saved.fused import claim
+from pagestash.kernels.moe.permute import combine, permute, permute_split, weight_gradient
+from pagestash.kernels.moe.route import Routing
+from pagestash.kernels.moe.row_info import RowInfo
+from pagestash.moe.lease import Lease, pages_of
+from pagestash.moe.saving import BlockOptions
+from pagestash.saved.fused import claim, fused
+from pagestash.torch_internals import keeps_graph
 
 COLUMNS = 16
 """The narrowest operand that `grouped_mm`'s alignment allows on every backend."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where one tensor waits for backward: in pages, where autograd saves it, or nowhere."""
-
-    pool: PagePool | None = None
-    account: int = 0
-    again: bool = False
-    """Whether backward makes it again, so that nothing waits."""
-    module: nn.Module | None = None
-    """Whose rule gives what autograd saves a home; None: that of the region we are in."""
-
-    def claim(
-        self, tensor: torch.Tensor | None, *, rows: torch.Tensor | None = None, capacity: int = 0
-    ) -> None:
-        """What autograd saves of `tensor` falls under the module's rule; of `capacity` rows `rows` are valid."""
-        if tensor is not None:
-            claim(self.module, tensor, rows=rows, capacity=capacity)
-
-
 @dataclass(slots=True)
-class Half:
-    """Which gradients the backward that is running is for, where a pipeline schedule splits it in two.
+class Pair:
+    """A tensor for the expected rows and one for the rows in excess, which this owns.
 
-    Autograd does not tell a function of Python, and would have all products computed in either half.
+    Without expected rows all are in `excess`. A part is None where it is missing: in pages, or to be recomputed.
     """
 
-    inputs: bool = True
-    weights: bool = True
+    expected: torch.Tensor | None
+    excess: torch.Tensor | None
+
+    def take_expected(self) -> torch.Tensor | None:
+        """Hand over the expected rows: their memory is free when the caller drops them."""
+        taken, self.expected = self.expected, None
+        return taken
+
+    def joined(self) -> torch.Tensor:
+        """All rows in one buffer: a copy where there are two."""
+        assert self.excess is not None
+        return self.excess if self.expected is None else torch.cat([self.expected, self.excess])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockOptions:
-    """What a block needs to know besides its tensors."""
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Into how many expected rows and rows in excess the capacity is cut."""
 
-    activation: Activation = "silu"
-    rows: Place = Place()
-    h: Place = Place()
-    kept: bool = True
-    """Whether a backward may follow; without one, nothing is put into pages."""
-    half: Half | None = None
+    expected: int
+    excess: int
+    received: bool
+    """Whether the rows came off the wire, so that they must wait for backward; else they are permuted again."""
 
 
-@dataclass(slots=True)
-class _Kept:
-    """What backward finds: `h` itself, the lease of its pages, or neither, where it makes `h` again."""
-
-    h: torch.Tensor | None
-    lease: Lease | None
-
-
-def _through(
-    x_RD: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    info: RowInfo,
-    offsets: torch.Tensor,
+def routed_experts(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    up_EHD: torch.Tensor,
+    down_EDN: torch.Tensor,
+    up_bias_EH: torch.Tensor | None,
+    down_bias_ED: torch.Tensor | None,
+    ids_TK: torch.Tensor | None,
+    routing: Routing,
     options: BlockOptions,
     *,
-    padded: bool,
-) -> tuple[torch.Tensor, _Kept]:
-    """Both projections and the activation between them; and what to keep. `padded`: rows may be garbage."""
-    h = grouped_mm(x_RD, up.transpose(-2, -1), offsets)
-    del x_RD
-    lease = None
-    place = options.h
-    if place.pool is not None and options.kept and not place.again:
-        lease = Lease(place.pool, tuple(h.shape), h.dtype, info.rows, account=place.account, expendable=True)
-    a = gated_kernels.forward(h, info, options.activation, lease.pages if lease else None)
-    kept = _Kept(None if place.pool is not None or place.again else h, lease)
-    place.claim(kept.h, rows=info.rows if padded else None, capacity=h.shape[0] if padded else 0)
-    del h
-    return grouped_mm(a, down.transpose(-2, -1), offsets), kept
-
-
-def project_again(
-    x_RD: torch.Tensor, up: torch.Tensor, lease: Lease | None, offsets: torch.Tensor
+    received: bool = False,
+    expected_rows: int = 0,
 ) -> torch.Tensor:
-    """`h` for the rows whose pages are missing, in a buffer for all: no row where they are there."""
+    """Tokens [T, D] through their experts, summed by token; or, if `received`, slots off the wire by slot.
+
+    `weights_TK` and `ids_TK` belong to the choices; the ids count from this rank's first expert, and are read for
+    the sake of `down_bias_ED` alone. `expected_rows` is for received rows.
+    """
+    capacity = routing.order.numel()
+    expected = min(max(expected_rows, 0), capacity) if received else 0
+    ends = cut_ends(routing.offsets, expected) if expected else (None, None)
+    cut = Cut(expected, capacity - expected, received)
+    with fused(up_EHD, up_bias_EH, down_EDN, down_bias_ED):
+        return RoutedExperts.apply(
+            x_TD, weights_TK, up_EHD, down_EDN, up_bias_EH, down_bias_ED, ids_TK, routing, *ends, cut, options
+        )
+
+
+class RoutedExperts(torch.autograd.Function):
+    """See `routed_experts`, and the top of the file for what it saves."""
+
+    inputs = (
+        "x", "weights", "up", "down", "up_bias", "down_bias", "ids", "routing", "expected_ends", "excess_ends",
+        "cut", "options",
+    )  # fmt: skip
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        weights_TK: torch.Tensor,
+        up_EHD: torch.Tensor,
+        down_EDN: torch.Tensor,
+        up_bias_EH: torch.Tensor | None,
+        down_bias_ED: torch.Tensor | None,
+        ids_TK: torch.Tensor | None,
+        routing: Routing,
+        expected_ends_E: torch.Tensor | None,
+        excess_ends_E: torch.Tensor | None,
+        cut: Cut,
+        options: BlockOptions,
+    ) -> torch.Tensor:
+        up, down, up_bias, down_bias = in_dtype_of(x_TD, up_EHD, down_EDN, up_bias_EH, down_bias_ED)
+        order, inverse_TK, capacity = routing.order, routing.inverse, routing.order.numel()
+        ends = Pair(expected_ends_E, routing.offsets if excess_ends_E is None else excess_ends_E)
+        assert ends.excess is not None
+        excess_rows = ends.excess[-1:]
+        info = RowInfo(routing.rows, weights_TK, order, up_bias, routing.offsets)
+        to_pages = options.needs_backward and cut.excess > 0
+        x_lease, x_excess_RD, h_room, a_room = None, None, None, None
+        if cut.received:
+            if to_pages:
+                x_lease = options.x.lease((cut.excess, x_TD.shape[1]), x_TD.dtype, excess_rows)
+            if x_lease is not None:
+                # As large as `y_RD` will be, and let go after `a_RN` has its memory: one block then serves both.
+                x_excess_RD = x_TD.new_empty(capacity, x_TD.shape[1])[: cut.excess]
+            # The blocks of what lives for this layer, before those of what stays, which would be cut out of them.
+            h_room = x_TD.new_empty(cut.excess, up.shape[1])
+            a_room = x_TD.new_empty(capacity, down.shape[2])
+        x = Pair(
+            *permute_split(
+                x_TD, inverse_TK, cut.expected, capacity, excess_RD=x_excess_RD, pages=pages_of(x_lease)
+            )
+        )
+        del x_excess_RD
+        h = Pair(_product(x.expected, up.transpose(-2, -1), ends.expected), None)
+        del h_room
+        h.excess = _product(x.excess, up.transpose(-2, -1), ends.excess)
+        if not cut.received:
+            x = Pair(None, None)  # backward permutes them again
+        h_lease = None
+        if to_pages:
+            h_lease = options.h.lease((cut.excess, up.shape[1]), x_TD.dtype, excess_rows, expendable=True)
+        del a_room
+        a_RN = gated.forward(h.excess, info, options.activation, pages_of(h_lease), expected_SH=h.expected)
+        # What is not saved is dropped here. What the pool had no page for is left to autograd, as without a pool.
+        if options.x.pool is not None and not (to_pages and x_lease is None):
+            x.excess = None
+        if options.h.pool is not None or options.h.recompute:
+            h.excess = None
+        if options.h.recompute:
+            h.expected = None
+        y_RD = grouped_mm(a_RN, down.transpose(-2, -1), routing.offsets)
+        del a_RN
+        y_TD = combine(
+            y_RD,
+            inverse_TK,
+            bias_ED=down_bias,
+            bias_ids_TK=ids_TK,
+            bias_weights_TK=weights_TK if down_bias is not None else None,
+        )
+        tokens_TD = None if cut.received else x_TD
+        options.x.save(tokens_TD)
+        for saving, rows in ((options.x, x), (options.h, h)):
+            saving.save(rows.expected, sized=True)
+            saving.save(rows.excess, rows=excess_rows, capacity=cut.excess)
+        if cut.expected:
+            claim(None, order, sized=True)
+        else:
+            claim(None, order, rows=excess_rows, capacity=capacity)
+        ctx.save_for_backward(
+            tokens_TD, weights_TK, up_EHD, down_EDN, up_bias_EH, down_bias_ED, ids_TK, routing.offsets, order,
+            inverse_TK, expected_ends_E, excess_ends_E, x.expected, x.excess, h.expected, h.excess,
+        )  # fmt: skip
+        ctx.leases, ctx.cut, ctx.options, ctx.inputs = (x_lease, h_lease), cut, options, RoutedExperts.inputs
+        return y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (
+            tokens_TD, weights_TK, up, down, up_bias, down_bias, ids_TK, offsets, order, inverse_TK,
+            expected_ends_E, excess_ends_E, x_expected, x_excess, h_expected, h_excess,
+        ) = ctx.saved_tensors  # fmt: skip
+        # What is done with goes at once, not when this node ends; with `retain_graph` it stays.
+        ctx.maybe_clear_saved_tensors()
+        (x_lease, h_lease), cut, comes_again = ctx.leases, ctx.cut, keeps_graph()
+        dy_TD = dy_TD.contiguous()
+        up, down, up_bias, down_bias = in_dtype_of(dy_TD, up, down, up_bias, down_bias)
+        info = RowInfo(offsets[-1:], weights_TK, order, up_bias, offsets)
+        ends = Pair(expected_ends_E, offsets if excess_ends_E is None else excess_ends_E)
+        x, h = Pair(x_expected, x_excess), Pair(h_expected, h_excess)
+        del x_expected, x_excess, h_expected, h_excess
+        source = _ExcessSource(tokens_TD, inverse_TK, x_lease, cut, dy_TD)
+        # Unless backward will want it again, the gradient of `h` takes the place of `h`.
+        in_place = not comes_again or (h.expected is None and h.excess is None)
+        _recompute_missing(h, x, source, up, ends, h_lease)
+        dy_RD = permute(dy_TD, inverse_TK, order.numel())
+        dh, a_RN, dweights_TK = _activation_gradient(
+            h, grouped_mm(dy_RD, down, offsets), info, ctx.options, h_lease, in_place=in_place
+        )
+        del h
+        if h_lease is not None and not comes_again:
+            h_lease.close()
+        ddown = grouped_mm(dy_RD.t(), a_RN, offsets) if needs(ctx, "down") else None
+        del a_RN
+        dup_bias, ddown_bias = None, None
+        if down_bias is not None:
+            assert dweights_TK is not None
+            more_TK, ddown_bias = down_bias_gradients(
+                dy_TD, dy_RD, weights_TK, down_bias, ids_TK, inverse_TK, offsets
+            )
+            dweights_TK = dweights_TK + more_TK
+        del dy_RD
+        if up_bias is not None:
+            dup_bias = bias_gradient(dh.joined(), offsets)
+        dup = _up_gradient(dh, x, source, ends) if needs(ctx, "up") else None
+        del x
+        if x_lease is not None and not comes_again:
+            x_lease.close()
+        dx_TD = None
+        if needs(ctx, "x"):
+            dx_expected = _product(dh.take_expected(), up, ends.expected)
+            dx_TD = combine(_product(dh.excess, up, ends.excess), inverse_TK, expected_SD=dx_expected)
+        return dx_TD, dweights_TK, dup, ddown, dup_bias, ddown_bias, None, None, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _ExcessSource:
+    """Where backward gets the rows in excess of those expected, if autograd did not save them."""
+
+    tokens_TD: torch.Tensor | None
+    inverse_TK: torch.Tensor
+    lease: Lease | None
+    cut: Cut
+    like_TD: torch.Tensor
+
+    def rows(self) -> torch.Tensor:
+        if self.tokens_TD is not None:
+            return permute(self.tokens_TD, self.inverse_TK, self.cut.excess)
+        if self.lease is not None:
+            return self.lease.restore()
+        return self.like_TD.new_empty(0, self.like_TD.shape[1])
+
+
+def _recompute_missing(
+    h: Pair, x: Pair, source: _ExcessSource, up_EHD: torch.Tensor, ends: Pair, h_lease: Lease | None
+) -> None:
+    """Give `h` the parts that were not saved. (Where pages have the excess, a buffer that nobody reads.)"""
+    if h.expected is None:
+        h.expected = _product(x.expected, up_EHD.transpose(-2, -1), ends.expected)
+    if h.excess is None:
+        assert ends.excess is not None
+        x_RD = source.rows() if x.excess is None else x.excess
+        h.excess = recomputed_projection(x_RD, up_EHD, h_lease, ends.excess)
+        if source.lease is None or not source.cut.expected:
+            # Else few rows are in one of the largest buffers: they come back twice rather than stay meanwhile.
+            x.excess = x_RD
+
+
+def recomputed_projection(
+    x_RD: torch.Tensor, up_EHD: torch.Tensor, lease: Lease | None, ends_E: torch.Tensor
+) -> torch.Tensor:
+    """The first projection in a buffer for all rows; of those in pages, nothing is computed."""
     if lease is not None:
-        offsets = missing_ends(offsets, lease.pages)
-    return grouped_mm(x_RD, up.transpose(-2, -1), offsets)
+        ends_E = missing_ends(ends_E, lease.pages)
+    return _product(x_RD, up_EHD.transpose(-2, -1), ends_E)
+
+
+def _activation_gradient(
+    h: Pair,
+    da_RN: torch.Tensor,
+    info: RowInfo,
+    options: BlockOptions,
+    lease: Lease | None,
+    *,
+    in_place: bool,
+) -> tuple[Pair, torch.Tensor, torch.Tensor | None]:
+    """The gradients of `h` and of the weights, and the activation once more; `in_place` over `h` and `da_RN`."""
+    assert h.excess is not None
+    dh = Pair(h.expected, None)
+    if h.expected is not None and not in_place:
+        dh.expected = torch.empty_like(h.expected)
+    dh.excess, a_RN, dweights_TK = gated.backward(
+        h.excess,
+        da_RN,
+        info,
+        options.activation,
+        pages_of(lease),
+        expected_SH=h.expected,
+        dexpected_SH=dh.expected,
+        in_place=in_place,
+    )
+    return dh, a_RN, dweights_TK
+
+
+def _up_gradient(dh: Pair, x: Pair, source: _ExcessSource, ends: Pair) -> torch.Tensor:
+    """The gradient of `up_EHD`, of both parts; of those in excess only experts that have rows there are touched."""
+    assert dh.excess is not None
+    assert ends.excess is not None
+    dup = None
+    if dh.expected is not None:
+        assert x.expected is not None
+        assert ends.expected is not None
+        dup = grouped_mm(dh.expected.t(), x.expected, ends.expected)
+        if not source.cut.excess:
+            return dup
+    x_RD = source.rows() if x.excess is None else x.excess
+    if dup is None:
+        return grouped_mm(dh.excess.t(), x_RD, ends.excess)
+    return accumulate_(dup, dh.excess, x_RD, ends.excess)
+
+
+def _product(rows: torch.Tensor | None, matrices: torch.Tensor, ends_E: torch.Tensor | None) -> Any:
+    """`grouped_mm`, also of a buffer of no rows; None of none."""
+    if rows is None:
+        return None
+    if not rows.shape[0]:
+        return rows.new_empty(0, matrices.shape[2])
+    assert ends_E is not None
+    return grouped_mm(rows, matrices, ends_E)
 
 
 def in_dtype_of(like: torch.Tensor, *weights: torch.Tensor | None) -> tuple[Any, ...]:
@@ -124,156 +357,39 @@ def in_dtype_of(like: torch.Tensor, *weights: torch.Tensor | None) -> tuple[Any,
 
 
 def needs(ctx: Any, name: str) -> bool:
+    """Whether the running backward is to compute the gradient of the input `name`."""
     half = ctx.options.half
     if half is not None and not (half.weights if name in ("up", "down") else half.inputs):
         return False
     return ctx.needs_input_grad[ctx.inputs.index(name)]
 
 
-class LocalExperts(torch.autograd.Function):
-    """Tokens [T, d] to tokens; see the file's head.
-
-    Under `torch.autograd` this saves the tokens, `h` (or its pages) and indices, and nothing else of size.
-    """
-
-    inputs = ("x", "weights", "up", "down", "up_bias", "down_bias", "ids", "routing", "options")
-
-    @staticmethod
-    def forward(ctx, x, weights, up, down, up_bias, down_bias, ids, routing, options):
-        offsets = routing.offsets
-        up_x, down_x, up_bias_x, down_bias_x = in_dtype_of(x, up, down, up_bias, down_bias)
-        info = RowInfo(routing.rows, weights, routing.order, up_bias_x, offsets)
-        capacity = routing.order.numel()
-        y_RD, kept = _through(
-            spread(x, routing.inverse, capacity), up_x, down_x, info, offsets, options, padded=True
-        )
-        y = combine(
-            y_RD,
-            routing.inverse,
-            bias=down_bias_x,
-            bias_ids=ids,
-            bias_weights=weights if down_bias is not None else None,
-        )
-        options.rows.claim(x)
-        claim(None, routing.order, rows=routing.rows, capacity=capacity)
-        ctx.save_for_backward(
-            x, weights, up, down, up_bias, down_bias, ids, offsets, routing.order, routing.inverse, kept.h
-        )
-        ctx.lease, ctx.options, ctx.inputs = kept.lease, options, LocalExperts.inputs
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weights, up, down, up_bias, down_bias, ids, offsets, order, inverse, h = ctx.saved_tensors
-        lease, capacity, again = ctx.lease, order.numel(), graph_is_kept()
-        up, down, up_bias, down_bias = in_dtype_of(x, up, down, up_bias, down_bias)
-        info = RowInfo(offsets[-1:], weights, order, up_bias, offsets)
-        dy = dy.contiguous()
-        x_RD, made_here = None, h is None
-        if made_here:
-            x_RD = spread(x, inverse, capacity)
-            h = project_again(x_RD, up, lease, offsets)
-        dy_RD = spread(dy, inverse, capacity)
-        da = grouped_mm(dy_RD, down, offsets)
-        # h is this node's own: unless backward will want it again, its gradient takes its place.
-        dh, a, dweights = gated_kernels.backward(
-            h,
-            da,
-            info,
-            ctx.options.activation,
-            lease.pages if lease else None,
-            in_place=made_here or not again,
-        )
-        del h, da
-        if lease is not None and not again:
-            lease.close()
-        ddown = grouped_mm(dy_RD.t(), a, offsets) if needs(ctx, "down") else None
-        del a
-        dup_bias, ddown_bias = None, None
-        if down_bias is not None:
-            assert dweights is not None
-            more, ddown_bias = down_bias_gradients(dy, dy_RD, weights, down_bias, ids, inverse, offsets)
-            dweights = dweights + more
-        del dy_RD
-        if up_bias is not None:
-            dup_bias = bias_gradient(dh, offsets)
-        dup = None
-        if needs(ctx, "up"):
-            x_RD = spread(x, inverse, capacity) if x_RD is None else x_RD
-            dup = grouped_mm(dh.t(), x_RD, offsets)
-        del x_RD
-        dx = combine(grouped_mm(dh, up, offsets), inverse) if needs(ctx, "x") else None
-        return dx, dweights, dup, ddown, dup_bias, ddown_bias, None, None, None
-
-
-class SharedBlock(torch.autograd.Function):
-    """Tokens [T, d] through an expert that sees all of them: `up` and `down` of one expert, no weights."""
-
-    inputs = ("x", "up", "down", "options")
-
-    @staticmethod
-    def forward(ctx, x, up, down, options):
-        up_x, down_x = in_dtype_of(x, up, down)
-        ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-        y, kept = _through(x, up_x, down_x, RowInfo(ends), ends, options, padded=False)
-        ctx.save_for_backward(x, up, down, ends, kept.h)
-        ctx.lease, ctx.options, ctx.inputs = kept.lease, options, SharedBlock.inputs
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, up, down, ends, h = ctx.saved_tensors
-        lease, again, made_here = ctx.lease, graph_is_kept(), h is None
-        dy = dy.contiguous()
-        up, down = in_dtype_of(dy, up, down)
-        if made_here:
-            h = project_again(x, up, lease, ends)
-        da = grouped_mm(dy, down, ends)
-        dh, a, _ = gated_kernels.backward(
-            h,
-            da,
-            RowInfo(ends),
-            ctx.options.activation,
-            lease.pages if lease else None,
-            in_place=made_here or not again,
-        )
-        del h, da
-        if lease is not None and not again:
-            lease.close()
-        ddown = grouped_mm(dy.t(), a, ends) if needs(ctx, "down") else None
-        del a
-        dup = grouped_mm(dh.t(), x, ends) if needs(ctx, "up") else None
-        dx = grouped_mm(dh, up, ends) if needs(ctx, "x") else None
-        return dx, dup, ddown, None
-
-
 def down_bias_gradients(
-    dy: torch.Tensor,
+    dy_TD: torch.Tensor,
     dy_RD: torch.Tensor,
-    weights: torch.Tensor,
-    down_bias: torch.Tensor,
-    ids: torch.Tensor,
-    inverse: torch.Tensor,
-    offsets: torch.Tensor,
+    weights_TK: torch.Tensor,
+    down_bias_ED: torch.Tensor,
+    ids_TK: torch.Tensor,
+    inverse_TK: torch.Tensor,
+    offsets_E: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a bias that `combine` adds gives to the gradient of the weights [T, K], and its own [E, d].
+    """What a bias that `combine` adds gives to the gradient of the weights [T, K], and its own [E, D].
 
-    `dy_RD` is `dy` [T, d] in expert order. A slot that is no choice's (padding) holds garbage, perhaps NaN, and
+    `dy_RD` is `dy_TD` in expert order. A slot that is no choice's (padding) holds garbage, perhaps NaN, and
     neither sum reads it. The bias sums by row, so an expert that a token chose twice counts twice.
     """
-    chosen = torch.where(inverse >= 0, ids, -1).contiguous()
-    of_weights = weight_gradient(down_bias.contiguous(), chosen, dy)
+    chosen_TK = torch.where(inverse_TK >= 0, ids_TK, -1).contiguous()
+    of_weights_TK = weight_gradient(down_bias_ED.contiguous(), chosen_TK, dy_TD)
     # The weight of each row, as wide as `bias_gradient`'s column of ones.
-    column = spread(dy.new_ones(dy.shape[0], COLUMNS), inverse, dy_RD.shape[0], weights.contiguous())
-    return of_weights, bias_gradient(dy_RD, offsets, column)
+    ones_TC = dy_TD.new_ones(dy_TD.shape[0], COLUMNS)
+    column_RC = permute(ones_TC, inverse_TK, dy_RD.shape[0], weights_TK.contiguous())
+    return of_weights_TK, bias_gradient(dy_RD, offsets_E, column_RC)
 
 
 def bias_gradient(
-    gradient: torch.Tensor, offsets: torch.Tensor, column: torch.Tensor | None = None
+    gradient_RD: torch.Tensor, offsets_E: torch.Tensor, column_RC: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sum of each expert's rows, times their entry of `column` if given: a product, so its order is fixed."""
-    if column is None:
-        column = gradient.new_ones(gradient.shape[0], COLUMNS)
-    return grouped_mm(gradient.t(), column, offsets)[..., 0].contiguous()
+    """The sum of each expert's rows, times their entry of the column if given: a product, so its order is fixed."""
+    if column_RC is None:
+        column_RC = gradient_RD.new_ones(gradient_RD.shape[0], COLUMNS)
+    return grouped_mm(gradient_RD.t(), column_RC, offsets_E)[..., 0].contiguous()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pagestash.kernels.moe.gated import ACTIVATIONS, Activation
+from pagestash.kernels.moe.activations import Activation, check_activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,7 @@ class MoEConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
         if self.top_k > self.experts:
             raise ValueError(f"top_k={self.top_k}: there are only experts={self.experts}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation={self.activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+        check_activation(self.activation)
         if self.score not in ("softmax", "sigmoid"):
             raise ValueError(f"score={self.score!r}: expected 'softmax' or 'sigmoid'")
         if self.experts % self.groups:

@@ -1,32 +1,31 @@
-"""`Experts`: the routed experts of one rank, run as one fused block; and `SharedExperts`, which see every token."""
+"""`Experts`: the routed experts of one rank, run as one fused block."""
 
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from pagestash.kernels.moe.permute import ALIGNMENT
 from pagestash.kernels.moe.route import Routing, route
-from pagestash.moe.arrived import arrived_experts
-from pagestash.moe.block import BlockOptions, LocalExperts, Place, SharedBlock
+from pagestash.kernels.moe.rows import ALIGNMENT
+from pagestash.moe.block import routed_experts
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.parallel.capacity import HEADROOM, Capacity
 from pagestash.moe.parallel.dispatch import Dispatch, Received
-from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct, Placed
+from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct, SelfSaving
+from pagestash.moe.saving import BlockOptions, Saving
 from pagestash.pages.pool import PagePool
 from pagestash.saved.compiled import run_as_it_is
 from pagestash.saved.early_free import early_free
-from pagestash.saved.fused import claim, named, note_weights
+from pagestash.saved.fused import claim, has_rule, needs_backward
 from pagestash.saved.once import once
-from pagestash.saved.region import in_recompute, region, running_again
+from pagestash.saved.region import in_recompute
 
 
-class Experts(Placed):
+class Experts(SelfSaving):
     """Runs the routed experts of one rank: the parts it is given, which the layer has as its own modules.
 
     A rule for this module is one for `expert_fc1` and `moe_act` together, as far as they have none of their own.
-    Under `recompute` the first projection is made again; rows that came over a wire stay.
+    Under `recompute` the first projection is recomputed; rows that came over the wire stay.
 
     `over_capacity`, a float32 on the device, becomes 1 when more rows arrived than `capacity`; whoever runs
     the step reads it, calls `grow_capacity` and `clear_over_capacity`, and runs the batch again, as with a
@@ -61,35 +60,32 @@ class Experts(Placed):
         over = None if self.config.drop else self.over_capacity
         fc1, act, fc2 = self._parts
         (up, up_bias), (down, down_bias) = fc1(), fc2()
+        recomputed = in_recompute()
+        x_saving = replace(self._saving_of(fc1), recompute=False)
+        if recomputed:
+            # A recomputed forward needs the rows, too: what autograd saves is one for both, and in the same home.
+            x_saving = replace(x_saving, pool=None)
         options = BlockOptions(
             activation=self.config.activation,
-            rows=self._place_of_rows(fc1),
-            h=self._place_of(act),
-            kept=_backward_may_follow(x, up, down),
+            x=x_saving,
+            h=self._saving_of(act),
+            needs_backward=needs_backward(x, up, down),
             half=self.backward_half,
         )
         dispatch = self.dispatch
         if dispatch is None:
             routing = once(lambda: self._route(ids, over))
-            with region():
-                note_weights(up, up_bias, down, down_bias)
-                return LocalExperts.apply(x, weights, up, down, up_bias, down_bias, ids, routing, options)
-        arrived: list[torch.Tensor] = []
+            return routed_experts(x, weights, up, down, up_bias, down_bias, ids, routing, options)
 
-        def send() -> tuple[Any, ...]:
-            got = dispatch.send(x, ids, weights, over)
-            arrived.append(got.slots)
-            return got.weights, got.ids, got.routing, got.expected_rows, got.state
+        def send() -> Received:
+            received = dispatch.send(x, ids, weights, over)
+            # A dispatch that moves nothing may hand on the caller's tensor, which waits where it is.
+            if recomputed and received.slots is not x:
+                claim(fc1, received.slots)
+            return received
 
-        def take_slots() -> torch.Tensor:
-            if in_recompute():
-                claim(fc1, arrived[0])
-            return arrived.pop()
-
-        sent = once(send)
-        # By themselves: where the layer is run again, they wait in the home of `expert_fc1`.
-        received = Received(once(take_slots), *sent)
-        y = arrived_experts(
+        received = once(send)
+        y = routed_experts(
             received.slots,
             received.weights,
             up,
@@ -99,11 +95,11 @@ class Experts(Placed):
             received.ids,
             received.routing,
             options,
+            received=True,
             expected_rows=received.expected_rows,
         )
-        # Unless backward needs them. A dispatch that moves nothing may hand on the caller's tensor, and a region
-        # that is run again asks for the same slots.
-        if received.slots is not x and not in_recompute():
+        # Unless backward needs them, or a recomputed forward, which asks for the same slots.
+        if received.slots is not x and not recomputed:
             early_free(received.slots)
         return dispatch.collect(y, received)
 
@@ -113,17 +109,12 @@ class Experts(Placed):
         self._rows.observe(routing.counts)
         return routing
 
-    def _place_of(self, part: Placed) -> Place:
+    def _saving_of(self, part: SelfSaving) -> Saving:
         """By the part's own rule, where it has one, else by that of this module."""
-        own = part.place()
-        if own.pool is not None or own.again or named(part):
+        own = part.saving()
+        if own.pool is not None or own.recompute or has_rule(part):
             return own
-        return replace(self.place(), module=part)
-
-    def _place_of_rows(self, fc1: ExpertFC1) -> Place:
-        place = self._place_of(fc1)
-        # Who runs this again needs the rows, too: what autograd saves is one for both, and in the same home.
-        return replace(place, pool=None) if in_recompute() else place
+        return replace(self.saving(), module=part)
 
     @property
     def capacity(self) -> int | None:
@@ -147,36 +138,3 @@ class Experts(Placed):
     def clear_over_capacity(self) -> None:
         """Take the flag down again."""
         self.over_capacity.zero_()
-
-
-class SharedExperts(Placed):
-    """Experts that see every token: one gated projection, saving its input and first projection alone.
-
-    Its home is that of both; under `recompute` the input stays and the projection is made again.
-    """
-
-    def __init__(self, config: MoEConfig, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.config = config
-        inner = config.expert_width * config.shared_experts
-        self.up = nn.Parameter(torch.empty(1, 2 * inner, config.width, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(1, config.width, inner, device=device, dtype=dtype))
-        nn.init.normal_(self.up, std=config.width**-0.5)
-        nn.init.normal_(self.down, std=inner**-0.5)
-
-    @run_as_it_is
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        options = BlockOptions(
-            activation=self.config.activation,
-            # The input is left to autograd: it is no kernel's result here, and the router has it, too.
-            h=self.place(),
-            kept=_backward_may_follow(x, self.up, self.down),
-            half=self.backward_half,
-        )
-        return SharedBlock.apply(x, self.up, self.down, options)
-
-
-def _backward_may_follow(*tensors: torch.Tensor) -> bool:
-    if running_again():
-        return False  # the first forward has put away what backward needs
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

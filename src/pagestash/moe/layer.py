@@ -5,13 +5,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagestash.kernels.moe.permute import ALIGNMENT
+from pagestash.kernels.moe.rows import ALIGNMENT
 from pagestash.moe.config import MoEConfig
-from pagestash.moe.experts import Experts, SharedExperts
+from pagestash.moe.experts import Experts
 from pagestash.moe.parallel.capacity import HEADROOM
 from pagestash.moe.parallel.dispatch import Dispatch
 from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct
 from pagestash.moe.router import Router
+from pagestash.moe.shared import SharedExperts
 from pagestash.pages.pool import PagePool
 
 

@@ -9,8 +9,8 @@ from pagestash.pages.pool import PagePool
 class Lease:
     """Pages for the valid rows of one tensor that a kernel will write itself.
 
-    An *expendable* lease that gets no pages leaves the pool's overflow flag alone: its owner can make the
-    bytes again. It still counts as wanted.
+    An *expendable* lease that gets no pages leaves the pool's overflow flag alone: its owner can recompute the
+    bytes. It still counts as wanted.
     """
 
     def __init__(
@@ -51,6 +51,5 @@ class Lease:
             self.pool.release_later(ticket)
 
 
-def graph_is_kept() -> bool:
-    """Inside backward: whether it may run again (`retain_graph`)."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+def pages_of(lease: Lease | None) -> Pages | None:
+    return None if lease is None else lease.pages

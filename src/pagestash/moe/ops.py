@@ -9,8 +9,9 @@ them as `torch.ops.pagestash.*`; the functions below are the same with names.
     y = combine(rows, inverse)                         # saves indices only
     loss = cross_entropy(hidden, weight, labels)       # saves the gradients, no logits
 
-Rows of a buffer that no choice has are zero, in results and in gradients: a product over the whole buffer, such as
-a weight's gradient, is then right. The kernels themselves leave these rows uninitialised, and do not read them.
+Rows of a buffer that no choice has are zero, in results and in gradients: a product over the whole buffer, such
+as a weight's gradient, is then right. The kernels themselves leave these rows uninitialised, and do not read
+them.
 """
 
 from typing import cast
@@ -23,8 +24,10 @@ from pagestash.kernels.backend import choose
 from pagestash.kernels.loss import cross_entropy as head
 from pagestash.kernels.loss import scale
 from pagestash.kernels.moe import gated as gated_kernels
-from pagestash.kernels.moe import permute as rows_kernels
+from pagestash.kernels.moe import permute as permute_kernels
 from pagestash.kernels.moe import route as route_kernels
+from pagestash.kernels.moe.activations import Activation
+from pagestash.kernels.moe.row_info import RowInfo
 from pagestash.kernels.pages.tail import zero_tail
 
 
@@ -76,13 +79,15 @@ multihot.register_autograd(_multihot_backward, setup_context=_multihot_setup)
 @custom_op("pagestash::gather", mutates_args=())
 def gather(tokens: Tensor, inverse: Tensor, capacity: int) -> Tensor:
     """Token rows [T, d] at their places in [capacity, d]; other rows are zero."""
-    return _spread(tokens.contiguous(), inverse, capacity)
+    return _permute_into_zeros(tokens.contiguous(), inverse, capacity)
 
 
-def _spread(tokens: Tensor, inverse: Tensor, capacity: int, weights: Tensor | None = None) -> Tensor:
-    """`spread` into zeros."""
+def _permute_into_zeros(
+    tokens: Tensor, inverse: Tensor, capacity: int, weights: Tensor | None = None
+) -> Tensor:
+    """`permute`, with zeros in the rows that no choice has."""
     zeros = tokens.new_zeros(capacity, tokens.shape[1])
-    return rows_kernels.spread_in_two(tokens, inverse, 0, capacity, weights, rest=zeros)[1]
+    return permute_kernels.permute(tokens, inverse, capacity, weights, out_RD=zeros)
 
 
 def _zero_past(rows: Tensor, count: Tensor) -> Tensor:
@@ -111,7 +116,7 @@ gather.register_autograd(_gather_backward, setup_context=_gather_setup)
 @custom_op("pagestash::combine", mutates_args=())
 def combine(rows: Tensor, inverse: Tensor, weights: Tensor | None = None) -> Tensor:
     """Each token's rows, times `weights` [T, K] where given, summed in the order of the choices: [T, d]."""
-    return rows_kernels.combine(rows.contiguous(), inverse, weights)
+    return permute_kernels.combine(rows.contiguous(), inverse, weights)
 
 
 @combine.register_fake
@@ -124,10 +129,10 @@ def _combine_backward_op(
     gradient: Tensor, inverse: Tensor, weights: Tensor | None, rows: Tensor | None, capacity: int
 ) -> tuple[Tensor, Tensor]:
     gradient = gradient.contiguous()
-    drows = _spread(gradient, inverse, capacity, weights)
+    drows = _permute_into_zeros(gradient, inverse, capacity, weights)
     if rows is None:
         return drows, gradient.new_empty(0, dtype=torch.float32)
-    return drows, rows_kernels.weight_gradient(rows, inverse, gradient)
+    return drows, permute_kernels.weight_gradient(rows, inverse, gradient)
 
 
 @_combine_backward_op.register_fake
@@ -161,10 +166,8 @@ def gated(
     activation: str = "silu",
 ) -> Tensor:
     """`act(gate) · linear · weight` [R, n] for the first `rows` (a device integer) of `h` [R, 2n], then zeros."""
-    info = gated_kernels.RowInfo(rows, weights, order)
-    return _zero_past(
-        gated_kernels.forward(h.contiguous(), info, cast(gated_kernels.Activation, activation)), rows
-    )
+    info = RowInfo(rows, weights, order)
+    return _zero_past(gated_kernels.forward(h.contiguous(), info, cast(Activation, activation)), rows)
 
 
 @gated.register_fake
@@ -176,8 +179,8 @@ def _(h, rows, weights=None, order=None, activation="silu"):
 def _gated_backward_op(
     h: Tensor, gradient: Tensor, rows: Tensor, weights: Tensor | None, order: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
-    info = gated_kernels.RowInfo(rows, weights, order)
-    kind = cast(gated_kernels.Activation, activation)
+    info = RowInfo(rows, weights, order)
+    kind = cast(Activation, activation)
     dh, _, dweights = gated_kernels.backward(h.contiguous(), gradient.contiguous(), info, kind)
     return _zero_past(dh, rows), h.new_empty(0, dtype=torch.float32) if dweights is None else dweights
 

@@ -1,8 +1,8 @@
 """The modules that rules name inside the fused experts: `expert_fc1`, `moe_act`, `expert_fc2`.
 
-The block is one autograd node, so these compute nothing. They hold the parameters, and the home of what their
+The block is one autograd node, so these compute nothing. They hold the parameters, and the rule for what their
 backward needs, which is their input: the rows for `expert_fc1`, the first projection for `moe_act`. The input of
-`expert_fc2`, the activation, is made again by the kernel of the activation's gradient and never saved.
+`expert_fc2`, the activation, is recomputed by the kernel of the activation's gradient and never saved.
 """
 
 from typing import Any
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagestash.moe.block import Half, Place
+from pagestash.moe.saving import Half, Saving
 from pagestash.pages.pool import PagePool
 
 
-class Placed(nn.Module):
+class SelfSaving(nn.Module):
     """A module that sees to its saved tensor itself, where a keeper asks for it.
 
     The two requests are those of a keeper: `use_pool` under a stash rule, `use_recompute` under a recompute rule.
@@ -25,7 +25,7 @@ class Placed(nn.Module):
         super().__init__()
         self.pool: PagePool | None = None
         self.account = 0
-        self.made_again = False
+        self.recomputes = False
         self.backward_half: Half | None = None
 
     def use_half(self, half: Half | None) -> None:
@@ -36,21 +36,21 @@ class Placed(nn.Module):
         """Stash in `pool` from here on, straight from the kernels; None leaves it to autograd."""
         self.pool, self.account = pool, account
 
-    def use_recompute(self, again: bool) -> None:
-        """Whether backward makes it again, so that forward saves nothing."""
-        self.made_again = again
+    def use_recompute(self, on: bool) -> None:
+        """Whether backward recomputes the tensor, so that forward saves nothing."""
+        self.recomputes = on
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy belongs to no keeper."""
-        own = {"pool": None, "account": 0, "made_again": False, "backward_half": None}
+        own = {"pool": None, "account": 0, "recomputes": False, "backward_half": None}
         return super().__getstate__() | own
 
-    def place(self) -> Place:
-        """Where the saved tensor waits."""
-        return Place(module=self, pool=self.pool, account=self.account, again=self.made_again)
+    def saving(self) -> Saving:
+        """How the tensor waits for backward."""
+        return Saving(module=self, pool=self.pool, account=self.account, recompute=self.recomputes)
 
 
-class ExpertLinear(Placed):
+class ExpertLinear(SelfSaving):
     """A projection of each expert: `weight` [E, rows, columns] and perhaps `bias` [E, rows].
 
     Calling it gives both, for the fused block to multiply with. It is a call, and not a look at attributes, so
@@ -77,32 +77,32 @@ class ExpertLinear(Placed):
 
 
 class ExpertFC1(ExpertLinear):
-    """The first projection, gate and then linear: `weight` [E, 2n, d]. Its home is that of the rows.
+    """The first projection, gate and then linear: `weight` [E, 2N, D]. Its rule is that of the rows.
 
-    Rows that came over a wire are saved as they arrived. Without expert parallelism (`wired=False`) they are
-    gathered from the layer's input again, and the home is that input's.
+    Rows that came over the wire are saved as they arrived. Without expert parallelism (`wired=False`) they are
+    permuted from the layer's input again, and the rule is that input's.
     """
 
     def __init__(self, experts: int, inner: int, width: int, *, wired: bool = False, **made: Any) -> None:
         super().__init__(experts, 2 * inner, width, **made)
         self.wired = wired
 
-    def use_recompute(self, again: bool) -> None:
+    def use_recompute(self, on: bool) -> None:
         """Nothing more than is done anyway; refused where the rows came from other ranks."""
-        if again and self.wired:
+        if on and self.wired:
             raise ValueError(
-                "home='recompute' for expert_fc1: its input came from other ranks and cannot be made again here; "
+                "home='recompute' for expert_fc1: its input came from other ranks and cannot be recomputed here; "
                 "use home='stash' or home='offload'"
             )
-        super().use_recompute(again)
+        super().use_recompute(on)
 
 
-class MoEAct(Placed):
-    """The gated activation. Its home is that of the first projection, made again by one product."""
+class MoEAct(SelfSaving):
+    """The gated activation. Its rule is that of the first projection, which one product recomputes."""
 
 
 class ExpertFC2(ExpertLinear):
-    """The second projection: `weight` [E, d, n]. It saves nothing, so every home means the same."""
+    """The second projection: `weight` [E, D, N]. It saves nothing, so every rule means the same."""
 
     def __init__(self, experts: int, width: int, inner: int, **made: Any) -> None:
         super().__init__(experts, width, inner, **made)

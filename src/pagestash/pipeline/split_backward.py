@@ -7,7 +7,7 @@ block is told: in `I` it leaves out the products for its weights, in `W` the one
 
 from typing import Any
 
-from pagestash.moe.block import Half
+from pagestash.moe.saving import Half
 from pagestash.schedules.observe import Observation
 from pagestash.schedules.plan import Action, Plan
 from pagestash.torch_internals import stages_of

@@ -196,7 +196,7 @@ def _check(model: Any, args: Any, kwargs: Any, repeats: int) -> None:
     if not torch.is_grad_enabled():
         raise RuntimeError("ps.profile() under no_grad: nothing is saved there; call it outside")
     for name, module in model.named_modules():
-        if getattr(module, "made_again", False) or (
+        if getattr(module, "recomputes", False) or (
             hasattr(module, "use_pool") and getattr(module, "pool", None) is not None
         ):
             raise RuntimeError(

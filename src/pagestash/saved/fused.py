@@ -2,35 +2,70 @@
 
 One autograd node may stand for several modules: it saves the inputs and weights of all of them, in one region.
 These functions tell the keeper whose tensors are whose. Outside a step, and in a replay, they do nothing.
+
+    with fused(up, down):                              # a region; `up` and `down` are weights, which stay
+        y = Operation.apply(x, up, down)               # whose forward says, before it saves `h`:
+        claim(part, h, rows=count, capacity=len(h))    # `h` falls under the rule of the module `part`
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from pagestash.saved.compiled import hidden
-from pagestash.saved.region import Region, frames, running_again
+from pagestash.saved.region import Region, frames, region, running_again
 from pagestash.saved.storage import storage_keys
+from pagestash.torch_internals import storage_key
+
+
+@contextmanager
+@hidden
+def fused(*weights: torch.Tensor | None) -> Iterator[None]:
+    """A region for one fused operation, with `weights` that are other modules' and stay where they are."""
+    with region():
+        current = frames()
+        if current:
+            current[-1].weights |= storage_keys(weights)
+        yield
 
 
 @hidden
 def claim(
-    module: nn.Module | None, tensor: torch.Tensor, *, rows: torch.Tensor | None = None, capacity: int = 0
+    module: nn.Module | None,
+    tensor: torch.Tensor | None,
+    *,
+    rows: torch.Tensor | None = None,
+    capacity: int = 0,
+    sized: bool = False,
 ) -> None:
     """What is saved of `tensor` in the region we are in belongs to `module`, if a rule names that.
 
     For a fused operation that stands for several modules: its autograd node saves the inputs of all of them.
     With `rows` only that many of the tensor's `capacity` rows are valid, whoever it belongs to: where a node saves
     tensors of several kinds, a region with `rows` would take any that happens to have as many rows for one of them.
+    A `sized` tensor is kept where a rule would stash it: in pages it would take as much memory, and two copies.
     """
-    if torch.compiler.is_compiling():
+    if tensor is None or torch.compiler.is_compiling() or not frames():
         return
-    current = frames()
-    if not current:
-        return
-    inner = current[-1]
+    inner = frames()[-1]
+    owner = _owner(inner, module, rows, capacity)
+    if owner is not None:
+        inner.claim(tensor, owner)
+    if sized:
+        owner = inner.claimed(storage_key(tensor)) or inner
+        if owner.rule is not None and owner.rule.home == "stash":
+            inner.claim(tensor, Region(inner.owner, owner.name, None, weights=inner.weights))
+
+
+def _owner(
+    inner: Region, module: nn.Module | None, rows: torch.Tensor | None, capacity: int
+) -> Region | None:
+    """The region of `module` inside `inner`, one for all claims that are alike; None: there is nothing to claim."""
     name = None if module is None else inner.owner.names.get(module)
     if inner.whole_step or running_again() or (name is None and rows is None):
-        return
+        return None
     rule, run = inner.rule, inner.run
     if name is None:
         name = inner.name
@@ -38,52 +73,30 @@ def claim(
         run = None
         rule = inner.owner.policy.rule_for(name)
         if rule is not None and rule.home == "recompute":
-            return  # the module makes its tensors again by itself; what it saves is ours
+            return None  # the module recomputes its tensors by itself; what it saves is ours
     same = (
         other
         for _, other in inner.claims.values()
         if (other.name, other.capacity) == (name, capacity) and other.rule is rule and other.rows is rows
     )
-    owner = next(same, None) or Region(
+    return next(same, None) or Region(
         inner.owner, name, rule, rows, capacity, rows is not None, weights=inner.weights, run=run
     )
-    inner.claim(tensor, owner)
 
 
 @hidden
-def stay(tensor: torch.Tensor | None) -> None:
-    """What is saved of `tensor` in the region we are in is kept, where a rule would stash it.
-
-    For a tensor whose size is known: in pages it would take as much memory, and two copies.
-    """
-    if torch.compiler.is_compiling():
-        return
-    current = frames()
-    if not current or tensor is None:
-        return
-    inner = current[-1]
-    owner = inner.claimed(tensor.untyped_storage()._cdata) or inner
-    if owner.rule is not None and owner.rule.home == "stash":
-        inner.claim(tensor, Region(inner.owner, owner.name, None, weights=inner.weights))
-
-
-@hidden
-def note_weights(*tensors: torch.Tensor | None) -> None:
-    """These are weights, which stay where they are, in the region that we are in.
-
-    For an operation whose parameters are those of other modules: the region's own are known without it.
-    """
-    if torch.compiler.is_compiling():
-        return
-    current = frames()
-    if current:
-        current[-1].weights |= storage_keys(tensors)
-
-
-@hidden
-def named(module: nn.Module) -> bool:
+def has_rule(module: nn.Module) -> bool:
     """Whether a rule names `module`, in the step that we are in."""
     if torch.compiler.is_compiling():
         return False
     current = frames()
     return bool(current) and module in current[-1].owner.names
+
+
+@hidden
+def needs_backward(*tensors: torch.Tensor) -> bool:
+    """Whether this forward must put away what backward will ask for.
+
+    Not in a replay: the first forward of the region has done so.
+    """
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors) and not running_again()

@@ -10,16 +10,18 @@ from pagestash.kernels.pages.layout import K_GRANTED, K_HEADER, K_STATUS
 from pagestash.kernels.pages.paged import Pages
 
 
-def cut_ends(offsets: torch.Tensor, head: int, *, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
-    """The ends among the first `head` rows, and those among the rest, counted from there."""
+def cut_ends(
+    offsets: torch.Tensor, expected: int, *, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ends among the first `expected` rows, and those among the rows in excess, counted from there."""
     out = torch.empty(2, offsets.numel(), dtype=offsets.dtype, device=offsets.device)
     if choose(offsets.device, backend) == "torch":
-        out[0] = offsets.clamp(max=head)
-        out[1] = (offsets - head).clamp(min=0)
+        out[0] = offsets.clamp(max=expected)
+        out[1] = (offsets - expected).clamp(min=0)
     else:
         with launching_on(offsets.device):
             _cut_kernel[(1,)](
-                offsets, out, head, offsets.numel(), BLOCK=triton.next_power_of_2(offsets.numel())
+                offsets, out, expected, offsets.numel(), BLOCK=triton.next_power_of_2(offsets.numel())
             )
     return out[0], out[1]
 
@@ -42,11 +44,11 @@ def missing_ends(offsets: torch.Tensor, pages: Pages, *, backend: str = "auto") 
 
 
 @triton.jit
-def _cut_kernel(offsets, out, head, count, BLOCK: tl.constexpr):
+def _cut_kernel(offsets, out, expected, count, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     end = tl.load(offsets + at, mask=at < count, other=0)
-    tl.store(out + at, tl.minimum(end, head), mask=at < count)
-    tl.store(out + count + at, tl.maximum(end - head, 0), mask=at < count)
+    tl.store(out + at, tl.minimum(end, expected), mask=at < count)
+    tl.store(out + count + at, tl.maximum(end - expected, 0), mask=at < count)
 
 
 @triton.jit

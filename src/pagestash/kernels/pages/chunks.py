@@ -6,7 +6,7 @@ from pagestash.kernels.pages.layout import K_HOST_BASE
 
 @triton.jit
 def page_address(page, device_slab, host_slab, PAGE: tl.constexpr):
-    """The first byte of a page of either tier."""
+    """The first byte of a page of either tier; slabs are pointers to bytes, or addresses as integers."""
     # 64-bit before the product: a slab may be larger than 4 GiB. Chosen, not branched on: a branch would wait
     # for the page's number before the bytes that go there are even asked for.
     on_device = page < K_HOST_BASE

@@ -5,15 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from pagestash.kernels.backend import tl, triton
-from pagestash.kernels.pages.layout import (
-    HEADER,
-    HOST_BASE,
-    K_HOST_BASE,
-    Header,
-    PoolMemory,
-    Span,
-    Status,
-)
+from pagestash.kernels.pages.chunks import page_address
+from pagestash.kernels.pages.copy import copy_reference
+from pagestash.kernels.pages.layout import HEADER, Header, PoolMemory, Span, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +50,14 @@ def arguments(pages: Pages | None, other: torch.Tensor) -> tuple:
     return pages.book, pages.member, pages.span.table, slab, host
 
 
-def copy_rows(pages: Pages, buffer: torch.Tensor, count: int, *, to_pages: bool) -> None:
-    """Copy the first `count` rows between a buffer and its pages; nothing where none were granted.
+def copy_rows(pages: Pages, buffer: torch.Tensor, *, to_pages: bool) -> None:
+    """Copy the valid rows between a contiguous buffer and its pages; nothing where none were granted.
 
     The specification of what kernels do in place; it waits for the device.
     """
-    memory, size = pages.memory, pages.memory.page_bytes
-    header = pages.book[pages.member * HEADER : (pages.member + 1) * HEADER].tolist()
-    if header[Header.STATUS] != Status.GRANTED or not count:
-        return
-    flat = buffer[:count].view(-1).view(torch.uint8)
-    table = pages.book[pages.span.table : pages.span.table + header[Header.PAGES]].tolist()
-    for slot, page in enumerate(table):
-        slab = memory.device_slab if page < HOST_BASE else memory.host_slab
-        part = flat[slot * size : (slot + 1) * size]
-        first = (page % HOST_BASE) * size
-        held = slab[first : first + part.numel()]
-        if to_pages:
-            held.copy_(part)
-        else:
-            part.copy_(held)
+    if bool(pages.granted):
+        flat, spans = [buffer.view(-1).view(torch.uint8)], [pages.span]
+        copy_reference(pages.memory, flat, spans, [pages.member], pages.book, to_pages=to_pages, tiers="both")
 
 
 @triton.jit
@@ -95,10 +77,8 @@ def page_pointers(held, first, column, inside, like, PAGE: tl.constexpr, WIDE: t
     two = tl.load(book + table + slot + 1, mask=inside & ((slot + 1) * PAGE < length), other=0)
     device_base = device_slab.to(tl.int64)
     host_base = host_slab.to(tl.int64)
-    one_at = tl.where(one < K_HOST_BASE, device_base + one * PAGE, host_base + (one - K_HOST_BASE) * PAGE)
-    two_at = tl.where(two < K_HOST_BASE, device_base + two * PAGE, host_base + (two - K_HOST_BASE) * PAGE)
-    one_at += within
-    two_at += within - PAGE
+    one_at = page_address(one, device_base, host_base, PAGE) + within
+    two_at = page_address(two, device_base, host_base, PAGE) + within - PAGE
     byte = (column * SIZE).to(tl.int64)[None, :]
     address = tl.where(within[:, None] + byte < PAGE, one_at[:, None], two_at[:, None]) + byte
     pointer = address.to(like.dtype)

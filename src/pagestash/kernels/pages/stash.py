@@ -4,8 +4,8 @@ What moves: each valid byte is read once and written once. The reservation is pa
 costs one launch; a kernel of its own would be a second, in series with a copy that takes 35 µs for 64 MiB.
 
 Every program reads the same counters and comes to the same grant by itself, so no grid-wide barrier is needed.
-The last program, which often has a chunk less to copy, keeps the books: when all have read the counters it
-writes the new ones. (A program of its own for that would cost 5 %: the device no longer spreads the others evenly.)
+The last program, which often has a chunk less to copy, keeps the books: when all have read the counters it writes
+the new ones. (A program of its own for that would cost 5 %: the device no longer spreads the others evenly.)
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from pagestash.kernels.backend import launching_on, multiprocessors, tl, triton
-from pagestash.kernels.pages.chunks import copy_chunk
+from pagestash.kernels.pages.chunks import copy_chunk, page_address
 from pagestash.kernels.pages.copy import Tiers, copy_reference
 from pagestash.kernels.pages.layout import (
     K_ARRIVED,
@@ -240,17 +240,12 @@ def _stash_kernel(
                 within = offset % PAGE
                 if within == 0:
                     tl.store(book + tables[i] + offset // PAGE, page.to(tl.int64))
-                if COPY == 2:
-                    # A branch here or a choice as in `page_address`: measured, they are equally fast.
-                    if page < K_HOST_BASE:
-                        address = device_slab + page.to(tl.int64) * PAGE + within
-                    else:
-                        address = host_slab + (page - K_HOST_BASE).to(tl.int64) * PAGE + within
+                mine = COPY == 2
+                if COPY == 1:
+                    mine = page < K_HOST_BASE
+                if mine:
+                    address = page_address(page, device_slab, host_slab, PAGE) + within
                     copy_chunk(address, sources[i] + offset, length - offset, CHUNK, WIDE)
-                elif COPY == 1:
-                    if page < K_HOST_BASE:
-                        address = device_slab + page.to(tl.int64) * PAGE + within
-                        copy_chunk(address, sources[i] + offset, length - offset, CHUNK, WIDE)
                 page = after
                 chunk += programs
             first_chunk += chunks

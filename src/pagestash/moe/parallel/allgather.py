@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from pagestash.kernels.moe.permute import ALIGNMENT
 from pagestash.kernels.moe.route import route
+from pagestash.kernels.moe.rows import ALIGNMENT
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.parallel.capacity import HEADROOM, Capacity
 from pagestash.moe.parallel.collectives import Ranks

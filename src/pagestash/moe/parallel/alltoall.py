@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from pagestash.kernels.moe.permute import ALIGNMENT, combine, spread
+from pagestash.kernels.moe.permute import combine, permute
 from pagestash.kernels.moe.route import route
+from pagestash.kernels.moe.rows import ALIGNMENT
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.parallel.capacity import HEADROOM, Capacity
 from pagestash.moe.parallel.collectives import Ranks
@@ -153,7 +154,7 @@ class _ToSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, place, slots):
         ctx.save_for_backward(place)
-        return spread(x.contiguous(), place, slots)
+        return permute(x.contiguous(), place, slots)
 
     @staticmethod
     @once_differentiable
@@ -175,7 +176,7 @@ class _FromSlots(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         (place,) = ctx.saved_tensors
-        return spread(dy.contiguous(), place, ctx.slots), None
+        return permute(dy.contiguous(), place, ctx.slots), None
 
 
 class _ToExperts(torch.autograd.Function):

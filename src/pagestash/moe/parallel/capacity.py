@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from pagestash.kernels.moe.permute import ALIGNMENT, padded_rows
+from pagestash.kernels.moe.rows import ALIGNMENT, padded_rows
 
 HEADROOM = 1.1
 """Of a grown capacity over what was wanted: the next batch may want a little more."""

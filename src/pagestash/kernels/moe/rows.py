@@ -1,0 +1,16 @@
+"""Buffers of rows: how many rows are allocated for how many that are asked for."""
+
+import torch
+
+ALIGNMENT = 256
+
+
+def padded_rows(rows: int, alignment: int = ALIGNMENT) -> int:
+    """The rows to allocate for `rows`: varying sizes then ask the allocator for the same few blocks."""
+    return -(-rows // alignment) * alignment
+
+
+def empty_rows(rows: int, width: int, like: torch.Tensor, alignment: int = ALIGNMENT) -> torch.Tensor:
+    """An uninitialised `[rows, width]` tensor in a block that is padded to `alignment` rows."""
+    padded = torch.empty(padded_rows(rows, alignment), width, dtype=like.dtype, device=like.device)
+    return padded[:rows]

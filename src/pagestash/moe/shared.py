@@ -1,0 +1,105 @@
+"""`SharedExperts`: experts that see every token, as one autograd node of two products and the activation.
+
+    x_TD -up-> h_TH -gated activation-> a_TN -down-> y_TD
+
+T tokens, D the model's width, N the experts' together, H = 2N; `up_1HD` and `down_1DN` are stacks of one matrix,
+as `grouped_mm` takes them. Saved for backward, in bf16: the input, 2·T·D bytes, and the first projection, 4·T·N,
+which is expendable in pages as it is for routed experts.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from pagestash.kernels.moe import gated
+from pagestash.kernels.moe.grouped import grouped_mm
+from pagestash.kernels.moe.row_info import RowInfo
+from pagestash.moe.block import in_dtype_of, needs, recomputed_projection
+from pagestash.moe.config import MoEConfig
+from pagestash.moe.lease import pages_of
+from pagestash.moe.parts import SelfSaving
+from pagestash.moe.saving import BlockOptions
+from pagestash.saved.compiled import run_as_it_is
+from pagestash.saved.fused import needs_backward
+from pagestash.torch_internals import keeps_graph
+
+
+class SharedExperts(SelfSaving):
+    """Experts that see every token: one gated projection, saving its input and first projection alone.
+
+    Its rule is that of both; under `recompute` the input stays and the projection is recomputed.
+    """
+
+    def __init__(self, config: MoEConfig, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config = config
+        inner = config.expert_width * config.shared_experts
+        self.up = nn.Parameter(torch.empty(1, 2 * inner, config.width, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(1, config.width, inner, device=device, dtype=dtype))
+        nn.init.normal_(self.up, std=config.width**-0.5)
+        nn.init.normal_(self.down, std=inner**-0.5)
+
+    @run_as_it_is
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        options = BlockOptions(
+            activation=self.config.activation,
+            # The input is left to autograd: it is no kernel's result here, and the router has it, too.
+            h=self.saving(),
+            needs_backward=needs_backward(x, self.up, self.down),
+            half=self.backward_half,
+        )
+        return SharedBlock.apply(x, self.up, self.down, options)
+
+
+class SharedBlock(torch.autograd.Function):
+    """Tokens [T, D] through an expert that sees all of them; there are no routing weights."""
+
+    inputs = ("x", "up", "down", "options")
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: torch.Tensor, up_1HD: torch.Tensor, down_1DN: torch.Tensor, options: BlockOptions
+    ) -> torch.Tensor:
+        up, down = in_dtype_of(x_TD, up_1HD, down_1DN)
+        ends = torch.full((1,), x_TD.shape[0], dtype=torch.int32, device=x_TD.device)
+        h_TH = grouped_mm(x_TD, up.transpose(-2, -1), ends)
+        lease = None
+        if options.needs_backward:
+            lease = options.h.lease((h_TH.shape[0], h_TH.shape[1]), h_TH.dtype, ends, expendable=True)
+        a_TN = gated.forward(h_TH, RowInfo(ends), options.activation, pages_of(lease))
+        saved_TH = None if options.h.pool is not None or options.h.recompute else h_TH
+        del h_TH
+        y_TD = grouped_mm(a_TN, down.transpose(-2, -1), ends)
+        options.h.save(saved_TH)
+        ctx.save_for_backward(x_TD, up_1HD, down_1DN, ends, saved_TH)
+        ctx.lease, ctx.options, ctx.inputs = lease, options, SharedBlock.inputs
+        return y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_TD, up_1HD, down_1DN, ends, h_TH = ctx.saved_tensors
+        lease, comes_again, recomputed = ctx.lease, keeps_graph(), h_TH is None
+        dy_TD = dy_TD.contiguous()
+        up, down = in_dtype_of(dy_TD, up_1HD, down_1DN)
+        if recomputed:
+            h_TH = recomputed_projection(x_TD, up, lease, ends)
+        # Unless backward will want it again, the gradient of `h` takes the place of `h`.
+        dh_TH, a_TN, _ = gated.backward(
+            h_TH,
+            grouped_mm(dy_TD, down, ends),
+            RowInfo(ends),
+            ctx.options.activation,
+            pages_of(lease),
+            in_place=recomputed or not comes_again,
+        )
+        del h_TH
+        if lease is not None and not comes_again:
+            lease.close()
+        ddown = grouped_mm(dy_TD.t(), a_TN, ends) if needs(ctx, "down") else None
+        del a_TN
+        dup = grouped_mm(dh_TH.t(), x_TD, ends) if needs(ctx, "up") else None
+        dx_TD = grouped_mm(dh_TH, up, ends) if needs(ctx, "x") else None
+        return dx_TD, dup, ddown, None

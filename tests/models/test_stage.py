@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from pagestash.models import Decoder, preset
-from pagestash.models.stage import DecoderStage
 
 PARTS = {
     "three": [["embed", "layers.0"], ["layers.1", "layers.2"], ["layers.3", "head"]],
@@ -17,7 +16,7 @@ def test_stages_together_are_the_decoder_to_the_last_bit(parts):
     config = preset(
         "tiny", width=32, heads=2, kv_heads=1, dense_width=32, experts=4, expert_width=16, vocab=64
     )
-    whole, stages = Decoder(config), [DecoderStage(config, names) for names in parts]
+    whole, stages = Decoder(config), [Decoder(config, part=names) for names in parts]
     for model in (whole, *stages):
         model.initialise(3)
     tokens = torch.randint(64, (2, 17))
@@ -41,4 +40,4 @@ def test_stages_together_are_the_decoder_to_the_last_bit(parts):
 @pytest.mark.parametrize("names", [[], ["layers.0", "layers.2"], ["layers.2", "layers.1"], ["tail"]])
 def test_a_stage_is_contiguous(names):
     with pytest.raises(ValueError, match="contiguous part"):
-        DecoderStage(preset("tiny"), names, device="meta")
+        Decoder(preset("tiny"), part=names, device="meta")

@@ -1,7 +1,7 @@
 """Causal self-attention: grouped queries, and DeepSeek's latent attention.
 
-Shapes: B sequences of S tokens, H heads, G heads of keys and values, D dimensions a head. Both kinds are a
-`qkv_linear`, a `core_attn` and an `attn_proj`, so that one rule fits both.
+B sequences of S tokens, W the model's width, H heads of queries, G heads of keys and values, D dimensions a head, L
+dimensions of a latent. Both kinds are a `qkv_linear`, a `core_attn` and an `attn_proj`, so that one rule fits both.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
 
 
 def rotation(length: int, dim: int, theta: float, device: Any = None) -> Rotation:
-    """The angles of positions 0 to `length` - 1: pair i of a head turns by position · theta^(-2i/dim)."""
+    """RoPE's angles for positions 0 to `length` - 1: position · theta^(-2i/dim) for pair i of a head."""
     pair = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
     position = torch.arange(length, dtype=torch.float32, device=device)
     angle = torch.outer(position, theta ** (-pair / dim))
@@ -37,21 +37,23 @@ def rotation(length: int, dim: int, theta: float, device: Any = None) -> Rotatio
 
 
 def rotate(x_BSHD: torch.Tensor, by: Rotation) -> torch.Tensor:
-    """Turn the pairs (x[i], x[i + D/2]) of each head by its position's angles, in float32."""
-    cos, sin = (part[:, None, :] for part in by)
+    """RoPE: rotate the pairs (x[i], x[i + D/2]) of each head by its position's angles, in float32."""
+    cos_S1D, sin_S1D = (part[:, None, :] for part in by)
     # The products are with constants, so backward keeps the angles and nothing of x's size.
     first, second = x_BSHD.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BSHD.dtype)
+    return torch.cat([first * cos_S1D - second * sin_S1D, second * cos_S1D + first * sin_S1D], dim=-1).to(
+        x_BSHD.dtype
+    )
 
 
 class CoreAttention(nn.Module):
     """Softmax attention over earlier tokens and the token itself: [B, S, H, D] queries to [B, S, H · D]."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        shared = q.shape[2] != k.shape[2]
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
-        return out.transpose(1, 2).flatten(2)
+        grouped = q.shape[2] != k.shape[2]
+        q_BHSD, k_BGSD, v_BGSD = (part.transpose(1, 2) for part in (q, k, v))
+        out_BHSD = F.scaled_dot_product_attention(q_BHSD, k_BGSD, v_BGSD, is_causal=True, enable_gqa=grouped)
+        return out_BHSD.transpose(1, 2).flatten(2)
 
 
 class GroupedAttention(nn.Module):
@@ -72,14 +74,14 @@ class GroupedAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, by: Rotation) -> torch.Tensor:
         qkv = self.qkv_linear(x).unflatten(-1, (-1, self.dim))
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+        q_BSHD, k_BSGD, v_BSGD = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return self.attn_proj(self.core_attn(rotate(q, by), rotate(k, by), v))
+            q_BSHD, k_BSGD = self.q_norm(q_BSHD), self.k_norm(k_BSGD)
+        return self.attn_proj(self.core_attn(rotate(q_BSHD, by), rotate(k_BSGD, by), v_BSGD))
 
 
 class LatentQKV(nn.Module):
-    """Queries, keys and values by way of narrow latents; one turned key part serves all heads."""
+    """Queries, keys and values projected from narrow latents; the key's part with RoPE is one for all heads."""
 
     def __init__(self, config: DecoderConfig, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -96,20 +98,17 @@ class LatentQKV(nn.Module):
 
     def forward(self, x: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         config, heads = self.config, self.config.heads
-        latent = x
+        latent_BSL = x
         if self.q_down is not None and self.q_norm is not None:
-            latent = self.q_norm(self.q_down(x))
-        q_nope, q_rope = (
-            self.q_up(latent).unflatten(-1, (heads, -1)).split([config.nope_dim, config.rope_dim], dim=-1)
-        )
-        latent, k_rope = self.kv_down(x).split([config.kv_rank, config.rope_dim], dim=-1)
-        k_nope, v = (
-            self.kv_up(self.kv_norm(latent))
-            .unflatten(-1, (heads, -1))
-            .split([config.nope_dim, config.v_dim], dim=-1)
-        )
+            latent_BSL = self.q_norm(self.q_down(x))
+        q_BSHD = self.q_up(latent_BSL).unflatten(-1, (heads, -1))
+        q_nope, q_rope = q_BSHD.split([config.nope_dim, config.rope_dim], dim=-1)
+        latent_BSL, k_rope = self.kv_down(x).split([config.kv_rank, config.rope_dim], dim=-1)
+        kv_BSHD = self.kv_up(self.kv_norm(latent_BSL)).unflatten(-1, (heads, -1))
+        k_nope, v_BSHD = kv_BSHD.split([config.nope_dim, config.v_dim], dim=-1)
         k_rope = rotate(k_rope.unsqueeze(2), by).expand(-1, -1, heads, -1)
-        return torch.cat([q_nope, rotate(q_rope, by)], dim=-1), torch.cat([k_nope, k_rope], dim=-1), v
+        q_BSHD = torch.cat([q_nope, rotate(q_rope, by)], dim=-1)
+        return q_BSHD, torch.cat([k_nope, k_rope], dim=-1), v_BSHD
 
 
 class LatentAttention(nn.Module):

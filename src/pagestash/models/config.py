@@ -5,16 +5,14 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from pagestash.kernels.moe.activations import Activation
-from pagestash.moe.config import MoEConfig
+from pagestash.moe.config import ExpertSettings, MoEConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderConfig:
+class DecoderConfig(ExpertSettings):
     """Shapes and choices of a `Decoder`; the defaults are those of most models."""
 
     vocab: int
-    width: int
     layers: int
     heads: int
     norm_eps: float = 1e-6
@@ -28,34 +26,18 @@ class DecoderConfig:
     """Grouped-query attention: 0 for width / heads."""
     qk_norm: bool = False
     q_rank: int = 0
-    """Latent attention: the width queries are made from; 0 makes them from the input."""
+    """Latent attention: rank of the queries' latent; 0 projects queries from the input."""
     kv_rank: int = 0
     nope_dim: int = 0
-    """Latent attention: the part of a head that no position turns, beside `rope_dim` that one does."""
+    """Latent attention: dimensions of a head without RoPE, beside `rope_dim` with it."""
     rope_dim: int = 0
     v_dim: int = 0
 
     dense_layers: int = 0
     """The first layers have a dense MLP of `dense_width` instead of experts."""
     dense_width: int = 0
-    experts: int
-    top_k: int
-    expert_width: int
-    shared_experts: int = 0
-    activation: Activation = "silu"
     expert_bias: bool = False
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    normalise: bool = True
-    route_scale: float = 1.0
-    correction_bias: bool = False
-    groups: int = 1
-    group_limit: int = 1
-    balance_loss: float = 0.0
-    z_loss: float = 0.0
-    capacity: int | None = None
-    """Rows that a layer's expert buffers hold; None: as many as can arrive."""
-    expected_rows: int = 0
-    """Of those, rows that usually arrive; see `MoEConfig`."""
+    """Biases on both projections of the routed experts."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -71,18 +53,16 @@ class DecoderConfig:
                     raise ValueError(f"{name}={getattr(self, name)}: latent attention needs at least 1")
         else:
             raise ValueError(f"attention={self.attention!r}: expected 'gqa' or 'mla'")
-        turned = self.rope_dim if self.attention == "mla" else self.head_size
-        if turned % 2:
-            raise ValueError(
-                f"{turned} of a head's dimensions are turned by position: expected an even number"
-            )
+        rotated = self.rope_dim if self.attention == "mla" else self.head_size
+        if rotated % 2:
+            raise ValueError(f"RoPE rotates {rotated} of a head's dimensions: expected an even number")
         if not 0 <= self.dense_layers <= self.layers:
             raise ValueError(f"dense_layers={self.dense_layers}: there are layers={self.layers}")
         if self.dense_layers and self.dense_width < 1:
             raise ValueError(
                 f"dense_width={self.dense_width}: {self.dense_layers} dense layers need at least 1"
             )
-        _ = self.moe  # its own checks
+        ExpertSettings.__post_init__(self)  # (a class with slots has no super() here)
 
     def _check_grouped(self) -> None:
         if self.kv_heads < 0 or self.heads % (self.kv_heads or self.heads):
@@ -97,25 +77,8 @@ class DecoderConfig:
     @property
     def moe(self) -> MoEConfig:
         """The configuration of every MoE layer."""
-        return MoEConfig(
-            width=self.width,
-            expert_width=self.expert_width,
-            experts=self.experts,
-            top_k=self.top_k,
-            shared_experts=self.shared_experts,
-            activation=self.activation,
-            bias=self.expert_bias,
-            score=self.score,
-            normalise=self.normalise,
-            route_scale=self.route_scale,
-            correction_bias=self.correction_bias,
-            groups=self.groups,
-            group_limit=self.group_limit,
-            balance_loss=self.balance_loss,
-            z_loss=self.z_loss,
-            capacity=self.capacity,
-            expected_rows=self.expected_rows,
-        )
+        shared = {field.name: getattr(self, field.name) for field in fields(ExpertSettings)}
+        return MoEConfig(**shared, bias=self.expert_bias)
 
 
 _COUNT, _FINITE = 2**31 - 1, sys.float_info.max

@@ -1,7 +1,7 @@
 """`Decoder`: a pre-norm language model in the style of Qwen3-MoE and DeepSeek-V3."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,12 +82,29 @@ class Decoder(nn.Module):
         logits = model(tokens)                   # [B, S, vocab], for looking at
 
     `make_dispatch` gives each MoE layer its expert parallelism (None: all experts are here).
+
+    With `part`, names of consecutive layers, it is one stage of a pipeline:
+
+        first = Decoder(config, part=["embed", "layers.0"])
+        last = Decoder(config, part=["layers.1", "head"])
+        loss = last(first(tokens), labels)
+
+    A stage takes tokens where it has the embedding and the result of the stage before elsewhere, and gives the loss
+    where it has the head. Auxiliary losses are not handed on: each stage adds the gradients of its own in backward.
+    Names of parameters, and the values that `initialise` gives them, are those of the whole decoder: a checkpoint
+    knows nothing of stages.
     """
+
+    embed: nn.Embedding | None
+    layers: nn.ModuleList | nn.ModuleDict
+    norm: RMSNorm | None
+    head: nn.Linear | None
 
     def __init__(
         self,
         config: DecoderConfig,
         *,
+        part: Sequence[str] | None = None,
         make_dispatch: MakeDispatch | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -95,32 +112,45 @@ class Decoder(nn.Module):
         super().__init__()
         made: Any = {"device": device, "dtype": dtype}
         self.config = config
-        self.embed = nn.Embedding(config.vocab, config.width, **made)
-        self.layers = nn.ModuleList(
-            Block(config, dense=index < config.dense_layers, make_dispatch=make_dispatch, **made)
-            for index in range(config.layers)
-        )
-        self.norm = RMSNorm(config.width, config.norm_eps, **made)
-        self.head = nn.Linear(config.width, config.vocab, bias=False, **made)
+        self.is_stage = part is not None
+        numbers = range(config.layers) if part is None else _layer_numbers(part)
+        first, last = part is None or "embed" in part, part is None or "head" in part
+        self.embed = nn.Embedding(config.vocab, config.width, **made) if first else None
+        blocks = {
+            str(number): Block(
+                config, dense=number < config.dense_layers, make_dispatch=make_dispatch, **made
+            )
+            for number in numbers
+        }
+        # Keyed by number, not by position: `layers.3` is `layers.3` on every stage.
+        self.layers = nn.ModuleDict(blocks) if self.is_stage else nn.ModuleList(blocks.values())
+        self.norm = RMSNorm(config.width, config.norm_eps, **made) if last else None
+        self.head = nn.Linear(config.width, config.vocab, bias=False, **made) if last else None
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        """`tokens` [B, S]; in a stage without the embedding, the result of the stage before [B, S, D]."""
         config = self.config
-        turned = config.rope_dim if config.attention == "mla" else config.head_size
-        by = rotation(tokens.shape[1], turned, config.rope_theta, tokens.device)
-        x = self.embed(tokens)
-        aux = x.new_zeros((), dtype=torch.float32)
-        for layer in self.layers:
-            x, more = layer(x, by)
+        rotated = config.rope_dim if config.attention == "mla" else config.head_size
+        by = rotation(tokens.shape[1], rotated, config.rope_theta, tokens.device)
+        x = tokens if self.embed is None else self.embed(tokens)
+        aux: torch.Tensor | None = None
+        for block in self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers:
+            x, more = block(x, by)
             if more is not None:
-                aux = aux + more
+                aux = more if aux is None else aux + more
+        if self.norm is None or self.head is None:
+            return x if aux is None else _AddGradientOf.apply(x, aux)
         x = self.norm(x)
         if labels is None:
             return self.head(x)
         weight, device = self.head.weight, x.device.type
         if torch.is_autocast_enabled(device):
-            x, weight = (part.to(torch.get_autocast_dtype(device)) for part in (x, weight))
+            x, weight = (value.to(torch.get_autocast_dtype(device)) for value in (x, weight))
         with torch.autocast(device, enabled=False):
-            return cross_entropy(x, weight, labels), aux
+            loss = cross_entropy(x, weight, labels)
+        if self.is_stage:
+            return loss if aux is None else _AddGradientOf.apply(loss, aux)
+        return loss, x.new_zeros((), dtype=torch.float32) if aux is None else aux
 
     @torch.no_grad()
     def initialise(self, seed: int, first_expert: int = 0) -> None:
@@ -165,6 +195,30 @@ class Decoder(nn.Module):
                 if group is not None:
                     dist.all_reduce(router.load, group=group)
                 router.update_bias(rate)
+
+
+def _layer_numbers(part: Sequence[str]) -> Sequence[int]:
+    """The numbers of the layers that a stage has; refused where they do not follow each other."""
+    numbers = [int(name.removeprefix("layers.")) for name in part if name.startswith("layers.")]
+    any_part = bool(numbers) or "embed" in part or "head" in part
+    if not any_part or numbers != list(range(numbers[0], numbers[0] + len(numbers)) if numbers else []):
+        raise ValueError(f"layers {', '.join(part)}: expected a contiguous part of the decoder")
+    return numbers
+
+
+class _AddGradientOf(torch.autograd.Function):
+    """`x` as it is; in backward also the gradient of a loss that `aux` was added to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+        ctx.like = aux.shape, aux.dtype, aux.device
+        # No view: a split backward detaches a stage's result in place, which views do not allow.
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, dtype, device = ctx.like
+        return dx, torch.ones(shape, dtype=dtype, device=device)
 
 
 def count_parameters(config: DecoderConfig) -> tuple[int, int]:

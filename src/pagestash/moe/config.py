@@ -7,11 +7,8 @@ from pagestash.kernels.moe.activations import Activation, check_activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoEConfig:
-    """Shapes and choices of one layer; see `MoE`.
-
-    MoEConfig(width=2048, expert_width=768, experts=128, top_k=8)
-    """
+class ExpertSettings:
+    """What the configuration of one MoE layer and that of a whole decoder have in common."""
 
     width: int
     expert_width: int
@@ -20,8 +17,6 @@ class MoEConfig:
     shared_experts: int = 0
     """Experts that see every token, as one of `shared_experts` times the width."""
     activation: Activation = "silu"
-    bias: bool = False
-    """Biases on both projections of the routed experts."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = True
@@ -36,12 +31,10 @@ class MoEConfig:
     z_loss: float = 0.0
 
     capacity: int | None = None
-    """Rows the experts' buffers hold; None: as many as can arrive."""
+    """Rows that a layer's expert buffers hold; None: as many as can arrive."""
     expected_rows: int = 0
     """Rows that usually arrive over a dispatch, at most `capacity`: these stay in buffers of that size, and under
     a stash rule only rows beyond them are copied to pages. An even load is tokens a rank times `top_k`."""
-    drop: bool = False
-    """Whether rows beyond the capacity are dropped without raising `over_capacity`."""
 
     def __post_init__(self) -> None:
         for name in ("width", "expert_width", "experts", "top_k", "groups", "group_limit"):
@@ -64,5 +57,21 @@ class MoEConfig:
             raise ValueError(f"capacity={self.capacity}: expected at least 1 row")
         if self.expected_rows < 0:
             raise ValueError(f"expected_rows={self.expected_rows}: expected 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig(ExpertSettings):
+    """Shapes and choices of one layer; see `MoE`.
+
+    MoEConfig(width=2048, expert_width=768, experts=128, top_k=8)
+    """
+
+    bias: bool = False
+    """Biases on both projections of the routed experts."""
+    drop: bool = False
+    """Whether rows beyond the capacity are dropped without raising `over_capacity`."""
+
+    def __post_init__(self) -> None:
+        ExpertSettings.__post_init__(self)  # (a class with slots has no super() here)
         if self.drop and self.capacity is None:
             raise ValueError("drop=True needs a capacity to drop beyond")

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from pagestash.models.decoder import Decoder
-from pagestash.models.stage import DecoderStage
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.parallel.dispatch import Dispatch
 from pagestash.saved.keeper import Keeper
@@ -127,7 +126,7 @@ class _Run:
         if plan.placed is None:
             return [Decoder(plan.decoder, **made)]
         stages = plan.placed.of_rank(plan.world.pipeline_rank)
-        return [DecoderStage(plan.decoder, stage.layers, **made) for stage in stages]
+        return [Decoder(plan.decoder, part=stage.layers, **made) for stage in stages]
 
     def _make_dispatch(self, config: MoEConfig) -> Dispatch | None:
         if self.plan.world.expert_parallel == 1:

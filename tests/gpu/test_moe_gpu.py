@@ -309,7 +309,7 @@ def test_operators_compile():
 
     def layer(x, weights):
         _, offsets, order, inverse = moe_ops.route(ids, 8)
-        rows = moe_ops.gather(x, inverse, 128)
+        rows = moe_ops.permute(x, inverse, 128)
         return moe_ops.combine(moe_ops.gated(rows, offsets[-1:], weights, order), inverse)
 
     x = torch.randn(64, 128, device=CUDA, requires_grad=True)

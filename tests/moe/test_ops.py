@@ -31,7 +31,7 @@ def test_operators_pass_opcheck():
     labels = torch.randint(0, 7, (T,))
     for op, arguments in [
         (ops.route, (ids, E)),
-        (ops.gather, (x, inverse, T * K)),
+        (ops.permute, (x, inverse, T * K)),
         (ops.combine, (rows, inverse)),
         (ops.combine, (rows, inverse, weights)),
         (ops.gated, (h, offsets[-1:], weights, order, "gelu")),
@@ -45,14 +45,14 @@ def test_operators_pass_opcheck():
     opcheck(ops.multihot, (ids, weights, E), test_utils=checks)
 
 
-def test_gather_and_combine_are_each_others_gradient():
+def test_permute_and_combine_are_each_others_gradient():
     _, _, _, order, inverse = routed()
     x = torch.randn(T, D, dtype=torch.float64, requires_grad=True)
     rows = torch.randn(T * K, D, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(T, K, dtype=torch.float64, requires_grad=True)
-    got = ops.gather(x, inverse, T * K)
+    got = ops.permute(x, inverse, T * K)
     assert torch.equal(got, x[order.long() // K])
-    torch.autograd.gradcheck(lambda x: ops.gather(x, inverse, T * K), x)
+    torch.autograd.gradcheck(lambda x: ops.permute(x, inverse, T * K), x)
     torch.autograd.gradcheck(lambda r: ops.combine(r, inverse), rows)
     wanted = torch.autograd.grad(
         (rows[inverse.long()] * weights[..., None]).sum(1).square().sum(), [rows, weights]
@@ -79,7 +79,7 @@ def test_garbage_past_the_valid_rows_reaches_nothing():
 
         backward = forward
 
-    h = Poison.apply(ops.gather(x, inverse, T * K + 9))
+    h = Poison.apply(ops.permute(x, inverse, T * K + 9))
     a = Poison.apply(ops.gated(h, offsets[-1:], w, order))
     y = ops.combine(a, inverse)
     y.square().sum().backward()
@@ -107,7 +107,7 @@ def test_a_product_over_the_whole_buffer_sees_zeros_where_no_choice_is(kernels, 
         leaves = [t.clone().requires_grad_() for t in (x, up, down, w)]
         a, b, c, d = leaves
         if fused:
-            inner = ops.gated(ops.gather(a, inverse, 8) @ b, offsets[-1:], d, order)
+            inner = ops.gated(ops.permute(a, inverse, 8) @ b, offsets[-1:], d, order)
             y = ops.combine(inner @ c, inverse)
         else:
             gate, linear = (a[token] @ b).chunk(2, dim=1)

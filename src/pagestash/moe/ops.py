@@ -4,17 +4,19 @@ For code that is not `MoE`: they work in eager mode and under `torch.compile`. I
 them as `torch.ops.pagestash.*`; the functions below are the same with names.
 
     counts, offsets, order, inverse = route(ids, experts)
-    rows = gather(x, inverse, capacity)                # saves indices only
+    rows = permute(x, inverse, capacity)               # saves indices only
     a = gated(h, offsets[-1:], weights, order)         # saves h only
     y = combine(rows, inverse)                         # saves indices only
     loss = cross_entropy(hidden, weight, labels)       # saves the gradients, no logits
+
+T tokens, K choices, E experts, R rows of capacity, D and N columns, V words of the vocabulary.
 
 Rows of a buffer that no choice has are zero, in results and in gradients: a product over the whole buffer, such
 as a weight's gradient, is then right. The kernels themselves leave these rows uninitialised, and do not read
 them.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,8 +43,8 @@ def route(
 
 
 @route.register_fake
-def _(ids, experts, first=0, capacity=None):
-    def made(*shape):
+def _(ids: Tensor, experts: int, first: int = 0, capacity: int | None = None) -> tuple[Tensor, ...]:
+    def made(*shape: int) -> Tensor:
         return ids.new_empty(shape, dtype=torch.int32)
 
     rows = ids.numel() if capacity is None else capacity
@@ -56,17 +58,17 @@ def multihot(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor
 
 
 @multihot.register_fake
-def _(ids, weights, experts):
+def _(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     shape = (ids.shape[0], experts)
     return ids.new_empty(shape, dtype=torch.bool), weights.new_empty(shape)
 
 
-def _multihot_setup(ctx, inputs, output):
+def _multihot_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(inputs[0])
     ctx.mark_non_differentiable(output[0])
 
 
-def _multihot_backward(ctx, _chosen, ddense):
+def _multihot_backward(ctx: Any, _chosen: Any, ddense: Tensor) -> tuple[Tensor | None, ...]:
     (ids,) = ctx.saved_tensors
     inside = (ids >= 0) & (ids < ddense.shape[1])
     taken = ddense.gather(1, torch.where(inside, ids, 0).to(torch.int64))
@@ -76,9 +78,9 @@ def _multihot_backward(ctx, _chosen, ddense):
 multihot.register_autograd(_multihot_backward, setup_context=_multihot_setup)
 
 
-@custom_op("pagestash::gather", mutates_args=())
-def gather(tokens: Tensor, inverse: Tensor, capacity: int) -> Tensor:
-    """Token rows [T, d] at their places in [capacity, d]; other rows are zero."""
+@custom_op("pagestash::permute", mutates_args=())
+def permute(tokens: Tensor, inverse: Tensor, capacity: int) -> Tensor:
+    """Tokens [T, D] in the rows [capacity, D] of their choices; other rows are zero."""
     return _permute_into_zeros(tokens.contiguous(), inverse, capacity)
 
 
@@ -91,36 +93,38 @@ def _permute_into_zeros(
 
 
 def _zero_past(rows: Tensor, count: Tensor) -> Tensor:
-    """`rows` [R, n], with zeros written from row `count`, a device integer, on."""
+    """`rows` [R, N], with zeros written from row `count`, a device integer, on."""
     zero_tail(rows.view(torch.uint8), count, choose(rows.device, "auto"))
     return rows
 
 
-@gather.register_fake
-def _(tokens, inverse, capacity):
+@permute.register_fake
+def _(tokens: Tensor, inverse: Tensor, capacity: int) -> Tensor:
     return tokens.new_empty(capacity, tokens.shape[1])
 
 
-def _gather_setup(ctx, inputs, output):
+def _permute_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(inputs[1])
 
 
-def _gather_backward(ctx, drows):
+def _permute_backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
     (inverse,) = ctx.saved_tensors
     return combine(drows, inverse), None, None
 
 
-gather.register_autograd(_gather_backward, setup_context=_gather_setup)
+permute.register_autograd(_permute_backward, setup_context=_permute_setup)
+gather = permute
+"""Its former name."""
 
 
 @custom_op("pagestash::combine", mutates_args=())
 def combine(rows: Tensor, inverse: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Each token's rows, times `weights` [T, K] where given, summed in the order of the choices: [T, d]."""
+    """Each token's rows, times `weights` [T, K] where given, summed in the order of the choices: [T, D]."""
     return permute_kernels.combine(rows.contiguous(), inverse, weights)
 
 
 @combine.register_fake
-def _(rows, inverse, weights=None):
+def _(rows: Tensor, inverse: Tensor, weights: Tensor | None = None) -> Tensor:
     return rows.new_empty(inverse.shape[0], rows.shape[1])
 
 
@@ -136,19 +140,21 @@ def _combine_backward_op(
 
 
 @_combine_backward_op.register_fake
-def _(gradient, inverse, weights, rows, capacity):
+def _(
+    gradient: Tensor, inverse: Tensor, weights: Tensor | None, rows: Tensor | None, capacity: int
+) -> tuple[Tensor, Tensor]:
     shape = (0,) if rows is None else inverse.shape
     return gradient.new_empty(capacity, gradient.shape[1]), gradient.new_empty(shape, dtype=torch.float32)
 
 
-def _combine_setup(ctx, inputs, output):
+def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     rows, inverse, weights = inputs
     # Without weights the rows themselves are not needed again.
     ctx.save_for_backward(inverse, weights, None if weights is None else rows)
     ctx.capacity = rows.shape[0]
 
 
-def _combine_backward(ctx, dy):
+def _combine_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     inverse, weights, rows = ctx.saved_tensors
     drows, dweights = _combine_backward_op(dy, inverse, weights, rows, ctx.capacity)
     return drows, None, None if weights is None else dweights.to(weights.dtype)
@@ -165,13 +171,19 @@ def gated(
     order: Tensor | None = None,
     activation: str = "silu",
 ) -> Tensor:
-    """`act(gate) · linear · weight` [R, n] for the first `rows` (a device integer) of `h` [R, 2n], then zeros."""
+    """`act(gate) · linear · weight` [R, N] for the first `rows` (a device integer) of `h` [R, 2N], then zeros."""
     info = RowInfo(rows, weights, order)
     return _zero_past(gated_kernels.forward(h.contiguous(), info, cast(Activation, activation)), rows)
 
 
 @gated.register_fake
-def _(h, rows, weights=None, order=None, activation="silu"):
+def _(
+    h: Tensor,
+    rows: Tensor,
+    weights: Tensor | None = None,
+    order: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
     return h.new_empty(h.shape[0], h.shape[1] // 2)
 
 
@@ -186,17 +198,19 @@ def _gated_backward_op(
 
 
 @_gated_backward_op.register_fake
-def _(h, gradient, rows, weights, order, activation):
+def _(
+    h: Tensor, gradient: Tensor, rows: Tensor, weights: Tensor | None, order: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor]:
     shape = (0,) if weights is None else weights.shape
     return torch.empty_like(h), h.new_empty(shape, dtype=torch.float32)
 
 
-def _gated_setup(ctx, inputs, output):
+def _gated_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     h, rows, weights, order, ctx.activation = inputs
     ctx.save_for_backward(h, rows, weights, order)
 
 
-def _gated_backward(ctx, da):
+def _gated_backward(ctx: Any, da: Tensor) -> tuple[Tensor | None, ...]:
     h, rows, weights, order = ctx.saved_tensors
     dh, dweights = _gated_backward_op(h, da, rows, weights, order, ctx.activation)
     return dh, None, None if weights is None else dweights.to(weights.dtype), None, None
@@ -211,7 +225,7 @@ def _scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @_scaled.register_fake
-def _(gradient, by, dtype):
+def _(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(gradient, dtype=dtype)
 
 
@@ -239,21 +253,32 @@ def _linear_cross_entropy(
 
 
 @_linear_cross_entropy.register_fake
-def _(hidden, weight, labels, ignore_index, label_smoothing, z_loss, mean, chunk, need_hidden, need_weight):
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    mean: bool,
+    chunk: int | None,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     dhidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
     dweight = weight.new_empty(weight.shape, dtype=wide) if need_weight else hidden.new_empty(0)
     return hidden.new_empty((), dtype=wide), dhidden, dweight
 
 
-def _loss_setup(ctx, inputs, output):
+def _loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(output[1], output[2])
     ctx.mark_non_differentiable(output[1], output[2])
     ctx.set_materialize_grads(False)  # zeros as large as the weight, that nobody reads
     ctx.dtype, ctx.need = inputs[1].dtype, inputs[8:10]
 
 
-def _loss_backward(ctx, dloss, *_):
+def _loss_backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dloss is None:  # nothing depends on the loss
         return (None,) * 10
     # Not in place: a backward that comes again finds the same gradients.
@@ -278,7 +303,7 @@ def cross_entropy(
     reduction: str = "mean",
     chunk: int | None = None,
 ) -> Tensor:
-    """The cross entropy (float32) of `hidden` [..., d] projected by `weight` [V, d], without keeping logits.
+    """The cross entropy (float32) of `hidden` [..., D] projected by `weight` [V, D], without keeping logits.
 
     Gradients are computed with the loss, `chunk` tokens at a time, and scaled in backward; those of gradients are
     refused.

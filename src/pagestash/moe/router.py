@@ -1,8 +1,8 @@
 """The router: which experts each token goes to, and with what weight.
 
-T tokens, E experts, K chosen. Saved for backward: the layer input, which the experts save anyway, and the
-ids. Scores are made again from them, T·E products of length d, so nothing of size T·E waits; the choice
-itself is never made again, also where the layer is run again to make what it saved.
+T tokens, D the model's width, E experts, K chosen, G groups of experts. Saved for backward: the layer's input
+`x_TD`, which the experts save anyway, and the ids, 4·T·K bytes. Scores are recomputed from them, T·E products of
+length D, so nothing of size T·E waits. The choice itself is never recomputed, not even where the layer is.
 """
 
 from typing import Any
@@ -40,25 +40,25 @@ class Router(nn.Module):
 
     @run_as_it_is
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits: torch.Tensor | None = None
+        logits_TE: torch.Tensor | None = None
 
         def choose() -> tuple[torch.Tensor, torch.Tensor]:
-            nonlocal logits
+            nonlocal logits_TE
             with torch.no_grad():
-                logits = logits_of(x, self.weight)
-                ids = choose_experts(logits, self.correction, self.config)
-                counts = torch.zeros(self.config.experts, dtype=logits.dtype, device=x.device)
+                logits_TE = logits_of(x, self.weight)
+                ids_TK = choose_experts(logits_TE, self.correction, self.config)
+                counts_E = torch.zeros(self.config.experts, dtype=logits_TE.dtype, device=x.device)
                 if self.config.balance_loss or self.correction is not None:
-                    counts = multihot(ids, ids, self.config.experts)[0].sum(0).to(logits.dtype)
+                    counts_E = multihot(ids_TK, ids_TK, self.config.experts)[0].sum(0).to(logits_TE.dtype)
             if self.load is not None and self.training and torch.is_grad_enabled():
-                self.load += counts
-            return ids, counts
+                self.load += counts_E
+            return ids_TK, counts_E
 
-        ids, counts = once(choose)
-        weights, aux = _Weigh.apply(x, self.weight, ids, counts, logits, self.config)
-        return weights, ids, aux
+        ids_TK, counts_E = once(choose)
+        weights_TK, aux = _Weigh.apply(x, self.weight, ids_TK, counts_E, logits_TE, self.config)
+        return weights_TK, ids_TK, aux
 
-    def use_recompute(self, again: bool) -> None:
+    def use_recompute(self, on: bool) -> None:
         """Nothing more than is done anyway: its input and its choices are all that it saves."""
 
     def update_bias(self, rate: float = 1e-3) -> None:
@@ -69,86 +69,103 @@ class Router(nn.Module):
         self.load.zero_()
 
 
-def logits_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def logits_of(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
     """Float32 [T, E]; products in x's precision, sums in float32."""
-    if x.dtype == torch.float64:
-        return x @ weight.t().to(x.dtype)
-    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(x, weight.to(x.dtype).t(), out_dtype=torch.float32)
-    return x.float() @ weight.to(x.dtype).float().t()
+    if x_TD.dtype == torch.float64:
+        return x_TD @ weight_ED.t().to(x_TD.dtype)
+    if x_TD.is_cuda and x_TD.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(x_TD, weight_ED.to(x_TD.dtype).t(), out_dtype=torch.float32)
+    return x_TD.float() @ weight_ED.to(x_TD.dtype).float().t()
 
 
-def choose_experts(logits: torch.Tensor, correction: torch.Tensor | None, config: MoEConfig) -> torch.Tensor:
+def choose_experts(
+    logits_TE: torch.Tensor, correction_E: torch.Tensor | None, config: MoEConfig
+) -> torch.Tensor:
     """The ids [T, K], best first."""
-    scores = logits.float()
+    scores_TE = logits_TE.float()
     if config.score == "sigmoid":
-        scores = torch.sigmoid(scores)
-    if correction is not None:
-        scores = scores + correction
+        scores_TE = torch.sigmoid(scores_TE)
+    if correction_E is not None:
+        scores_TE = scores_TE + correction_E
     if config.groups > 1:
-        grouped = scores.view(-1, config.groups, config.experts // config.groups)
+        grouped = scores_TE.view(-1, config.groups, config.experts // config.groups)
         # DeepSeek-V3: a group is worth the sum of its two best experts.
-        worth = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(2)
-        best = topk(worth, config.group_limit).to(torch.int64)
-        allowed = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)
-        scores = torch.where(allowed[:, :, None], grouped, -torch.inf).view_as(scores)
-    return topk(scores, config.top_k)
+        worth_TG = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(2)
+        best = topk(worth_TG, config.group_limit).to(torch.int64)
+        allowed_TG = torch.zeros_like(worth_TG, dtype=torch.bool).scatter_(1, best, True)
+        scores_TE = torch.where(allowed_TG[:, :, None], grouped, -torch.inf).view_as(scores_TE)
+    return topk(scores_TE, config.top_k)
 
 
 def weigh(
-    logits: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, config: MoEConfig
+    logits_TE: torch.Tensor, ids_TK: torch.Tensor, counts_E: torch.Tensor, config: MoEConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights [T, K] of chosen experts, and the auxiliary losses; both differentiable in the logits."""
-    at = ids.to(torch.int64)
+    at_TK = ids_TK.to(torch.int64)
     if config.score == "sigmoid":
-        weights = torch.sigmoid(logits.gather(1, at))
+        weights_TK = torch.sigmoid(logits_TE.gather(1, at_TK))
         if config.normalise:
-            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+            weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-20)
     elif config.normalise:
         # The softmax over all experts, divided by the chosen ones' sum, is the softmax over the chosen.
-        weights = torch.softmax(logits.gather(1, at), dim=1)
+        weights_TK = torch.softmax(logits_TE.gather(1, at_TK), dim=1)
     else:
-        weights = torch.softmax(logits, dim=1).gather(1, at)
-    aux = logits.new_zeros(())
-    if not ids.shape[0]:  # a rank without tokens: means over nothing would be NaN
-        return weights * config.route_scale, aux
+        weights_TK = torch.softmax(logits_TE, dim=1).gather(1, at_TK)
+    return weights_TK * config.route_scale, _auxiliary_losses(logits_TE, ids_TK, counts_E, config)
+
+
+def _auxiliary_losses(
+    logits_TE: torch.Tensor, ids_TK: torch.Tensor, counts_E: torch.Tensor, config: MoEConfig
+) -> torch.Tensor:
+    """Balance and z loss, times their coefficients."""
+    aux = logits_TE.new_zeros(())
+    if not ids_TK.shape[0]:  # a rank without tokens: means over nothing would be NaN
+        return aux
     if config.balance_loss:
-        shares = torch.softmax(logits, dim=1)
+        shares_TE = torch.softmax(logits_TE, dim=1)
         if config.score == "sigmoid":
-            shares = torch.sigmoid(logits)
-            shares = shares / (shares.sum(1, keepdim=True) + 1e-20)
-        taken = counts * (config.experts / ids.numel())
-        aux = aux + config.balance_loss * (taken * shares.mean(0)).sum()
+            shares_TE = torch.sigmoid(logits_TE)
+            shares_TE = shares_TE / (shares_TE.sum(1, keepdim=True) + 1e-20)
+        taken_E = counts_E * (config.experts / ids_TK.numel())
+        aux = aux + config.balance_loss * (taken_E * shares_TE.mean(0)).sum()
     if config.z_loss:
-        aux = aux + config.z_loss * (torch.logsumexp(logits, dim=1) ** 2).mean()
-    return weights * config.route_scale, aux
+        aux = aux + config.z_loss * (torch.logsumexp(logits_TE, dim=1) ** 2).mean()
+    return aux
 
 
 class _Weigh(torch.autograd.Function):
-    """Keeps x and the ids; everything in between is made again for backward.
+    """Saves `x_TD` and the ids; everything in between is recomputed in backward.
 
-    `logits` are those that the choice was made by; None where it was made before.
+    `logits_TE` are those that the choice was made by; None where an earlier forward made it.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, ids, counts, logits, config):
-        if logits is None:
-            logits = logits_of(x, weight)
-        weights, aux = weigh(logits, ids, counts, config)
-        ctx.save_for_backward(x, weight, ids, counts)
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        weight_ED: torch.Tensor,
+        ids_TK: torch.Tensor,
+        counts_E: torch.Tensor,
+        logits_TE: torch.Tensor | None,
+        config: MoEConfig,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if logits_TE is None:
+            logits_TE = logits_of(x_TD, weight_ED)
+        weights_TK, aux = weigh(logits_TE, ids_TK, counts_E, config)
+        ctx.save_for_backward(x_TD, weight_ED, ids_TK, counts_E)
         ctx.config = config
-        return weights, aux
+        return weights_TK, aux
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dweights, daux):
-        x, weight, ids, counts = ctx.saved_tensors
-        logits = logits_of(x, weight).requires_grad_()
+    def backward(ctx: Any, dweights_TK: torch.Tensor, daux: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_TD, weight_ED, ids_TK, counts_E = ctx.saved_tensors
+        logits_TE = logits_of(x_TD, weight_ED).requires_grad_()
         with torch.enable_grad():
-            weights, aux = weigh(logits, ids, counts, ctx.config)
-        wanted = [weights] if aux.grad_fn is None else [weights, aux]
-        (dlogits,) = torch.autograd.grad(wanted, logits, [dweights, daux][: len(wanted)])
-        narrow = dlogits.to(x.dtype)
-        dx = narrow @ weight.to(x.dtype) if ctx.needs_input_grad[0] else None
-        dweight = (narrow.t() @ x).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None, None, None, None
+            weights_TK, aux = weigh(logits_TE, ids_TK, counts_E, ctx.config)
+        wanted = [weights_TK] if aux.grad_fn is None else [weights_TK, aux]
+        (dlogits_TE,) = torch.autograd.grad(wanted, logits_TE, [dweights_TK, daux][: len(wanted)])
+        narrow_TE = dlogits_TE.to(x_TD.dtype)
+        dx_TD = narrow_TE @ weight_ED.to(x_TD.dtype) if ctx.needs_input_grad[0] else None
+        dweight_ED = (narrow_TE.t() @ x_TD).to(weight_ED.dtype) if ctx.needs_input_grad[1] else None
+        return dx_TD, dweight_ED, None, None, None, None

@@ -1,8 +1,9 @@
 """`AllGather`: every rank sees every token, and takes those that its experts were chosen for.
 
-W ranks of at most M tokens each, K choices a token, d the model's width, E experts here, R rows of capacity.
-What moves, for each rank and pass in b-byte elements: (W - 1)·M·(b·d + 8·K) bytes arrive before the experts
-and (W - 1)·M·b·d leave after them, whatever was chosen; backward moves as much the other way.
+W ranks of at most M tokens each, of which this one has T; A = W·M tokens of all ranks; K choices a token, D the
+model's width, E experts here, R rows of capacity. What moves, for each rank and pass in b-byte elements:
+(W - 1)·M·(b·D + 8·K) bytes arrive before the experts and (W - 1)·M·b·D leave after them, whatever was chosen;
+backward moves as much the other way.
 """
 
 from typing import Any
@@ -46,13 +47,13 @@ class AllGather:
     ) -> Received:
         if x.shape[0] > self.max_tokens:
             raise ValueError(f"{x.shape[0]} tokens on rank {self.ranks.rank}: max_tokens={self.max_tokens}")
-        x_all, weights_all, ids_all = _Gather.apply(x, weights.float(), ids, self.max_tokens, self.ranks)
+        x_AD, weights_AK, ids_AK = _Gather.apply(x, weights.float(), ids, self.max_tokens, self.ranks)
         capacity = self._rows.limit(self._most)
         first = self.ranks.rank * self.experts
-        routing = route(ids_all, self.experts, first=first, capacity=capacity, over=over)
+        routing = route(ids_AK, self.experts, first=first, capacity=capacity, over=over)
         self._rows.observe(routing.counts)
         return Received(
-            x_all, weights_all, ids_all - first, routing, expected_rows=self._expected, state=x.shape[0]
+            x_AD, weights_AK, ids_AK - first, routing, expected_rows=self._expected, state=x.shape[0]
         )
 
     def collect(self, slots: torch.Tensor, received: Received) -> torch.Tensor:
@@ -74,40 +75,53 @@ def _padded(tensor: torch.Tensor, rows: int, value: float = 0) -> torch.Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Tokens [T, d], weights [T, K] and ids [T, K] of every rank, M of each; backward adds gradients up.
+    """Tokens [T, D], weights [T, K] and ids [T, K] of every rank, M of each; backward adds gradients up.
 
-    One node for both gradients: their collectives then come in the same order on every rank.
+    One node for both gradients: their collectives then come in the same order on every rank. Saves nothing.
     """
 
     @staticmethod
-    def forward(ctx, x, weights, ids, tokens, ranks):
-        ctx.ranks, ctx.tokens = ranks, x.shape[0]
-        choices = ids.shape[1]
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        weights_TK: torch.Tensor,
+        ids_TK: torch.Tensor,
+        tokens: int,
+        ranks: Ranks,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.ranks, ctx.tokens = ranks, x_TD.shape[0]
+        choices = ids_TK.shape[1]
         # A padding token chooses -1, which is nobody's expert.
-        chosen = torch.cat([_padded(ids.to(torch.int32), tokens, -1),
-                            _padded(weights, tokens).view(torch.int32)], dim=1)  # fmt: skip
-        x_all, chosen_all = ranks.all_gather(_padded(x, tokens)), ranks.all_gather(chosen)
-        ids_all = chosen_all[:, :choices].contiguous()
-        weights_all = chosen_all[:, choices:].contiguous().view(torch.float32)
-        ctx.mark_non_differentiable(ids_all)
-        return x_all, weights_all, ids_all
+        chosen = torch.cat([_padded(ids_TK.to(torch.int32), tokens, -1),
+                            _padded(weights_TK, tokens).view(torch.int32)], dim=1)  # fmt: skip
+        x_AD, chosen_all = ranks.all_gather(_padded(x_TD, tokens)), ranks.all_gather(chosen)
+        ids_AK = chosen_all[:, :choices].contiguous()
+        weights_AK = chosen_all[:, choices:].contiguous().view(torch.float32)
+        ctx.mark_non_differentiable(ids_AK)
+        return x_AD, weights_AK, ids_AK
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dx_all, dweights_all, _ids):
-        dx = ctx.ranks.reduce_scatter(dx_all)[: ctx.tokens] if ctx.needs_input_grad[0] else None
+    def backward(
+        ctx: Any, dx_AD: torch.Tensor, dweights_AK: torch.Tensor, _ids: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        dx_TD = ctx.ranks.reduce_scatter(dx_AD)[: ctx.tokens] if ctx.needs_input_grad[0] else None
         # A choice has its row on one rank; the others add zeros.
-        dweights = ctx.ranks.reduce_scatter(dweights_all)[: ctx.tokens] if ctx.needs_input_grad[1] else None
-        return dx, dweights, None, None, None
+        dweights_TK = None
+        if ctx.needs_input_grad[1]:
+            dweights_TK = ctx.ranks.reduce_scatter(dweights_AK)[: ctx.tokens]
+        return dx_TD, dweights_TK, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
+    """The sum over ranks of this rank's tokens: [A, D] to [M, D]. Saves nothing."""
+
     @staticmethod
-    def forward(ctx, x_all, ranks):
+    def forward(ctx: Any, y_AD: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         ctx.ranks = ranks
-        return ranks.reduce_scatter(x_all)
+        return ranks.reduce_scatter(y_AD)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dx):
-        return ctx.ranks.all_gather(dx), None
+    def backward(ctx: Any, dy_MD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.ranks.all_gather(dy_MD), None

@@ -1,11 +1,11 @@
 """`AllToAll`: each choice's row goes to the rank of its expert alone, and its result comes back.
 
-T tokens of K choices, d the model's width, W ranks with E experts each. A *slot* is a row on the wire: rank w's
-rows stand together, in the order of tokens and choices. `place[t, k]` is the slot of a choice, or -1. At the
-other end slots are sorted by expert into R rows of capacity, so that an expert sees its rows by rank, token and
-choice: the order it would see them in on a single process.
+T tokens of K choices, D the model's width, W ranks with E experts each. A *slot* is a row on the wire, S of them:
+rank w's rows stand together, in the order of tokens and choices. `slot_TK[t, k]` is the slot of a choice, or -1.
+At the other end slots are sorted by expert into R rows of capacity, so that an expert sees its rows by rank,
+token and choice: the order it would see them in on a single process.
 
-What moves, for each rank and pass in b-byte elements: b·d + 8 bytes a slot go out, b·d come back, and backward
+What moves, for each rank and pass in b-byte elements: b·D + 8 bytes a slot go out, b·D come back, and backward
 moves as much the other way. Exact: T·K slots, of which those for experts here stay. Padded: W·C slots for C
 rows of pair capacity, whatever was chosen.
 """
@@ -81,22 +81,26 @@ class AllToAll:
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, over: torch.Tensor | None
     ) -> Received:
         wire = self._lay_out_padded(x, ids, over) if self.padded else self._lay_out_exact(ids)
-        slots = _ToSlots.apply(x, wire.place, wire.slots)
-        slots, slot_weights, slot_ids, wanted = _ToExperts.apply(
-            slots, weights.float(), ids, wire, self.ranks
-        )
+        x_SD = _ToSlots.apply(x, wire.slot_TK, wire.slots)
+        x_SD, weights_S, ids_S, wanted_W = _ToExperts.apply(x_SD, weights.float(), ids, wire, self.ranks)
         # At least one row: a rank that receives nothing runs the same kernels over no valid rows.
-        capacity = max(1, self._rows.limit(slot_ids.numel()))
-        routing = route(slot_ids.view(-1, 1), self.experts, capacity=capacity, over=over)
-        self._rows.observe(wanted)
-        slot_weights, slot_ids = slot_weights.view(-1, 1), slot_ids.view(-1, 1)
-        return Received(slots, slot_weights, slot_ids, routing, expected_rows=self._expected, state=wire)
+        capacity = max(1, self._rows.limit(ids_S.numel()))
+        routing = route(ids_S.view(-1, 1), self.experts, capacity=capacity, over=over)
+        self._rows.observe(wanted_W)
+        return Received(
+            x_SD,
+            weights_S.view(-1, 1),
+            ids_S.view(-1, 1),
+            routing,
+            expected_rows=self._expected,
+            state=wire,
+        )
 
     def collect(self, slots: torch.Tensor, received: Received) -> torch.Tensor:
         wire = received.state
-        returned = _ToTokens.apply(slots, wire, self.ranks)
+        returned_SD = _ToTokens.apply(slots, wire, self.ranks)
         early_free(slots, sent=True)  # while the caller still has it
-        return _FromSlots.apply(returned, wire.place)
+        return _FromSlots.apply(returned_SD, wire.slot_TK)
 
     def grow_capacity(self, *, headroom: float = HEADROOM, alignment: int = ALIGNMENT) -> bool:
         """Make room on every rank for the most that any rank wanted. Every rank calls it; it waits."""
@@ -113,74 +117,77 @@ class AllToAll:
         if x.shape[0] > self.max_tokens:
             raise ValueError(f"{x.shape[0]} tokens on rank {self.ranks.rank}: max_tokens={self.max_tokens}")
         pair = self._pair.limit(self.max_tokens * self._fan)
-        owner = torch.div(ids, self.experts, rounding_mode="floor")
-        routing = route(owner, self.ranks.count)
+        owner_TK = torch.div(ids, self.experts, rounding_mode="floor")
+        routing = route(owner_TK, self.ranks.count)
         if self._pair.rows is not None or not self._repeats_fit:
             most = routing.counts.max()
             self._pair.observe(most)
             if over is not None:
                 over.masked_fill_(most > pair, 1.0)
-        starts = routing.offsets - routing.counts
-        slot = routing.inverse - starts[owner.to(torch.int64)]
-        fits = (routing.inverse >= 0) & (slot < pair)
-        place = torch.where(fits, owner * pair + slot, -1).to(torch.int32)
-        return _Wire(place, self.ranks.count * pair, routing.counts, pair=pair)
+        starts_W = routing.offsets - routing.counts
+        among_TK = routing.inverse - starts_W[owner_TK.to(torch.int64)]
+        fits_TK = (routing.inverse >= 0) & (among_TK < pair)
+        slot_TK = torch.where(fits_TK, owner_TK * pair + among_TK, -1).to(torch.int32)
+        return _Wire(slot_TK, self.ranks.count * pair, routing.counts, pair=pair)
 
     def _lay_out_exact(self, ids: torch.Tensor) -> "_Wire":
-        owner = torch.div(ids, self.experts, rounding_mode="floor")
-        routing = route(owner, self.ranks.count)
-        coming = self.ranks.all_to_all(routing.counts)
+        owner_TK = torch.div(ids, self.experts, rounding_mode="floor")
+        routing = route(owner_TK, self.ranks.count)
+        coming_W = self.ranks.all_to_all(routing.counts)
         # The one wait of a forward, for both.
-        sent, arriving = torch.stack([routing.counts, coming]).tolist()
-        return _Wire(routing.inverse, sum(sent), routing.counts, coming, sent=sent, arriving=arriving)
+        sent, arriving = torch.stack([routing.counts, coming_W]).tolist()
+        return _Wire(routing.inverse, sum(sent), routing.counts, coming_W, sent=sent, arriving=arriving)
 
 
 @dataclass(frozen=True, slots=True)
 class _Wire:
     """How slots are laid out: `pair` for every rank, or as many for each as the lists say."""
 
-    place: torch.Tensor  # int32 [T, K]
+    slot_TK: torch.Tensor  # int32
     slots: int
-    counts: torch.Tensor  # int32 [W]: rows for each rank; padded: also beyond the pair's capacity
-    coming: torch.Tensor | None = None  # int32 [W]: rows from each rank; padded, that is known on arrival
+    counts_W: torch.Tensor  # int32: rows for each rank; padded: also beyond the pair's capacity
+    coming_W: torch.Tensor | None = None  # int32: rows from each rank; padded, that is known on arrival
     pair: int = 0  # slots for each rank; 0: exact
     sent: list[int] | None = None
     arriving: list[int] | None = None
 
 
 class _ToSlots(torch.autograd.Function):
-    """Tokens [T, d] to their slots [S, d]; padding stays uninitialised, and nobody reads it."""
+    """Tokens [T, D] to their slots [S, D]. Saves indices only. Padding stays uninitialised; nobody reads it."""
 
     @staticmethod
-    def forward(ctx, x, place, slots):
-        ctx.save_for_backward(place)
-        return permute(x.contiguous(), place, slots)
+    def forward(ctx: Any, x_TD: torch.Tensor, slot_TK: torch.Tensor, slots: int) -> torch.Tensor:
+        ctx.save_for_backward(slot_TK)
+        return permute(x_TD.contiguous(), slot_TK, slots)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dslots):
-        (place,) = ctx.saved_tensors
-        return combine(dslots.contiguous(), place), None, None
+    def backward(ctx: Any, dx_SD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (slot_TK,) = ctx.saved_tensors
+        return combine(dx_SD.contiguous(), slot_TK), None, None
 
 
 class _FromSlots(torch.autograd.Function):
-    """Slots [S, d] to tokens [T, d], summed in the order of the choices; padding gets an uninitialised gradient."""
+    """Slots [S, D] to tokens [T, D], summed in the order of the choices. Saves indices only.
+
+    Padding gets an uninitialised gradient.
+    """
 
     @staticmethod
-    def forward(ctx, slots, place):
-        ctx.save_for_backward(place)
-        ctx.slots = slots.shape[0]
-        return combine(slots.contiguous(), place)
+    def forward(ctx: Any, y_SD: torch.Tensor, slot_TK: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slot_TK)
+        ctx.slots = y_SD.shape[0]
+        return combine(y_SD.contiguous(), slot_TK)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        (place,) = ctx.saved_tensors
-        return permute(dy.contiguous(), place, ctx.slots), None
+    def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (slot_TK,) = ctx.saved_tensors
+        return permute(dy_TD.contiguous(), slot_TK, ctx.slots), None
 
 
 class _ToExperts(torch.autograd.Function):
-    """Slots [S, d], and the weights and ids [T, K] of their choices, to the experts' ranks.
+    """Slots [S, D], and the weights and ids [T, K] of their choices, to the experts' ranks.
 
     Gives the slots that arrive, their weights and experts (counted from this rank's first; -1 where a slot is
     padding), and how many rows each rank wanted to send here. One node for both gradients: their collectives
@@ -188,57 +195,68 @@ class _ToExperts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, slots, weights, ids, wire, ranks):
+    def forward(
+        ctx: Any,
+        x_SD: torch.Tensor,
+        weights_TK: torch.Tensor,
+        ids_TK: torch.Tensor,
+        wire: _Wire,
+        ranks: Ranks,
+    ) -> tuple[torch.Tensor, ...]:
         ctx.wire, ctx.ranks = wire, ranks
-        slots = ranks.all_to_all(slots, wire.sent, wire.arriving)
-        about = ranks.all_to_all(_describe(weights, ids, wire, ranks), wire.sent, wire.arriving)
+        x_SD = ranks.all_to_all(x_SD, wire.sent, wire.arriving)
+        about = ranks.all_to_all(_describe(weights_TK, ids_TK, wire, ranks), wire.sent, wire.arriving)
         if wire.pair:
             parts = about.view(ranks.count, wire.pair + 1, 2)
-            wanted, about = parts[:, 0, 0].contiguous(), parts[:, 1:].reshape(-1, 2)
+            wanted_W, about = parts[:, 0, 0].contiguous(), parts[:, 1:].reshape(-1, 2)
         else:
-            wanted = wire.coming.clone()
-        slot_ids, slot_weights = (column.contiguous() for column in about.unbind(1))
-        ctx.mark_non_differentiable(slot_ids, wanted)
-        return slots, slot_weights.view(torch.float32), slot_ids, wanted
+            assert wire.coming_W is not None
+            wanted_W = wire.coming_W.clone()
+        ids_S, weights_S = (column.contiguous() for column in about.unbind(1))
+        ctx.mark_non_differentiable(ids_S, wanted_W)
+        return x_SD, weights_S.view(torch.float32), ids_S, wanted_W
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dslots, dslot_weights, _ids, _wanted):
+    def backward(
+        ctx: Any, dx_SD: torch.Tensor, dweights_S: torch.Tensor, *_: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         wire, ranks = ctx.wire, ctx.ranks
         if ctx.needs_input_grad[0]:
-            dslots = ranks.all_to_all(dslots, wire.arriving, wire.sent)
-        dweights = None
+            dx_SD = ranks.all_to_all(dx_SD, wire.arriving, wire.sent)
+        dweights_TK = None
         if ctx.needs_input_grad[1]:
-            back = ranks.all_to_all(dslot_weights, wire.arriving, wire.sent)
-            dweights = torch.where(wire.place >= 0, back[wire.place.clamp(min=0).to(torch.int64)], 0.0)
-        return dslots, dweights, None, None, None
+            back_S = ranks.all_to_all(dweights_S, wire.arriving, wire.sent)
+            at_TK = wire.slot_TK.clamp(min=0).to(torch.int64)
+            dweights_TK = torch.where(wire.slot_TK >= 0, back_S[at_TK], 0.0)
+        return dx_SD, dweights_TK, None, None, None
 
 
-def _describe(weights: torch.Tensor, ids: torch.Tensor, wire: _Wire, ranks: Ranks) -> torch.Tensor:
+def _describe(weights_TK: torch.Tensor, ids_TK: torch.Tensor, wire: _Wire, ranks: Ranks) -> torch.Tensor:
     """Int32 [lines, 2]: expert and weight of each slot. Padded, a rank's lines begin with what was wanted."""
-    place = wire.place.view(-1).to(torch.int64)
+    slot = wire.slot_TK.view(-1).to(torch.int64)
     lines = wire.slots + (ranks.count if wire.pair else 0)
     # One line more, cut off again, for the choices that have no slot.
-    about = torch.full((lines + 1, 2), -1, dtype=torch.int32, device=ids.device)
-    at = place
+    about = torch.full((lines + 1, 2), -1, dtype=torch.int32, device=ids_TK.device)
+    at = slot
     if wire.pair:
-        about[:-1].view(ranks.count, wire.pair + 1, 2)[:, 0, 0] = wire.counts
-        at = place + torch.div(place, wire.pair, rounding_mode="floor") + 1
-    expert = torch.remainder(ids.reshape(-1).to(torch.int32), ranks.experts)
-    told = torch.stack([expert, weights.reshape(-1).view(torch.int32)], dim=1)
-    about[torch.where(place >= 0, at, lines)] = told
+        about[:-1].view(ranks.count, wire.pair + 1, 2)[:, 0, 0] = wire.counts_W
+        at = slot + torch.div(slot, wire.pair, rounding_mode="floor") + 1
+    expert = torch.remainder(ids_TK.reshape(-1).to(torch.int32), ranks.experts)
+    told = torch.stack([expert, weights_TK.reshape(-1).view(torch.int32)], dim=1)
+    about[torch.where(slot >= 0, at, lines)] = told
     return about[:-1]
 
 
 class _ToTokens(torch.autograd.Function):
-    """Results [S, d] from the experts' ranks to the slots they came from."""
+    """Results [S, D] from the experts' ranks to the slots they came from."""
 
     @staticmethod
-    def forward(ctx, slots, wire, ranks):
+    def forward(ctx: Any, y_SD: torch.Tensor, wire: _Wire, ranks: Ranks) -> torch.Tensor:
         ctx.wire, ctx.ranks = wire, ranks
-        return ranks.all_to_all(slots, wire.arriving, wire.sent)
+        return ranks.all_to_all(y_SD, wire.arriving, wire.sent)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dslots):
-        return ctx.ranks.all_to_all(dslots, ctx.wire.sent, ctx.wire.arriving), None, None
+    def backward(ctx: Any, dy_SD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.ranks.all_to_all(dy_SD, ctx.wire.sent, ctx.wire.arriving), None, None

@@ -1,4 +1,4 @@
-"""The command line."""
+"""The command line: options and help; `commands/` does the work."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,7 +7,7 @@ import typer
 
 import pagestash
 
-# Named here, because --help must not load torch.
+# Written out here, because --help must not import torch.
 PRESETS = ("tiny", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b")
 SCHEDULES = (
     "GPipe",
@@ -53,12 +53,14 @@ def train(
     steps: Annotated[int | None, typer.Option(help="The last step.  [default: 200]")] = None,
     policy: Annotated[str | None, typer.Option(help="none, or a policy file.  [default: none]")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data.  [default: 0]")] = None,
-    pipeline: Annotated[int | None, typer.Option(help="Ranks the layers are cut over.  [default: 1]")] = None,
+    pipeline: Annotated[
+        int | None, typer.Option(help="Ranks to divide the layers among.  [default: 1]")
+    ] = None,
     schedule: Annotated[
         str | None, typer.Option(help=f"With --pipeline, its schedule: {_SCHEDULES}.  [default: 1F1B]")
     ] = None,
     expert: Annotated[
-        int | None, typer.Option(help="Ranks that share the experts.  [default: all of a stage]")
+        int | None, typer.Option(help="Ranks to divide the experts among.  [default: all of a stage]")
     ] = None,
     corpus: Annotated[
         list[str] | None, typer.Option(help="Text files or folders.  [default: Python's standard library]")
@@ -66,13 +68,13 @@ def train(
     config: Annotated[Path | None, typer.Option(help="Settings in a TOML file.")] = None,
     assignments: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="One setting; model.KEY for the model's."),
+        typer.Option("--set", metavar="KEY=VALUE", help="One setting; model.KEY for a field of the model."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")] = False,
 ) -> None:
     """Train a decoder on the bytes of text files.
 
-    Options win over --set, --set over --config. Ctrl-C ends the run with a checkpoint.
+    Options override --set, which overrides --config. Ctrl-C ends the run with a checkpoint.
     """
     given: dict[str, Any] = {
         "preset": preset,
@@ -109,25 +111,25 @@ def profile(
     ] = None,
     module: Annotated[
         str | None,
-        typer.Option(
-            metavar="PKG:NAME", help="A function that makes the model, or the model and its batch, instead."
-        ),
+        typer.Option(metavar="PKG:NAME", help="A function that returns a model, or a model and its batch."),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Cut the preset to this many layers.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 2,
-    seq: Annotated[int, typer.Option(help="Tokens of each.")] = 256,
+    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[
-        str | None, typer.Option(help="Of the weights.  [default: bfloat16 on a GPU, float32 on a CPU]")
+        str | None, typer.Option(help="Dtype of the weights.  [default: bfloat16 on a GPU, float32 on a CPU]")
     ] = None,
     autocast: Annotated[str | None, typer.Option(help="Run forward under autocast to this dtype.")] = None,
     policy: Annotated[Path | None, typer.Option(help="A policy file: also show what it would do.")] = None,
     link: Annotated[
         str | None,
-        typer.Option(help="Bytes a second to the host, like 50GB; measured on a GPU if not given."),
+        typer.Option(help="Bytes per second to the host, like 50GB; on a GPU measured by default."),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Timed steps.")] = 3,
-    depth: Annotated[int | None, typer.Option(help="Cut regions' names to this many parts.")] = None,
+    depth: Annotated[
+        int | None, typer.Option(help="Group regions by the first parts of their names.")
+    ] = None,
     tensors: Annotated[
         str | None, typer.Option(metavar="PATTERN", help="Also list the saved tensors of these regions.")
     ] = None,
@@ -136,7 +138,7 @@ def profile(
         Path | None, typer.Option(metavar="FILE", help="Draw bytes over the step, as PNG.")
     ] = None,
 ) -> None:
-    """Show what a training step saves for backward: by region, how large, and what each home would cost."""
+    """Show what a training step saves for backward: bytes by region, and what each home would save and cost."""
     from pagestash.commands.profile import Asked, run
 
     asked = Asked(
@@ -161,24 +163,24 @@ def profile(
 
 @app.command()
 def partition(
-    stages: Annotated[int, typer.Option(help="Stages of the pipeline, on all ranks together.")],
+    stages: Annotated[int, typer.Option(help="Stages of the pipeline, over all ranks.")],
     schedule: Annotated[str, typer.Option(help=f"Of torch.distributed.pipelining: {_SCHEDULES}.")] = "1F1B",
     preset: Annotated[
-        str, typer.Option(help=f"The model's shape, with costs by formula: {_PRESETS}.")
+        str, typer.Option(help=f"The model's shape; its costs come from formulas: {_PRESETS}.")
     ] = "tiny",
     layers: Annotated[int | None, typer.Option(help="Cut the preset to this many layers.")] = None,
     microbatches: Annotated[
-        int | None, typer.Option(help="Microbatches a step.  [default: twice the stages]")
+        int | None, typer.Option(help="Microbatches per step.  [default: twice the stages]")
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences of a microbatch.")] = 1,
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
-    shards: Annotated[int, typer.Option(help="Ranks that share a stage's parameters.")] = 1,
-    expert: Annotated[int, typer.Option(help="Of those, ranks that share the experts.")] = 1,
+    shards: Annotated[int, typer.Option(help="Ranks that a stage's parameters are sharded over.")] = 1,
+    expert: Annotated[int, typer.Option(help="Of those, ranks that the experts are divided among.")] = 1,
     memory: Annotated[
-        str, typer.Option(help="What a rank has anyway, as 80GiB: up to it, only time counts.")
+        str, typer.Option(help="Memory of a rank, like 80GiB: of placements that fit, the fastest wins.")
     ] = "0",
     costs: Annotated[
-        Path | None, typer.Option(help="Measured costs: what `pagestash profile --json` wrote, or a table.")
+        Path | None, typer.Option(help="Measured costs: a file of `pagestash profile --json`, or a table.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -201,7 +203,7 @@ def partition(
 def demo(
     steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 40,
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
-    ranks: Annotated[int, typer.Option(help="Processes that share the experts, 1 to 4.")] = 2,
+    ranks: Annotated[int, typer.Option(help="Processes to divide the experts among, 1 to 4.")] = 2,
 ) -> None:
     """Train the tiny preset with and without a policy: equal losses, and a table of bytes by home."""
     from pagestash.commands.demo import main

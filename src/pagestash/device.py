@@ -6,7 +6,7 @@ from pagestash.policy import machine_memory
 
 
 def find_device(name: str, option: str) -> torch.device:
-    """`auto`, `cpu` or `cuda` as a device that is here; `option` is how an error calls it."""
+    """The device for `auto`, `cpu` or `cuda`, if the machine has it; errors begin with `option`."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -23,13 +23,13 @@ def find_device(name: str, option: str) -> torch.device:
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes that the device has in all: the GPU's, or the machine's."""
+    """Total memory of the GPU, or of the machine, in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return machine_memory()
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a GPU or on the host."""
+    """Whether an error means that the GPU or the host ran out of memory."""
     ended = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return ended or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))

@@ -1,4 +1,4 @@
-"""The user's rules: which region's saved tensors go to which home, and how large the pool is."""
+"""A policy: which regions' saved tensors go to which home, and how large the pool is."""
 
 import json
 import math
@@ -61,7 +61,7 @@ def machine_memory() -> int:
 
 
 def format_bytes(size: float) -> str:
-    """A size for people: `format_bytes(1536)` is `'1.5 KiB'`."""
+    """A readable size: `format_bytes(1536)` is `'1.5 KiB'`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -69,7 +69,7 @@ def format_bytes(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-# --- what a field may be: a check takes the value and its name, and returns the value or raises a ValueError ---
+# --- checks of fields: each takes a value and its name, and returns the value or raises a ValueError ---
 
 Check = Callable[[Any, str], Any]
 
@@ -119,7 +119,7 @@ def _page(value: Any, what: str) -> int:
 
 
 def _check_fields(target: Any, checks: Mapping[str, Check], where: str) -> None:
-    """Hold each field of a frozen dataclass to its check, and keep what that returns."""
+    """Check each field of a frozen dataclass, and store what its check returns."""
     for name, check in checks.items():
         object.__setattr__(target, name, check(getattr(target, name), f"{where} {name}"))
 
@@ -128,11 +128,14 @@ def _check_fields(target: Any, checks: Mapping[str, Check], where: str) -> None:
 class Rule:
     """Saved tensors of the regions that `match` names go to `home`.
 
-    `*` stands for one part of a dotted name, `**` for any number of parts: `layers.*.experts` matches
-    `layers.3.experts` and not `layers.3.experts.act`; `layers.**` matches both. Tensors below `min_bytes`
-    (64 KiB; 1 MiB for `offload`, below which the link is not used well) stay where they are: moving them costs
-    more than it frees. For `offload`: `fraction` of the bytes leave the device, and `prefetch_bytes` are on it or
-    on their way back while backward runs (None: three times the largest group).
+    `*` matches one part of a dotted name, `**` any number of parts: `layers.*.experts` matches
+    `layers.3.experts` and not `layers.3.experts.act`; `layers.**` matches both.
+
+    Tensors below `min_bytes` stay where they are, because moving them costs more than it frees. The default is
+    64 KiB, 1 MiB for `offload` (smaller copies use the link badly), and 0 for `recompute`.
+
+    For `offload`: `fraction` of the bytes leave the device; `prefetch_bytes` is the window, the device memory for
+    groups that stay, leave or come back (None: three times the largest group).
     """
 
     match: str
@@ -157,7 +160,7 @@ class Rule:
         return int(self.min_bytes or 0)
 
     def matches(self, name: str) -> bool:
-        """Whether a region of this dotted name falls under the rule."""
+        """Whether the rule matches a region of this dotted name."""
         return _matches(self.match, name)
 
 
@@ -172,13 +175,19 @@ _RULE_FIELDS: dict[str, Check] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """Memory: page size, device pages (`"auto"` measures the first steps), and pinned host memory.
+    """Sizes: a page, the device pages (`"auto"`: measured), and pinned host memory.
 
-    `host` bounds all pinned memory: of a policy that offloads, the slabs, which grow to what is needed; of one
-    that does not, the pages to spill to. `spill` sets some of it aside for spilling in both cases. `"auto"` is
-    no page to spill to, and up to half of the machine's memory for offload. So is a bound for offload that is
-    more than the machine has. Pages to spill to are pinned at once, and refused if the machine has less.
-    `on_overflow` is for eager steps: a group that finds no page stays where it is (`"keep"`), or the step raises
+    | `host` | policy offloads | policy does not offload |
+    | --- | --- | --- |
+    | `"auto"` | offload may pin half of the machine's memory | no host pages |
+    | a size | offload may pin that much, less `spill` | host pages of that size |
+
+    `spill` sets the size of the host pages in both cases. Host pages are pinned at once; more than the machine
+    has is an error. Offload pins what it needs; a limit above the machine's memory counts as `"auto"`, with a
+    warning.
+
+    `headroom` is a factor: the pool has that many times the pages that the measured step needed. `on_overflow`
+    is for eager steps: a group that finds too few pages stays where it is (`"keep"`), or the step raises
     `PoolOverflow` (`"raise"`).
     """
 
@@ -200,7 +209,7 @@ class PoolConfig:
 
     @property
     def device_bytes(self) -> int | None:
-        """Bytes of device pages, or None where they are to be measured."""
+        """Bytes of device pages, or None if they are measured."""
         return None if self.device == "auto" else int(self.device)
 
 
@@ -216,7 +225,7 @@ _POOL_FIELDS: dict[str, Check] = {
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Rules, first match wins; what no rule matches is kept.
+    """Rules, of which the first that matches applies; tensors without a rule are kept.
 
     Examples:
         >>> policy = Policy(rules=[Rule("layers.*.moe.experts", "stash")])
@@ -239,19 +248,19 @@ class Policy:
 
     @property
     def spill_bytes(self) -> int:
-        """Pinned bytes for host pages, which a stash spills to."""
+        """Pinned bytes for host pages, which the stash spills to."""
         if self.pool.spill != "auto":
             return int(self.pool.spill)
         return 0 if self.pool.host == "auto" or self._offloads else int(self.pool.host)
 
     @property
     def offload_bytes(self) -> int:
-        """The most pinned bytes that offload may take."""
+        """The most bytes that offload may pin."""
         if not self._offloads:
             return 0
         memory = machine_memory()
         host = memory // 2 if self.pool.host == "auto" else int(self.pool.host)
-        # Pinning all that a machine has ends it, so a bound that it cannot reach is none.
+        # Pinning all memory would bring the machine down, so a limit above it counts as no limit.
         return max(0, (host if host <= memory else memory // 2) - self.spill_bytes)
 
     @property
@@ -263,9 +272,9 @@ class Policy:
         return next((rule for rule in self.rules if rule.matches(name)), None)
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse a rule that matches none of `names`, or only names that an earlier rule takes.
+        """Raise if a rule matches none of `names`, or only names that an earlier rule matches.
 
-        And pages to spill to that this machine cannot pin; a larger bound for offload is a warning.
+        Also raises if host pages exceed the machine's memory; a limit for offload that does is a warning.
         """
         self._check_host()
         known = [name for name in names if name]
@@ -275,13 +284,13 @@ class Policy:
                 near = get_close_matches(rule.match, known, n=5, cutoff=0.3) or known[:5]
                 raise ValueError(
                     f"rule {rule.match!r} matches no region. Names near it: {', '.join(near) or '(none)'}. "
-                    "Regions opened with ps.region() must be named to attach(model, regions=[...])."
+                    "Regions opened with ps.region() must be declared: attach(model, regions=[...])."
                 )
             if all(self.rule_for(name) is not rule for name in matched):
                 earlier = self.rule_for(matched[0])
                 assert earlier is not None
                 raise ValueError(
-                    f"rule {rule.match!r} never applies: {earlier.match!r} above it takes all it matches; "
+                    f"rule {rule.match!r} never applies: the earlier {earlier.match!r} matches all its regions; "
                     "the first match wins, so put the narrower rule first"
                 )
 
@@ -291,7 +300,7 @@ class Policy:
         if self.spill_bytes > most:
             key = "host" if self.pool.spill == "auto" else "spill"
             raise ValueError(
-                f"pool {key}={format_bytes(self.spill_bytes)}: {has}, and pages to spill to are pinned at once"
+                f"pool {key}={format_bytes(self.spill_bytes)}: {has}, and host pages are pinned at once"
             )
         if self._offloads and self.pool.host != "auto" and int(self.pool.host) > most:
             told = f"offload takes up to {format_bytes(self.offload_bytes)}"
@@ -322,7 +331,7 @@ class Policy:
         return cls(rules=[Rule(**rule) for rule in rules], pool=PoolConfig(**pool))
 
     def to_toml(self) -> str:
-        """The policy as TOML that `load` reads back to an equal one."""
+        """The policy as TOML; `load` reads it back to an equal policy."""
         lines = ["[pool]"]
         lines += [f"{item.name} = {_toml(getattr(self.pool, item.name))}" for item in fields(PoolConfig)]
         for rule in self.rules:
@@ -335,13 +344,13 @@ class Policy:
 
 
 def _toml(value: str | float) -> str:
-    # JSON's strings are TOML's, but for one control character.
+    # A JSON string is a TOML string, except for one control character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _known(data: Any, expected: set[str], where: str) -> None:
     if not isinstance(data, Mapping):
-        raise ValueError(f"{where}: {data!r} is no table; expected {', '.join(sorted(expected))}")
+        raise ValueError(f"{where}: {data!r} is not a table; expected {', '.join(sorted(expected))}")
     for key in data:
         if key not in expected:
             hint = get_close_matches(str(key), expected, n=1)
@@ -349,7 +358,7 @@ def _known(data: Any, expected: set[str], where: str) -> None:
             raise ValueError(f"{where}: unknown key {key!r}{meant}")
 
 
-@lru_cache(maxsize=2**14)  # asked in every forward, about the same names
+@lru_cache(maxsize=2**14)  # called in every forward, with the same names
 def _matches(match: str, name: str) -> bool:
     return re.fullmatch(_pattern(match), name) is not None
 

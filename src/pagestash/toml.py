@@ -1,4 +1,4 @@
-"""A TOML file, or one sentence that says why it cannot be read."""
+"""Read TOML files, with errors of one sentence."""
 
 import tomllib
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The tables of a TOML file; a `ValueError` that begins with the path if there are none."""
+    """The tables of a TOML file; if it cannot be read, a `ValueError` that begins with the path."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -93,7 +93,7 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch):
         (["--module", "mine:make_nothing"], "expected an nn.Module"),
         (["--module", "mine:make_without_batch"], "return (model, batch)"),
         (["--module", "mine:make_model", "--layers", "2"], "--layers is for presets"),
-        (["--module", "mine:make_model", "--preset", "tiny"], "give one of them"),
+        (["--module", "mine:make_model", "--preset", "tiny"], "pass only one of them"),
         (["--batch", "0"], "--batch 0"),
         (["--seq", "0"], "--seq 0"),
         (["--dtype", "int8"], "--dtype int8: expected one of"),

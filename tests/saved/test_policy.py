@@ -71,7 +71,7 @@ def test_a_rule_that_matches_nothing_lists_the_names_it_could_have_meant():
 
 def test_a_rule_shadowed_by_an_earlier_one_is_refused():
     policy = Policy(rules=[Rule("layers.*", "keep"), Rule("layers.0", "stash")])
-    with pytest.raises(ValueError, match=r"'layers\.0' never applies: 'layers\.\*' above it"):
+    with pytest.raises(ValueError, match=r"'layers\.0' never applies: the earlier 'layers\.\*' matches"):
         policy.check(["layers.0", "layers.1"])
 
 
@@ -173,11 +173,11 @@ def test_units_are_read_in_toml(tmp_path):
         ("[[rule\n", "policy.toml"),
         ("rule = 3\n", r"rule=3: expected tables that begin with \[\[rule\]\]"),
         ("rule = 'all'\n", r"rule='all': expected tables"),
-        ("rule = [1]\n", r"\[\[rule\]\] 1: 1 is no table"),
+        ("rule = [1]\n", r"\[\[rule\]\] 1: 1 is not a table"),
         ("[rule]\nmatch = 'a'\nhome = 'stash'\n", "expected tables that begin with"),
-        ("pool = []\n", r"\[pool\]: \[\] is no table"),
-        ("pool = 5\n", r"\[pool\]: 5 is no table"),
-        ("[[pool]]\npage = 16\n", r"\[pool\]: .* is no table"),
+        ("pool = []\n", r"\[pool\]: \[\] is not a table"),
+        ("pool = 5\n", r"\[pool\]: 5 is not a table"),
+        ("[[pool]]\npage = 16\n", r"\[pool\]: .* is not a table"),
         ("a = " + "[" * 5000, "nested too deeply"),
     ],
 )

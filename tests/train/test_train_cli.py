@@ -68,7 +68,7 @@ def test_the_command_writes_metrics_and_a_checkpoint(tmp_path):
         (["--seed", "-1"], "seed=-1: expected at least 0"),
         (["--seed", 2**63], f"seed={2**63}: expected at most {2**63 - 1}"),
         (["--seed", 10**30], "seed=1000"),
-        (["--schedule", "DualPipeV"], "schedule='DualPipeV' is for a pipeline: give --pipeline"),
+        (["--schedule", "DualPipeV"], "schedule='DualPipeV' is for a pipeline: pass --pipeline"),
         (["--schedule", "1F1B", "--pipeline", "1"], "schedule='1F1B' is for a pipeline"),
         (["--set", "chunks=2"], "chunks=2 is for a pipeline"),
         (["--set", "lr=inf"], "lr=inf: expected at most"),
@@ -108,7 +108,7 @@ POLICIES = {
     "match = 5": "[[rule]]\nmatch = 5\nhome = 'stash'\n",
     "headroom='a lot'": "[pool]\nheadroom = 'a lot'\n",
     "rule=3": "rule = 3\n",
-    "[] is no table": "pool = []\n",
+    "[] is not a table": "pool = []\n",
 }
 
 
@@ -165,7 +165,7 @@ def finished(tmp_path):
 
 def test_another_run_is_never_overwritten(finished):
     line = refused(finished, *words(settings(finished), finished / "run"))
-    assert "holds another run; --resume goes on with it" in line
+    assert "holds another run; --resume continues it" in line
 
 
 def test_a_file_is_no_place_for_a_run(tmp_path):

@@ -1,1 +1,1 @@
-"""What stands behind each command of `pagestash`; `cli.py` has their options."""
+"""The implementation of each command of `pagestash`; `cli.py` has their options."""

@@ -1,7 +1,7 @@
-"""`pagestash demo`: the tiny preset on ranks that share its experts, with and without a policy.
+"""`pagestash demo`: train the tiny preset with and without a policy, its experts divided among ranks.
 
-No rank knows how many rows will arrive, so its buffers have room for all that can. Without a policy whole buffers
-wait for backward. The policy stashes the rows that did arrive, and recomputes the rest of each layer.
+No rank knows how many rows it will receive, so its buffers have the worst-case size. Without a policy whole
+buffers wait for backward. The policy stashes the received rows and recomputes the rest of each layer.
 """
 
 import os
@@ -31,13 +31,13 @@ match = "layers.*"
 home = "recompute"
 """
 WAITS = ("keep", "stash")
-"""The homes in which bytes wait when the most do; what is recomputed waits for its own layer's backward alone."""
+"""The homes that hold bytes at the peak; recomputed tensors exist only during their own layer's backward."""
 SEQUENCES = 4
-"""A step, on all ranks."""
+"""Per step, over all ranks."""
 
 
 def runs(steps: int, seed: int, ranks: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Train twice, in `folder`; the metrics of every step, by the run's name."""
+    """Train twice in `folder`: the metrics of every step, by the name of the run."""
     policy = folder / "policy.toml"
     policy.write_text(POLICY)
     metrics = {}
@@ -61,10 +61,10 @@ def runs(steps: int, seed: int, ranks: int, folder: Path) -> dict[str, list[dict
 
 
 def _train(words: list[str], ranks: int) -> None:
-    """`pagestash train` on so many ranks of this machine; its progress goes where ours does."""
+    """Run `pagestash train` on `ranks` processes; its progress is printed."""
     launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
-    # Interpreted kernels are for tests: on a CPU the references are meant.
+    # Interpreted kernels are for tests; on a CPU the torch references are much faster.
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "TRITON_INTERPRET": "0"}
     done = subprocess.run(
         [sys.executable, "-m", *launch, "pagestash", "train", *words],
@@ -79,7 +79,7 @@ def _train(words: list[str], ranks: int) -> None:
 
 
 def main(steps: int, seed: int, ranks: int) -> bool:
-    """Run both, show the table; False if a loss differs in a single bit."""
+    """Run both and print the table; False if any loss differs in a single bit."""
     console = Console()
     where = f"{ranks} CPU ranks that share its experts" if ranks > 1 else "the CPU"
     console.print(f"The tiny preset on {where}: {steps} steps without a policy, and {steps} with one.")

@@ -1,4 +1,4 @@
-"""`pagestash partition`: which layers stand on which stage, as a table."""
+"""`pagestash partition`: which layers are on which stage, as a table."""
 
 import json
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from pagestash.pipeline.stages import Partition, partition
 from pagestash.policy import format_bytes, parse_bytes
 
 MOST_ACTIONS = 1_000_000
-"""Microbatches times stages: the plans of all ranks are held in memory, action by action."""
+"""Most microbatches × stages: the plans of all ranks are held in memory, action by action."""
 
 
 def costs_of_preset(
     name: str, layers: int | None, *, batch: int, sequence: int, shards: int, expert_parallel: int
 ) -> list[LayerCost]:
-    """A preset's layers, for microbatches of `batch` sequences."""
+    """The costs of a preset's layers, for microbatches of `batch` sequences."""
     numbers = {"batch": batch, "sequence": sequence, "shards": shards, "expert": expert_parallel}
     for what, value in numbers.items():
         if not 1 <= value < 2**31:
@@ -35,7 +35,7 @@ def costs_of_preset(
 
 
 def costs_of_file(path: Path, formulas: Sequence[LayerCost]) -> list[LayerCost]:
-    """Measured costs, from a JSON file: a table of layers, or what `pagestash profile` wrote of the same model."""
+    """Measured costs from a JSON file: a table of layers, or a profile of the same model."""
     try:
         found = json.loads(path.read_text())
         if isinstance(found, dict) and "regions" in found:
@@ -60,7 +60,7 @@ def main(
     memory: str,
     as_json: bool,
 ) -> None:
-    """Place the layers and print where they stand."""
+    """Place the layers and print the result."""
     room = parse_bytes(memory, "memory")
     if microbatches is not None and microbatches * max(1, stages) > MOST_ACTIONS:
         raise ValueError(f"microbatches={microbatches}: expected at most {MOST_ACTIONS // max(1, stages)}")
@@ -100,7 +100,7 @@ def _show(placed: Partition, console: Console) -> None:
 
 
 def _span(names: Sequence[str]) -> str:
-    """Runs of numbered layers in one word: `embed, layers.0-5`."""
+    """The names, with consecutive numbered layers as a range: `embed, layers.0-5`."""
     words: list[str] = []
     run: list[str] = []
 

@@ -1,4 +1,4 @@
-"""`pagestash profile`, behind the command line."""
+"""`pagestash profile`."""
 
 import importlib
 import importlib.util
@@ -24,7 +24,7 @@ from pagestash.torch_internals import tree_map_only
 WRONG_INPUT = 2
 PIPE_COLUMNS = 160
 WIDE_COLUMNS = 140
-"""What the table takes at its widest."""
+"""Width of the full table."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -50,8 +50,8 @@ class Asked:
 
 
 def run(asked: Asked) -> int:
-    """Profile and show; the exit code. What is wrong with the input is one line on stderr."""
-    # A pipe has no width: rich would take 80 columns for one.
+    """Profile and print; returns the exit code. Bad input is one line on stderr."""
+    # A pipe has no width, and rich would assume 80 columns.
     console = Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)
     try:
         found = _measure(asked)
@@ -90,7 +90,7 @@ def _measure(asked: Asked) -> Profile:
     model, batch = _from_module(asked, device) if asked.module else _from_preset(asked, device)
     with ExitStack() as stack:
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        # On stderr: stdout is the table.
+        # On stderr: stdout has the table.
         errors = Console(stderr=True)
         progress = stack.enter_context(
             Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
@@ -112,11 +112,11 @@ def _measure(asked: Asked) -> Profile:
 
 
 def _check(asked: Asked) -> None:
-    """What can be wrong is found before anything is built."""
+    """Check the options before a model is built."""
     if asked.preset is not None and asked.module is not None:
-        raise ValueError("--preset and --module: give one of them")
+        raise ValueError("--preset and --module: pass only one of them")
     if asked.module is not None and asked.layers is not None:
-        raise ValueError("--layers is for presets; the function of --module makes its own")
+        raise ValueError("--layers is for presets; with --module the function determines the layers")
     for name in ("batch", "seq", "repeats", "depth"):
         value = getattr(asked, name)
         if value is not None and value < 1:
@@ -134,7 +134,7 @@ def _check(asked: Asked) -> None:
 def _from_preset(asked: Asked, device: torch.device) -> tuple[nn.Module, Any]:
     config = preset(asked.preset or "tiny", asked.layers)
     dtype = _dtype("--dtype", asked.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    # Weights and their gradients; the activations are what we are about to find out.
+    # Weights and gradients; the activations are still unknown.
     needed = 2 * dtype.itemsize * count_parameters(config)[0]
     there = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine_memory()
     if needed > there:
@@ -148,7 +148,7 @@ def _from_preset(asked: Asked, device: torch.device) -> tuple[nn.Module, Any]:
 
 
 def _from_module(asked: Asked, device: torch.device) -> tuple[nn.Module, Any]:
-    """The model that `pkg:name` makes, and its batch: its own, or tokens."""
+    """The model that `pkg:name` returns, with the batch that it returns or random tokens."""
     made = _function(asked.module or "")()
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
@@ -170,7 +170,7 @@ def _function(place: str) -> Any:
     if not (name and colon and attribute):
         raise ValueError(f"--module {place}: expected pkg:name, like mymodels.small:make_model")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it: a file in the working folder is found
+        sys.path.insert(0, "")  # as under `python -m`: finds files in the working folder
     try:
         found: Any = importlib.import_module(name)
         for part in attribute.split("."):

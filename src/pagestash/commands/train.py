@@ -1,4 +1,4 @@
-"""`pagestash train`, behind the command line."""
+"""`pagestash train`."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ def run(
     assignments: Sequence[str] = (),
     resume: bool = False,
 ) -> int:
-    """Prepare and train; the exit code. What is wrong with the input is one line on stderr."""
+    """Prepare and train; returns the exit code. Bad input is one line on stderr."""
     try:
         sources = [read_toml(config) if config else {}, parse_assignments(assignments), checked(given)]
         plan = prepare(_settings(sources), out, resume=resume)
@@ -48,7 +48,7 @@ def run(
 
 
 def _refuse(text: str) -> int:
-    if os.environ.get("RANK", "0") == "0":  # every rank finds it, one says so
+    if os.environ.get("RANK", "0") == "0":  # every rank finds the error, one prints it
         print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return WRONG_INPUT
 
@@ -77,7 +77,7 @@ def _train(plan: RunPlan) -> int:
 
 
 def _settings(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What was given, the later sources winning; settings nobody gave stay open for the run that is resumed."""
+    """The settings that were given; later sources win. Those not given come from the run that is resumed."""
     merged = merge(*sources)
     return {key: getattr(merged, key) for source in sources for key in source}
 

@@ -1,8 +1,9 @@
-"""Checkpoints: tensors in safetensors, counters in JSON, in a folder that is whole or not there.
+"""Checkpoints: tensors in safetensors, counters in JSON, in a folder that is complete or absent.
 
-A checkpoint is written beside its place, synced, and renamed into it: a process that dies at any moment
-leaves the one before. Neither format can hold code. `checksums.json` has the SHA-256 of every other file, read back
-from what was written: a byte that changed later, or a file of another step, is found before anything is loaded.
+A checkpoint is written to a temporary folder, synced, and renamed: a process that dies at any moment leaves the
+previous checkpoint intact. Neither format can hold code. `checksums.json` has the SHA-256 of every other file,
+computed from the written file: a byte that changed later, or a file of another step, is found before anything
+is loaded.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ FOLDER = "checkpoints"
 CHECKSUMS = "checksums.json"
 STATE = "state.json"
 FORMAT = 2
-"""In a checkpoint's state; 1, or none, is from before there were checksums."""
+"""Written to a checkpoint's state. Format 1, or none, has no checksums."""
 _PARTIAL = ".partial-"
 
 
@@ -35,9 +36,9 @@ def save(
     state: Mapping[str, Any],
     keep: int,
 ) -> Path:
-    """Write `step-N` with one file for each group of tensors, then let all but the last `keep` go.
+    """Write `step-N` with one file per group of tensors, then delete all but the last `keep` checkpoints.
 
-    Where that fails (a full disk) it is a `RunError`, and the checkpoints there were are still there.
+    If that fails (a full disk), it raises `RunError`, and the earlier checkpoints remain.
     """
     folder = run / FOLDER
     final = folder / f"step-{step:08d}"
@@ -53,7 +54,7 @@ def save(
         os.rename(partial, final)
         sync(folder)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)  # a disk that is full needs the room
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the space
         last = latest(run)
         left = "there is none before it" if last is None else f"the last whole one is {last.name}"
         raise RunError(f"checkpoint {final} cannot be written ({reason(error)}); {left}") from error
@@ -78,13 +79,13 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def latest(run: Path) -> Path | None:
-    """The newest whole checkpoint of a run."""
+    """The newest complete checkpoint of a run."""
     found = _all(run)
     return found[-1] if found else None
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The counters."""
+    """The counters and settings in a checkpoint."""
     try:
         return _state(checkpoint)
     except _Damage as damage:
@@ -92,12 +93,12 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def has_checksums(checkpoint: Path) -> bool:
-    """Whether a version wrote it that writes them."""
+    """Whether the checkpoint has checksums; those from before 0.2 have none."""
     return _has_checksums(checkpoint)
 
 
 def verify(checkpoint: Path) -> None:
-    """Hold every file to its checksum; a `RunError` names the first that fails, and the checkpoint before it."""
+    """Check every file against its checksum; a `RunError` names the first bad file and the last good checkpoint."""
     try:
         _verify(checkpoint)
     except _Damage as damage:
@@ -105,7 +106,7 @@ def verify(checkpoint: Path) -> None:
 
 
 def shapes(checkpoint: Path, name: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of a group of tensors, from the file's head alone."""
+    """The shapes of a group of tensors, read from the file's header."""
     try:
         return _shapes(checkpoint, name)
     except _Damage as damage:
@@ -113,7 +114,7 @@ def shapes(checkpoint: Path, name: str) -> dict[str, tuple[int, ...]]:
 
 
 def check_shapes(checkpoint: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a checkpoint of another model, naming the first difference."""
+    """Raise if the checkpoint is of a model with other shapes, naming the first difference."""
     found = shapes(checkpoint, "model")
     for name in sorted({*expected, *found}):
         if expected.get(name) != found.get(name):
@@ -158,12 +159,12 @@ def _checksums(checkpoint: Path) -> dict[str, str]:
     except (OSError, ValueError, RecursionError) as error:
         raise _Damage(f"{CHECKSUMS} cannot be read ({reason(error)})") from error
     if not isinstance(found, dict):
-        raise _Damage(f"{CHECKSUMS} is no table")
+        raise _Damage(f"{CHECKSUMS} is not a table")
     return found
 
 
 def _verify(checkpoint: Path) -> None:
-    """Of an older version's: that the files can be opened, which is all that can be known."""
+    """Check all files; without checksums, only that they can be opened."""
     files = sorted(path for path in checkpoint.glob("*.safetensors"))
     _state(checkpoint)
     if not _has_checksums(checkpoint):
@@ -193,7 +194,7 @@ def _shapes(checkpoint: Path, name: str) -> dict[str, tuple[int, ...]]:
 
 
 def _refusal(checkpoint: Path, damage: _Damage) -> RunError:
-    """The damage, and what there is to go back to."""
+    """An error that names the damage and the last intact checkpoint."""
     for before in reversed(_all(checkpoint.parent.parent)):
         if _step(before) >= _step(checkpoint):
             continue
@@ -201,9 +202,7 @@ def _refusal(checkpoint: Path, damage: _Damage) -> RunError:
             _verify(before)
         except _Damage:
             continue
-        way = (
-            f"{before.name} before it is whole: move {checkpoint.name} away, and --resume goes on from there"
-        )
+        way = f"{before.name} before it is whole: move {checkpoint.name} away, and --resume continues from there"
         return RunError(f"checkpoint {checkpoint}: {damage}; {way}")
     return RunError(f"checkpoint {checkpoint}: {damage}; there is no whole one before it")
 
@@ -214,7 +213,7 @@ def _digest(path: Path) -> str:
 
 
 def _all(run: Path) -> list[Path]:
-    """Checkpoints by their step; whatever else is in the folder is not looked at."""
+    """Checkpoints in the order of their steps; other files in the folder are ignored."""
     try:
         found = [path for path in (run / FOLDER).iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -230,7 +229,7 @@ def _step(checkpoint: Path) -> int:
 
 
 def _discard(checkpoint: Path) -> None:
-    """Delete a checkpoint; it stops being one before its first file goes."""
+    """Delete a checkpoint; it is renamed before its first file is deleted."""
     gone = checkpoint.with_name(f"{_PARTIAL}{checkpoint.name}")
     os.rename(checkpoint, gone)
     shutil.rmtree(gone)

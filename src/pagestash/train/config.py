@@ -1,4 +1,4 @@
-"""The settings of a training run: defaults, a TOML file, the command line; the later wins."""
+"""The settings of a training run. The command line overrides a TOML file, which overrides the defaults."""
 
 import sys
 import tomllib
@@ -15,7 +15,7 @@ from pagestash.models.config import DecoderConfig, preset
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """A run of `pagestash train`. What stands above `policy` decides its numbers; the rest does not."""
+    """A run of `pagestash train`. Fields before `policy` affect losses and weights; the others do not."""
 
     preset: str = "tiny"
     layers: int | None = None
@@ -26,39 +26,39 @@ class TrainConfig:
     corpus: tuple[str, ...] = ()
     """Files and folders of text; empty: the source of Python's standard library."""
     batch: int = 4
-    """Sequences a step and rank."""
+    """Sequences per step and rank."""
     sequence: int = 128
     microbatches: int = 0
-    """Parts that a rank's sequences go through the model in, one after the other; 0: one part, or with a pipeline
-    as many as there are sequences. Losses are means over all, auxiliary losses are of each part."""
+    """Parts that a rank's sequences are divided into; 0: one part, or with a pipeline one per sequence. The loss is
+    the mean over all parts; auxiliary losses are computed per part."""
 
     lr: float = 3e-3
     min_lr: float = 3e-4
     warmup: int = 10
     decay_steps: int = 2000
-    """The step at which the cosine reaches `min_lr`. It does not follow `steps`, so that a run can be extended
-    to the same bits."""
+    """The step at which the cosine reaches `min_lr`. It does not depend on `steps`, so that extending a run gives
+    bit-identical results."""
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0
-    """The norm that gradients are cut to; 0 leaves them."""
+    """The norm that gradients are clipped to; 0: no clipping."""
     bias_rate: float = 1e-3
-    """How far the routers' selection biases move a step, where the model has them."""
+    """How far the routers' selection biases move per step, if the model has them."""
     capacity_factor: float = 0.0
-    """Rows of a layer's expert buffers, times the average that arrives; 0: as many as can arrive."""
+    """Rows of a layer's expert buffers, as a multiple of the average number received; 0: the worst case."""
     expert_parallel: int = 0
-    """Ranks that share a layer's experts; 0: all. The others are data parallel."""
+    """Ranks that a layer's experts are divided among; 0: all. Groups of such ranks are data parallel."""
     dispatch: str = "all_gather"
     """How rows reach the ranks of their experts: all_gather, all_to_all, all_to_all_exact."""
     pipeline: int = 1
-    """Ranks that the layers are cut over; each holds the stages that its place in `schedule` gives it."""
+    """Ranks that the layers are divided among; `schedule` determines each rank's stages."""
     schedule: str = "1F1B"
     """With a pipeline: a schedule of torch.distributed.pipelining."""
     chunks: int = 0
-    """With a pipeline: stages of a rank, where the schedule leaves the choice; 0: 2."""
+    """With a pipeline: stages per rank, if the schedule leaves the choice; 0: 2."""
     deterministic: bool = True
-    """On a GPU: sums in a fixed order, without which no two runs have the same bits (attention's backward)."""
+    """On a GPU: sum in a fixed order, so that two runs are bit-identical (matters for attention's backward)."""
 
     policy: str = "none"
     """A policy file, or none."""
@@ -66,7 +66,7 @@ class TrainConfig:
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
     log_every: int = 0
-    """Steps between looks at the device; 0: 1 on a CPU, 10 on a GPU. Every step has its line either way."""
+    """Steps between reads of the results; 0: 1 on a CPU, 10 on a GPU. Every step has a line in the metrics."""
     tensorboard: bool = False
     device: str = "auto"
     graph: bool = True
@@ -88,12 +88,12 @@ class TrainConfig:
 
     @property
     def parts(self) -> int:
-        """Microbatches a step."""
+        """Microbatches per step."""
         return self.microbatches or (self.batch if self.pipeline > 1 else 1)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch, on one rank."""
+        """Tokens of one microbatch on one rank."""
         return self.batch // self.parts * self.sequence
 
     def decoder(self) -> DecoderConfig:
@@ -115,13 +115,13 @@ _RANGES: dict[str, tuple[float, float]] = {
     "capacity_factor": (0, 1e6),
     "seed": (0, 2**63 - 1),
 }
-"""The least and the most that a setting may be; neither admits a NaN, and the most no infinity."""
+"""The smallest and largest value of each setting; the comparison also rejects NaN and infinity."""
 
 DISPATCHES = ("all_gather", "all_to_all", "all_to_all_exact")
 
 
 def merge(*layers: Mapping[str, Any]) -> TrainConfig:
-    """One configuration from several sources, of which the later win; `model` merges by key."""
+    """One configuration from several sources; later ones win, and `model` merges by key."""
     values: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
@@ -132,7 +132,7 @@ def merge(*layers: Mapping[str, Any]) -> TrainConfig:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The settings in a TOML file; a wrong one is named with the file."""
+    """The settings in a TOML file; an error names the setting and the file."""
     values = toml.read_toml(path)
     try:
         return checked(values)
@@ -141,7 +141,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
-    """The settings in `key=value` words; `model.key=value` changes the model.
+    """The settings in `key=value` words; `model.key=value` sets a field of the model.
 
     >>> parse_assignments(["lr=1e-3", "model.experts=4"])
     {'lr': 0.001, 'model': {'experts': 4}}
@@ -185,7 +185,7 @@ def _check_table(values: Mapping[str, Any], kind: type, where: str) -> dict[str,
 
 
 def _check_type(value: Any, kind: Any, name: str) -> Any:
-    """`value` as `kind`; whole numbers may stand for floats, one string for a tuple of them."""
+    """`value` as `kind`; accepts whole numbers as floats, and a string as a tuple of one."""
     origin = get_origin(kind)
     if origin is UnionType:
         if value is None:
@@ -213,7 +213,7 @@ _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def _value(text: str) -> Any:
-    """A TOML value, or the text itself where it is none: paths and names need no quotes."""
+    """The text parsed as a TOML value, or the text itself: paths and names need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):

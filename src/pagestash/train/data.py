@@ -1,4 +1,4 @@
-"""Bytes of text files, and the windows that each step reads."""
+"""The text files to train on, as bytes, and the windows that each step reads."""
 
 import hashlib
 import sysconfig
@@ -13,17 +13,17 @@ _NOT_OURS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """All files, one after the other; `digest` tells corpora apart."""
+    """All files, one after the other; `digest` identifies the contents."""
 
     data: torch.Tensor
-    """uint8, one element a byte."""
+    """uint8, one element per byte."""
     files: int
     digest: str
 
     def windows(self, step: int, seed: int, count: int, length: int, first: int, last: int) -> torch.Tensor:
         """Windows `first` to `last` of the `count` that all ranks read in `step`: int64 [last - first, length].
 
-        Where a run is in its data is its step number, and nothing else: resuming needs no state.
+        The position in the data depends on seed and step alone: resuming needs no other state.
         """
         generator = torch.Generator().manual_seed(_mix(seed, step))
         starts = torch.randint(self.data.numel() - length + 1, (count,), generator=generator)
@@ -32,7 +32,7 @@ class Corpus:
 
 
 def load_corpus(paths: Sequence[str | Path], length: int) -> Corpus:
-    """Read text files, and those in folders, in the order of their names; refuse less than one window."""
+    """Read text files, and those in folders, sorted by name; raise if they are shorter than one window."""
     files = [file for path in paths for file in _files(Path(path))] if paths else standard_library()
     parts, digest = [], hashlib.sha256()
     for file in files:
@@ -48,7 +48,7 @@ def load_corpus(paths: Sequence[str | Path], length: int) -> Corpus:
         raise ValueError(f"corpus {where}: it is empty")
     if len(whole) < length:
         raise ValueError(f"corpus {where}: {len(whole)} bytes are less than one window of {length}")
-    # A writable copy: torch warns of tensors over memory it may not write.
+    # A writable copy: torch warns about tensors over read-only memory.
     return Corpus(torch.frombuffer(bytearray(whole), dtype=torch.uint8), len(files), digest.hexdigest())
 
 
@@ -69,5 +69,5 @@ def _files(path: Path) -> list[Path]:
 
 
 def _mix(seed: int, step: int) -> int:
-    """A seed for one step: neighbours in either number are nothing alike."""
+    """A seed for one step; neighbouring seeds or steps give unrelated results."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{step}".encode()).digest()[:8], "big") >> 1

@@ -1,4 +1,4 @@
-"""The folder of a run: one process writes in it, and it knows the settings that the run was begun with."""
+"""The folder of a run: a lock, so that one process writes there, and the run's settings."""
 
 import errno
 import fcntl
@@ -19,20 +19,20 @@ _HELD = (errno.EAGAIN, errno.EACCES)
 
 
 class RunError(ValueError):
-    """What ends a run and is no fault of the program, in one sentence."""
+    """Something outside the program ended the run; the message is one sentence."""
 
 
 def reason(error: Exception) -> str:
-    """What the system says of a file, without the number of the error."""
+    """The operating system's message, without the error number."""
     strerror = getattr(error, "strerror", None)
     return str(strerror or error)
 
 
 @contextmanager
 def claim(out: Path) -> Iterator[None]:
-    """Make the folder if need be, and have it for this process alone.
+    """Make the folder if needed, and lock it for this process.
 
-    The lock is the kernel's (flock): it ends with the process, however that ends.
+    The operating system holds the lock (flock) and releases it when the process ends, even by a crash.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -50,9 +50,10 @@ def claim(out: Path) -> Iterator[None]:
                     f"--out {out}: another run{who} is writing there; wait for its end, or choose another folder"
                 ) from None
             warnings.warn(
-                f"{out}: no lock can be had there ({reason(error)}); start no second run", stacklevel=2
+                f"{out}: the folder cannot be locked ({reason(error)}); start no second run there",
+                stacklevel=2,
             )
-        with suppress(OSError):  # a full disk; the text is for people, the lock is held
+        with suppress(OSError):  # a full disk; the text only informs people, and the lock is held
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield
@@ -62,7 +63,7 @@ def claim(out: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a run was begun with, or last resumed with; written before its first step."""
+    """The settings that a run was started or last resumed with; written before its first step."""
 
     config: Mapping[str, Any]
     corpus: str
@@ -72,15 +73,15 @@ class Settings:
 
 
 def write_settings(out: Path, settings: Settings) -> None:
-    """Put `settings.json` in its place, whole."""
+    """Write `settings.json` atomically."""
     values = {"checkpoint": settings.checkpoint, "corpus": settings.corpus, "config": dict(settings.config)}
-    # As JSON gives them back: a tuple is a list there.
+    # As they are read back from JSON, where a tuple becomes a list.
     values = json.loads(json.dumps(values))
     write_whole(out / SETTINGS, json.dumps({"sha256": _digest(values), **values}, indent=2) + "\n")
 
 
 def read_settings(out: Path) -> Settings | None:
-    """The settings of the run in `out`; None if an older version, or nothing, ran there."""
+    """The settings of the run in `out`; None if there is none, or it is of an older version."""
     path = out / SETTINGS
     try:
         values = json.loads(path.read_bytes())
@@ -102,7 +103,7 @@ def read_settings(out: Path) -> Settings | None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there as it was or as it is to be, whenever the process dies."""
+    """Write a file atomically: if the process dies, the old or the new contents are there."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -118,7 +119,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on disk."""
+    """Sync a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""`train`: from a plan to a trained model, a step at a time."""
+"""`train`: run a plan step by step."""
 
 import math
 import os
@@ -29,14 +29,14 @@ from pagestash.train.state import TrainState, make_optimizer
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """Where a run ended: its last step, and whether it was asked to stop before the last of its plan."""
+    """The last step of a run, and whether it was stopped before the end of its plan."""
 
     step: int
     stopped: bool
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """The rate of `step` (the first is 1): a straight rise over `warmup` steps, then half a cosine down."""
+    """The learning rate of `step` (the first is 1): linear warm-up over `warmup` steps, then cosine decay."""
     if step <= config.warmup:
         return config.lr * step / config.warmup
     done = min(1.0, (step - config.warmup) / max(1, config.decay_steps - config.warmup))
@@ -44,15 +44,15 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def train(plan: RunPlan, listeners: Sequence[StepListener] = (), *, backend: str = "auto") -> TrainResult:
-    """Run a plan to its last step, or until Ctrl-C; ends with a checkpoint either way.
+    """Run a plan to its last step, or until Ctrl-C; both end with a checkpoint.
 
-    What is wrong with the files (another run writes there, a damaged checkpoint, a full disk) is a `RunError`.
+    A problem with files (another run writes there, a damaged checkpoint, a full disk) raises `RunError`.
     """
     with ExitStack() as stack:
         stack.enter_context(_deterministic(plan.config.deterministic and plan.device.type == "cuda"))
         ranks = RunRanks(plan.world, plan.device)
         stack.callback(ranks.close)
-        ranks.any(False)  # every rank has looked at the folder before the first one writes in it
+        ranks.any(False)  # every rank has read the folder before the first one writes to it
         ranks.lead(lambda: _begin(plan, stack))
         run = _Run(plan, ranks, backend)
         stack.callback(run.keeper.detach)
@@ -63,7 +63,7 @@ def train(plan: RunPlan, listeners: Sequence[StepListener] = (), *, backend: str
 
 
 def _begin(plan: RunPlan, stack: ExitStack) -> None:
-    """Have the folder for this run alone, and all that is read from it as it was written."""
+    """Lock the folder for this run, and verify the checkpoint that it starts from."""
     stack.enter_context(claim(plan.out))
     check_unchanged(plan)
     if plan.start is not None:
@@ -71,7 +71,7 @@ def _begin(plan: RunPlan, stack: ExitStack) -> None:
 
 
 class _Run:
-    """One training run: what it changes, and where it is."""
+    """One training run: its model, optimizer and position."""
 
     def __init__(self, plan: RunPlan, ranks: RunRanks, backend: str) -> None:
         config, world = plan.config, plan.world
@@ -91,24 +91,24 @@ class _Run:
             self.state.load(plan.start)
             self.done = int(checkpoint.read_state(plan.start)["step"])
         self.keeper = Keeper(plan.policy, backend=backend)
-        # A rule may name layers of another rank; that it names some was checked with the plan.
+        # A rule may match only layers of another rank; `prepare` checked that it matches some.
         elsewhere = [name for name, _ in Decoder(plan.decoder, device="meta").named_modules()]
         for model in self.models:
             self.keeper.attach(model, elsewhere)
         whole = WholeModel if plan.placed is None else PipelinedModel
         self.passes = whole(plan, ranks, self.models, self.keeper, self._autocast)
-        # Counts every run of a step, also of one that is run again: the host learns of it from the results.
+        # Counts every run of a step, reruns included; the host reads it with the results.
         self.runs = torch.zeros((), dtype=torch.int64, device=plan.device)
         self.step = GraphedStep(
             self._train_step,
             self.keeper,
             optimizer=self.optimizer,
-            # FSDP's collectives come and go with the host's bookkeeping; a graph holds the steps of one GPU.
+            # FSDP decides on the host which collectives to run, so only steps of a single GPU are captured.
             graph=config.graph and plan.device.type == "cuda" and world.size == 1,
         )
 
     def open(self, stack: ExitStack) -> list[StepListener]:
-        """The files that this run writes to, closed with the stack; its settings are written before a step is."""
+        """Open the files that this run writes, closed with the stack; writes the settings before the first step."""
         self._write_settings(self.done or None)
         self.lines = JsonLines(self.plan.out, self.done)
         stack.callback(self.lines.close)
@@ -120,7 +120,7 @@ class _Run:
         return files
 
     def _make_models(self) -> list[Decoder]:
-        """The model, or the stages of it that this rank holds."""
+        """The model, or this rank's stages of it."""
         plan = self.plan
         made: Any = {"make_dispatch": self._make_dispatch, "device": plan.device}
         if plan.placed is None:
@@ -153,7 +153,7 @@ class _Run:
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.plan.device.type != "cuda":
             return nullcontext()
-        # Without its cache: in a captured step a cached copy of a weight would outlive the weight's update.
+        # Without the cache: in a captured step a cached cast of a weight would outlive the weight's update.
         return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
 
     def to_the_end(self, listeners: Sequence[StepListener], stop: "_Stop") -> TrainResult:
@@ -183,7 +183,7 @@ class _Run:
                     failed = self._cannot_write(error)
                 waiting.clear()
                 since = time.perf_counter()
-                # All ranks look at the same step, so that they stop together.
+                # All ranks check at the same step, so that they stop together.
                 if self.ranks.any(stop.asked or failed is not None):
                     self.ranks.agree(failed)
                     self._save()
@@ -204,7 +204,7 @@ class _Run:
     def _line(
         self, step: int, rate: float, result: dict[str, Any], seconds: float, runs: int
     ) -> tuple[dict[str, Any], int]:
-        """A step's line, and how many runs of a step there had been when it was done."""
+        """The step's line of metrics, and the number of runs up to this step, reruns included."""
         total = int(result["runs"])
         again = total - runs - 1
         line = {
@@ -253,7 +253,7 @@ class _Stop:
 
 @contextmanager
 def _stop_when_asked() -> Iterator[_Stop]:
-    """The first Ctrl-C (or SIGTERM) asks the run to stop after its step; the second ends it at once."""
+    """The first Ctrl-C (or SIGTERM) stops the run after its step; the second ends it at once."""
     stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -275,20 +275,20 @@ def _stop_when_asked() -> Iterator[_Stop]:
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """Operations that add in a fixed order; one that cannot raises."""
+    """Use kernels that sum in a fixed order; an operation without one raises."""
     if not wanted:
         yield
         return
-    # cuBLAS reads it once, at the first product on a GPU; torch refuses deterministic products without it.
+    # cuBLAS reads this once, at the first product on a GPU; without it torch refuses deterministic products.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    # Else every new tensor would be filled with NaN first.
+    # Otherwise torch would fill every new tensor with NaN.
     memory: Any = torch.utils.deterministic
     filled, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False
-    # Not as warnings: attention stays as it was when it may only warn.
+    # Not warn_only: with it, attention keeps its nondeterministic kernels.
     torch.use_deterministic_algorithms(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a run tells: a JSON line a step, a progress line, TensorBoard where it is asked for."""
+"""What a run reports: one JSON line per step, a progress line, and TensorBoard if enabled."""
 
 import json
 import math
@@ -18,22 +18,22 @@ METRICS = "metrics.jsonl"
 
 
 class StepListener(Protocol):
-    """Hears of every step, in order."""
+    """Is told about every step, in order."""
 
     def step(self, line: Mapping[str, Any]) -> None: ...
 
 
 class JsonLines:
-    """`metrics.jsonl`: one object a line, one line a step.
+    """`metrics.jsonl`: one JSON object per line, one line per step.
 
-    A run that resumes drops what it is about to do again, so the file reads as if it had never stopped.
+    A resumed run first removes the lines after its checkpoint, so the file reads as if it had never stopped.
     """
 
     def __init__(self, run: Path, after: int) -> None:
         path = run / METRICS
         lines, _ = recorded(run)
         write_whole(path, "".join(text for step, text in lines if step <= after))
-        # Without a buffer: closing it has nothing left to write, which would fail again on a full disk.
+        # Unbuffered: closing has nothing left to write, which would fail again on a full disk.
         self._file = path.open("ab", buffering=0)
 
     def step(self, line: Mapping[str, Any]) -> None:
@@ -42,7 +42,7 @@ class JsonLines:
             rest = rest[self._file.write(rest) :]
 
     def sync(self) -> None:
-        """Have the lines on disk, before a checkpoint that comes after them."""
+        """Sync the lines to disk; called before a checkpoint is written."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars of each step."""
+    """Writes each step's scalars for TensorBoard."""
 
     def __init__(self, run: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -69,7 +69,7 @@ class TensorBoard:
 
 
 class Display:
-    """A progress line with loss, tokens a second, and bytes by home."""
+    """A progress line with loss, tokens per second, and bytes by home."""
 
     def __init__(self, progress: Progress, name: str, total: int, done: int) -> None:
         self._progress = progress
@@ -95,9 +95,9 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def recorded(run: Path) -> tuple[list[tuple[int, str]], bool]:
-    """The step and text of every line, and whether one more was torn, as a process leaves it that is killed.
+    """The step and text of every line, and whether a last line is incomplete, as after a kill.
 
-    A line that is none of a run is a `RunError` with its number.
+    Any other line that cannot be parsed raises `RunError` with its number.
     """
     path = run / METRICS
     try:
@@ -130,7 +130,7 @@ def _step_of(raw: bytes) -> int | None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for them."""
+    """Replace NaN and infinities, which JSON does not have, by null."""
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

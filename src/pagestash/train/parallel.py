@@ -1,9 +1,9 @@
-"""Ranks: who holds which layers and experts, and how everything else is sharded.
+"""Which rank holds which layers and experts, and how everything else is sharded.
 
-With a pipeline, ranks that stand side by side hold the same stages: they are *peers*, and without one all ranks
-are. Each peer has tokens of its own. `expert_parallel` peers that stand side by side share the experts of every
-layer; groups of them are data parallel. All parameters but the experts are sharded over the peers by FSDP2, an
-expert's over those that hold the same experts.
+Ranks that hold the same layers are *peers*: all ranks without a pipeline, and with one each block of `size /
+pipeline` consecutive ranks. Each peer has its own tokens. The experts of every layer are divided among
+`expert_parallel` consecutive peers; groups of such peers are data parallel. FSDP2 shards an expert over the
+ranks that hold the same experts, and all other parameters over the peers.
 """
 
 import os
@@ -30,7 +30,7 @@ from pagestash.train.folder import RunError, reason
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This rank's place, from what torchrun puts into the environment."""
+    """This rank's position among all ranks, from torchrun's environment variables."""
 
     rank: int = 0
     size: int = 1
@@ -40,7 +40,7 @@ class World:
 
     @classmethod
     def from_environment(cls, config: TrainConfig, experts: int) -> "World":
-        """Read and check it; no process group is made yet."""
+        """Read and check the environment; makes no process group yet."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size % config.pipeline:
             raise ValueError(f"pipeline={config.pipeline} does not divide the {size} ranks there are")
@@ -56,7 +56,7 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes and speaks."""
+        """Whether this rank writes files and prints."""
         return self.rank == 0
 
     @property
@@ -66,7 +66,7 @@ class World:
 
     @property
     def peer(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among its peers."""
         return self.rank % self.peers
 
     @property
@@ -79,7 +79,7 @@ class World:
 
 
 class RunRanks:
-    """The process groups of a run; in a single process there are none and everything here is a no-op."""
+    """The process groups of a run; in a single process there are none, and every method is a no-op."""
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world, self.device = world, device
@@ -119,14 +119,14 @@ class RunRanks:
             return
         from torch.distributed.fsdp import fully_shard
 
-        # Under a pipeline weights stay whole between the passes of a step. A stage's next forward would take them
-        # away from a backward that is split, which then leaves gradients out without a word.
+        # Under a pipeline weights stay gathered between the passes of a step. Otherwise a stage's next forward
+        # would reshard them under a split backward, which then silently skips gradients.
         again: Any = {"reshard_after_forward": False} if world.pipeline > 1 else {}
         apart = set(self._experts(model)) if world.expert_parallel > 1 else set()
         if apart and world.peers > world.expert_parallel:
             for moe in model.modules():
                 if isinstance(moe, MoE):
-                    # One unit: `experts` runs, and asks the two projections for their parameters meanwhile.
+                    # One unit: `experts` runs, and reads the parameters of the two projections.
                     unit: Any = [moe.experts, moe.expert_fc1, moe.expert_fc2]
                     fully_shard(unit, mesh=self._expert_mesh["data"], **again)
             apart = set()
@@ -136,10 +136,9 @@ class RunRanks:
 
     @torch.no_grad()
     def average_experts(self, model: Decoder) -> None:
-        """Turn the gradients of shared experts into those of the ranks' mean loss, as FSDP does for all else.
+        """Divide the gradients of the experts, so that they are those of the ranks' mean loss, as FSDP's are.
 
-        What an expert made of another rank's rows is a part of that rank's loss, so the dispatch has added up
-        the gradients of all ranks that share it.
+        An expert's rows come from all ranks of its group, so its gradient is the sum over their losses.
         """
         ways = self.world.expert_parallel
         if ways > 1:
@@ -160,24 +159,24 @@ class RunRanks:
         return value
 
     def mean(self, value: torch.Tensor | None) -> torch.Tensor:
-        """The mean over the peers that have a value, told to all ranks; one is None where the model goes on."""
+        """The mean of the last stage's values over its peers, on all ranks; `value` is None on other stages."""
         if value is None:
             return self.sum(torch.zeros((), device=self.device)) / self.world.peers
         return self.sum(value.detach().clone()) / self.world.peers
 
     def any(self, here: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Whether `here` is true on any rank."""
         if self.everyone is None:
             return here
         return bool(self.sum(torch.tensor(float(here), device=self.device)))
 
     def agree(self, error: RunError | None) -> None:
-        """End the run on all ranks if one has an error; every rank must ask."""
+        """Raise on all ranks if any has an error; every rank must call this."""
         if self.any(error is not None):
             raise error or RunError("another rank has ended the run")
 
     def lead(self, action: Callable[[], None]) -> None:
-        """Have the first rank alone do what it may fail to do, as writing a file; all ranks go on, or none."""
+        """Run `action`, such as writing a file, on the first rank; if it fails, all ranks raise."""
         error = None
         if self.world.leads:
             try:
@@ -191,7 +190,7 @@ class RunRanks:
     # --- whole tensors, for checkpoints ---
 
     def whole(self, value: torch.Tensor, *, expert: bool) -> torch.Tensor:
-        """The full tensor on the host; every rank must ask."""
+        """The full tensor on the host; every rank must call this."""
         value = value.detach()
         if hasattr(value, "full_tensor"):
             value = value.full_tensor()
@@ -202,7 +201,7 @@ class RunRanks:
         return value.cpu()
 
     def together(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The whole tensors of all stages, on the first rank; every rank must ask."""
+        """The whole tensors of all stages, on the first rank; every rank must call this."""
         world = self.world
         if world.pipeline == 1 or world.peer:
             return tensors
@@ -211,7 +210,7 @@ class RunRanks:
         return {name: value for stage in every or () for name, value in stage.items()}
 
     def part(self, whole: torch.Tensor, like: Any, *, expert: bool) -> torch.Tensor:
-        """This rank's part of a full tensor, placed as `like` is."""
+        """This rank's part of a full tensor, sharded like `like`."""
         if expert and self.world.expert_parallel > 1 and whole.ndim:
             whole = whole.chunk(self.world.expert_parallel)[self.world.expert_rank]
         whole = whole.to(self.device)
@@ -223,7 +222,8 @@ class RunRanks:
 
 
 def make_dispatch(config: MoEConfig, kind: str, group: Any, tokens: int) -> Dispatch:
-    """Expert parallelism for one layer: `tokens` a rank and step."""
+    """The dispatch of one layer, for at most `tokens` tokens per rank and microbatch."""
+
     if kind == "all_to_all_exact":
         return AllToAll(config, group, padded=False)
     return (AllGather if kind == "all_gather" else AllToAll)(config, group, max_tokens=tokens)
@@ -231,9 +231,9 @@ def make_dispatch(config: MoEConfig, kind: str, group: Any, tokens: int) -> Disp
 
 @torch.no_grad()
 def clip_gradients(parameters: list[nn.Parameter], most: float, ranks: RunRanks) -> torch.Tensor:
-    """Scale all gradients so that their norm is at most `most` (0: leave them); returns the norm before.
+    """Scale all gradients so that their norm is at most `most` (0: no clipping); returns the norm before.
 
-    The host waits for nothing. Every rank holds other parts, so the squares add up over all of them.
+    The host does not wait. Each rank has other parts of the parameters, so the squares are summed over all ranks.
     """
     locals_ = [_local(p.grad) for p in parameters if p.grad is not None]
     norms = torch.stack(foreach_norm(locals_)).float()

@@ -1,7 +1,7 @@
-"""Forward and backward of a step: the whole model here, or the stages of a pipeline that are.
+"""Forward and backward of a step, for the whole model or for this rank's stages of a pipeline.
 
-Both leave in `grad` the gradients of the mean of the microbatches' losses, and give that mean (the first, without
-auxiliary losses; None where the last layers are on another rank) and what saved tensors weighed at their most.
+Both leave in `grad` the gradients of the microbatches' mean loss. They return that mean, without auxiliary
+losses (None if another rank has the last stage), and the peak of saved bytes by home.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ Held = dict[Any, int | torch.Tensor]
 
 
 class WholeModel:
-    """The microbatches one after the other, through all layers."""
+    """Runs the microbatches one after the other through all layers."""
 
     def __init__(
         self, plan: RunPlan, ranks: RunRanks, models: Sequence[Decoder], keeper: Keeper, precision: Precision
@@ -50,7 +50,7 @@ class WholeModel:
 
 
 class PipelinedModel:
-    """The microbatches as a schedule of `torch.distributed.pipelining` has them."""
+    """Runs the microbatches in the order of a schedule of `torch.distributed.pipelining`."""
 
     def __init__(
         self, plan: RunPlan, ranks: RunRanks, models: Sequence[Decoder], keeper: Keeper, precision: Precision
@@ -62,7 +62,7 @@ class PipelinedModel:
         batch = config.batch // config.parts
 
         def example(stage: int) -> torch.Tensor:
-            """What goes into a stage; said ahead, so that no forward has to be run to find out."""
+            """A stage's input; given in advance, so that torch runs no forward to infer its shape."""
             if stage == 0:
                 return torch.empty(batch, config.sequence, dtype=torch.int64, device="meta")
             if stage > last:
@@ -98,19 +98,19 @@ class PipelinedModel:
         ends: dict[str, Any] = {}
         if self._last:
             ends = {"target": labels, "labels": labels, "losses": losses}
-        # Results are losses, which are kept already; merging them would keep more.
+        # The outputs are losses, which `losses` has already; merging them would hold more memory.
         self._schedule.step(*([inputs] if self._first else []), return_outputs=False, **ends)
         loss = torch.stack(losses).mean() if self._last else None
         return loss, self._fullest.held
 
 
 def _given(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The last stage computes its loss itself, so that nothing of a vocabulary's size leaves it."""
+    """The last stage returns its loss, so that no logits leave it."""
     return output
 
 
 class _Stage(PipelineStage):
-    """A stage whose forward alone runs in the precision that is asked for: its backward follows from it."""
+    """A stage whose forward runs under autocast; backward follows the dtypes of forward."""
 
     def __init__(self, precision: Precision, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -122,7 +122,7 @@ class _Stage(PipelineStage):
 
 
 class _Fullest:
-    """Asks a keeper what it holds at the moment when, by the plan, the rank holds the most microbatches."""
+    """Reads the keeper's bytes when, by the plan, the rank holds the most microbatches."""
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper

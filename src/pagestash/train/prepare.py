@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a run is found here, before anything is written."""
+"""Check a run's settings, before anything is written."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ from pagestash.train.metrics import METRICS, recorded
 from pagestash.train.parallel import World
 
 COUNT_ONLY = (Rule("*", "keep"),)
-"""For a run without rules, whose keeper would count no bytes for the metrics. It covers all modules: weights that
-FSDP2 gathers are then not taken for activations."""
+"""The rules of a run without a policy, so that the keeper counts bytes for the metrics. They cover all modules, so
+that weights that FSDP2 gathers are not counted as activations."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """A run whose settings fit together."""
+    """A run whose settings were checked."""
 
     config: TrainConfig
     decoder: DecoderConfig
@@ -39,18 +39,18 @@ class RunPlan:
     device: torch.device
     out: Path
     start: Path | None
-    """The checkpoint to go on from."""
+    """The checkpoint to resume from."""
     placed: Partition | None = None
-    """With a pipeline: which layers stand on which stage."""
+    """With a pipeline: which layers are on which stage."""
     resumes: bool = False
     notices: tuple[str, ...] = ()
-    """What a user should know of the run that goes on."""
+    """What a user should know about the run that is resumed."""
 
 
 def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = False) -> RunPlan:
     """Check `settings` (as `checked` returns them) against each other, the machine and what `out` holds.
 
-    A wrong one is a `ValueError` of one line. With `resume`, settings that are not given are those of the run.
+    A wrong setting raises `ValueError` with one line. With `resume`, the run's own settings are the defaults.
     """
     out, settings = Path(out), checked(settings)
     found = _look(out, resume)
@@ -58,7 +58,7 @@ def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = Fals
     config = merge(found.config, settings)
     for name in ("schedule", "chunks"):
         if name in settings and config.pipeline == 1:
-            raise ValueError(f"{name}={settings[name]!r} is for a pipeline: give --pipeline, or leave it out")
+            raise ValueError(f"{name}={settings[name]!r} is for a pipeline: pass --pipeline, or leave it out")
     decoder = config.decoder()
     world = World.from_environment(config, decoder.experts)
     if config.capacity_factor:
@@ -79,7 +79,9 @@ def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = Fals
         raise ValueError("tensorboard=true: the tensorboard package is not installed")
     corpus = load_corpus(config.corpus, config.sequence + 1)
     if found.corpus not in (None, corpus.digest) and "corpus" not in settings:
-        raise ValueError(f"{out}: the corpus has changed since this run began; name it to go on with another")
+        raise ValueError(
+            f"{out}: the corpus has changed since this run began; to use the new one, pass --corpus"
+        )
     if found.step > config.steps:
         raise ValueError(f"{out}: the run is at step {found.step}, past steps={config.steps}")
     notices = tuple(found.notices)
@@ -87,13 +89,13 @@ def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = Fals
 
 
 def check_unchanged(plan: RunPlan) -> None:
-    """Refuse a plan if another run wrote in its folder after it was made."""
+    """Raise if another run wrote to the folder after the plan was made."""
     if _look(plan.out, plan.resumes).start != plan.start:
         raise RunError(f"{plan.out}: another run has written there meanwhile; start again")
 
 
 def _check_room(config: TrainConfig, decoder: DecoderConfig, policy: Policy, device: torch.device) -> None:
-    """Refuse what cannot fit: one hidden state of a microbatch, one buffer of the experts, the pool."""
+    """Raise if a hidden state of a microbatch, a buffer of the experts, or the pool cannot fit."""
     if decoder.vocab < 256:
         raise ValueError(f"model.vocab={decoder.vocab}: expected at least 256, one for each byte")
     most = device_memory(device)
@@ -110,12 +112,12 @@ def _check_room(config: TrainConfig, decoder: DecoderConfig, policy: Policy, dev
 
 
 def _skeleton(decoder: DecoderConfig, world: World, device: torch.device) -> Decoder:
-    """The model without its values; refused if its values would not fit."""
+    """The model on the meta device; raises if its weights would not fit."""
     try:
         skeleton = Decoder(decoder, device="meta")
-    except RuntimeError as error:  # torch counts a tensor's bytes in 64 bits
+    except RuntimeError as error:  # a tensor's bytes must fit in 64 bits
         raise ValueError(f"the model is too large: {error}") from error
-    # In float32: the weights, their gradients and the optimizer's two moments, spread over all ranks.
+    # In float32: weights, gradients and the optimizer's two moments, sharded over all ranks.
     needed = 16 * sum(value.numel() for value in skeleton.parameters()) // world.size
     if needed > device_memory(device):
         raise ValueError(
@@ -126,7 +128,7 @@ def _skeleton(decoder: DecoderConfig, world: World, device: torch.device) -> Dec
 
 
 def _place(config: TrainConfig, decoder: DecoderConfig, world: World, device: torch.device) -> Partition:
-    """The layers of each stage, by the formulas of what they cost."""
+    """The layers of each stage, from the formulas of their costs."""
     name = schedule_name(config.schedule)
     if name in SPLIT_BACKWARD and not splits_backward():
         raise ValueError(
@@ -148,10 +150,10 @@ def _place(config: TrainConfig, decoder: DecoderConfig, world: World, device: to
 
 
 def splits_backward() -> bool:
-    """Whether this torch can run the backward of a custom autograd function in two parts.
+    """Whether this torch can split the backward of a custom autograd function into two halves.
 
-    Seen with torch 2.11: its weight half reads `_input_metadata`, which such a function's node does not have
-    there, and its gloo cannot send to the rank itself, as V-shaped schedules do. 2.13 does both.
+    In torch 2.11 the weight half reads `_input_metadata`, which such a function's node does not have, and gloo
+    cannot send to the same rank, as V-shaped schedules do. torch 2.13 can do both.
     """
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)
@@ -164,7 +166,7 @@ def config_with_capacity(config: TrainConfig, rows: int) -> DecoderConfig:
 
 @dataclass(slots=True)
 class _Found:
-    """What a folder holds of a run that is to go on."""
+    """What a folder holds of a run that is to be resumed."""
 
     start: Path | None = None
     step: int = 0
@@ -184,7 +186,7 @@ def _fresh(out: Path) -> _Found:
     if out.exists() and not out.is_dir():
         raise RunError(f"--out {out}: it is a file")
     if _holds_a_run(out):
-        raise RunError(f"--out {out} holds another run; --resume goes on with it")
+        raise RunError(f"--out {out} holds another run; --resume continues it")
     return _Found()
 
 
@@ -222,7 +224,7 @@ def _resumed(out: Path) -> _Found:
 def _take_checkpoint(found: _Found, start: Path, *, fresh: bool) -> None:
     state = checkpoint.read_state(start)
     found.step = state["step"]
-    if fresh:  # of an older version, which kept the settings in checkpoints alone
+    if fresh:  # of an older version, which had the settings only in checkpoints
         if not isinstance(state.get("config"), Mapping) or not isinstance(state.get("corpus"), str):
             raise RunError(f"checkpoint {start}: {checkpoint.STATE} lacks the settings of the run")
         found.config, found.corpus = _checked(state["config"], start), state["corpus"]

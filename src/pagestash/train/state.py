@@ -1,4 +1,4 @@
-"""Everything that a step changes, as named tensors: out to a checkpoint, and back to the same bits."""
+"""Everything that a step changes, as named tensors, to save in a checkpoint and to load bit-identically."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ class TrainState:
     """The model, its optimizer and the random state of a run."""
 
     models: Sequence[Decoder]
-    """The model, or the stages of it that are here."""
+    """The model, or this rank's stages of it."""
     optimizer: torch.optim.Optimizer
     ranks: RunRanks
 
     def gather(self) -> dict[str, dict[str, torch.Tensor]]:
-        """All tensors, whole and on the host; every rank must ask, the first one gets them."""
+        """All tensors, whole and on the host, for the first rank; every rank must call this."""
         first, ranks = self.ranks.world.peer == 0, self.ranks
         model, optimizer = {}, {}
         experts = self._expert_names()
@@ -41,7 +41,7 @@ class TrainState:
 
     @torch.no_grad()
     def load(self, checkpoint: Path) -> None:
-        """Take the tensors of a checkpoint, each rank its part."""
+        """Load this rank's part of a checkpoint's tensors."""
         experts, device = self._expert_names(), str(self.ranks.device)
         with safe_open(checkpoint / "model.safetensors", "pt") as file:
             for name, value in self._values().items():
@@ -53,7 +53,7 @@ class TrainState:
                 if name not in names:  # on another stage
                     continue
                 part = self.ranks.part(file.get_tensor(entry), names[name], expert=name in experts)
-                # A copy: the tensor is the mapped file, which the run is going to delete.
+                # A copy: the tensor is a mapped file, which the run will delete.
                 self.optimizer.state[names[name]][key] = part.clone()
         with safe_open(checkpoint / "random.safetensors", "pt") as file:
             torch.set_rng_state(file.get_tensor("cpu"))
@@ -67,7 +67,7 @@ class TrainState:
         return {name: value for model in self.models for name, value in model.named_parameters()}
 
     def _expert_names(self) -> set[str]:
-        """The parameters of which every expert-parallel rank has its own."""
+        """The names of the experts' parameters, which differ between expert-parallel ranks."""
         return {
             f"{prefix}.{name}"
             for model in self.models
@@ -77,19 +77,19 @@ class TrainState:
         }
 
     def _random(self) -> Iterator[tuple[str, torch.Tensor]]:
-        # A step draws no numbers of its own, so all ranks have the first one's.
+        # A step draws no random numbers, so the first rank's state serves all.
         yield "cpu", torch.get_rng_state()
         if self.ranks.device.type == "cuda":
             yield "cuda", torch.cuda.get_rng_state(self.ranks.device)
 
 
 def make_optimizer(models: Sequence[Decoder], config: Any) -> torch.optim.AdamW:
-    """AdamW, fused where it can be; norms and biases do not decay."""
+    """AdamW, fused if possible; norms and biases have no weight decay."""
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for module in (module for model in models for module in model.modules()):
         for name, parameter in module.named_parameters(recurse=False):
             decays = parameter.ndim > 1 and "bias" not in name
-            # Experts may be sharded over other ranks than the rest, and a fused update takes one kind.
+            # Experts may be sharded over other ranks than the rest; a fused update takes one kind of sharding.
             groups.setdefault((decays, isinstance(module, ExpertLinear)), []).append(parameter)
     settings: list[dict[str, Any]] = [
         {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}

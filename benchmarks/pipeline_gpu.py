@@ -23,8 +23,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from benchmarks.harness import Claim, write
 from pagestash import Keeper, Policy, Rule
 from pagestash.pipeline import Plan, plans
-from pagestash.saved.follow import turns
-from pagestash.saved.order import WINDOW
+from pagestash.saved.follow import immediate_backwards
+from pagestash.saved.offload.plan import WINDOW
 
 WIDTH, ROWS, LAYERS = 1024, 4096, 12
 SCHEDULES = ("1F1B", "Interleaved1F1B")
@@ -101,7 +101,7 @@ def promised(plan: Plan) -> int:
     layer = 5 * WIDTH * ROWS * 4  # its input, and two tensors of twice the width
     microbatch = LAYERS // len(plan.stages) * layer
     saved = max(sum(counts.values()) for counts in plan.held())
-    at_once = turns(plan)
+    at_once = immediate_backwards(plan)
     comes_and_goes = (
         1 if kind == "F" else -1 for kind, stage, number in plan.actions if (stage, number) in at_once
     )

@@ -9,11 +9,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import pagestash as ps
 from pagestash.pages.slabs import HostSlabs
-from pagestash.saved import offload as module
-from pagestash.saved.homes import Keep
-from pagestash.saved.offload import Offload
-from pagestash.saved.order import Plan, Recorder
-from pagestash.saved.split import Split
+from pagestash.saved.homes import Keep, Tally
+from pagestash.saved.offload import transfers
+from pagestash.saved.offload.moving import Moving
+from pagestash.saved.offload.plan import OffloadPlan, StepOrder
+from pagestash.saved.offload.split import RowSplit
+from pagestash.saved.offload.transfers import Transfers
+from pagestash.saved.offload.window import Window
 from pagestash.saved.stash import Stash
 from pagestash.saved.storage import Entry
 from pagestash.saved.streams import SideStream
@@ -113,7 +115,7 @@ def test_in_a_graph_gradients_are_the_same_to_the_last_bit(model, x, prefetch):
         step(batch)
         step.wait()
         assert same([p.grad for p in model.parameters()], expected)
-    assert isinstance(keeper._offload, Offload)
+    assert keeper._offload.moving is not None
 
 
 def test_tensors_with_valid_rows_in_a_graph():
@@ -175,7 +177,7 @@ def hold_back(monkeypatch, which):
 
     monkeypatch.setattr(SideStream, "_late", False, raising=False)
     monkeypatch.setattr(SideStream, "after", late)
-    return lambda keeper: setattr(getattr(keeper._offload, which), "_late", True)
+    return lambda keeper: setattr(getattr(keeper._offload.moving.transfers, which), "_late", True)
 
 
 @pytest.mark.parametrize("which", ["_out", "_in"])
@@ -201,26 +203,27 @@ def test_a_compute_stream_that_is_late_changes_nothing(model, x):
 
 def broken_let_go(monkeypatch):
     """A source is let go without the compute stream waiting for its copy."""
-    right = Offload._let_go
+    right = Transfers.let_go
 
-    def wrong(self, limit, asked=None):
+    def wrong(self, *, over=False):
         with monkeypatch.context() as patch:
-            patch.setattr(module, "wait_here", lambda event: None)
-            right(self, 0, asked)
+            patch.setattr(transfers, "wait_here", lambda event: None)
+            right(self, over=over)
 
-    monkeypatch.setattr(Offload, "_let_go", wrong)
+    monkeypatch.setattr(Transfers, "let_go", wrong)
+    monkeypatch.setattr(Window, "leaving_limit", lambda self, key: 0)  # at once
 
 
 def broken_arrival(monkeypatch):
     """A reader that does not wait for the copy back."""
-    right = Offload._take_in
+    right = Moving._take_in
 
     def wrong(self, group):
         arrived, group.arrived = group.arrived, None
         right(self, group)
         group.arrived = arrived
 
-    monkeypatch.setattr(Offload, "_take_in", wrong)
+    monkeypatch.setattr(Moving, "_take_in", wrong)
 
 
 @pytest.mark.parametrize(
@@ -238,14 +241,15 @@ def test_without_the_event_the_late_stream_would_be_noticed(model, x, monkeypatc
     torch.cuda.synchronize()
 
 
-def alone(size: int) -> Offload:
-    """An offload home without a keeper, whose host memory holds one tensor of `size` bytes."""
+def alone(size: int) -> Moving:
+    """Offload by a plan, without a keeper, whose host memory holds one tensor of `size` bytes."""
     device = torch.device("cuda", 0)
     slabs = HostSlabs(device, size)
     slabs.fit(size)
-    plan = Plan({}, window=4 * size)  # room for copies under way
+    plan = OffloadPlan({}, window=4 * size)  # room for copies under way
     keep = Keep()
-    return Offload(device, slabs, plan, Split({}), keep, Stash(ps.Policy([]), keep, "auto"), Recorder())
+    stash = Stash(ps.Policy([]), keep, "auto")
+    return Moving(device, slabs, plan, RowSplit({}), keep, stash, StepOrder(), Tally())
 
 
 def entry_of(tensor: torch.Tensor) -> Entry:
@@ -267,7 +271,7 @@ def test_a_copy_back_does_not_start_before_its_copy_out_is_done(right):
     home, size = alone(64 << 20), 64 << 20
     home.slabs._slabs[0].zero_()
     entry = entry_of(torch.full((size,), 1, dtype=torch.uint8, device="cuda"))
-    with torch.cuda.stream(home._out._stream):
+    with torch.cuda.stream(home.transfers._out._stream):
         torch.cuda._sleep(LONG)
     home.put([entry])
     if not right:
@@ -288,13 +292,13 @@ def test_host_memory_is_not_written_before_its_copy_back_is_done(monkeypatch, ri
     first = entry_of(torch.full((size,), 1, dtype=torch.uint8, device="cuda"))
     second = entry_of(torch.full((size,), 2, dtype=torch.uint8, device="cuda"))
     home.put([first])
-    with torch.cuda.stream(home._in._stream):
+    with torch.cuda.stream(home.transfers._in._stream):
         torch.cuda._sleep(LONG)
     home._fetch(first.place)
     arriving = first.place.incoming[first]
     first.place.drop(first)
     if not right:
-        monkeypatch.setattr(module, "wait_here", lambda event: None)
+        monkeypatch.setattr(transfers, "wait_here", lambda event: None)
     home.put([second])
     assert second.place.members[second].block is not None  # the only block there is
     torch.cuda.synchronize()

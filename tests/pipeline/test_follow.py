@@ -30,7 +30,7 @@ from test_plan import Stage as Numbers
 
 from pagestash import Keeper, Policy, PoolConfig, Rule
 from pagestash.pipeline import Action, Observation, Plan, plans
-from pagestash.saved.follow import turns
+from pagestash.saved.follow import immediate_backwards
 
 POOL = PoolConfig(page=256)
 # Nothing is fetched ahead, so nothing stays but what the plan turns back at once: the figures are then exact.
@@ -94,7 +94,7 @@ class PlanInForce(Diary):
 
     def begin(self, action):
         super().begin(action)
-        self.plan = self.plan or getattr(self.keeper._offload, "plan", None)
+        self.plan = self.plan or getattr(self.keeper._offload.moving, "plan", None)
 
 
 def steps_of(name, world):
@@ -129,7 +129,7 @@ def run(name, rank, world, rules=None):
             with keeper.step():
                 losses = take_step(schedule, stages, x, y)
             homes = {home: stats.peak for home, stats in keeper.stats().homes.items()}
-            told.append((homes, watch.plan is getattr(keeper._offload, "plan", None)))
+            told.append((homes, watch.plan is getattr(keeper._offload.moving, "plan", None)))
         gradients = [value.grad.clone() for stage in stages for value in stage.submod.parameters()]
         results.append((losses, gradients))
     return results, told
@@ -252,7 +252,7 @@ def test_peak_saved_bytes_are_those_that_the_schedule_implies(ran, name):
             if step == 0:
                 continue  # measured, everything moved
             plan = plans(name, ranks=world, microbatches=count)[rank]
-            stay = turns(plan) if home == "offload" else frozenset()
+            stay = immediate_backwards(plan) if home == "offload" else frozenset()
             peaks, _ = found[name, home][1][step]
             assert peaks[home] == implied_peak(plan, sizes, home, leaves_out=stay), (rank, step)
 
@@ -265,16 +265,16 @@ def test_later_ranks_offload_less_and_the_last_nothing(ran):
     assert moved[0] > moved[-1] == 0
 
 
-def test_turns_are_where_backward_follows_forward():
+def test_immediate_backwards_are_where_backward_follows_forward():
     def at(name, rank):
-        return turns(plans(name, ranks=4, microbatches=8)[rank])
+        return immediate_backwards(plans(name, ranks=4, microbatches=8)[rank])
 
     assert at("1F1B", 3) == {(3, microbatch) for microbatch in range(8)}
     assert at("1F1B", 0) == frozenset()
     assert at("GPipe", 0) == frozenset()
     assert at("LoopedBFS", 3) == {(7, 7)}
     halves = Plan((Action("F", 2, 0), Action("I", 2, 0), Action("F", 2, 1), Action("W", 2, 0)))
-    assert turns(halves) == {(2, 0)}
+    assert immediate_backwards(halves) == {(2, 0)}
 
 
 # --- refusals ---

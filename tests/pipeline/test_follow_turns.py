@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 
 from pagestash.saved.follow import _Following
-from pagestash.saved.order import Group, Recorder
+from pagestash.saved.offload.plan import GroupBytes, StepOrder
 from pagestash.schedules.plan import Action, Plan
 
 
@@ -11,7 +11,7 @@ class Keeper:
     """Remembers what it was told to expect, and how often."""
 
     def __init__(self) -> None:
-        self.groups, self.plan, self.told = {(0, 0, "r", 0): Group(8, 8)}, [], 0
+        self.groups, self.plan, self.told = {(0, 0, "r", 0): GroupBytes(8, 8)}, [], 0
 
     def expect(self, events, groups):
         self.plan, self.groups = [event for event in events if event[0] != "drop"], groups
@@ -30,9 +30,9 @@ def plan(microbatches: int) -> Plan:
 
 
 def test_each_schedule_puts_its_own_plan_in_place():
-    keeper, recorder = Keeper(), Recorder()
-    habits = {("F", 0): [("put", (0, "r", 0))], ("B", 0): [("get", (0, "r", 0))]}
-    two, three = (_Following(keeper, recorder, habits) for _ in range(2))
+    keeper, order = Keeper(), StepOrder()
+    stage_events = {("F", 0): [("put", (0, "r", 0))], ("B", 0): [("get", (0, "r", 0))]}
+    two, three = (_Following(keeper, order, stage_events) for _ in range(2))
     for follower, count in ((two, 2), (three, 3), (two, 2), (three, 3)):
         follower.begin_step(plan(count))
         follower.end_step()

@@ -274,7 +274,7 @@ def test_a_region_leaves_when_it_ends_and_returns_whole():
     assert move.ready == pytest.approx(30 * MS)
     assert move.needed == pytest.approx(50 * MS)
     assert move.done == pytest.approx(80 * MS)
-    assert (move.bytes, move.room, move.ahead) == (50.5 * MEGABYTE, 200 * MEGABYTE, 7)
+    assert (move.bytes, move.device_bytes, move.window) == (50.5 * MEGABYTE, 200 * MEGABYTE, 7)
 
 
 def test_a_policy_that_moves_nothing_fits_and_one_that_can_move_nothing_does_not():

@@ -5,7 +5,7 @@ import gc
 from torch import nn
 
 import pagestash as ps
-from pagestash.saved.offload import Offload
+from pagestash.saved.offload.moving import Moving
 
 RULE = {"min_bytes": 256}
 
@@ -15,22 +15,22 @@ def keeper_for(model, *rules, **pool) -> ps.Keeper:
     return ps.Keeper(ps.Policy(list(rules), ps.PoolConfig(**pool)), backend="torch").attach(model)
 
 
-def offload_of(keeper) -> Offload:
-    assert isinstance(keeper._offload, Offload)
-    return keeper._offload
+def moving(keeper) -> Moving:
+    assert keeper._offload.moving is not None
+    return keeper._offload.moving
 
 
 def nothing_left(keeper) -> None:
     gc.collect()
-    offload = offload_of(keeper)
+    offload = moving(keeper)
     offload._sweep()
     stats = keeper.stats()
     assert {home: size.bytes for home, size in stats.homes.items() if size.bytes} == {}
     assert offload.slabs.used == 0
-    assert not offload._live
-    assert not offload._on_device
-    assert not offload._leaving
-    assert not offload._here
+    assert not offload._groups
+    assert not offload.window.groups
+    assert offload.window.resident == offload.window.leaving == offload.window.present == 0
+    assert not offload.transfers._leaving
     if stats.pool is not None:
         assert stats.pool.device.in_use == 0
 

@@ -5,14 +5,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from offloaded import MLP, RULE, TwoParts, keeper_for, losses_and_grads, nothing_left, offload_of
+from offloaded import MLP, RULE, TwoParts, keeper_for, losses_and_grads, moving, nothing_left
 from stack import CAPACITY, INNER, WIDTH, Stack, batch, run
 from support import same
 from torch import nn
 
 import pagestash as ps
-from pagestash.saved import offload
-from pagestash.saved.offload import Offload
+from pagestash.saved.offload import transfers
+from pagestash.saved.offload.transfers import Transfers
 
 
 @pytest.mark.parametrize("prefetch", [0, 100_000, None, 10**9])
@@ -24,7 +24,7 @@ def test_losses_and_gradients_are_the_same_to_the_last_bit(fraction, prefetch):
     keeper = keeper_for(model, rule)
     for _ in range(4):
         assert same(losses_and_grads(model, x, keeper), plain)
-        if isinstance(keeper._offload, Offload):
+        if keeper._offload.moving is not None:
             nothing_left(keeper)
 
 
@@ -246,7 +246,7 @@ def test_a_tensor_changed_in_place_while_it_leaves_is_refused(monkeypatch):
     model, x = MLP(depth=3), torch.randn(32, 64)
     keeper = keeper_for(model, ps.Rule("layers.*", "offload", **RULE))
     losses_and_grads(model, [x], keeper)
-    monkeypatch.setattr(offload, "is_done", lambda event: False)
+    monkeypatch.setattr(transfers, "is_done", lambda event: False)
     taken = []
     model.layers[0][0].register_forward_hook(lambda module, args, output: taken.append(output))
     model.layers[1].register_forward_pre_hook(_zeroing(taken))
@@ -313,7 +313,7 @@ def test_a_copy_that_fails_leaves_nothing_behind(monkeypatch):
             model(x)
     assert same(losses_and_grads(model, [x], keeper), plain)
     with monkeypatch.context() as patch:  # and in one that has a plan
-        patch.setattr(Offload, "_move_out", fail)
+        patch.setattr(Transfers, "move_out", fail)
         with pytest.raises(MemoryError), keeper.step():
             model(x)
     nothing_left(keeper)
@@ -326,8 +326,8 @@ def test_a_tensor_changed_while_it_leaves_is_refused_also_if_asked_for_first(mon
     for _ in range(2):
         with keeper.step():
             (model.b(model.a(x).relu()).square().sum()).backward()
-    monkeypatch.setattr(offload, "is_done", lambda event: False)
-    offload_of(keeper).plan.stays = frozenset()
+    monkeypatch.setattr(transfers, "is_done", lambda event: False)
+    moving(keeper).plan.stays = frozenset()
     with keeper.step():
         y = x * 1.0
         loss = model.b(y).sum()
@@ -344,5 +344,5 @@ def test_tensors_that_leave_whole_need_no_pages():
     plain = run(model, x, count)
     for _ in range(2):
         assert same(run(model, x, count, keeper), plain)
-    assert offload_of(keeper).tally.peak
+    assert keeper._offload.tally.peak
     assert keeper.pool is None

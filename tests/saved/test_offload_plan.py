@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from offloaded import MLP, RULE, keeper_for, losses_and_grads, nothing_left, offload_of
+from offloaded import MLP, RULE, keeper_for, losses_and_grads, moving, nothing_left
 from support import same
 from torch import nn
 
 import pagestash as ps
-from pagestash.saved import offload
-from pagestash.saved.offload import Offload
+from pagestash.saved.offload import transfers
+from pagestash.saved.offload.moving import Moving
 
 STEPS = {
     "more microbatches": (
@@ -32,14 +32,14 @@ def test_a_step_that_leaves_the_plan_is_right_and_recorded_anew(name, prefetch):
     keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=prefetch, **RULE))
     for _ in range(2):
         assert same(losses_and_grads(model, x, keeper), plain)
-    before = offload_of(keeper).plan
+    before = moving(keeper).plan
     assert same(losses_and_grads(model, batches, keeper, **kwargs), other)
     nothing_left(keeper)
     if name not in ("larger", "smaller"):
-        assert offload_of(keeper).plan is not before
-    planned = offload_of(keeper).plan
+        assert moving(keeper).plan is not before
+    planned = moving(keeper).plan
     assert same(losses_and_grads(model, batches, keeper, **kwargs), other)
-    assert offload_of(keeper).plan is planned
+    assert moving(keeper).plan is planned
     assert same(losses_and_grads(model, x, keeper), plain)
     nothing_left(keeper)
 
@@ -64,12 +64,12 @@ def test_an_evaluation_does_not_count():
     keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE))
     with keeper.step(), torch.no_grad():
         model(x[0])
-    assert not isinstance(keeper._offload, Offload)
+    assert keeper._offload.moving is None
     assert same(losses_and_grads(model, x, keeper), plain)
-    planned = offload_of(keeper).plan
+    planned = moving(keeper).plan
     with keeper.step(), torch.no_grad():
         model(x[0])
-    assert offload_of(keeper).plan is planned
+    assert moving(keeper).plan is planned
     assert same(losses_and_grads(model, x, keeper), plain)
 
 
@@ -95,12 +95,13 @@ def test_what_leaves_shares_the_window_with_what_comes_back(monkeypatch):
         return losses, [p.grad.clone() for p in model.parameters()]
 
     assert same(one_forward_one_backward(), plain)
-    monkeypatch.setattr(offload, "is_done", lambda event: False)  # copies take as long as they are let
-    put, fetch = Offload.put, Offload._fetch
+    monkeypatch.setattr(transfers, "is_done", lambda event: False)  # copies take as long as they are let
+    put, fetch = Moving.put, Moving._fetch
 
     def note(self, coming=0):
-        leaving = sum(origin.nbytes for each in self._leaving for _, origin in each.sources)
-        seen.append((leaving, sum(self._on_device.values()) + coming))
+        leaving = sum(origin.nbytes for each in self.transfers._leaving for _, origin in each.sources)
+        assert leaving == self.window.leaving
+        seen.append((leaving, self.window.resident + coming))
 
     def noting_put(self, group):
         put(self, group)
@@ -110,10 +111,10 @@ def test_what_leaves_shares_the_window_with_what_comes_back(monkeypatch):
         note(self, sum(entry.length for entry in group.members))
         fetch(self, group, asked)
 
-    monkeypatch.setattr(Offload, "put", noting_put)
-    monkeypatch.setattr(Offload, "_fetch", noting_fetch)
+    monkeypatch.setattr(Moving, "put", noting_put)
+    monkeypatch.setattr(Moving, "_fetch", noting_fetch)
     assert same(one_forward_one_backward(), plain)
-    window = offload_of(keeper).plan.window
+    window = moving(keeper).plan.window
     assert all(leaving + there <= window for leaving, there in seen)
     assert any(leaving and there for leaving, there in seen)
     nothing_left(keeper)
@@ -124,19 +125,19 @@ def test_copies_may_take_longer_where_memory_is_far_from_its_peak(monkeypatch):
     plain = losses_and_grads(model, [x])
     keeper = keeper_for(model, ps.Rule("layers.*", "offload", **RULE))
     losses_and_grads(model, [x], keeper)
-    monkeypatch.setattr(offload, "is_done", lambda event: False)
-    put, seen, layer = Offload.put, [], 32 * (64 + 128 + 128) * 4
+    monkeypatch.setattr(transfers, "is_done", lambda event: False)
+    put, seen, layer = Moving.put, [], 32 * (64 + 128 + 128) * 4
 
     def noting(self, group):
         put(self, group)
-        seen.append(sum(origin.nbytes for each in self._leaving for _, origin in each.sources) // layer)
+        seen.append(self.window.leaving // layer)
 
-    monkeypatch.setattr(Offload, "put", noting)
+    monkeypatch.setattr(Moving, "put", noting)
     assert same(losses_and_grads(model, [x], keeper), plain)
     assert seen == [1, 2, 2, 2, 2, 1, 0, 0]  # a window of three, with the one being made and those that stay
     seen.clear()
-    plan = offload_of(keeper).plan
-    plan.slack = {("put", key): 5 * layer for key in plan.groups if key[0] < "layers.6"}
+    plan = moving(keeper).plan
+    plan.headroom = {("put", key): 5 * layer for key in plan.groups if key[0] < "layers.6"}
     assert same(losses_and_grads(model, [x], keeper), plain)
     assert seen == [1, 2, 3, 4, 5, 4, 0, 0]
     nothing_left(keeper)
@@ -169,10 +170,10 @@ def test_the_plan_does_not_change_what_it_was_made_from(prefetch):
     plain = losses_and_grads(model, [x])
     keeper = keeper_for(model, ps.Rule("layers.**", "offload", prefetch_bytes=prefetch, **RULE))
     losses_and_grads(model, [x], keeper)
-    plan = offload_of(keeper).plan
+    plan = moving(keeper).plan
     for _ in range(3):
         assert same(losses_and_grads(model, [x], keeper), plain)
-        assert offload_of(keeper).plan is plan
+        assert moving(keeper).plan is plan
     nothing_left(keeper)
 
 
@@ -182,15 +183,15 @@ def test_what_a_fraction_leaves_on_the_device_takes_no_part_of_the_window(monkey
     plain = losses_and_grads(model, [x])
     keeper = keeper_for(model, ps.Rule("layers.*.1", "offload", fraction=0.6, **RULE))  # a tensor a layer
     losses_and_grads(model, [x], keeper)
-    late, fetch = [], Offload._fetch
+    late, fetch = [], Moving._fetch
 
     def noting(self, group, asked=None):
-        late.append(asked is not None)
+        late.append(asked in group.members)
         fetch(self, group, asked)
 
-    monkeypatch.setattr(Offload, "_fetch", noting)
+    monkeypatch.setattr(Moving, "_fetch", noting)
     assert same(losses_and_grads(model, [x], keeper), plain)
-    moved = offload_of(keeper).tally.peak // (32 * 128 * 4)
+    moved = keeper._offload.tally.peak // (32 * 128 * 4)
     assert late == [False] * moved
     assert 6 <= moved <= 8  # ten leave by the rule, and up to three of them stay at the end of forward
     nothing_left(keeper)

@@ -1,19 +1,27 @@
 """Whether the bytes that a policy offloads hide behind the compute of the step that was measured.
 
-The copies of one step are played against its timeline, by the keeper's own rules: which groups stay on the device,
-how many bytes may be on their way out, and when a group may be fetched (`saved/order.py`, `saved/offload.py`).
+The step is played by the keeper's own rules: its plan (`saved/offload/plan.py`) says which groups stay, its window
+(`saved/offload/window.py`) what leaves and what is fetched at which event. Only time is modelled here: compute runs
+as it was measured, the link moves one copy at a time each way, and compute waits where the window says so.
+
+What a profile does not know, and a keeper may therefore do otherwise:
+
+- How far memory is from its peak. A keeper lets copies out take longer where it is far, so it waits no longer.
+- Which part of a storage a tensor covers: the whole storage counts.
+- With a `fraction` below 1, which tensors leave: of each that part is taken to travel.
 """
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Literal
 
 from pagestash.policy import HomeName, Policy
 from pagestash.profiling.assign import rule_of
 from pagestash.profiling.link import Link
 from pagestash.profiling.records import SavedTensor, Segment
-from pagestash.saved.order import Event, Group, Key, Plan, make_plan
+from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, make_plan
+from pagestash.saved.offload.window import Decision, Window, WindowGroup
 
 STEPS = 100
 """The fractions that are tried: every hundredth."""
@@ -31,6 +39,7 @@ class Fit:
 
     fits: bool
     moved_bytes: int
+    """That the keeper copies. A tensor that a later region keeps is among them: it was copied before that."""
     staying_bytes: int
     """Offloaded by rule, but needed again so soon that the keeper leaves them on the device."""
     needed_seconds: float
@@ -54,9 +63,11 @@ class Move:
     done: float
     bytes: float
     """That travel each way."""
-    room: int
-    """On the device."""
-    ahead: int | None
+    device_bytes: int
+    window: int | None
+    """Its rule's `prefetch_bytes`."""
+    asked: tuple[float, ...] = ()
+    """When backward asks for each of its tensors."""
 
 
 def fit(
@@ -70,14 +81,11 @@ def fit(
     step = sum(segment.seconds for segment in segments)
     turn = sum(segment.seconds for segment in segments if segment.way == "forward")
     moves = moves_of(policy, tensors, homes, segments)
-    groups = {move.key: Group(max(1, int(move.bytes)), move.room, move.ahead) for move in moves}
-    puts: list[Event] = [("put", move.key) for move in sorted(moves, key=lambda move: move.ready)]
-    gets: list[Event] = [("get", move.key) for move in sorted(moves, key=lambda move: move.needed)]
-    plan = make_plan([*puts, *gets], groups)
+    plan = _plan_of(moves)
     going = [move for move in moves if move.key not in plan.stays]
 
     def waited(fraction: float) -> float:
-        return _play(moves, plan, fraction, link)
+        return _Step(plan, link, fraction).play(moves)
 
     def hides(fraction: float) -> bool:
         return waited(fraction) <= UNSEEN * step and bool(going or not moves)
@@ -119,15 +127,17 @@ def moves_of(
     for (name, last), group in groups.items():
         rule = policy.rule_for(name)
         assert rule is not None
+        asked = tuple(sorted(ends[tensor.needed_at - 1] for tensor in group))
         moves.append(
             Move(
                 key=(name, last),
                 ready=ends[last],
-                needed=min(ends[tensor.needed_at - 1] for tensor in group),
+                needed=asked[0],
                 done=max(ends[tensor.freed_at] for tensor in group),
                 bytes=rule.fraction * sum(tensor.valid_bytes for tensor in group),
-                room=sum(tensor.storage_bytes for tensor in group),
-                ahead=rule.prefetch_bytes,
+                device_bytes=sum(tensor.storage_bytes for tensor in group),
+                window=rule.prefetch_bytes,
+                asked=asked,
             )
         )
     return moves
@@ -145,64 +155,86 @@ def _last_segment(segments: Sequence[Segment], start: int, name: str) -> int:
     return last
 
 
-def _play(moves: Sequence[Move], plan: Plan, fraction: float, link: Link) -> float:
-    """Seconds that compute waits in a step in which `fraction` of the bytes travel."""
-    waited, left = _forward(moves, plan, fraction, link)
-    return waited + _backward(moves, plan, fraction, link, waited, left)
+def _plan_of(moves: Sequence[Move]) -> OffloadPlan:
+    groups = {move.key: GroupBytes(max(1, int(move.bytes)), move.device_bytes, move.window) for move in moves}
+    puts: list[Event] = [("put", move.key) for move in sorted(moves, key=lambda move: move.ready)]
+    gets: list[Event] = [("get", move.key) for move in sorted(moves, key=lambda move: move.needed)]
+    return make_plan([*puts, *gets], groups)
 
 
-def _forward(
-    moves: Sequence[Move], plan: Plan, fraction: float, link: Link
-) -> tuple[float, dict[Key, float]]:
-    """Seconds waited, and when each group has left."""
-    order = sorted(moves, key=lambda move: move.ready)
-    leaving: deque[tuple[float, int]] = deque()
-    left: dict[Key, float] = {}
-    staying, gone, waited = 0, 0.0, 0.0
-    for move in order:
-        now = move.ready + waited
-        if move.key in plan.stays:
-            staying += move.room
+class _Step:
+    """One step in which `fraction` of the bytes travel: the window decides, and this keeps the time."""
+
+    def __init__(self, plan: OffloadPlan, link: Link, fraction: float) -> None:
+        self._window = Window(plan)
+        self._link = link
+        self._fraction = fraction
+        self._now = 0.0
+        self._waited = 0.0
+        self._out_free = self._back_free = 0.0
+        self._copies: dict[Key, float] = {}  # bytes
+        self._gone: dict[Key, float] = {}  # when a copy out is over
+        self._here: dict[Key, float] = {}  # when a copy back is
+        self._leaving: list[Key] = []
+
+    def play(self, moves: Sequence[Move]) -> float:
+        """Seconds that compute waits."""
+        self._copies = {move.key: self._fraction * move.bytes for move in moves}
+        held: dict[Key, WindowGroup] = {}
+        for at, kind, move in _events(moves):
+            self._now = at + self._waited
+            if kind == "put":
+                group = held[move.key] = self._put(move)
+                self._see_what_has_left()
+                self._carry_out(self._window.after_put(group))
+            elif kind == "get":
+                group = held[move.key]
+                self._see_what_has_left()
+                self._carry_out(self._window.get(group, kept=not group.away_bytes))
+            else:
+                self._window.drop(held[move.key])
+        return self._waited
+
+    def _put(self, move: Move) -> WindowGroup:
+        size, key = move.device_bytes, move.key
+        if self._window.stays(key):
+            group = WindowGroup(key, size, kept_bytes=size)
         else:
-            gone = left[move.key] = max(gone, now) + fraction * move.bytes / link.out
-            leaving.append((gone, move.room))
-        limit = plan.leaving_limit(move.key, staying)
-        while sum(room for end, room in leaving if end > now) > limit:
-            end, _ = leaving.popleft()
-            waited += max(0.0, end - now)
-            now = max(now, end)
-    return waited, left
+            group = WindowGroup(key, size, away_bytes=size, travelling_bytes=size, leaving_bytes=size)
+            self._out_free = max(self._out_free, self._now) + self._copies[key] / self._link.out
+            self._gone[key] = self._out_free
+            self._leaving.append(key)
+        self._window.put(group)
+        return group
+
+    def _see_what_has_left(self) -> None:
+        while self._leaving and self._gone[self._leaving[0]] <= self._now:
+            self._leaving.pop(0)
+            self._window.gone()
+
+    def _carry_out(self, decisions: Iterator[Decision]) -> None:
+        for what, group in decisions:
+            key = group.key
+            if what == "let go":
+                self._wait_until(self._gone[self._leaving.pop(0)])
+            elif what == "fetch":
+                begins = max(self._now, self._gone[key], self._back_free)
+                self._here[key] = self._back_free = begins + self._copies[key] / self._link.back
+            else:
+                self._wait_until(self._here[key])
+
+    def _wait_until(self, then: float) -> None:
+        wait = max(0.0, then - self._now)
+        self._waited += wait
+        self._now += wait
 
 
-def _backward(
-    moves: Sequence[Move],
-    plan: Plan,
-    fraction: float,
-    link: Link,
-    late: float,
-    left: dict[Key, float],
-) -> float:
-    """Seconds waited, in a backward that begins `late`."""
-    order = sorted(moves, key=lambda move: move.needed)
-    dropped: dict[Key, float] = {}
-    # Nothing is fetched while groups are still to be put: they need the window.
-    there = max((move.ready for move in moves), default=0.0) + late
-    waited = 0.0
-    for index, move in enumerate(order):
-        asked = move.needed + late + waited
-        for other in order:
-            if other.done <= move.needed:
-                dropped.setdefault(other.key, other.done + late + waited)
-        if move.key in plan.stays:
-            continue
-        room, first = 0, index + 1
-        while first and room + order[first - 1].room <= plan.fetch_limit(move.key):
-            first -= 1
-            room += order[first].room
-        # It may come when the group before those that the window holds is gone; at the latest when it is asked for.
-        allowed = min(asked, dropped.get(order[first - 1].key, asked)) if 0 < first <= index else 0.0
-        if first > index:
-            allowed = asked  # it is larger than its window
-        there = max(there, left[move.key], allowed) + fraction * move.bytes / link.back
-        waited += max(0.0, there - asked)
-    return waited
+def _events(moves: Sequence[Move]) -> list[tuple[float, Literal["put", "get", "drop"], Move]]:
+    """What happens to the groups, in time. At one moment: first puts, then what is over, then what is asked for."""
+    found: list[tuple[float, int, Literal["put", "get", "drop"], Move]] = []
+    for move in moves:
+        asked = move.asked or (move.needed,)
+        found.append((move.ready, 0, "put", move))
+        found += [(at, 2, "get", move) for at in asked]
+        found.append((move.done, 1 if move.done > max(asked) else 3, "drop", move))
+    return [(at, kind, move) for at, _, kind, move in sorted(found, key=lambda event: event[:2])]

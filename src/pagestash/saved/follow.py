@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from pagestash.saved.order import Event, Group, Key, Recorder
+from pagestash.saved.offload.plan import Event, GroupBytes, Key, StepOrder
 from pagestash.schedules.observe import Observation
 from pagestash.schedules.plan import Action, Kind, Plan, read_plan
 from pagestash.torch_internals import stages_of
@@ -18,30 +18,30 @@ from pagestash.torch_internals import stages_of
 class Follower(Protocol):
     """What the order is for: a `Keeper`."""
 
-    def expect(self, events: list[Event], groups: dict[Key, Group]) -> None: ...
+    def expect(self, events: list[Event], groups: dict[Key, GroupBytes]) -> None: ...
 
-    def expected(self) -> dict[Key, Group]: ...
+    def expected(self) -> dict[Key, GroupBytes]: ...
 
     def aside(self) -> Any: ...
 
 
-Habits = dict[tuple[Kind, int], list[tuple[str, Key]]]
-"""For each kind of action of each stage, its puts and gets, by (stage, region, number)."""
+StageEvents = dict[tuple[Kind, int], list[tuple[str, Key]]]
+"""For each kind of action of each stage, its puts and gets, by (stage, region, index)."""
 
 
-def follow(schedule: Any, keeper: Follower, recorder: Recorder, habits: Habits) -> Observation:
-    """Tell `recorder` where each action is, and `keeper` ahead of a step what it will do.
+def follow(schedule: Any, keeper: Follower, order: StepOrder, stage_events: StageEvents) -> Observation:
+    """Tell `order` where each action is, and `keeper` ahead of a step what it will do.
 
-    What stages do is learned into `habits`, which schedules of the same stages share.
+    What stages do is learned into `stage_events`, which schedules of the same stages share.
     """
     plan = read_plan(schedule)
     if plan.splits_backward:
         modules = [stage.submod for stage in stages_of(schedule)]
         _refuse_selective_checkpoints(modules, type(schedule).__name__)
-    return Observation(schedule, _Following(keeper, recorder, habits))
+    return Observation(schedule, _Following(keeper, order, stage_events))
 
 
-def turns(plan: Plan) -> frozenset[Key]:
+def immediate_backwards(plan: Plan) -> frozenset[Key]:
     """The (stage, microbatch) whose backward is the next thing after its forward.
 
     On the first stage of a model the first half of a split backward does nothing, and the second all of it: the
@@ -57,15 +57,15 @@ def turns(plan: Plan) -> frozenset[Key]:
 class _Following:
     """Listens to one schedule."""
 
-    def __init__(self, keeper: Follower, recorder: Recorder, habits: Habits) -> None:
-        self._keeper, self._recorder, self._habits = keeper, recorder, habits
+    def __init__(self, keeper: Follower, order: StepOrder, stage_events: StageEvents) -> None:
+        self._keeper, self._order, self._stage_events = keeper, order, stage_events
         self._begun = 0
         self._expected: tuple[Action, ...] = ()
-        self._groups: dict[Key, Group] | None = None
+        self._groups: dict[Key, GroupBytes] | None = None
         self._before_first = ExitStack()
 
     def begin_step(self, plan: Plan) -> None:
-        self._recorder.turns = turns(plan)
+        self._order.immediate_backwards = immediate_backwards(plan)
         # Another schedule of these stages, or a step that went its own way, may have put its own plan in place.
         ours = plan.actions == self._expected and self._keeper.expected() is self._groups
         if not ours and self._expect(plan):
@@ -75,34 +75,34 @@ class _Following:
 
     def end_step(self) -> None:
         self._before_first.close()
-        self._recorder.place = ()
+        self._order.position = ()
 
     def begin(self, action: Action) -> None:
         self._before_first.close()
-        self._recorder.place = (action.stage, action.microbatch)
-        self._begun = len(self._recorder.events)
+        self._order.position = (action.stage, action.microbatch)
+        self._begun = len(self._order.events)
 
     def end(self, action: Action) -> None:
-        self._recorder.place = ()
+        self._order.position = ()
         own = (action.stage, action.microbatch)
-        self._habits[action.kind, action.stage] = [
+        self._stage_events[action.kind, action.stage] = [
             (kind, (key[0], *key[2:]))
-            for kind, key in self._recorder.events[self._begun :]
+            for kind, key in self._order.events[self._begun :]
             if kind != "drop" and key[:2] == own
         ]
 
     def _expect(self, plan: Plan) -> bool:
         """Tell the keeper the order of the step; False while some action was never seen, or no group's size is."""
-        sizes: dict[Key, Group] = {
+        sizes: dict[Key, GroupBytes] = {
             (key[0], *key[2:]): group for key, group in self._keeper.expected().items() if len(key) == 4
         }
         events: list[Event] = []
-        groups: dict[Key, Group] = {}
+        groups: dict[Key, GroupBytes] = {}
         for action in plan.actions:
-            habit = self._habits.get((action.kind, action.stage))
-            if habit is None:
+            seen = self._stage_events.get((action.kind, action.stage))
+            if seen is None:
                 return False
-            for kind, what in habit:
+            for kind, what in seen:
                 if what not in sizes:
                     return False
                 key: Key = (action.stage, action.microbatch, *what[1:])

@@ -8,23 +8,21 @@ import torch
 from torch import nn
 
 from pagestash.pages.pool import PagePool
-from pagestash.pages.slabs import HostSlabs
 from pagestash.policy import HomeName, Policy, format_bytes
 from pagestash.saved.attached import Attached
-from pagestash.saved.follow import follow
+from pagestash.saved.follow import StageEvents, follow
 from pagestash.saved.homes import Home, Keep, TakesGroups
 from pagestash.saved.hooks import SavedTensorHooks
-from pagestash.saved.measured import MeasuredOffload, Outlook
-from pagestash.saved.offload import Offload
-from pagestash.saved.order import Event, Group, Key, Recorder
+from pagestash.saved.offload.headroom import read_memory
+from pagestash.saved.offload.home import Offload
+from pagestash.saved.offload.plan import Event, GroupBytes, Key
 from pagestash.saved.overflow import Agreement, grow, refuse_if_overflowed
-from pagestash.saved.pressure import Pressure, read_memory
 from pagestash.saved.quiet_rules import QuietRules, StepNeverOpened
 from pagestash.saved.recompute import Recompute
 from pagestash.saved.region_hooks import RegionHooks
 from pagestash.saved.scope import step_scope
 from pagestash.saved.stash import Stash
-from pagestash.saved.stats import KeeperStats, OffloadStats, collect
+from pagestash.saved.stats import KeeperStats, collect
 from pagestash.saved.storage import storage_keys
 from pagestash.saved.streams import capturing
 
@@ -52,13 +50,14 @@ class Keeper:
         self._backend = backend
         self._check = check
         self._keep = Keep()
-        self._recorder = Recorder()
         self._recompute = Recompute()
         self._recompute.checks.overflow = lambda: self.overflow
         self._stash = Stash(policy, self._keep, backend)
-        self._offload: Offload | MeasuredOffload = self._measuring_offload()
-        self._moving: dict[HomeName, TakesGroups] = {"stash": self._stash, "offload": self._offload}
-        self._saved = SavedTensorHooks(policy, self._moving, self._keep, self._recompute)
+        self._offload = Offload(
+            policy, self._keep, self._stash, lambda: read_memory(self.device, self.parameters), backend
+        )
+        moving: dict[HomeName, TakesGroups] = {"stash": self._stash, "offload": self._offload}
+        self._saved = SavedTensorHooks(policy, moving, self._keep, self._recompute)
         self._hooks: list[Any] = []
         self._regions = RegionHooks(self._saved, self._recompute)
         self._attached = Attached(policy, self._saved, self._regions)
@@ -66,10 +65,7 @@ class Keeper:
         self._regions.outside = StepNeverOpened()
         self._in_step = False
         self._ranks = Agreement()
-        self._habits: dict[Any, Any] = {}
-
-    def _measuring_offload(self) -> MeasuredOffload:
-        return MeasuredOffload(self._recorder, Pressure(lambda: read_memory(self.device, self.parameters)))
+        self._stage_events: StageEvents = {}
 
     @property
     def _homes(self) -> tuple[Home, ...]:
@@ -106,7 +102,7 @@ class Keeper:
                     "move it when backward is over and nothing holds its graph"
                 )
             self._stash.measure()
-            self._offload = self._moving["offload"] = self._measuring_offload()
+            self._offload.measure()
         self._saved.device = device
         if self.policy.pool.device_bytes is not None and device.type != "meta":
             self.size_pool()
@@ -123,18 +119,18 @@ class Keeper:
         follows at once, is as the plan says, also when another schedule has another number of microbatches. A
         `ValueError` if the schedule cannot be followed.
         """
-        following = follow(schedule, self, self._recorder, self._habits)
+        following = follow(schedule, self, self._offload.order, self._stage_events)
         self._hooks.append(following)
         return following
 
-    def expect(self, events: Sequence[Event], groups: dict[Key, Group]) -> None:
+    def expect(self, events: Sequence[Event], groups: dict[Key, GroupBytes]) -> None:
         """Before a step: what it will put and get, in order. Nothing happens while there is no plan at all yet."""
-        if isinstance(self._offload, Offload) and not capturing():
+        if not capturing():
             self._offload.expect(events, groups)
 
-    def expected(self) -> dict[Key, Group]:
+    def expected(self) -> dict[Key, GroupBytes]:
         """The groups of the step that is planned; empty before there is a plan."""
-        return self._offload.plan.groups if isinstance(self._offload, Offload) else {}
+        return self._offload.expected()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -242,43 +238,17 @@ class Keeper:
 
         Nothing happens while a backward is still to come, or where nothing was measured.
         """
-        outlook = self._outlook()
+        outlook = self._offload.outlook()
         if self.pool is None:
-            others = None if self._offload_measures() else 0 if outlook is None else outlook.pages
+            others = None if self._offload.undecided else 0 if outlook is None else outlook.pages
             pages = self._stash.pages_wanted(others)
             if pages is not None and (pages or self.policy.spill_bytes):
                 self._make_pool(pages)
                 if outlook is not None:  # what was measured had no pool
                     outlook.plan.tighten(pages * self.policy.pool.page_bytes)
         if outlook is not None and (self.pool is not None or not outlook.pages):
-            self._plan_offload(outlook)
+            self._offload.begin(outlook, self._saved.device_here)
         return self.pool is not None
-
-    def _offload_measures(self) -> bool:
-        """Whether a backward of the measured step is still to come."""
-        return isinstance(self._offload, MeasuredOffload) and self._offload.live
-
-    def _outlook(self) -> Outlook | None:
-        measured = self._offload
-        return (
-            measured.outlook(self.policy.pool.page_bytes) if isinstance(measured, MeasuredOffload) else None
-        )
-
-    def _plan_offload(self, outlook: Outlook) -> None:
-        assert self._saved.device is not None
-        slabs = HostSlabs(self._saved.device, self.policy.offload_bytes)
-        slabs.fit(outlook.host_bytes)
-        self._offload = self._moving["offload"] = Offload(
-            self._saved.device,
-            slabs,
-            outlook.plan,
-            outlook.split,
-            self._keep,
-            self._stash,
-            self._recorder,
-            tally=self._offload.tally,
-            backend=self._backend,
-        )
 
     def _make_pool(self, device_pages: int) -> None:
         assert self._saved.device is not None
@@ -309,11 +279,7 @@ class Keeper:
 
     def stats(self) -> KeeperStats:
         """Bytes and peak by home and region, and the pool's tiers. Waits for the device."""
-        limits = None
-        if isinstance(self._offload, Offload):
-            slabs, refused = self._offload.slabs, self._offload.refused
-            limits = OffloadStats(slabs.size, slabs.limit, refused.bytes, refused.peak)
-        return collect(self._homes, self._stash, limits)
+        return collect(self._homes, self._stash, self._offload)
 
     def __repr__(self) -> str:
         size = (

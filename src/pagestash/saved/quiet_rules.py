@@ -14,8 +14,7 @@ import torch
 
 from pagestash.policy import Policy, Rule, format_bytes
 from pagestash.saved.hooks import SavedTensorHooks
-from pagestash.saved.measured import MeasuredOffload
-from pagestash.saved.offload import Offload
+from pagestash.saved.offload.home import Offload
 from pagestash.saved.packed import Kept, Packed
 from pagestash.saved.region import Region
 from pagestash.saved.region_hooks import Opening
@@ -86,7 +85,7 @@ class QuietRules:
             return "it saves nothing but what it was given, which is held in any case"
         return "its tensors have no plain memory of their own to move"
 
-    def step_over(self, openings: list[Opening], own: set[str], offload: Offload | MeasuredOffload) -> bool:
+    def step_over(self, openings: list[Opening], own: set[str], offload: Offload) -> bool:
         """A step is over. Returns whether to go on; `own`: names of modules that move tensors by themselves."""
         if not self._saw:
             return True  # an evaluation
@@ -104,14 +103,15 @@ class QuietRules:
                 log.warning("rule %r (%s) moved nothing in %d steps: %s", rule.match, rule.home, STEPS, why)
         return False
 
-    def _window(self, rule: Rule, offload: Offload | MeasuredOffload) -> str | None:
+    def _window(self, rule: Rule, offload: Offload) -> str | None:
         """Why the plan moves nothing of a rule; None if it moves something."""
-        if not isinstance(offload, Offload) or any(self._policy.rule_for(n) is rule for n in offload.moved):
+        moving = offload.moving
+        if moving is None or any(self._policy.rule_for(name) is rule for name in moving.moved_regions):
             return None
         if not rule.fraction:
             return "its fraction is 0"
-        if offload.refused.peak:
-            return f"there is no host memory for it: [pool] host allows {format_bytes(offload.slabs.limit)}"
+        if moving.refused.peak:
+            return f"there is no host memory for it: [pool] host allows {format_bytes(moving.slabs.limit)}"
         return (
             "all that it saves is within the window of what backward asks for next, which stays on the device: it "
             "pays for several layers, or with a smaller prefetch_bytes"

@@ -6,19 +6,10 @@ from dataclasses import dataclass
 from pagestash.pages.telemetry import PoolStats
 from pagestash.policy import HomeName
 from pagestash.saved.homes import Home, HomeStats
+from pagestash.saved.offload.home import Offload, OffloadStats
 from pagestash.saved.stash import Stash
 
 OUTSIDE = "(outside all regions)"
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadStats:
-    """Pinned memory of the `offload` home, and the bytes that found no room in it and stayed on the device."""
-
-    host_bytes: int
-    limit: int
-    refused: int
-    refused_peak: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +45,7 @@ class KeeperStats:
         return 0 if self.pool is None else self.pool.spilled_bytes
 
 
-def collect(homes: Sequence[Home], stash: Stash, offload: OffloadStats | None) -> KeeperStats:
+def collect(homes: Sequence[Home], stash: Stash, offload: Offload) -> KeeperStats:
     """What the homes hold. Waits for the device."""
     by_region: dict[str, HomeStats] = {}
     for home in homes:
@@ -67,7 +58,7 @@ def collect(homes: Sequence[Home], stash: Stash, offload: OffloadStats | None) -
         homes={home.name: home.stats() for home in homes},
         regions=by_region,
         pool=None if pool is None else pool.stats(),
-        offload=offload,
+        offload=offload.limits(),
         no_page=NoPageStats(0, 0, 0)
         if left is None
         else NoPageStats(left.groups, left.tally.bytes, left.tally.peak),

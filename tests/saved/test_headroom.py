@@ -6,24 +6,24 @@ import torch
 from torch import nn
 
 import pagestash as ps
-from pagestash.saved.order import Group, make_plan
-from pagestash.saved.pressure import Pressure, Reading, read_memory
+from pagestash.saved.offload.headroom import HeadroomMeter, Reading, read_memory
+from pagestash.saved.offload.plan import GroupBytes, make_plan
 
 EVENTS = [("put", ("a",)), ("put", ("b",)), ("get", ("b",)), ("get", ("a",))]
 
 
-def slack(*readings):
+def headroom(*readings):
     """Of four events with these readings at each."""
     told = iter(readings)
-    pressure = Pressure(lambda: next(told))
+    meter = HeadroomMeter(lambda: next(told))
     for event in EVENTS:
-        pressure.note(event)
-    return pressure.slack()
+        meter.note(event)
+    return meter.headroom()
 
 
-def test_slack_is_the_distance_to_the_peak_of_the_step():
+def test_headroom_is_the_distance_to_the_peak_of_the_step():
     # The peak of 900 is between the first get and the second.
-    found = slack(
+    found = headroom(
         Reading(100, 150, {}),
         Reading(100, 300, {}),
         Reading(100, 500, {}),
@@ -34,7 +34,7 @@ def test_slack_is_the_distance_to_the_peak_of_the_step():
 
 def test_gradients_that_stay_count_as_if_they_had_been_there_before():
     # 250 were made before the peak; the next step may begin with them.
-    found = slack(
+    found = headroom(
         Reading(100, 150, {}),
         Reading(100, 300, {}),
         Reading(350, 500, {1: 250}),
@@ -45,7 +45,7 @@ def test_gradients_that_stay_count_as_if_they_had_been_there_before():
 
 def test_of_gradients_made_at_the_peak_the_largest_is_made_again():
     # 300 of the 900 are gradients that were made there: a step that has them needs 200 of it at one time.
-    found = slack(
+    found = headroom(
         Reading(100, 150, {}),
         Reading(100, 300, {}),
         Reading(100, 500, {}),
@@ -54,8 +54,8 @@ def test_of_gradients_made_at_the_peak_the_largest_is_made_again():
     assert found == {EVENTS[0]: 500, EVENTS[1]: 300, EVENTS[2]: 0}
 
 
-def test_what_else_a_step_leaves_behind_is_no_slack():
-    found = slack(
+def test_what_else_a_step_leaves_behind_is_no_headroom():
+    found = headroom(
         Reading(100, 150, {}),
         Reading(100, 300, {}),
         Reading(100, 500, {}),
@@ -64,16 +64,16 @@ def test_what_else_a_step_leaves_behind_is_no_slack():
     assert found == {EVENTS[0]: 150, EVENTS[1]: 0, EVENTS[2]: 0}
 
 
-def test_a_device_without_an_allocator_to_ask_has_no_slack():
+def test_a_device_without_an_allocator_to_ask_has_no_headroom():
     assert read_memory(torch.device("cpu"), list) is None
-    assert slack(*[None] * 4) == {}
+    assert headroom(*[None] * 4) == {}
 
 
-def test_memory_that_is_taken_later_is_no_slack():
-    plan = make_plan(EVENTS, {("a",): Group(1, 1), ("b",): Group(1, 1)})
-    plan.slack = {EVENTS[0]: 600, EVENTS[1]: 400}
+def test_memory_that_is_taken_later_is_no_headroom():
+    plan = make_plan(EVENTS, {("a",): GroupBytes(1, 1), ("b",): GroupBytes(1, 1)})
+    plan.headroom = {EVENTS[0]: 600, EVENTS[1]: 400}
     plan.tighten(500)
-    assert plan.slack == {EVENTS[0]: 100, EVENTS[1]: 0}
+    assert plan.headroom == {EVENTS[0]: 100, EVENTS[1]: 0}
 
 
 def test_a_pool_that_is_made_takes_its_part():
@@ -82,13 +82,13 @@ def test_a_pool_that_is_made_takes_its_part():
     rules = [ps.Rule("a", "offload", min_bytes=0), ps.Rule("b", "stash", min_bytes=0)]
     keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page=1024)), backend="torch").attach(model)
     peaks = chain([0, 1 << 20], repeat(2 << 20))
-    keeper._offload._pressure = Pressure(lambda: Reading(100, next(peaks), {}))
+    keeper._offload.measuring.meter = HeadroomMeter(lambda: Reading(100, next(peaks), {}))
     x = torch.randn(32, 64, requires_grad=True)
     with keeper.step():
         (model["b"](model["a"](x) * 2.0).sum() + model["a"](x + 1).sum()).backward()
     taken = keeper.pool.device_pages * 1024
     assert taken
-    assert keeper._offload.plan.slack[("put", ("a", 0))] == (1 << 20) - taken
+    assert keeper._offload.moving.plan.headroom[("put", ("a", 0))] == (1 << 20) - taken
 
 
 def test_nothing_is_read_where_nothing_is_offloaded():
@@ -99,6 +99,6 @@ def test_nothing_is_read_where_nothing_is_offloaded():
     def read():
         raise AssertionError("read")
 
-    keeper._offload._pressure = Pressure(read)
+    keeper._offload.measuring.meter = HeadroomMeter(read)
     with keeper.step():
         model(torch.randn(4, 8)).sum().backward()

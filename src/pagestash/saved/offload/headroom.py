@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagestash.saved.order import Event
+from pagestash.saved.offload.plan import Event
 
 
 class Reading(NamedTuple):
@@ -20,8 +20,8 @@ class Reading(NamedTuple):
     gradients: dict[int, int]
 
     @property
-    def beside(self) -> int:
-        """What is allocated now beside gradients."""
+    def beside_gradients(self) -> int:
+        """What is allocated now, without gradients."""
         return self.now - sum(self.gradients.values())
 
 
@@ -49,7 +49,7 @@ class _Peak(NamedTuple):
     at_most: int
 
 
-class Pressure:
+class HeadroomMeter:
     """Reads the memory at every event of a step."""
 
     def __init__(self, read: Callable[[], Reading | None]) -> None:
@@ -82,7 +82,7 @@ class Pressure:
             self._peaks[before] = _Peak(*map(max, known, peak))
         self._last = event, reading
 
-    def slack(self) -> dict[Event, int]:
+    def headroom(self) -> dict[Event, int]:
         """After each event, bytes more that would not have raised the step's peak, in this step or in later ones.
 
         What the step left behind is there from the beginning of the next: gradients, if they are not dropped, and
@@ -90,7 +90,7 @@ class Pressure:
         """
         if not self._peaks or self._first is None or self._last is None:
             return {}
-        left = max(0, self._last[1].beside - self._first.beside)
+        left = max(0, self._last[1].beside_gradients - self._first.beside_gradients)
         whole = max(peak.whole for peak in self._peaks.values())
         beside = max(peak.at_least for peak in self._peaks.values())
         return {

@@ -1,8 +1,8 @@
 """How many of an entry's bytes leave the device: all of a tensor or none, or a valid-row tensor's leading rows.
 
 The copy engine takes its sizes from the host, and only the device knows how many rows are valid. So a valid-row
-tensor is split at a fixed row, `fraction` of the rows that are expected; if fewer are valid, some garbage
-travels, harmlessly, and if more, they wait in pages.
+tensor is split at a fixed row, `fraction` of the rows that are expected. If fewer are valid, some garbage travels,
+harmlessly. If more are, they wait in pages.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from pagestash.saved.storage import Entry
 MOSTLY = 0.8
 
 
-class Shape(NamedTuple):
+class EntryShape(NamedTuple):
     """What an entry looks like to the split: its bytes, and its rows where only some may be valid."""
 
     length: int
@@ -25,28 +25,28 @@ class Shape(NamedTuple):
         return self.length // self.capacity
 
     @classmethod
-    def of(cls, entry: Entry) -> "Shape":
+    def of(cls, entry: Entry) -> "EntryShape":
         return cls(entry.length, 0 if entry.rows is None else entry.capacity)
 
 
-class Split:
+class RowSplit:
     """Decides on one entry after the other, so that `fraction` of a rule's bytes leave, to within one tensor."""
 
     def __init__(self, expected: Mapping[tuple[str, int], float]) -> None:
         self.expected = expected
-        """Valid rows that are expected of a rule's tensors of a certain capacity."""
+        """Valid rows that are expected, by a rule's pattern and the capacity of its tensors."""
         self._owed: dict[str, float] = {}
 
     def start(self) -> None:
         """A new step, which decides as the last one did."""
         self._owed.clear()
 
-    def mostly_valid(self, rule: Rule, shape: Shape) -> bool:
+    def mostly_valid(self, rule: Rule, shape: EntryShape) -> bool:
         """Whether so many rows are valid that pages would free little: it goes or stays as a whole."""
         expected = self.expected.get((rule.match, shape.capacity), 0.0)
         return expected >= MOSTLY * shape.capacity
 
-    def share(self, rule: Rule, shape: Shape) -> int:
+    def share(self, rule: Rule, shape: EntryShape) -> int:
         """Bytes from the start of the entry that leave the device."""
         if shape.capacity and not self.mostly_valid(rule, shape):
             expected = self.expected.get((rule.match, shape.capacity), 0.0)

@@ -1,0 +1,154 @@
+"""The first step of the `offload` home, which has no plan: exact copies to ordinary host memory, one by one.
+
+It waits for the device at every group. It records the order of the step, the rows that were valid and how far
+memory was from its peak. The plan of later steps is made from that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pagestash.pages.slabs import aligned
+from pagestash.policy import Rule
+from pagestash.saved.homes import Tally
+from pagestash.saved.offload.headroom import HeadroomMeter
+from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, StepOrder, make_plan
+from pagestash.saved.offload.split import EntryShape, RowSplit
+from pagestash.saved.storage import Entry
+
+
+@dataclass(slots=True)
+class Outlook:
+    """What a measured step says about those to come."""
+
+    plan: OffloadPlan
+    split: RowSplit
+    host_bytes: int
+    pages: int
+    """Pages for rows that do not leave."""
+
+
+@dataclass(slots=True, eq=False)
+class _MeasuredGroup:
+    """Each entry's shape and valid bytes, under which rule; and how many entries are not dropped yet."""
+
+    rule: Rule
+    entries: list[tuple[EntryShape, int]]
+    waiting: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class HostCopy:
+    """The place of an entry: its valid bytes, in ordinary host memory."""
+
+    phase: "Measuring"
+    key: Key
+    copy: torch.Tensor
+    device: torch.device
+
+    def get(self, entry: Entry) -> torch.Tensor:
+        self.phase.asked(self.key)
+        flat = torch.zeros(entry.length, dtype=torch.uint8, device=self.device)
+        flat[: self.copy.numel()].copy_(self.copy.view(-1))
+        return flat
+
+    def drop(self, entry: Entry) -> None:
+        self.phase.dropped(self.key, entry.region, self.copy.nbytes)
+        entry.place = None
+
+
+class Measuring:
+    """Takes everything to the host and brings it back when asked."""
+
+    def __init__(self, order: StepOrder, meter: HeadroomMeter, tally: Tally) -> None:
+        self.meter = meter
+        self._order = order
+        self._tally = tally
+        self._groups: dict[Key, _MeasuredGroup] = {}
+
+    @property
+    def live(self) -> bool:
+        """Whether a backward is still to come."""
+        return any(group.waiting for group in self._groups.values())
+
+    def start(self) -> None:
+        """A new step begins; what was measured before is forgotten, unless its backward is still to come."""
+        if not self.live:
+            self._order.start()
+            self.meter.start()
+            self._groups = {}
+
+    def put(self, entries: Sequence[Entry]) -> None:
+        rule = entries[0].rule
+        assert rule is not None
+        key = self._order.key(entries[0].region)
+        group = self._groups[key] = _MeasuredGroup(rule, [])
+        self._order.put(key, GroupBytes(0, 0, rule.prefetch_bytes))
+        for entry in entries:
+            source = entry.source().view(-1)[: entry.valid_bytes()]
+            group.entries.append((EntryShape.of(entry), source.nbytes))
+            # A copy also where the device is the host: the source may be written over.
+            entry.place = HostCopy(self, key, source.detach().to("cpu", copy=True), source.device)
+            entry.origin = None
+            group.waiting += 1
+            self._tally.count(entry.region, source.nbytes)
+        self.meter.note(("put", key))
+
+    def asked(self, key: Key) -> None:
+        """Backward asks for an entry of the group."""
+        self._order.get(key)
+        self.meter.note(("get", key))
+
+    def dropped(self, key: Key, region: str, size: int) -> None:
+        """Nothing can ask for an entry of the group any more."""
+        self._tally.count(region, -size)
+        group = self._groups[key]
+        group.waiting -= 1
+        if not group.waiting:
+            self._order.drop(key)
+
+    def outlook(self, page_bytes: int) -> Outlook | None:
+        """What follows from the last step; None if it moved nothing, or is not over."""
+        if not self._groups or self.live:
+            return None
+        split = RowSplit(self._expected_rows())
+        events = self._order.events
+        groups = {}
+        shares: dict[Key, list[int]] = {}
+        for key, group in self._groups.items():
+            shares[key] = [split.share(group.rule, shape) for shape, _ in group.entries]
+            back = sum(shape.length for (shape, _), share in zip(group.entries, shares[key]) if share)
+            groups[key] = GroupBytes(sum(map(aligned, shares[key])), back, group.rule.prefetch_bytes)
+        plan = make_plan(events, groups, self._order.immediate_backwards)
+        plan.headroom = self.meter.headroom()
+        pages = {key: self._pages(key, plan, split, shares[key], page_bytes) for key in groups}
+        return Outlook(plan, split, plan.host_peak_bytes(events), _peak(events, pages))
+
+    def _pages(self, key: Key, plan: OffloadPlan, split: RowSplit, shares: list[int], page_bytes: int) -> int:
+        """Pages that a group's rows need: those behind the rows that leave, or all where none leaves."""
+        group, pages = self._groups[key], 0
+        for (shape, valid), share in zip(group.entries, shares):
+            leaves = 0 if key in plan.stays else share
+            in_part = 0 < leaves < shape.length
+            if shape.capacity and (in_part or not (leaves or split.mostly_valid(group.rule, shape))):
+                pages += max(1, -(-(valid - leaves) // page_bytes))
+        return pages
+
+    def _expected_rows(self) -> dict[tuple[str, int], float]:
+        """The mean over a rule's tensors of one capacity: they vary from step to step as from layer to layer."""
+        found: dict[tuple[str, int], list[int]] = {}
+        for group in self._groups.values():
+            for shape, valid in group.entries:
+                if shape.capacity:
+                    found.setdefault((group.rule.match, shape.capacity), []).append(valid // shape.row_bytes)
+        return {which: sum(rows) / len(rows) for which, rows in found.items()}
+
+
+def _peak(events: Sequence[Event], sizes: dict[Key, int]) -> int:
+    """The largest sum of the sizes of groups that were put and not dropped."""
+    now = most = 0
+    for kind, key in events:
+        now += sizes[key] * {"put": 1, "get": 0, "drop": -1}[kind]
+        most = max(most, now)
+    return most

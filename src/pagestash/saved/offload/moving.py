@@ -1,0 +1,288 @@
+"""Steps of the `offload` home that go by a plan: groups leave when forward ends them, and return ahead of backward.
+
+`window` decides, `transfers` copies; this gives an entry its host memory and its pages, and takes them back.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from pagestash.kernels.backend import choose
+from pagestash.kernels.pages.tail import zero_tail
+from pagestash.pages.slabs import HostSlabs, aligned
+from pagestash.policy import Rule, format_bytes
+from pagestash.saved.homes import Keep, Tally
+from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, StepOrder, make_plan
+from pagestash.saved.offload.split import EntryShape, RowSplit
+from pagestash.saved.offload.transfers import Member, OffloadedGroup, Transfers
+from pagestash.saved.offload.window import Decision, Window, WindowGroup
+from pagestash.saved.stash import Stash
+from pagestash.saved.storage import Entry
+from pagestash.saved.streams import capturing
+
+log = logging.getLogger("pagestash")
+
+
+class Moving:
+    """Moves groups by a plan that was made from an earlier step."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        slabs: HostSlabs,
+        plan: OffloadPlan,
+        split: RowSplit,
+        keep: Keep,
+        stash: Stash,
+        order: StepOrder,
+        tally: Tally,
+        backend: str = "auto",
+    ) -> None:
+        self.slabs = slabs
+        self.window = Window(plan)
+        self.transfers = Transfers(device)
+        self.refused = Tally()
+        """Bytes that should have left, but found no room on the host, and stayed."""
+        self.moved_regions: set[str] = set()
+        self._tally = tally
+        self._started = False
+        self._backend = choose(device, backend)
+        self._split = split
+        self._keep = keep
+        self._stash = stash
+        self._order = order
+        self._groups: dict[WindowGroup, OffloadedGroup] = {}
+        self._dead: deque[tuple[OffloadedGroup, Entry]] = deque()
+
+    @property
+    def plan(self) -> OffloadPlan:
+        return self.window.plan
+
+    @property
+    def live(self) -> bool:
+        """Whether a backward is still to come."""
+        self._sweep()
+        return bool(self._groups)
+
+    # --- a step ---
+
+    def start(self) -> None:
+        """A new step begins."""
+        self._order.start()
+        self._split.start()
+        self.refused.reset_peak()
+        if not self._started:  # until now the tally told what was measured
+            self._started = True
+            self._tally.reset_peak()
+
+    def settle(self) -> None:
+        """End of a step: the current stream has waited for both side streams, and the host knows what is free."""
+        self._sweep()
+        self._carry_out(self.window.let_all_go())
+        self.transfers.join()
+
+    def learn(self) -> None:
+        """Between steps: plan anew if the step went another way, and make the room that was missing."""
+        order, slabs = self._order, self.slabs
+        if not order.groups:
+            return  # nothing was saved: an evaluation
+        if not self.plan.agrees_with(order):
+            self.window.plan = make_plan(order.events, order.groups, order.immediate_backwards)
+        if slabs.wanted > slabs.size:
+            slabs.fit(slabs.wanted)
+        elif self.refused.peak:  # there was room enough, in pieces that were too small
+            slabs.fit(slabs.size + self.refused.peak)
+        if self.refused.peak and slabs.wanted > slabs.size:
+            log.warning(
+                "offload: %s stayed on the device, since host memory is limited to %s; raise [pool] host",
+                format_bytes(self.refused.peak),
+                format_bytes(slabs.limit),
+            )
+
+    def expect(self, events: Sequence[Event], groups: dict[Key, GroupBytes]) -> None:
+        """Before a step: this is what it will do, and not what the one before did."""
+        self.window.plan = make_plan(events, groups, self._order.immediate_backwards)
+        wanted = self.plan.host_peak_bytes(events)
+        if wanted > self.slabs.size:
+            self.slabs.fit(wanted)
+
+    def _carry_out(self, decisions: Iterator[Decision], asked: Entry | None = None) -> None:
+        for what, held in decisions:
+            if what == "let go":
+                self.transfers.let_go()
+            elif what == "fetch":
+                self._fetch(self._groups[held], asked)
+            elif asked is not None:
+                self._use(self._groups[held], asked)
+
+    def _see_what_has_left(self) -> None:
+        while self.transfers.oldest_has_left():
+            self.transfers.let_go(over=True)
+            self.window.gone()
+
+    # --- out: forward saves a group ---
+
+    def put(self, entries: Sequence[Entry]) -> None:
+        self._sweep()
+        rule = entries[0].rule
+        assert rule is not None
+        key = self._order.key(entries[0].region)
+        shares = {entry: self._split.share(rule, EntryShape.of(entry)) for entry in entries}
+        host_bytes = sum(map(aligned, shares.values()))
+        device_bytes = sum(entry.length for entry, share in shares.items() if share)
+        self._order.put(key, GroupBytes(host_bytes, device_bytes, rule.prefetch_bytes))
+        stays = self.window.stays(key)
+        group = OffloadedGroup(self, WindowGroup(key, device_bytes))
+        for entry, share in shares.items():
+            self._admit(group, entry, rule, 0 if stays else share)
+        leaving = [entry for entry, member in group.members.items() if member.block is not None]
+        if leaving:
+            self.slabs.fixed |= capturing()
+            self.transfers.move_out(group, leaving)
+        self._groups[group.held] = group
+        self.window.put(group.held)
+        for entry, member in group.members.items():
+            if member.stays is None:
+                entry.origin = None
+                self.moved_regions.add(entry.region)
+        self._see_what_has_left()
+        self._carry_out(self.window.after_put(group.held))
+
+    def _admit(self, group: OffloadedGroup, entry: Entry, rule: Rule, share: int) -> None:
+        """Settle what becomes of an entry's bytes, and put away those that do not leave."""
+        member = group.members[entry] = Member()
+        entry.place = group  # from here on its end gives back what it was given, also if something fails
+        if share:
+            member.block = self.slabs.take(share)
+            if member.block is None:
+                member.refused = share
+                self.refused.count(entry.region, share)
+                share = 0
+        member.share = share
+        if not share and (entry.rows is None or self._split.mostly_valid(rule, EntryShape.of(entry))):
+            group.held.kept_bytes += entry.length
+            member.stays = self._keep.stay(entry)
+            return
+        self._tally.count(entry.region, share)
+        group.held.travelling_bytes += share
+        group.held.away_bytes += entry.length if share else 0
+        if entry.rows is not None:
+            # Its buffer has room for the worst case: rows that do not leave are better off in pages.
+            member.rows = entry.rows.detach().clone()
+            if share < entry.length:
+                member.rest = _rows_behind(entry, share)
+                member.rest_place = self._stash.take(member.rest)
+
+    # --- in: backward asks for an entry ---
+
+    def get(self, group: OffloadedGroup, entry: Entry) -> torch.Tensor:
+        self._sweep()
+        self._see_what_has_left()
+        self._order.get(group.held.key)
+        stays = group.members[entry].stays
+        self._carry_out(self.window.get(group.held, kept=stays is not None), entry)
+        if stays is not None:
+            return stays.get(entry)
+        flat = group.restored[entry]
+        if not entry.waiting:
+            # All who saved it have it now; whoever asks again (retain_graph, split backward) fetches again.
+            del group.restored[entry]
+        return flat
+
+    def _fetch(self, group: OffloadedGroup, asked: Entry | None = None) -> None:
+        """Start to bring back what of the group will be asked for."""
+        entries = [
+            entry
+            for entry, member in group.members.items()
+            if member.stays is None
+            and entry not in group.restored
+            and entry not in group.incoming
+            and (entry is asked or entry.waiting)
+        ]
+        self.transfers.fetch(group, entries)
+
+    def _use(self, group: OffloadedGroup, asked: Entry) -> None:
+        """The compute stream is about to read an entry."""
+        if asked in group.restored:
+            return
+        if asked not in group.incoming:  # it came back before, and was asked for by all who had saved it
+            self._fetch(group, asked)
+            self.window.fetched(group.held)
+        self._take_in(group)
+
+    def _take_in(self, group: OffloadedGroup) -> None:
+        """From here on the compute stream may read what came back; rows that did not leave come from pages."""
+        self.transfers.wait_for(group)
+        for entry, buffer in group.incoming.items():
+            member = group.members[entry]
+            if member.rows is not None:
+                rows = buffer.view(entry.capacity, -1)
+                lead = member.share // rows.shape[1]
+                zero_tail(rows[:lead], member.rows, self._backend)
+                if member.rest is not None and member.rest_place is not None:
+                    member.rest_place.restore_into(member.rest, rows[lead:])
+                    entry.spoiled |= member.rest.spoiled
+        group.restored |= group.incoming
+        group.incoming = {}
+
+    # --- over: nothing can ask any more ---
+
+    def drop(self, group: OffloadedGroup, entry: Entry) -> None:
+        stays = group.members[entry].stays
+        if stays is not None:
+            stays.drop(entry)
+        group.restored.pop(entry, None)
+        # This may run in any thread, on any stream: the rest is done in the order of compute.
+        self._dead.append((group, entry))
+
+    def _sweep(self) -> None:
+        """Give back the host memory and pages of dropped entries."""
+        while self._dead:
+            group, entry = self._dead.popleft()
+            self._give_back(group, entry, group.members.pop(entry))
+            if not group.members and self._groups.pop(group.held, None) is not None:
+                if self.window.groups.get(group.held.key) is group.held:
+                    self._order.drop(group.held.key)
+                self.window.drop(group.held)
+
+    def _give_back(self, group: OffloadedGroup, entry: Entry, member: Member) -> None:
+        held = group.held
+        if member.stays is not None:
+            held.kept_bytes -= entry.length
+        if member.share:
+            held.away_bytes -= entry.length
+            held.travelling_bytes -= member.share
+        if entry in group.incoming:
+            # Nobody asked for it, and its copy back may still be under way: the buffer's memory and the block's are
+            # used again only behind it.
+            self.transfers.wait_for(group)
+            del group.incoming[entry]
+        if member.rest is not None and member.rest.place is not None:
+            member.rest.place.drop(member.rest)
+        if member.refused:
+            self.slabs.forget(member.refused)
+            self.refused.count(entry.region, -member.refused)
+        if member.block is not None:
+            self.slabs.give(member.block)
+            self._tally.count(entry.region, -member.share)
+
+
+def _rows_behind(entry: Entry, share: int) -> Entry:
+    """The rows of a valid-row entry behind its first `share` bytes, as an entry of its own."""
+    assert entry.rows is not None
+    lead = share // (entry.length // entry.capacity)
+    rows = (entry.rows.detach() - lead).clamp_(min=0)
+    return Entry(
+        storage=entry.storage,
+        version=entry.version,
+        first=entry.first + share,
+        last=entry.last,
+        origin=entry.origin,
+        rows=rows,
+        rows_version=rows._version,
+        capacity=entry.capacity - lead,
+        region=entry.region,
+        rule=entry.rule,
+    )

@@ -1,0 +1,149 @@
+"""Copies of groups to pinned host memory and back, on two streams beside compute.
+
+One stream for each direction: out during forward, in during backward. The hand-overs, and why each is safe:
+
+- *compute to out*: the out stream waits for the compute stream's present, so a source is complete when it is read.
+- *source to allocator*: a source is let go only after its copy is done, or after the compute stream was told to
+  wait for it; memory that the allocator hands on is then written behind the copy.
+- *out to in*: a copy back waits for the event of its own copy out.
+- *compute to in*: a copy back waits for the compute stream's present, which may still use the memory that its
+  buffer is made of.
+- *in to compute*: whoever asks for a tensor makes the compute stream wait for the event of its copy back.
+- *host memory to its next tensor*: a block is given back only after the compute stream was told to wait for the
+  copy back that reads it; the next copy out waits for the compute stream, and follows all copies out before it.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from pagestash.pages.slabs import HostBlock
+from pagestash.saved.homes import Held
+from pagestash.saved.offload.window import WindowGroup
+from pagestash.saved.stash import StashPlace
+from pagestash.saved.storage import Entry
+from pagestash.saved.streams import SideStream, is_done, wait_here
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """What became of one entry of a group.
+
+    It stays as a whole (`stays`); or its first `share` bytes are in a block of host memory, and the rows behind
+    them, where it has valid rows, in pages (`rest`).
+    """
+
+    share: int = 0
+    block: HostBlock | None = None
+    refused: int = 0
+    """Bytes for which there was no host memory."""
+    rest: Entry | None = None
+    rest_place: StashPlace | None = None
+    stays: Held | None = None
+    rows: torch.Tensor | None = None
+
+    @property
+    def pieces(self) -> tuple[torch.Tensor, ...]:
+        return () if self.block is None else self.block.pieces
+
+
+class GroupOwner(Protocol):
+    """Who answers for the entries of a group."""
+
+    def get(self, group: "OffloadedGroup", entry: Entry) -> torch.Tensor: ...
+
+    def drop(self, group: "OffloadedGroup", entry: Entry) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class OffloadedGroup:
+    """The entries of one region in one microbatch, on their way out, on the host, and on their way back.
+
+    It is the place of each of them, whatever became of it.
+    """
+
+    owner: GroupOwner = field(repr=False)
+    held: WindowGroup
+    """Its bytes, as the window sees them."""
+    members: dict[Entry, Member] = field(default_factory=dict)
+    sources: list[tuple[Entry, torch.Tensor]] = field(default_factory=list)
+    """The memory that its copies out read, until it is let go."""
+    left: torch.cuda.Event | None = None
+    incoming: dict[Entry, torch.Tensor] = field(default_factory=dict)
+    arrived: torch.cuda.Event | None = None
+    restored: dict[Entry, torch.Tensor] = field(default_factory=dict)
+
+    def get(self, entry: Entry) -> torch.Tensor:
+        return self.owner.get(self, entry)
+
+    def drop(self, entry: Entry) -> None:
+        self.owner.drop(self, entry)
+
+
+class Transfers:
+    """The copies that are under way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out = SideStream(device)
+        self._in = SideStream(device)
+        self._leaving: deque[OffloadedGroup] = deque()
+
+    def move_out(self, group: OffloadedGroup, entries: Sequence[Entry]) -> None:
+        """Start to copy the leading bytes of `entries` to their blocks."""
+        with self._out.after():
+            for entry in entries:
+                member, source, start = group.members[entry], entry.source().view(-1), 0
+                for piece in member.pieces:
+                    part = source[start : min(start + piece.numel(), member.share)]
+                    piece[: part.numel()].copy_(part, non_blocking=True)
+                    start += part.numel()
+        group.left = self._out.mark()
+        group.sources = [(entry, entry.origin) for entry in entries if entry.origin is not None]
+        group.held.leaving_bytes = sum(origin.untyped_storage().nbytes() for _, origin in group.sources)
+        self._leaving.append(group)
+
+    def oldest_has_left(self) -> bool:
+        """Whether the oldest copy out is known to be over."""
+        return bool(self._leaving) and is_done(self._leaving[0].left)
+
+    def let_go(self, *, over: bool = False) -> None:
+        """Let go of the sources of the oldest copy out; `over`: it is known to be.
+
+        The allocator gives freed memory to the next operation of the compute stream, which is therefore told to
+        wait for the copy, unless that is over.
+        """
+        group = self._leaving.popleft()
+        if not (over or is_done(group.left)):
+            wait_here(group.left)
+        for entry, origin in group.sources:
+            # Written over while the copy may have been reading it.
+            entry.spoiled |= origin._version != entry.version
+        group.sources = []
+
+    def fetch(self, group: OffloadedGroup, entries: Sequence[Entry]) -> None:
+        """Start to copy what of `entries` has left to new memory of their full length."""
+        buffers = {
+            entry: torch.empty(entry.length, dtype=torch.uint8, device=self._device) for entry in entries
+        }
+        with self._in.after(group.left):
+            for entry, buffer in buffers.items():
+                member, start = group.members[entry], 0
+                for piece in member.pieces:
+                    part = buffer[start : min(start + piece.numel(), member.share)]
+                    part.copy_(piece[: part.numel()], non_blocking=True)
+                    start += part.numel()
+        group.arrived = self._in.mark()
+        group.incoming |= buffers
+
+    def wait_for(self, group: OffloadedGroup) -> None:
+        """The compute stream goes on behind the group's copy back."""
+        wait_here(group.arrived)
+
+    def join(self) -> None:
+        """The compute stream goes on behind all copies."""
+        self._out.join()
+        self._in.join()

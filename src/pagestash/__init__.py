@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pagestash.profiling.measure import profile as profile
     from pagestash.profiling.result import Profile as Profile
     from pagestash.saved.keeper import Keeper as Keeper
-    from pagestash.saved.once import once as once
     from pagestash.saved.overflow import PoolOverflow as PoolOverflow
+    from pagestash.saved.recompute.once import once as once
     from pagestash.saved.region import region as region
     from pagestash.saved.rows import rows as rows
     from pagestash.step.graphed import GraphedStep as GraphedStep
@@ -32,7 +32,7 @@ _FOUND_IN = {
     "PoolOverflow": "pagestash.saved.overflow",
     "Profile": "pagestash.profiling.result",
     "Rule": "pagestash.policy",
-    "once": "pagestash.saved.once",
+    "once": "pagestash.saved.recompute.once",
     "profile": "pagestash.profiling.measure",
     "region": "pagestash.saved.region",
     "rows": "pagestash.saved.rows",

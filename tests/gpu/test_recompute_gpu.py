@@ -9,7 +9,7 @@ from torch import nn
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
-from pagestash.saved import values
+from pagestash.saved.recompute import value_checks
 
 # Read once, at the first product on a GPU, which may be another file's.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -235,7 +235,7 @@ def reading():
 
 
 def test_a_check_after_the_first_step_waits_for_nobody(monkeypatch):
-    monkeypatch.setattr(values, "EVERY", 2)
+    monkeypatch.setattr(value_checks, "EVERY", 2)
     model, keeper = reading()
     x = torch.randn(ROWS, WIDTH, device="cuda")
     for number in range(6):
@@ -251,7 +251,7 @@ def test_a_check_after_the_first_step_waits_for_nobody(monkeypatch):
 
 
 def test_other_values_are_found_in_a_later_step(monkeypatch):
-    monkeypatch.setattr(values, "EVERY", 2)
+    monkeypatch.setattr(value_checks, "EVERY", 2)
     model, keeper = reading()
     x = torch.randn(ROWS, WIDTH, device="cuda")
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import pagestash as ps
-from pagestash.saved import values
+from pagestash.saved.recompute import value_checks
 
 WIDTH = 16
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
@@ -311,7 +311,7 @@ def test_other_values_are_found_in_the_first_step():
 
 
 def test_other_values_are_found_later(monkeypatch):
-    monkeypatch.setattr(values, "EVERY", 8)
+    monkeypatch.setattr(value_checks, "EVERY", 8)
     scale = [1.0]
     model = nn.ModuleDict({"block": Block(lambda self: scale[0])})
     keeper = keeper_of(model, ("block", "recompute"))
@@ -340,31 +340,31 @@ def test_sums_that_differ_by_rounding_are_accepted():
 
 def test_values_are_compared_by_groups():
     rows = torch.randn(64, 256)
-    mark = values.mark_of(rows)
-    assert not values.differ(mark, rows.clone())
-    assert not values.differ(mark, rows * (1 + 1e-6 * torch.randn(64, 256)))
-    assert values.differ(mark, rows[torch.randperm(64)])
-    assert values.differ(mark, rows * 1.01)
-    assert values.differ(mark, torch.where(torch.arange(64)[:, None] == 7, float("nan"), rows))
+    summary = value_checks.summary_of(rows)
+    assert not value_checks.differ(summary, rows.clone())
+    assert not value_checks.differ(summary, rows * (1 + 1e-6 * torch.randn(64, 256)))
+    assert value_checks.differ(summary, rows[torch.randperm(64)])
+    assert value_checks.differ(summary, rows * 1.01)
+    assert value_checks.differ(summary, torch.where(torch.arange(64)[:, None] == 7, float("nan"), rows))
     half = rows.bfloat16()
-    mark = values.mark_of(half)
-    assert not values.differ(mark, half.nextafter(torch.full_like(half, torch.inf)))
-    assert values.differ(mark, half * 1.1)
-    assert values.differ(mark, torch.randn(64, 256).bfloat16())
+    summary = value_checks.summary_of(half)
+    assert not value_checks.differ(summary, half.nextafter(torch.full_like(half, torch.inf)))
+    assert value_checks.differ(summary, half * 1.1)
+    assert value_checks.differ(summary, torch.randn(64, 256).bfloat16())
     for odd in (
         torch.full((9,), -torch.inf),
         torch.full((3, 5), torch.nan),
         torch.randn(131, dtype=torch.cfloat),
     ):
-        assert not values.differ(values.mark_of(odd), odd.clone())
+        assert not value_checks.differ(value_checks.summary_of(odd), odd.clone())
     with_inf = torch.where(rows > 1, -torch.inf, rows)
-    assert not values.differ(values.mark_of(with_inf), with_inf.clone())
-    assert values.differ(values.mark_of(with_inf), rows)
-    assert values.mark_of(torch.ones(3)) is None
-    assert values.differ(values.mark_of(torch.tensor([1, 2, 3])), torch.tensor([1, 3, 2]))
-    assert values.differ(values.mark_of(torch.randn(32, 16)), torch.randn(32, 16))
+    assert not value_checks.differ(value_checks.summary_of(with_inf), with_inf.clone())
+    assert value_checks.differ(value_checks.summary_of(with_inf), rows)
+    assert value_checks.summary_of(torch.ones(3)) is None
+    assert value_checks.differ(value_checks.summary_of(torch.tensor([1, 2, 3])), torch.tensor([1, 3, 2]))
+    assert value_checks.differ(value_checks.summary_of(torch.randn(32, 16)), torch.randn(32, 16))
     eight_bits = torch.randn(32, 16).to(torch.float8_e4m3fn)
-    assert not values.differ(values.mark_of(eight_bits), eight_bits.clone())
+    assert not value_checks.differ(value_checks.summary_of(eight_bits), eight_bits.clone())
 
 
 # --- arguments ---
@@ -431,7 +431,7 @@ def test_a_list_that_forward_appends_to_is_rebuilt_for_each_run():
 
 
 def test_a_refused_groups_zeros_are_no_finding():
-    checks = values.Checks()
+    checks = value_checks.Checks()
     differs = torch.tensor(True)
     assert checks._unexcused(differs)
     checks.overflow = lambda: torch.zeros(())

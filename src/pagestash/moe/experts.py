@@ -17,7 +17,7 @@ from pagestash.pages.pool import PagePool
 from pagestash.saved.compiled import run_as_it_is
 from pagestash.saved.early_free import early_free
 from pagestash.saved.fused import claim, has_rule, needs_backward
-from pagestash.saved.once import once
+from pagestash.saved.recompute.once import once
 from pagestash.saved.region import in_recompute
 
 

@@ -15,7 +15,7 @@ from pagestash.kernels.moe.route import multihot
 from pagestash.kernels.moe.topk import topk
 from pagestash.moe.config import MoEConfig
 from pagestash.saved.compiled import run_as_it_is
-from pagestash.saved.once import once
+from pagestash.saved.recompute.once import once
 
 
 class Router(nn.Module):

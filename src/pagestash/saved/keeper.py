@@ -18,7 +18,7 @@ from pagestash.saved.offload.home import Offload
 from pagestash.saved.offload.plan import Event, GroupBytes, Key
 from pagestash.saved.overflow import Agreement, grow, refuse_if_overflowed
 from pagestash.saved.quiet_rules import QuietRules, StepNeverOpened
-from pagestash.saved.recompute import Recompute
+from pagestash.saved.recompute.home import Recompute
 from pagestash.saved.region_hooks import RegionHooks
 from pagestash.saved.scope import step_scope
 from pagestash.saved.stash import Stash

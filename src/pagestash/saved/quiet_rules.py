@@ -16,10 +16,10 @@ from pagestash.policy import Policy, Rule, format_bytes
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.offload.home import Offload
 from pagestash.saved.packed import Kept, Packed
+from pagestash.saved.recompute.trees import tensors_of
 from pagestash.saved.region import Region
 from pagestash.saved.region_hooks import Opening
 from pagestash.saved.storage import plain_storage
-from pagestash.saved.trees import tensors_of
 
 log = logging.getLogger("pagestash")
 

@@ -12,9 +12,9 @@ from pagestash.saved.calls import begin, end, set_calls, under_way
 from pagestash.saved.compiled import at_compile_time, compiling_around, hidden, hidden_here
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.module_hook import Hook
-from pagestash.saved.recompute import Recompute
+from pagestash.saved.recompute.home import Recompute
+from pagestash.saved.recompute.recorded_forward import RecordedForward
 from pagestash.saved.region import Region, enter, frames, leave, running_again
-from pagestash.saved.run import Run
 from pagestash.saved.storage import modules_in, storage_keys, transformed, weight_keys
 
 
@@ -163,7 +163,9 @@ class Opening(Hook):
             # (A region inside a recomputed one is recomputed with it. A replica of a module has the module's hooks:
             # the replay runs the replica.)
             way = self.path if module is self.path[-1] else [module]
-            first = Run(regions.recompute, regions.hooks, outer, way, self.name, self.rule, (args, kwargs))
+            first = RecordedForward(
+                regions.recompute, regions.hooks, outer, way, self.name, self.rule, (args, kwargs)
+            )
             run, weights = first, first.weight_storages()
         region = Region(
             regions.hooks,
@@ -200,7 +202,7 @@ class Closing(Hook):
             return
         for each in left:
             each.owner.close(each)
-        if isinstance(region.run, Run) and all(frame.run is not region.run for frame in frames()):
+        if isinstance(region.run, RecordedForward) and all(frame.run is not region.run for frame in frames()):
             region.run.close(region.weights | regions.hooks.weights, output)
 
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from pagestash.saved.keeper import Keeper
+from pagestash.saved.recompute.rng import TorchRng, set_torch_rng_state, torch_rng_state
 from pagestash.saved.storage import modules_in
-from pagestash.saved.surroundings import Random, random_state, set_random_state
 from pagestash.step.randomness import Generators, is_generator, set_state
 from pagestash.step.reach import iterators, reached
 from pagestash.step.scaling import Scalers
@@ -92,9 +92,9 @@ class AllRandom:
     def __init__(self, involved: Involved, *, in_graph: bool = False) -> None:
         assert involved.device is not None
         self._device = involved.device
-        self._torch: Random = random_state(self._device)
+        self._torch: TorchRng = torch_rng_state(self._device)
         self._others = involved.generators.state_of_graphs() if in_graph else involved.generators.state()
 
     def put_back(self) -> None:
-        set_random_state(self._device, self._torch)
+        set_torch_rng_state(self._device, self._torch)
         set_state(self._others)

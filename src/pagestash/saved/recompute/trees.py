@@ -1,4 +1,4 @@
-"""Arguments and results of a forward: the tensors in them, wherever they stand."""
+"""Arguments and results of a forward: the tensors in them, however deep in tuples, lists, dicts and dataclasses."""
 
 from collections.abc import Callable
 from copy import copy
@@ -8,33 +8,38 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from pagestash.saved.attributes import PLAIN
+PLAIN = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+)
+"""Types whose values cannot be changed."""
 
 
 def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` with `change` applied to its leaves; tuples, lists, dicts and dataclasses are looked into."""
     kind = type(tree)
     if kind is tuple or kind is list:  # by far the most, and a tenth of the time that tree_map takes
-        return kind(map_leaves(change, item) for item in tree)
+        return kind([map_leaves(change, item) for item in tree])
     if kind is dict:
         return {key: map_leaves(change, item) for key, item in tree.items()}
     if isinstance(tree, torch.Tensor) or kind in PLAIN:
         return change(tree)
-    return tree_map(lambda leaf: _at(change, leaf), tree)
+    return tree_map(lambda leaf: _map_dataclass(change, leaf), tree)
 
 
-def _at(change: Callable[[Any], Any], leaf: Any) -> Any:
+def _map_dataclass(change: Callable[[Any], Any], leaf: Any) -> Any:
     if not is_dataclass(leaf) or isinstance(leaf, type):
         return change(leaf)
     new = copy(leaf)
     for item in fields(leaf):
-        # Also of a frozen one; nothing of `__post_init__` is to run again.
+        # Also of a frozen one; nothing of `__post_init__` may run a second time.
         object.__setattr__(new, item.name, map_leaves(change, getattr(leaf, item.name)))
     return new
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors in `tree`, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     found: list[torch.Tensor] = []
 
     def look(leaf: Any) -> Any:

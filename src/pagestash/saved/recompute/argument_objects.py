@@ -1,7 +1,7 @@
-"""Arguments that are objects: a forward that changes one cannot be run again on what it was given.
+"""Arguments that are objects: a forward that changes one cannot be replayed on what it was given.
 
-Tensors are held, and tuples, lists, dicts and dataclasses are rebuilt for each run. Any other object is passed as
-it is, so its content must be the same before forward, after it, and when it is run again.
+Tensors are held, and tuples, lists, dicts and dataclasses are rebuilt for each replay. Any other object is passed
+as it is, so its content must be the same before forward, after it, and before the replay.
 """
 
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -11,13 +11,13 @@ from weakref import ref
 import torch
 from torch import nn
 
-from pagestash.saved.attributes import PLAIN
+from pagestash.saved.recompute.trees import PLAIN
 
 _NOT_DATA = (nn.Module, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
-_DEEP, _MANY = 5, 512
+_MOST_LEVELS, _MOST_VALUES = 5, 512
 
 
-class _Tensor:
+class _SameTensor:
     """Which tensor it was, at which version, without keeping it alive."""
 
     __slots__ = ("ref", "version")
@@ -26,7 +26,7 @@ class _Tensor:
         self.ref, self.version = ref(tensor), 0 if tensor.is_inference() else tensor._version
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Tensor) or self.version != other.version:
+        if not isinstance(other, _SameTensor) or self.version != other.version:
             return False
         mine = self.ref()
         return mine is not None and mine is other.ref()
@@ -39,17 +39,17 @@ def may_change(leaf: Any) -> bool:
     return type(leaf) not in PLAIN and hasattr(leaf, "__dict__") and not isinstance(leaf, _NOT_DATA)
 
 
-def content(value: Any) -> Any:
-    """What an object holds, as far as it is worth looking: compare it with `unchanged`."""
-    left = [_MANY]
+def _content(value: Any) -> Any:
+    """What an object holds, to a depth of 5 and up to 512 values; compare it with `_unchanged`."""
+    left = [_MOST_VALUES]
 
     def look(value: Any, depth: int) -> Any:
         left[0] -= 1
         if type(value) in PLAIN:
             return value
         if isinstance(value, torch.Tensor):
-            return _Tensor(value)
-        if depth == _DEEP or left[0] < 0 or isinstance(value, _NOT_DATA):
+            return _SameTensor(value)
+        if depth == _MOST_LEVELS or left[0] < 0 or isinstance(value, _NOT_DATA):
             return None
         if isinstance(value, dict):
             return {key: look(item, depth + 1) for key, item in value.items() if type(key) in PLAIN}
@@ -62,27 +62,29 @@ def content(value: Any) -> Any:
     return look(value, 0)
 
 
-def unchanged(before: Any, after: Any) -> bool:
-    """Whether nothing was replaced, added to or written. What an object remembers of itself is no change: an
-    attribute that was None or not there, and is a plain value now."""
+def _unchanged(before: Any, after: Any) -> bool:
+    """Whether nothing was replaced, added to or written.
+
+    An attribute that was None or absent and is a plain value now is no change: the object has cached something.
+    """
     if before is None and type(after) in PLAIN:
         return True
     if type(before) is not type(after):
         return False
     if isinstance(before, tuple):
         (mine, old), (other, new) = before, after
-        return mine == other and all(key in new and unchanged(value, new[key]) for key, value in old.items())
+        return mine == other and all(key in new and _unchanged(value, new[key]) for key, value in old.items())
     if isinstance(before, dict):
         return before.keys() == after.keys() and all(
-            unchanged(value, after[key]) for key, value in before.items()
+            _unchanged(value, after[key]) for key, value in before.items()
         )
     if isinstance(before, list):
-        return len(before) == len(after) and all(map(unchanged, before, after))
+        return len(before) == len(after) and all(map(_unchanged, before, after))
     return before is after or before == after
 
 
-class Objects:
-    """The objects among a forward's arguments: watched from before it until it is run again."""
+class ArgumentObjects:
+    """The objects among a forward's arguments, and their content before it."""
 
     def __init__(self, region: str) -> None:
         self._region = region
@@ -90,24 +92,24 @@ class Objects:
 
     def add(self, leaf: Any) -> None:
         if all(leaf is not each for each, _ in self._seen):
-            self._seen.append((leaf, content(leaf)))
+            self._seen.append((leaf, _content(leaf)))
 
     def close(self) -> None:
-        """Forward is over."""
+        """Forward is over: refuse if it has changed one."""
         self._check("changes its argument")
 
     def check(self) -> None:
-        """Backward has come."""
+        """Backward needs a replay: refuse if one was changed since forward."""
         self._check("has an argument that was changed between forward and backward,")
 
     def _check(self, how: str) -> None:
         for leaf, before in self._seen:
-            if not unchanged(before, content(leaf)):
+            if not _unchanged(before, _content(leaf)):
                 kind = type(leaf).__name__
                 helps = "pass what changes as a tensor, or give the region another home"
                 if "cache" in kind.lower():
                     helps = "pass use_cache=False (or set model.config.use_cache = False) while training"
                 raise RuntimeError(
-                    f"region {self._region!r} is under recompute, and {how} a {kind}, so that it could not be run "
-                    f"again on what it was given; {helps}"
+                    f"region {self._region!r} is under recompute, and {how} a {kind}, so that its forward cannot "
+                    f"be replayed on what it was given; {helps}"
                 )

@@ -1,4 +1,4 @@
-"""The weights that a forward had: the same tensors with the same bytes for each later one, or a refusal by name."""
+"""The weights of a forward: a replay has the same tensors with the same bytes, or is refused by name."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from pagestash.saved.storage import checksum, modules_in, storage_keys
 from pagestash.saved.streams import capturing
 
-Touched = WeakKeyDictionary[nn.Module, set[str]]
-"""Weights whose version a forward raises while their bytes stay the same, as a parametrization's `set_` does."""
+VersionOnly = WeakKeyDictionary[nn.Module, set[str]]
+"""Names of weights whose version a forward raises while their bytes stay, as a parametrization's `set_` does."""
 
 _ABSENT = object()
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -25,11 +25,11 @@ class _Weight(NamedTuple):
     tensor: torch.Tensor
     version: int
     memory: tuple[torch.UntypedStorage, int, int] | None
-    """Its storage, address and offset; None for a subclass (DTensor). The storage is held, so that no other gets
-    its address."""
+    """Its storage, address and offset; None for a subclass (DTensor). The storage is held, so that no other storage
+    gets its address."""
 
     def moved(self) -> bool:
-        """Whether the tensor looks at other memory. (FSDP2 frees a storage and allocates it anew, elsewhere.)"""
+        """Whether the tensor has other memory. (FSDP2 frees a storage and allocates it again, elsewhere.)"""
         if self.memory is None or self.tensor.data_ptr() == self.memory[1]:
             return False
         storage, _, offset = self.memory
@@ -41,14 +41,14 @@ class _Weight(NamedTuple):
 
 
 class Weights:
-    """Taken before a module's first forward; `put_back` for each of its later ones."""
+    """Noted before a region's first forward; `restored` for each replay."""
 
-    def __init__(self, modules: Sequence[nn.Module], region: str, touched: Touched) -> None:
+    def __init__(self, modules: Sequence[nn.Module], region: str, version_only: VersionOnly) -> None:
         self._region = region
         self._modules = modules
-        self._touched = touched
-        self._bytes: dict[int, torch.Tensor] = {}
-        """Checksums of those whose version forward raised, while nobody knows whether it changed their bytes."""
+        self._version_only = version_only
+        self._checksums: dict[int, torch.Tensor] = {}
+        """Of weights whose version forward raised, until it is known whether it changed their bytes."""
         self._weights = [
             _Weight(
                 owner,
@@ -65,34 +65,24 @@ class Weights:
         ]
 
     def storages(self) -> set[int]:
-        """The storages that they live in."""
+        """The storages that the weights live in."""
         plain = {weight.memory[0]._cdata for weight in self._weights if weight.memory is not None}
         return plain | storage_keys(weight.tensor for weight in self._weights if weight.memory is None)
 
     def close(self) -> None:
-        """Forward is over: a version that it raised is the one that backward must find."""
+        """Forward is over: where it raised a version, backward must find the raised one."""
         for number, weight in enumerate(self._weights):
             version = weight.tensor._version
             if version != weight.version:
                 self._weights[number] = weight._replace(version=version)
-                if not self._is_touched(weight) and not capturing():
+                if not self._is_version_only(weight) and not capturing():
                     found = checksum(weight.tensor)
                     if found is not None:
-                        self._bytes[number] = found
+                        self._checksums[number] = found
 
     def check(self) -> None:
-        """Refuse to run again with other weights."""
-        now = modules_in(self._modules[0])
-        if now != self._modules:
-            there = set(now)
-            gone = next((module for module in self._modules if module not in there), None)
-            if gone is not None:
-                raise RuntimeError(
-                    f"region {self._region!r} is under recompute, and a {type(gone).__name__} that was in it in "
-                    "forward is gone in backward, so that its tensors cannot be made again: it was replaced, or it "
-                    "is there only while the module around it runs, as a parametrization of PEFT's "
-                    "target_parameters is. Give the rule to the module around it, or the region another home"
-                )
+        """Refuse a replay with other weights than forward had."""
+        self._check_modules()
         for number, weight in enumerate(self._weights):
             tensor = weight.tensor
             if tensor._version != weight.version and not self._same_bytes(number):
@@ -106,6 +96,20 @@ class Weights:
                 if not is_there and isinstance(getattr(type(weight.owner), weight.name, None), property):
                     raise self._refusal(weight, "was parametrized")
 
+    def _check_modules(self) -> None:
+        now = modules_in(self._modules[0])
+        if now == self._modules:
+            return
+        there = set(now)
+        gone = next((module for module in self._modules if module not in there), None)
+        if gone is not None:
+            raise RuntimeError(
+                f"region {self._region!r} is under recompute, and a {type(gone).__name__} that was in it in "
+                "forward is gone in backward, so that its tensors cannot be recomputed: it was replaced, or it is "
+                "there only while the module around it runs, as a parametrization of PEFT's target_parameters is. "
+                "Give the rule to the module around it, or the region another home"
+            )
+
     def sharded(self) -> bool:
         """Whether a weight that was whole in forward is in shards now."""
         return any(
@@ -116,27 +120,27 @@ class Weights:
         )
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Forward's tensors stand where they stood, also if they were `functional_call`'s."""
-        others = [
+    def restored(self) -> Iterator[None]:
+        """Each module has the tensors of the first forward, also those that `functional_call` put there."""
+        replaced = [
             weight
             for weight in self._weights
             if weight.owner._parameters.get(weight.name) is not weight.tensor and not _is_sharded(weight)
         ]
-        touched = [
+        keep_version = [
             weight.tensor
-            for number, weight in enumerate(self._weights if self._bytes or self._touched else ())
-            if number in self._bytes or self._is_touched(weight)
+            for number, weight in enumerate(self._weights if self._checksums or self._version_only else ())
+            if number in self._checksums or self._is_version_only(weight)
         ]
-        if not others and not touched:
+        if not replaced and not keep_version:
             yield
             return
         now: list[tuple[dict[str, Any], str, Any]] = []
-        # Leaves: what is run again needs no graph of theirs, but must know that they want gradients.
+        # Leaves: a replay needs no graph of theirs, but must know that they want gradients.
         leaves: dict[torch.Tensor, torch.Tensor] = {}
         try:
-            with _unsafe_preserve_version_counter(tuple(touched)):
-                for weight in others:
+            with _unsafe_preserve_version_counter(tuple(keep_version)):
+                for weight in replaced:
                     there: dict[str, Any] = weight.owner._parameters
                     now.append((there, weight.name, there.get(weight.name, _ABSENT)))
                     tensor = weight.tensor
@@ -154,29 +158,29 @@ class Weights:
                     there[name] = value
 
     def check_after(self) -> None:
-        """It was run again: refuse if that has changed a weight, where the first forward may have, too."""
-        for number in list(self._bytes):
+        """A replay is over: refuse if it has changed a weight, as the first forward then did, too."""
+        for number in list(self._checksums):
             if not self._same_bytes(number):
                 raise RuntimeError(
                     f"region {self._region!r} is under recompute, and its forward changes its weight "
-                    f"{self._name(self._weights[number])!r} in place, so that it cannot be run again; change it "
+                    f"{self._name(self._weights[number])!r} in place, so that it cannot be replayed; change it "
                     "outside forward, or give the region another home"
                 )
 
-    def _is_touched(self, weight: _Weight) -> bool:
-        return bool(self._touched) and weight.name in self._touched.get(weight.owner, ())
+    def _is_version_only(self, weight: _Weight) -> bool:
+        return bool(self._version_only) and weight.name in self._version_only.get(weight.owner, ())
 
     def _same_bytes(self, number: int) -> bool:
-        """Of a weight whose version was raised: whether that is all. Waits for the device, the first time."""
+        """Whether a weight whose version was raised has the same bytes. Waits for the device, the first time."""
         weight = self._weights[number]
-        mark = self._bytes.get(number)
-        if mark is not None and not capturing():
+        before = self._checksums.get(number)
+        if before is not None and not capturing():
             found = checksum(weight.tensor)
-            if found is None or not torch.equal(mark, found):
+            if found is None or not torch.equal(before, found):
                 return False
-            del self._bytes[number]
-            self._touched.setdefault(weight.owner, set()).add(weight.name)
-        return self._is_touched(weight)
+            del self._checksums[number]
+            self._version_only.setdefault(weight.owner, set()).add(weight.name)
+        return self._is_version_only(weight)
 
     def _name(self, weight: _Weight) -> str:
         inside = (name for name, module in self._modules[0].named_modules() if module is weight.owner)
@@ -185,12 +189,12 @@ class Weights:
     def _refusal(self, weight: _Weight, how: str) -> RuntimeError:
         return RuntimeError(
             f"region {self._region!r} is under recompute, and its weight {self._name(weight)!r} {how} between "
-            "forward and backward, so that its tensors cannot be made again; change it after backward, or give the "
+            "forward and backward, so that its tensors cannot be recomputed; change it after backward, or give the "
             "region another home"
         )
 
 
 def _is_sharded(weight: _Weight) -> bool:
-    """Whether FSDP2 has put a shard in its place, or the other way round: it takes care of them itself."""
+    """Whether one of the weight and what is there now is a shard: FSDP2 gathers and shards them itself."""
     now = weight.owner._parameters.get(weight.name)
     return hasattr(weight.tensor, "_local_tensor") != hasattr(now, "_local_tensor")

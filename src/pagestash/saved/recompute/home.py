@@ -1,0 +1,112 @@
+"""The `recompute` home of one keeper: what was recomputed waits in it until backward asks for it.
+
+A region under recompute keeps its inputs and discards what it saved (`recorded_forward.py`). Its output is
+discarded, too: where a later region saves it, the place of that entry is an `Output`, and no home holds its bytes.
+"""
+
+from threading import RLock
+from typing import NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pagestash.policy import HomeName
+from pagestash.saved.homes import Home
+from pagestash.saved.lost import give_up
+from pagestash.saved.recompute.packed import Output
+from pagestash.saved.recompute.recipe import Learned
+from pagestash.saved.recompute.recomputed import Recomputed
+from pagestash.saved.recompute.value_checks import Checks
+from pagestash.saved.storage import Entry, plain_storage
+
+CHAIN = 8
+"""An output that is the input of another recomputed region is discarded if
+
+    replay_bytes ≤ CHAIN × its bytes,
+
+where `replay_bytes` is what a replay brings back. Those bytes wait through the other region's backward: nothing for
+a norm or a projection, but more than was saved for a whole layer, and everything for a chain of layers."""
+
+
+class _KnownOutput(NamedTuple):
+    storage: StorageWeakRef
+    version: int
+    output: Output
+
+
+class Recompute(Home):
+    """Holds what was recomputed and is still to be asked for, and counts that."""
+
+    name: HomeName = "recompute"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learned = Learned()
+        self.checks = Checks()
+        self.lock = RLock()
+        self.replayed: WeakSet[Recomputed] = WeakSet()
+        self._of_step: list[Entry] = []
+        self._held: dict[tuple[str, int], list[int]] = {}
+        """For each region and storage: its bytes, and the tensors in it that wait."""
+        self._outputs: dict[int, _KnownOutput] = {}
+
+    # --- outputs that can be recomputed ---
+
+    def remember(self, key: int, tensor: torch.Tensor, output: Output) -> None:
+        """From here on, `tensor` can be recomputed wherever it is saved."""
+        self.prune()
+        self._outputs[key] = _KnownOutput(StorageWeakRef(tensor.untyped_storage()), tensor._version, output)
+
+    def output_of(self, key: int, tensor: torch.Tensor, *, chained: bool) -> Output | None:
+        """The output that the tensor is a view of; None if it is none that can be recomputed.
+
+        `chained`: asked by a region that will itself be recomputed.
+        """
+        known = self._outputs.get(key)
+        if known is None or known.storage.expired() or known.version != tensor._version:
+            return None
+        if chained and known.output.recomputed.replay_bytes > CHAIN * tensor.untyped_storage().nbytes():
+            return None
+        return known.output
+
+    def note_entry(self, entry: Entry) -> None:
+        """An entry that stands for an output was made in this step."""
+        self._of_step.append(entry)
+
+    def prune(self) -> None:
+        """Let go of forwards whose outputs are gone: no operation can save them any more."""
+        gone = [key for key, known in self._outputs.items() if known.storage.expired()]
+        for key in gone:
+            del self._outputs[key]
+
+    def settle(self) -> None:
+        """The step is over: outputs that are alive now belong to the caller."""
+        self._of_step = []
+        self._outputs.clear()
+        self.checks.step_over()
+
+    def give_up(self) -> None:
+        """The step ended by an exception: nobody will ask for what was recomputed."""
+        give_up(self._of_step)
+        for recomputed in list(self.replayed):
+            recomputed.let_go()
+
+    # --- what waits, in bytes: a storage once for each region ---
+
+    def hold(self, region: str, tensor: torch.Tensor) -> None:
+        key = plain_storage(tensor)
+        if key is not None:
+            held = self._held.setdefault((region, key), [tensor.untyped_storage().nbytes(), 0])
+            held[1] += 1
+            if held[1] == 1:
+                self.tally.count(region, held[0])
+
+    def release(self, region: str, tensor: torch.Tensor) -> None:
+        key = plain_storage(tensor)
+        if key is not None:
+            held = self._held[region, key]
+            held[1] -= 1
+            if not held[1]:
+                del self._held[region, key]
+                self.tally.count(region, -held[0])

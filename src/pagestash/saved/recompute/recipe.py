@@ -1,0 +1,159 @@
+"""What it takes to repeat one forward of a region: its inputs, all else that it reads, and what it saved."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+
+from pagestash.saved.hooks import SavedTensorHooks
+from pagestash.saved.packed import Packed
+from pagestash.saved.recompute.argument_objects import ArgumentObjects
+from pagestash.saved.recompute.module_attributes import AttributesOfClasses, ModuleAttributes
+from pagestash.saved.recompute.rng import PythonRng, TorchRng
+from pagestash.saved.recompute.rng_and_buffers import ChangesBuffers, DrawsInPython, RngAndBuffers
+from pagestash.saved.recompute.trees import map_leaves
+from pagestash.saved.recompute.value_checks import Checks, When
+from pagestash.saved.recompute.weights import VersionOnly, Weights
+from pagestash.saved.storage import byte_range, modules_in
+
+
+@dataclass(slots=True, eq=False)
+class Learned:
+    """What earlier forwards of a keeper's modules have shown."""
+
+    changes_buffers: ChangesBuffers = field(default_factory=WeakKeyDictionary)
+    version_only: VersionOnly = field(default_factory=WeakKeyDictionary)
+    attributes: AttributesOfClasses = field(default_factory=WeakKeyDictionary)
+    draws_in_python: DrawsInPython = field(default_factory=WeakSet)
+
+
+class HeldTensor:
+    """A tensor held for a replay: an input, or a result of `once`. (No dataclass: those are looked into.)"""
+
+    __slots__ = ("packed", "requires_grad", "summary")
+
+    def __init__(self, packed: Packed, requires_grad: bool, summary: torch.Tensor | None) -> None:
+        self.packed, self.requires_grad, self.summary = packed, requires_grad, summary
+
+
+class OnceResult(NamedTuple):
+    """What a call of `once` returned, and the RNG states after it where it drew."""
+
+    value: Any
+    torch_rng: TorchRng | None
+    python_rng: PythonRng | None
+
+
+class Layout(NamedTuple):
+    """Where a tensor lies in its storage, and the storage's size."""
+
+    first: int
+    end: int
+    storage_bytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Layout":
+        return cls(*byte_range(tensor), tensor.untyped_storage().nbytes())
+
+
+class Recipe:
+    """Begun before a forward, completed by it, read by each replay."""
+
+    def __init__(
+        self,
+        name: str,
+        path: Sequence[nn.Module],
+        hooks: SavedTensorHooks,
+        checks: Checks,
+        learned: Learned,
+    ) -> None:
+        """Of a forward of the last module of `path`, which leads there from the model."""
+        self.name = name
+        self.path = path
+        self.module = path[-1]
+        self.hooks = hooks
+        self.device = hooks.device_here
+        self.when = checks.due(self.module)
+        self.complete = False
+        """Whether the forward is over."""
+        self.inputs: Any = None
+        """Its arguments, each tensor of them a `HeldTensor`."""
+        self.once_results: list[OnceResult] = []
+        self.saved: list[tuple[torch.Size, torch.dtype]] = []
+        """Shape and dtype of each tensor that an operation saved, in order."""
+        self.summaries: dict[int, torch.Tensor] = {}
+        """Of the values of saved tensors, by their number, until they were compared."""
+        self.layouts: dict[int, Layout] = {}
+        """Of outputs, by their number."""
+        self.objects = ArgumentObjects(name)
+        search = self.checked
+        modules = modules_in(self.module)
+        self.weights = Weights(modules, name, learned.version_only)
+        self._checks = checks
+        self._attributes = ModuleAttributes(modules, learned.attributes, search)
+        self.rng_and_buffers = RngAndBuffers(
+            modules, name, self.device, learned.changes_buffers, learned.draws_in_python, search=search
+        )
+
+    @property
+    def checked(self) -> bool:
+        """Whether recomputed values are compared with those of this forward."""
+        return self.when is not When.NEVER
+
+    def storages(self) -> set[int]:
+        """The storages of weights and buffers, as they were before forward."""
+        return self.weights.storages() | self.rng_and_buffers.storages()
+
+    def close(self) -> None:
+        """The forward is over: refuse if it has changed what a replay must find unchanged."""
+        self.rng_and_buffers.close()
+        self.weights.close()
+        self.objects.close()
+        self.complete = True
+
+    def check(self) -> None:
+        """Refuse a replay if anything that forward read was changed since."""
+        self.objects.check()
+        self.weights.check()
+        self.rng_and_buffers.check()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """All that the forward read is as it was before it; what the replay changes is undone."""
+        with self.weights.restored(), self._attributes.restored(), self.rng_and_buffers.restored():
+            yield
+
+    def bring_back(self, tree: Any) -> Any:
+        """`tree` with tensors in place of what was held, without a graph."""
+        found: dict[HeldTensor, torch.Tensor] = {}
+
+        def bring(leaf: Any) -> Any:
+            if not isinstance(leaf, HeldTensor):
+                return leaf
+            if leaf in found:
+                return found[leaf]
+            if leaf.packed.changed():
+                raise RuntimeError(self._input_changed())
+            tensor = leaf.packed.unpack().detach()
+            summary, leaf.summary = leaf.summary, None
+            if summary is not None:
+                self.compare(summary, tensor, self._input_changed())
+            found[leaf] = tensor.requires_grad_(leaf.requires_grad)
+            return tensor
+
+        return map_leaves(bring, tree)
+
+    def compare(self, summary: torch.Tensor, tensor: torch.Tensor, differs: str) -> None:
+        """Raise `differs` if `tensor` has other values than the one that `summary` is of."""
+        self._checks.compare(summary, tensor, self.when, differs)
+
+    def _input_changed(self) -> str:
+        return (
+            f"region {self.name!r} is under recompute, and a tensor that it took in was changed in place before "
+            "backward, so that its forward cannot be replayed; clone it before changing it, or give the region "
+            "another home"
+        )

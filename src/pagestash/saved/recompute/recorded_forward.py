@@ -1,0 +1,222 @@
+"""The first forward of a region under recompute: it is recorded, so that it can be replayed.
+
+Every tensor that an operation in it saves is counted. A discarded tensor is known by its number in that count. A
+`Replay` runs forward again, counts the same way, takes the tensors that are wanted, and stops when it has them.
+Gradients flow through the graph of the first forward; of a replay, nothing but those tensors is used.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pagestash.policy import Rule
+from pagestash.saved.hooks import SavedTensorHooks
+from pagestash.saved.recompute.argument_objects import may_change
+from pagestash.saved.recompute.home import Recompute
+from pagestash.saved.recompute.once import once
+from pagestash.saved.recompute.packed import Discarded, Output, OutputHandle
+from pagestash.saved.recompute.recipe import HeldTensor, Layout, OnceResult, Recipe
+from pagestash.saved.recompute.recomputed import Recomputed
+from pagestash.saved.recompute.rng import (
+    python_rng_drawn,
+    python_rng_state,
+    torch_rng_drawn,
+    torch_rng_state,
+)
+from pagestash.saved.recompute.trees import map_leaves, tensors_of
+from pagestash.saved.recompute.value_checks import summary_of
+from pagestash.saved.region import Recording, Region, frames, set_frames
+from pagestash.saved.storage import byte_range, checksum, plain_storage
+
+
+class RecordedForward(Recording):
+    """Writes the recipe of one forward while it runs. When it is over, `Recomputed` lives on alone."""
+
+    def __init__(
+        self,
+        home: Recompute,
+        hooks: SavedTensorHooks,
+        outer: Region,
+        path: Sequence[nn.Module],
+        name: str,
+        rule: Rule,
+        arguments: tuple[tuple, dict[str, Any]],
+    ) -> None:
+        """Of the last module of `path`, called with `arguments`; inputs wait in the home of `outer`."""
+        self._recipe = Recipe(name, path, hooks, home.checks, home.learned)
+        self._recomputed = Recomputed(self._recipe, home)
+        self._saved = self._recipe.saved
+        self._home = home
+        self._hooks = hooks
+        self._outer = outer
+        self._least_bytes = rule.least_bytes
+        self._held: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        """By storage: tensors that are held, and their versions."""
+        self._discarded: dict[int, StorageWeakRef] = {}
+        """Storages of discarded tensors. The weak reference keeps the key from being given to another storage."""
+        self._discarded_bytes = 0
+        self._to_summarize: list[tuple[int, torch.Tensor, int]] = []
+        self._note_held(arguments)
+        self._recipe.inputs = self._hold(arguments, outer, inputs=True)
+
+    def weight_storages(self) -> set[int]:
+        """The storages of the module's weights and buffers."""
+        return self._recipe.storages()
+
+    # --- what operations save ---
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that an operation inside saved, whatever becomes of it."""
+        self._saved.append((tensor.shape, tensor.dtype))
+
+    def home_of(self, tensor: torch.Tensor) -> Region | None:
+        """The region whose home takes a tensor saved in this one: None if it is discarded.
+
+        An input is held in any case; what is below `min_bytes` stays.
+        """
+        if tensor.nbytes < self._least_bytes:
+            return self._outer
+        key = plain_storage(tensor)
+        held = self._held.get(key, ()) if key is not None else ()
+        at = byte_range(tensor) if held else None
+        return self._outer if any(byte_range(other) == at for other, _ in held) else None
+
+    def discard(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> Discarded:
+        """Let go of the tensor that was counted last; where there are `rows`, others may be garbage."""
+        key = plain_storage(tensor)
+        if key is not None and key not in self._discarded and key not in self._held:
+            storage = tensor.untyped_storage()
+            self._discarded[key] = StorageWeakRef(storage)
+            self._discarded_bytes += storage.nbytes()
+        number = len(self._saved) - 1
+        self._recomputed.want(number)
+        if rows is None and key is not None and self._recipe.checked:
+            self._to_summarize.append((number, tensor.detach(), tensor._version))
+        return Discarded(self._recomputed, number)
+
+    # --- what is held for the replay ---
+
+    def run_once(self, fn: Callable[[], Any]) -> Any:
+        """Run `fn` as if it were called outside the region, and hold its result."""
+        recipe, current = self._recipe, frames()
+        start = next(index for index, frame in enumerate(current) if frame.run is self)
+        inner = current[-1]
+        region = inner
+        if inner.run is not None:
+            region = Region(
+                self._hooks, recipe.name, self._outer.rule, inner.rows, inner.capacity, weights=inner.weights
+            )
+        torch_rng = torch_rng_state(recipe.device)
+        python_rng = python_rng_state() if recipe.rng_and_buffers.watches_python_rng() else None
+        set_frames((*current[:start], region))
+        try:
+            result = once(fn)  # a forward recorded around this one may have to hold it, too
+            drew = torch_rng_drawn(recipe.device, torch_rng)
+            drew_in_python = python_rng is not None and python_rng_drawn(python_rng)
+            recipe.once_results.append(
+                OnceResult(
+                    self._hold(result, region),
+                    torch_rng_state(recipe.device) if drew else None,
+                    python_rng_state() if drew_in_python else None,
+                )
+            )
+            if region is not inner:
+                self._note_held(result)
+            return result
+        finally:
+            set_frames(current)
+            if region is not inner:
+                self._hooks.close(region)
+
+    def _note_held(self, tree: Any) -> None:
+        """These tensors are held: where an operation saves one, there is nothing to discard."""
+        for tensor in tensors_of(tree):
+            key = plain_storage(tensor)
+            if key is not None and not tensor.is_inference():
+                self._held.setdefault(key, []).append((tensor.detach(), tensor._version))
+
+    def _hold(self, tree: Any, region: Region, *, inputs: bool = False) -> Any:
+        """`tree` with its tensors packed in `region`'s home."""
+        known: dict[int, HeldTensor] = {}
+
+        def hold(leaf: Any) -> Any:
+            # (An inference tensor is never saved and has no version; outside inference mode nothing changes it.)
+            if not isinstance(leaf, torch.Tensor) or leaf.is_inference():
+                if inputs and may_change(leaf):
+                    self._recipe.objects.add(leaf)
+                return leaf
+            # A tensor that is passed twice is one tensor in the replay, too: attention asks whether `query is key`.
+            held = known.get(id(leaf))
+            if held is None:
+                held = known[id(leaf)] = self._hold_tensor(leaf, region, chained=inputs)
+            return held
+
+        return map_leaves(hold, tree)
+
+    def _hold_tensor(self, tensor: torch.Tensor, region: Region, *, chained: bool) -> HeldTensor:
+        packed = self._hooks.pack_in(region, tensor.detach(), chained=chained)
+        is_output = isinstance(packed, OutputHandle)
+        if isinstance(packed, OutputHandle):
+            self._recomputed.replay_bytes += packed.recomputed.replay_bytes
+        summary = None
+        if (
+            self._recipe.checked
+            and plain_storage(tensor) is not None
+            and self._hooks.rows_of(region, tensor) is None
+        ):
+            # What is held must have every bit; what is recomputed may differ by rounding.
+            summary = summary_of(tensor) if is_output else checksum(tensor)
+        return HeldTensor(packed, tensor.requires_grad, summary)
+
+    # --- the end ---
+
+    def close(self, weights: set[int], output: Any) -> None:
+        """The forward is over: from here on its outputs can be recomputed. `weights` are storages."""
+        self._recipe.close()
+        self._check_held()
+        self._remember_outputs(weights, output)
+        self._summarize()
+        # Regions of tensors that were claimed may outlive the forward, and must not hold its inputs.
+        self._held, self._discarded = {}, {}
+
+    def _check_held(self) -> None:
+        for tensors in self._held.values():
+            for tensor, version in tensors:
+                if tensor._version != version:
+                    raise RuntimeError(
+                        f"region {self._recipe.name!r} is under recompute, and changes its input of shape "
+                        f"{tuple(tensor.shape)} in place (or what it got from once()), so that its forward cannot "
+                        "be replayed; clone it first, or give the region another home"
+                    )
+
+    def _remember_outputs(self, weights: set[int], output: Any) -> None:
+        own: dict[int, torch.Tensor] = {}
+        for number, tensor in enumerate(tensors_of(output)):
+            key = plain_storage(tensor)
+            if key is None or key in weights or key in self._held or key in own:
+                continue  # it was there before
+            if tensor.numel() == 1 or not tensor.is_floating_point():
+                continue  # a scalar is not worth a forward, and a choice is never recomputed
+            own[key] = tensor
+            self._recipe.layouts[number] = Layout.of(tensor)
+            if (
+                self._saved
+            ):  # else the hooks of another, such as a checkpoint's, took all and hold it themselves
+                self._home.remember(key, tensor, Output(self._recomputed, number))
+        self._recomputed.replay_bytes += self._discarded_bytes + sum(
+            tensor.untyped_storage().nbytes() for tensor in own.values()
+        )
+
+    def _summarize(self) -> None:
+        """Only now: the operation that saved a tensor may not have filled it then."""
+        for number, tensor, version in self._to_summarize:
+            summary = summary_of(tensor) if tensor._version == version else None
+            if summary is not None:
+                self._recipe.summaries[number] = summary
+                if tensor.is_cuda:
+                    # It may be of another stream, which takes its memory as soon as it is free.
+                    tensor.record_stream(torch.cuda.current_stream())
+        self._to_summarize = []

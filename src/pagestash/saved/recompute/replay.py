@@ -1,0 +1,180 @@
+"""A replay: forward runs again for the tensors that its operations save, and for its outputs."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagestash.saved.compiled import hidden
+from pagestash.saved.recompute.recipe import Layout, Recipe
+from pagestash.saved.recompute.rng import set_python_rng_state, set_torch_rng_state
+from pagestash.saved.recompute.trees import tensors_of
+from pagestash.saved.region import Forward, Region, frames, set_frames
+from pagestash.saved.storage import modules_in
+
+
+class _Enough(BaseException):  # no `except Exception` of a forward may catch it
+    """All wanted tensors were found: the rest of forward need not run."""
+
+
+class Replay(Forward):
+    """Counts what operations save, as the first forward did, and takes what is wanted by its number."""
+
+    replays = True
+
+    def __init__(self, recipe: Recipe, wanted: set[int], wanted_outputs: set[int]) -> None:
+        self.found: dict[int, torch.Tensor] = {}
+        self.outputs: dict[int, torch.Tensor] = {}
+        self._recipe = recipe
+        self._wanted = wanted
+        self._wanted_outputs = wanted_outputs
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._incomplete: list[tuple[FrameType, int]] = []
+        """Calls that saved a tensor which they may not have filled yet."""
+        self._count = 0
+        self._once_calls = 0
+        # A sharded module inside must run to its end, where it reshards its weights.
+        self._may_stop = not wanted_outputs and not any(map(is_sharded, modules_in(recipe.module)[1:]))
+
+    def run(self) -> None:
+        """Run forward; `found` and `outputs` have what was wanted."""
+        recipe = self._recipe
+        recipe.check()
+        args, kwargs = recipe.bring_back(recipe.inputs)
+        self._gather_weights()
+        before, output, ended = frames(), None, False
+        set_frames((Region(recipe.hooks, recipe.name, None, run=self),))
+        hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+        try:
+            with recipe.restored(), torch.enable_grad(), hooks:
+                output = recipe.module.forward(*args, **kwargs)
+                ended = True
+        except _Enough:
+            pass
+        finally:
+            set_frames(before)
+            self._incomplete.clear()
+        recipe.weights.check_after()
+        if ended and self._count != len(recipe.saved):
+            raise self._differs(
+                f"{len(recipe.saved)} tensors were saved the first time, {self._count} this time"
+            )
+        self._check_found()
+        if self._wanted_outputs:
+            self._take_outputs(tensors_of(output))
+
+    # --- while forward runs ---
+
+    def run_once(self, fn: Callable[[], Any]) -> Any:
+        """What `fn` returned in the first forward."""
+        results = self._recipe.once_results
+        if self._once_calls == len(results):
+            raise self._differs(f"once() was called {len(results)} times the first time, and more this time")
+        result = results[self._once_calls]
+        self._once_calls += 1
+        if result.torch_rng is not None:
+            set_torch_rng_state(self._recipe.device, result.torch_rng)
+        if result.python_rng is not None:
+            set_python_rng_state(result.python_rng)
+        return self._recipe.bring_back(result.value)
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that an operation inside saved, and take it if it is wanted."""
+        saved, number = self._recipe.saved, self._count
+        self._count += 1
+        if number >= len(saved) or saved[number] != (tensor.shape, tensor.dtype):
+            first = "nothing more" if number >= len(saved) else _describe(*saved[number])
+            raise self._differs(
+                f"tensor {number} was {first} the first time, {_describe(tensor.shape, tensor.dtype)} this time"
+            )
+        if number in self._wanted:
+            self.found[number] = tensor.detach()
+            self._versions.append((tensor, tensor._version))
+            if not tensor.requires_grad:
+                # The running operation may have allocated it and not filled it yet, such as the noise of rrelu.
+                # An input that needs a gradient is complete.
+                caller = sys._getframe(2)
+                self._incomplete.append((caller, caller.f_lasti))
+        if self._may_stop and len(self.found) == len(self._wanted) and self._all_complete():
+            raise _Enough
+
+    def _all_complete(self) -> bool:
+        """Whether the operations that saved the tensors have returned: none of their calls is on the stack."""
+        if self._incomplete:
+            running = set()
+            frame: FrameType | None = sys._getframe(2)
+            while frame is not None:
+                running.add((frame, frame.f_lasti))
+                frame = frame.f_back
+            self._incomplete = [call for call in self._incomplete if call in running]
+        return not self._incomplete
+
+    def _gather_weights(self) -> None:
+        """FSDP2 gathers a module's weights in its backward; an output may be wanted before that."""
+        if self._recipe.weights.sharded():
+            unit: Any = next((module for module in reversed(self._recipe.path) if is_sharded(module)), None)
+            if unit is not None:
+                unit.unshard()  # and stays so: its backward is near, and reshards it
+
+    # --- when it is over ---
+
+    def _check_found(self) -> None:
+        recipe = self._recipe
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(tensor.shape)} saved for backward in region {recipe.name!r} was "
+                    "changed in place afterwards, which would be refused without a keeper, too; clone it before "
+                    "changing it"
+                )
+        if not recipe.summaries:
+            return
+        for number, tensor in self.found.items():
+            summary = recipe.summaries.pop(number, None)
+            if summary is not None:
+                what = f"tensor {number}, {_describe(*recipe.saved[number])}, had other values"
+                recipe.compare(summary, tensor, self._difference(what))
+
+    def _take_outputs(self, tensors: list[torch.Tensor]) -> None:
+        for number in self._wanted_outputs:
+            if number >= len(tensors) or Layout.of(tensors[number]) != self._recipe.layouts[number]:
+                raise self._differs(f"output {number} had another layout this time")
+            self.outputs[number] = tensors[number].detach()
+
+    def _differs(self, how: str) -> RuntimeError:
+        return RuntimeError(self._difference(how))
+
+    def _difference(self, how: str) -> str:
+        return (
+            f"region {self._recipe.name!r} is under recompute, and its forward did something else when it was "
+            f"replayed: {how}. Forward must do the same each time. It may read its arguments, weights, buffers, "
+            "and attributes that are plain values; put what it decides on into pagestash.once(...), or give the "
+            "region another home"
+        )
+
+
+# Functions of the module, not methods: autograd never lets go of a pack hook that raised, as `_Enough` does.
+@hidden
+def _pack(tensor: torch.Tensor) -> None:
+    replay = frames()[-1].run
+    assert replay is not None
+    replay.note(tensor)
+
+
+@hidden
+def _unpack(packed: None) -> torch.Tensor:
+    raise AssertionError("a replay takes no gradients: the first forward would have raised")
+
+
+def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{dtype} {tuple(shape)}"
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers and shards the weights of `module`: it gives the module another class, which can."""
+    # (Asked of the class: what a module does not have takes `hasattr` microseconds.)
+    kind = type(module)
+    return hasattr(kind, "unshard") and hasattr(kind, "reshard")

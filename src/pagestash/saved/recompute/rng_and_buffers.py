@@ -1,0 +1,217 @@
+"""RNG states, buffers, autocast and attention kernels: what a forward reads and a replay must find as it was."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+
+from pagestash.saved.recompute.rng import (
+    PythonRng,
+    TorchRng,
+    python_rng_drawn,
+    python_rng_state,
+    set_python_rng_state,
+    set_torch_rng_state,
+    torch_rng_drawn,
+    torch_rng_state,
+)
+
+SMALL_BUFFER = 65536
+"""Buffers up to this many bytes are copied before every forward: the copy is cheap, and versions do not tell all
+(`F.batch_norm` writes its statistics without raising a version)."""
+
+ChangesBuffers = WeakKeyDictionary[nn.Module, dict[str, bool]]
+"""For each large buffer of a module that was seen: whether a forward ever changed it."""
+DrawsInPython = WeakSet[nn.Module]
+"""Modules whose forward was seen to draw from Python's or NumPy's generator."""
+
+
+def _attention_kernels() -> tuple[bool, ...]:
+    """The kernels that `sdpa_kernel` allows `scaled_dot_product_attention`: each saves other tensors."""
+    on = torch.backends.cuda
+    return (
+        on.flash_sdp_enabled(),
+        on.mem_efficient_sdp_enabled(),
+        on.math_sdp_enabled(),
+        on.cudnn_sdp_enabled(),
+    )
+
+
+def _set_attention_kernels(enabled: tuple[bool, ...]) -> None:
+    flash, efficient, math, cudnn = enabled
+    on = torch.backends.cuda
+    on.enable_flash_sdp(flash)
+    on.enable_mem_efficient_sdp(efficient)
+    on.enable_math_sdp(math)
+    on.enable_cudnn_sdp(cudnn)
+
+
+def _autocast(kind: str) -> tuple[str, bool, torch.dtype, bool]:
+    return (
+        kind,
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    """A buffer before forward, and a copy of its bytes where forward may change them."""
+
+    owner: nn.Module
+    name: str
+    tensor: torch.Tensor
+    version: int
+    storage: torch.UntypedStorage  # held, so that no other storage gets its key
+    copy: torch.Tensor | None
+
+    @property
+    def small(self) -> bool:
+        return self.tensor.nbytes <= SMALL_BUFFER
+
+    def changed(self) -> bool:
+        """Whether it has other bytes, as far as its version tells, or other memory."""
+        return (
+            self.tensor._version != self.version
+            or self.tensor.untyped_storage()._cdata != self.storage._cdata
+        )
+
+    def same_content(self) -> bool:
+        """Waits for the device. A capture must not wait, and takes the buffer for changed."""
+        capturing = self.tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+        return self.copy is None or (not capturing and torch.equal(self.tensor, self.copy))
+
+
+class RngAndBuffers:
+    """Noted before a region's first forward; `restored` for each replay."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        region: str,
+        device: torch.device,
+        changes: ChangesBuffers,
+        draws: DrawsInPython,
+        *,
+        search: bool,
+    ) -> None:
+        """Of the region's module, the first of `modules`, and those inside.
+
+        `search`: find out whether its forward draws from Python's or NumPy's generator.
+        """
+        self._module = modules[0]
+        self._region = region
+        self._device = device
+        self._changes = changes
+        self._draws = draws
+        self._buffers = [
+            self._before(owner, name, buffer)
+            for owner in modules
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        self._autocast = [_autocast(kind) for kind in dict.fromkeys((device.type, "cpu"))]
+        self._attention = _attention_kernels()
+        self._torch_rng: TorchRng | None = torch_rng_state(device)
+        self._python_rng: PythonRng | None = None
+        if search or self._module in draws:
+            self._python_rng = python_rng_state()
+
+    def _before(self, owner: nn.Module, name: str, buffer: torch.Tensor) -> _Buffer:
+        # A large buffer that is seen for the first time may be one that forward changes.
+        may_change = buffer.nbytes <= SMALL_BUFFER or self._changes.get(owner, {}).get(name, True)
+        copy = buffer.detach().clone() if may_change else None
+        return _Buffer(owner, name, buffer, buffer._version, buffer.untyped_storage(), copy)
+
+    def storages(self) -> set[int]:
+        """The storages of the buffers, as they were before forward."""
+        return {buffer.storage._cdata for buffer in self._buffers}
+
+    def watches_python_rng(self) -> bool:
+        """Whether forward may draw from Python's or NumPy's generator, as far as is known."""
+        return self._python_rng is not None
+
+    def close(self) -> None:
+        """Forward is over: learn which large buffers it changes, and let go of the copies of the others."""
+        if self._torch_rng is not None and not torch_rng_drawn(self._device, self._torch_rng):
+            self._torch_rng = None
+        if self._python_rng is not None:
+            if python_rng_drawn(self._python_rng):
+                self._draws.add(self._module)
+            else:
+                self._python_rng = None
+        lost = [buffer.name for buffer in self._buffers if not buffer.small and not self._learn(buffer)]
+        if lost:
+            raise RuntimeError(
+                f"region {self._region!r} is under recompute, and its forward changed the buffer {lost[0]!r} for "
+                "the first time since it was attached, so that its value before is lost; run the step again (the "
+                "buffer is watched from now on), or give the region another home"
+            )
+
+    def _learn(self, buffer: _Buffer) -> bool:
+        """Whether the value before forward is still there, if forward has changed it."""
+        seen = self._changes.setdefault(buffer.owner, {})
+        replaced = buffer.owner._buffers.get(buffer.name) is not buffer.tensor
+        changed = buffer.tensor._version != buffer.version
+        if buffer.name not in seen:
+            changed = changed or not buffer.same_content()
+        seen[buffer.name] = seen.get(buffer.name, False) or changed
+        if not seen[buffer.name]:
+            buffer.copy = buffer.tensor if replaced else None
+        return buffer.copy is not None or not changed
+
+    def check(self) -> None:
+        """Refuse a replay if a buffer that has no copy was changed since forward."""
+        for buffer in self._buffers:
+            if buffer.copy is None and buffer.changed():
+                raise RuntimeError(
+                    f"region {self._region!r} is under recompute, and its buffer {buffer.name!r} was changed in "
+                    "place between forward and backward, so that its tensors cannot be recomputed; change it after "
+                    "backward, or give the region another home"
+                )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """As it was before the first forward; what the replay changes is undone."""
+        with ExitStack() as stack:
+            self._restore_modes(stack)
+            buffers_now: list[tuple[nn.Module, str, Any]] = [
+                (buffer.owner, buffer.name, buffer.owner._buffers.get(buffer.name))
+                for buffer in self._buffers
+            ]
+            torch_rng_now = None if self._torch_rng is None else torch_rng_state(self._device)
+            python_rng_now = None if self._python_rng is None else python_rng_state()
+            try:
+                if self._torch_rng is not None:
+                    set_torch_rng_state(self._device, self._torch_rng)
+                if self._python_rng is not None:
+                    set_python_rng_state(self._python_rng)
+                for buffer in self._buffers:
+                    # (Another may be there by now, such as one that `functional_call` put there.)
+                    tensor = buffer.tensor if buffer.copy is None else buffer.copy.clone()
+                    buffer.owner._buffers[buffer.name] = tensor
+                yield
+            finally:
+                for owner, name, value in buffers_now:
+                    owner._buffers[name] = value
+                if torch_rng_now is not None:
+                    set_torch_rng_state(self._device, torch_rng_now)
+                if python_rng_now is not None:
+                    set_python_rng_state(python_rng_now)
+
+    def _restore_modes(self, stack: ExitStack) -> None:
+        """Autocast and the kernels of attention, until the stack ends."""
+        for before in self._autocast:
+            kind, enabled, dtype, cached = before
+            # Where it is off then and now there is nothing to set, and `torch.autocast` takes 10 µs.
+            if enabled or _autocast(kind) != before:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=cached))
+        attention = _attention_kernels()
+        if attention != self._attention:
+            _set_attention_kernels(self._attention)
+            stack.callback(_set_attention_kernels, attention)

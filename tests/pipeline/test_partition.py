@@ -160,7 +160,7 @@ def partition_evenly(costs, placed):
     [
         (9, "1F1B", "9 stages for 8 layers"),
         (0, "1F1B", "0 stages"),
-        (5, "DualPipeV", "5 stages: DualPipeV has 2 a rank, so expected a multiple of 2"),
+        (5, "DualPipeV", "5 stages: DualPipeV has 2 per rank, so expected a multiple of 2"),
         (4, "Nonsense", "unknown schedule 'Nonsense'"),
     ],
 )

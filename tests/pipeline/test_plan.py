@@ -170,7 +170,7 @@ def test_a_schedule_that_cannot_be_followed_is_refused():
         read_plan(object())
     schedule = ScheduleDualPipeV([Stage(0, 4, 2), Stage(3, 4, 2)], 4, loss_fn=len)
     schedule.register_custom_function(OVERLAP_F_B, len)
-    with pytest.raises(ValueError, match=r"ScheduleDualPipeV runs functions of its own for .*OVERLAP_F_B"):
+    with pytest.raises(ValueError, match=r"ScheduleDualPipeV runs custom functions for .*OVERLAP_F_B"):
         read_plan(schedule)
 
 
@@ -186,10 +186,10 @@ def test_names_are_torchs_own():
     ("name", "shape", "told"),
     [
         ("1F1B", {"ranks": 4, "microbatches": 3}, "at least as many microbatches as stages"),
-        ("1F1B", {"ranks": 4, "microbatches": 8, "chunks": 2}, "1 stage a rank, not 2"),
-        ("DualPipeV", {"ranks": 4, "microbatches": 8, "chunks": 3}, "2 stages a rank, not 3"),
+        ("1F1B", {"ranks": 4, "microbatches": 8, "chunks": 2}, "1 stage per rank, not 2"),
+        ("DualPipeV", {"ranks": 4, "microbatches": 8, "chunks": 3}, "2 stages per rank, not 3"),
         ("DualPipeV", {"ranks": 4, "microbatches": 7}, "at least as many microbatches as stages"),
-        ("Interleaved1F1B", {"ranks": 4, "microbatches": 8, "chunks": 1}, "at least 2 stages a rank"),
+        ("Interleaved1F1B", {"ranks": 4, "microbatches": 8, "chunks": 1}, "at least 2 stages per rank"),
         ("Interleaved1F1B", {"ranks": 4, "microbatches": 9}, "multiple of the number of rounds"),
         ("GPipe", {"ranks": 0, "microbatches": 1}, "at least 1"),
     ],

@@ -176,7 +176,7 @@ def test_microbatches_are_a_step(tmp_path):
         ({"pipeline": 2, "schedule": "LoopedBFS", "chunks": 5}, "10 stages for 6 layers"),
         ({"pipeline": 2, "microbatches": 3}, "microbatches=3 do not divide batch=4"),
         ({"pipeline": 2, "expert_parallel": 2}, "expert_parallel=2 does not divide the 1 ranks of a stage"),
-        ({"pipeline": 2, "chunks": 2}, "1F1B has 1 stage a rank, not 2"),
+        ({"pipeline": 2, "chunks": 2}, "1F1B has 1 stage per rank, not 2"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, monkeypatch, changes, told):

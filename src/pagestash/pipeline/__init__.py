@@ -1,4 +1,4 @@
-"""Pipeline parallelism by `torch.distributed.pipelining`: schedules read ahead, layers placed by memory."""
+"""Pipeline parallelism with `torch.distributed.pipelining`: plans of schedules, and layers placed by memory."""
 
 from pagestash.pipeline.costs import LayerCost, read_costs
 from pagestash.pipeline.split_backward import delay_weight_gradients

@@ -5,20 +5,20 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 MOST_COST = 1e30
-"""Sums and quotients of costs stay numbers."""
+"""The largest cost, so that sums and quotients stay finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """One layer, in the order of the model; the embedding and the head are layers too."""
+    """The cost of one layer; the embedding and the head are layers, too."""
 
     name: str
     parameters: int
-    """Bytes that stay for the whole run: weights, gradients, optimizer state, as far as this rank has them."""
+    """Bytes for the whole run: this rank's part of weights, gradients and optimizer state."""
     activations: int
-    """Bytes that one microbatch's forward leaves for its backward."""
+    """Bytes that one microbatch's forward saves for backward."""
     forward: float = 0.0
-    """Time of one microbatch's forward, in any unit; `backward` in the same."""
+    """Time of one microbatch's forward, in any unit; `backward` has the same unit."""
     backward: float = 0.0
 
     def __post_init__(self) -> None:
@@ -30,14 +30,14 @@ class LayerCost:
 
     @property
     def time(self) -> float:
-        """Of both passes."""
+        """Time of forward and backward."""
         return self.forward + self.backward
 
 
 def read_costs(layers: Mapping[str, Mapping[str, Any]]) -> list[LayerCost]:
-    """Costs from what JSON gives: `{"layers.0": {"parameters": 1024, "activations": 4096, …}, …}`.
+    """Costs from a JSON object: `{"layers.0": {"parameters": 1024, "activations": 4096, …}, …}`.
 
-    The layers come in the order of the mapping; `forward` and `backward` may be left out.
+    Layers are in the order of the object; `forward` and `backward` are optional.
 
     >>> read_costs({"embed": {"parameters": 64, "activations": 0}})[0].name
     'embed'
@@ -60,10 +60,10 @@ def read_costs(layers: Mapping[str, Mapping[str, Any]]) -> list[LayerCost]:
 
 
 def measured_costs(profile: Mapping[str, Any], layers: Sequence[LayerCost]) -> list[LayerCost]:
-    """`layers` with the activations and times that `pagestash profile --json` found; parameters stay as they are.
+    """`layers` with the activations and times of a `pagestash profile --json`; parameters are unchanged.
 
-    The profiled batch stands for a microbatch. What the model saves outside all of its layers is the head's: the
-    last norm and the loss.
+    The profiled batch counts as one microbatch. What the model saves outside all layers (the last norm, the loss)
+    counts for the head.
     """
     regions = {row["name"]: row for row in profile["regions"]}
     found = []

@@ -1,9 +1,11 @@
-"""The search behind `partition`: where to cut a row of layers so that no rank needs more than it must.
+"""The search behind `partition`: where to cut a list of layers into stages.
 
-Stages are numbered in the order of the model, `cuts[s]` is the first layer of stage s. A rank's memory is what its
-stages' layers keep for good, and the most that the microbatches it holds keep at one time; how many of each of its
-stages those are comes from the schedule (`held`). The aim is the smallest largest memory of a rank, then the
-smallest largest time.
+Stages are numbered in the order of the model; `cuts[s]` is the first layer of stage s.
+
+    memory of a rank = sum over its stages of `fixed`
+                     + max over the schedule's plan of (sum over its stages of microbatches held × `passing`)
+
+The search minimises the largest memory of any rank, then the largest time.
 """
 
 import itertools
@@ -13,25 +15,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Cuts = tuple[int, ...]
-"""The first layer of each stage, and at the end the number of layers."""
+"""The first layer of each stage, then the number of layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Running sums over the layers, and who holds what."""
+    """Prefix sums over the layers, and what each rank holds."""
 
     fixed: Sequence[int]
-    """Running sums of the bytes that stay."""
+    """Prefix sums of the bytes that stay for the whole run."""
     passing: Sequence[int]
-    """Running sums of the bytes of one microbatch."""
+    """Prefix sums of the bytes that one microbatch saves."""
     time: Sequence[int]
-    """Running sums of the time of one microbatch, in whole ticks."""
+    """Prefix sums of the time of one microbatch, in integer ticks."""
     stages_of: Sequence[tuple[int, ...]]
     """The stages of each rank."""
     held: Sequence[Sequence[tuple[int, ...]]]
-    """For each rank, microbatches held of each of its stages, at every time that may be the worst."""
+    """For each rank, the microbatches held of each of its stages, at every moment that may be its worst."""
     budget: int = 0
-    """Bytes that a rank may use without its counting: below it, only time does."""
+    """Memory of a rank that counts as free: placements below it are compared by time alone."""
 
     @property
     def layers(self) -> int:
@@ -50,32 +52,32 @@ class Problem:
         return kept + max(sum(map(int.__mul__, counts, sizes)) for counts in self.held[rank])
 
     def rank_time(self, rank: int, cuts: Sequence[int]) -> int:
-        """Time that a rank computes for one microbatch."""
+        """A rank's compute time for one microbatch."""
         return sum(self.time[cuts[s + 1]] - self.time[cuts[s]] for s in self.stages_of[rank])
 
     def worst(self, cuts: Sequence[int]) -> tuple[int, int]:
-        """What is to be smallest: the largest memory of a rank beyond the budget, then the largest time."""
+        """The objective: the largest memory of a rank, at least the budget; then the largest time."""
         ranks = range(len(self.stages_of))
         memory = max(self.memory(r, cuts) for r in ranks)
         return max(memory, self.budget), max(self.rank_time(r, cuts) for r in ranks)
 
     def unevenness(self, cuts: Sequence[int]) -> int:
-        """Among placements that are as good, the smallest has stages of the most equal times: fewer bubbles."""
+        """The tie-breaker: smaller if stages have more equal times, which means fewer bubbles."""
         return sum((self.time[b] - self.time[a]) ** 2 for a, b in itertools.pairwise(cuts))
 
 
 NODES = 60_000
-"""Partial placements that the exact search of several stages a rank looks at before it gives up: under a second."""
+"""Partial placements that the exact search visits before it gives up, in under a second."""
 HOPELESS = 10**9
-"""Placements beyond which it does not begin."""
+"""With more placements than this the exact search is not tried."""
 
 
 def solve(problem: Problem) -> tuple[Cuts, bool]:
-    """The best cuts found, and whether none are better.
+    """The best cuts found, and whether they are proven optimal.
 
-    With one stage a rank that is always so: each stage is bounded on its own, and the bound is found by bisection.
-    Where ranks hold several stages, far apart in the model, the best placement is a search: local moves from
-    stages of equal size, then all others that could be better, as far as `NODES` go.
+    With one stage per rank they always are: each stage is bounded separately, and bisection finds the bound.
+    With several stages per rank, far apart in the model, a local search starts from that, and then an exact
+    search visits up to `NODES` placements that could be better.
     """
     start = _bounded(problem)
     if all(len(stages) == 1 for stages in problem.stages_of):
@@ -84,12 +86,12 @@ def solve(problem: Problem) -> tuple[Cuts, bool]:
     return _even_out(problem, best), proven
 
 
-# --- every stage on its own ---
+# --- one stage per rank ---
 
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """Running sums of each stage's memory, and what no stage may exceed."""
+    """Prefix sums of each stage's memory, and the limits of a stage."""
 
     memory: Sequence[Sequence[int]]
     time: Sequence[int]
@@ -97,20 +99,20 @@ class _Bounds:
     longest: int
 
     def end(self, stage: int, start: int) -> int:
-        """The last place where a stage that begins at `start` can end; `start` itself: nowhere."""
+        """The last layer boundary where a stage that begins at `start` can end; `start` if there is none."""
         sums = self.memory[stage]
         end = bisect_right(sums, sums[start] + self.most)
         return min(end, bisect_right(self.time, self.time[start] + self.longest)) - 1
 
     def start(self, stage: int, end: int) -> int:
-        """The first place where a stage that ends at `end` can begin."""
+        """The first layer boundary where a stage that ends at `end` can begin."""
         sums = self.memory[stage]
         start = bisect_left(sums, sums[end] - self.most)
         return max(start, bisect_left(self.time, self.time[end] - self.longest))
 
 
 def _bounded(problem: Problem) -> Cuts:
-    """Cuts whose largest stage is smallest, by memory, then by time: optimal where every rank has one stage."""
+    """Cuts that minimise the largest stage, by memory, then by time: optimal with one stage per rank."""
     weight = {
         stage: max(counts[place] for counts in held)
         for stages, held in zip(problem.stages_of, problem.held)
@@ -127,8 +129,8 @@ def _bounded(problem: Problem) -> Cuts:
 
     whole = max(sums[-1] for sums in memory)
     found = _reach(problem, _Bounds(memory, time, whole, time[-1]))
-    assert found is not None  # there are layers enough
-    # A rank's budget is for all its stages; where it has several, this is only where the search begins.
+    assert found is not None  # there are enough layers
+    # A rank's budget is for all its stages; with several, this is only the start of the search.
     budget = problem.budget // max(map(len, problem.stages_of))
     low, most = budget - 1, max(largest(found), budget)
     while most - low > 1:
@@ -150,19 +152,20 @@ def _bounded(problem: Problem) -> Cuts:
 
 
 def _reach(problem: Problem, bounds: _Bounds, *, even: bool = False) -> Cuts | None:
-    """Cuts that keep the bounds, or None; with `even`, those of the most equal times.
+    """Cuts within the bounds, or None; with `even`, those with the most equal times.
 
-    Every stage has a layer at least, so the longest prefix is not always the right one to take: each stage notes
-    all places where it can end, and the best way there.
+    Every stage needs at least one layer, so taking the longest prefix is not always right: dynamic programming
+    records every boundary where each stage can end, and the best way there.
     """
     layers, stages, time = problem.layers, problem.stages, problem.time
-    # Where each stage must begin, so that the rest gets to the end: few places are left near the best bounds.
+    # The first boundary where each stage may begin, so that the rest reaches the end; near the best bounds few
+    # are left.
     first = [0] * stages + [layers]
     for stage in reversed(range(stages)):
         first[stage] = min(bounds.start(stage, first[stage + 1]), layers - (stages - stage))
     if first[0] > 0:
         return None
-    ways: list[dict[int, int]] = []  # for each stage: where it can end, and where it then begins
+    ways: list[dict[int, int]] = []  # per stage: where it can end -> where it then begins
     costs = {0: 0}
     for stage in range(stages):
         came: dict[int, int] = {}
@@ -175,7 +178,7 @@ def _reach(problem: Problem, bounds: _Bounds, *, even: bool = False) -> Cuts | N
                 uneven = cost + (time[end] - time[start]) ** 2
                 if end not in reached or uneven < reached[end]:
                     reached[end], came[end] = uneven, start
-            if not even:  # any way will do, and starts come in order: what was reached needs no second look
+            if not even:  # any way will do, and starts come in order: skip boundaries that were reached
                 begin = max(begin, stop + 1)
         if not came:
             return None
@@ -193,9 +196,9 @@ def _reach(problem: Problem, bounds: _Bounds, *, even: bool = False) -> Cuts | N
 
 
 def _moved(cuts: Cuts, stage: int, other: int) -> Cuts | None:
-    """The cuts after one layer of `stage` has gone to `other`; None if it was its last.
+    """The cuts after moving one layer from `stage` to `other`; None if it was the only one.
 
-    The stages between the two pass a layer on, so all cuts between them move by one.
+    The stages between them pass a layer on, so all cuts between them move by one.
     """
     if stage == other or cuts[stage + 1] - cuts[stage] == 1:
         return None
@@ -205,20 +208,21 @@ def _moved(cuts: Cuts, stage: int, other: int) -> Cuts | None:
 
 
 def _improve(problem: Problem, cuts: Cuts) -> Cuts:
-    """Take layers from the worst rank, while that helps."""
+    """Move layers away from the worst rank as long as that helps."""
     ranks = range(len(problem.stages_of))
     rank_of = {stage: rank for rank, own in enumerate(problem.stages_of) for stage in own}
     known: dict[tuple[int, ...], int] = {}
 
     def memory(rank: int, tried: Cuts) -> int:
-        # The same stages turn up again and again: a move shifts all cuts between two stages alike.
+        # The same stages recur often: a move shifts all cuts between two stages by one.
         key = (rank, *[cut for stage in problem.stages_of[rank] for cut in tried[stage : stage + 2]])
         if key not in known:
             known[key] = problem.memory(rank, tried)
         return known[key]
 
     def score(tried: Cuts) -> tuple[int, ...]:
-        # The other ranks' memory leads over plateaus: two ranks at the worst are mended one after the other.
+        # Including the other ranks' memory crosses plateaus: of two worst ranks, first one improves, then the
+        # other.
         sizes = sorted([memory(rank, tried) for rank in ranks], reverse=True)
         slowest = max(problem.rank_time(rank, tried) for rank in ranks)
         return (max(sizes[0], problem.budget), slowest, *sizes)
@@ -232,7 +236,7 @@ def _improve(problem: Problem, cuts: Cuts) -> Cuts:
             for stage in problem.stages_of[rank]:
                 for other in range(problem.stages):
                     tried = _moved(best, stage, other)
-                    # Most moves are bad for one of the two ranks, which is quickly seen.
+                    # Most moves make one of the two ranks worse, which is quickly checked.
                     if tried and memory(rank, tried) <= reached[0] >= memory(rank_of[other], tried):
                         candidate = score(tried)
                         if candidate < reached:
@@ -242,7 +246,7 @@ def _improve(problem: Problem, cuts: Cuts) -> Cuts:
 
 
 def _exhaust(problem: Problem, cuts: Cuts) -> tuple[Cuts, bool]:
-    """Look at every placement that may be better than `cuts`; False if there were too many."""
+    """Visit every placement that may be better than `cuts`; False if there were too many."""
     layers, stages = problem.layers, problem.stages
     if math.comb(layers - 1, stages - 1) > HOPELESS:
         return cuts, False
@@ -263,17 +267,17 @@ def _exhaust(problem: Problem, cuts: Cuts) -> tuple[Cuts, bool]:
             if looked > NODES:
                 return best, False
             tried = (*placed, end)
-            # Stages to come have no layers yet, and cost nothing.
+            # Later stages have no layers yet and cost nothing.
             filled = tried + (end,) * rest
             memory = max(problem.memory(rank, filled), problem.budget)
             if (memory, problem.rank_time(rank, filled)) >= reached:
-                break  # and more layers only make it worse
+                break  # more layers only make it worse
             stack.append(tried)
     return best, True
 
 
 def _even_out(problem: Problem, cuts: Cuts) -> Cuts:
-    """Make the times of neighbouring stages more equal where that makes nothing worse."""
+    """Make the times of neighbouring stages more equal, if the objective gets no worse."""
     best, worst, uneven = cuts, problem.worst(cuts), problem.unevenness(cuts)
     while True:
         before = best

@@ -1,8 +1,8 @@
 """Weight gradients of the experts in the second half of a split backward.
 
-`torch.distributed.pipelining` splits backward along the autograd graph. The expert block is one node of it, and a
-function of Python is not told which gradients are wanted: it would compute all of them, in either half. So the
-block is told: in `I` it leaves out the products for its weights, in `W` the one for its input.
+`torch.distributed.pipelining` splits backward along the autograd graph. The expert block is one node of it, and
+autograd does not tell a Python function which gradients are wanted: the block would compute all of them in both
+halves. So this module tells it: in `I` it skips the products for its weights, in `W` the product for its input.
 """
 
 from typing import Any
@@ -14,9 +14,9 @@ from pagestash.torch_internals import stages_of
 
 
 def delay_weight_gradients(schedule: Any) -> Observation:
-    """Let the experts of the schedule's stages compute weight gradients in `W` alone; `remove()` ends it.
+    """Make the experts of the schedule's stages compute weight gradients only in `W`, until `remove()`.
 
-    Schedules that split no backward, and stages without experts, go on as before.
+    Schedules that do not split backward, and stages without experts, are unaffected.
     """
     stages = stages_of(schedule)
     halves = {stage.stage_index: Half() for stage in stages}

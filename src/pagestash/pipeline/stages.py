@@ -1,4 +1,4 @@
-"""`partition`: which layers stand on which stage."""
+"""`partition`: which layers are on which stage."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,18 +12,18 @@ from pagestash.schedules.plan import Plan, in_flight, plans, schedule_name, stag
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A contiguous part of the model, and what it costs its rank."""
+    """Consecutive layers of the model, with their costs."""
 
     index: int
     rank: int
     layers: tuple[str, ...]
     first: int
-    """Where its layers begin in the list of costs."""
+    """Index of its first layer in the list of costs."""
     parameters: int
     activations: int
-    """Bytes of one microbatch."""
+    """Bytes saved per microbatch."""
     in_flight: int
-    """Microbatches that it holds at the most."""
+    """The most microbatches that it holds at one time."""
     time: float
 
 
@@ -35,11 +35,11 @@ class Partition:
     microbatches: int
     stages: tuple[Stage, ...]
     peaks: tuple[int, ...]
-    """Of each rank: parameters of all its stages, and the most that the microbatches it holds at one time keep."""
+    """Per rank: parameters of all its stages, plus the peak of what its microbatches in flight save."""
     times: tuple[float, ...]
-    """Of each rank: both passes of one microbatch through all its stages."""
+    """Per rank: forward and backward of one microbatch through all its stages."""
     optimal: bool
-    """Whether no other placement is better; False: the best that was found in the time given."""
+    """Whether the placement is proven optimal; False: the best that was found."""
 
     def of_rank(self, rank: int) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if stage.rank == rank)
@@ -63,17 +63,17 @@ def partition(
         placed = partition(costs, 8, "DualPipeV", microbatches=16)
         placed.stages[0].layers                                         # ('embed', 'layers.0', …)
 
-    Every stage gets a layer at least. The number of microbatches that a stage holds comes from the schedule, for
-    `microbatches` a step (twice the stages, unless it says otherwise); where ranks hold several stages, `chunks` a
-    rank (2), their peaks are taken together, at the same moment. The placement is V-shaped where the schedule is.
+    Every stage gets at least one layer. The schedule determines how many microbatches a stage holds, for
+    `microbatches` per step (default: twice the stages). With several stages per rank (`chunks`, default 2)
+    their bytes are added moment by moment. V-shaped schedules get a V-shaped placement.
 
-    The least memory may be bought with much time: a rank that holds few microbatches gets many layers. `memory` is
-    what a rank has anyway, in bytes: peaks up to it count as equal, and time decides.
+    Minimal memory can cost time: a rank with few microbatches in flight gets many layers. `memory` is the
+    memory of a rank in bytes: peaks below it count as equal, and time decides.
     """
     name = schedule_name(schedule)
     chunks = stages_a_rank(name, chunks)
     if stages < chunks or stages % chunks:
-        raise ValueError(f"{stages} stages: {name} has {chunks} a rank, so expected a multiple of {chunks}")
+        raise ValueError(f"{stages} stages: {name} has {chunks} per rank, so expected a multiple of {chunks}")
     if len(costs) < stages:
         raise ValueError(
             f"{stages} stages for {len(costs)} layers (embedding and head included): every stage needs one"
@@ -115,13 +115,13 @@ def partition(
 
 
 def _ticks(times: Sequence[float]) -> list[int]:
-    """Running sums of times in whole ticks, a millionth of the longest: finer than any was measured."""
+    """Prefix sums of times in integer ticks of a millionth of the longest, finer than any measurement."""
     longest = max(times) or 1.0
     return list(accumulate((round(time / longest * 1_000_000) for time in times), initial=0))
 
 
 def _worst(plan: Plan) -> list[tuple[int, ...]]:
-    """What the rank holds of each stage at the moments that can be its worst: those no other moment exceeds."""
+    """The microbatches that the rank holds of each stage, at all moments that no other moment exceeds."""
     stages = plan.stages
     seen = {tuple(counts[stage] for stage in stages) for counts in plan.held()}
     return [

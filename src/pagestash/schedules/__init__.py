@@ -1,1 +1,1 @@
-"""What a schedule of `torch.distributed.pipelining` does on this rank, in which order, and hearing of it."""
+"""Plans of `torch.distributed.pipelining` schedules: what a rank does in which order, and events as it runs."""

@@ -1,4 +1,4 @@
-"""Hearing of a schedule's actions as they begin and end."""
+"""Events at the begin and end of a schedule's actions."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -8,36 +8,36 @@ from pagestash.torch_internals import has_backward, stages_of
 
 
 class Listener(Protocol):
-    """Hears of one rank's actions, in the thread that runs the schedule."""
+    """Is told about one rank's actions, in the thread that runs the schedule."""
 
     def begin_step(self, plan: Plan) -> None:
-        """A step begins; `plan` is what it will do."""
+        """A step begins, which will run `plan`."""
         ...
 
     def end_step(self) -> None:
-        """It is over, or has raised."""
+        """The step has ended, or has raised."""
         ...
 
     def begin(self, action: Action) -> None:
-        """The stage is about to run."""
+        """A stage is about to run."""
         ...
 
     def end(self, action: Action) -> None:
-        """The stage has run, or has raised."""
+        """A stage has run, or has raised."""
         ...
 
 
 class Observation:
-    """Tells a listener of every action of a schedule, until it is removed.
+    """Tells a listener about every action of a schedule, until it is removed.
 
-    The methods of this schedule and its stages are wrapped, not their classes: `register_custom_function` would
-    replace what an action does instead of watching it. Several schedules may share stages (one for each number
-    of microbatches): a stage's actions are told to the listener of the schedule that is running. The forward and
-    backward that the first step runs only to learn shapes are no actions, and are not told.
+    It wraps methods of this schedule and its stages, not of their classes. (`register_custom_function` would
+    replace an action instead of observing it.) Several schedules may share stages, one for each number of
+    microbatches: the listener of the running schedule is told. The forward and backward that the first step
+    runs only to infer shapes are not reported.
     """
 
     def __init__(self, schedule: Any, listener: Listener) -> None:
-        read_plan(schedule)  # refuses what cannot be followed, before anything is wrapped
+        read_plan(schedule)  # raises if the schedule cannot be followed, before anything is wrapped
         self._schedule, self._listener = schedule, listener
         self._running = False
         self._wrapped: list[tuple[Any, str, _Layer]] = []
@@ -48,7 +48,7 @@ class Observation:
             self._wrap(stage, "backward_weight_one_chunk", self._stage(stage, lambda *_, **__: "W"))
 
     def remove(self) -> None:
-        """Tell no more, and leave no trace; where somebody else has wrapped a method since, it only passes on."""
+        """Stop, and unwrap the methods, also under wrappers that others added since."""
         for owner, name, layer in self._wrapped:
             layer.take_off(owner, name)
         self._wrapped.clear()
@@ -85,7 +85,7 @@ class Observation:
 
 
 class _Layer:
-    """A method of one object with something around it; layers come off in any order."""
+    """A wrapper around a method of one object; wrappers can be removed in any order."""
 
     def __init__(self, inner: Callable[..., Any], around: Callable[..., Any]) -> None:
         self.inner, self._around = inner, around
@@ -96,7 +96,7 @@ class _Layer:
     def take_off(self, owner: Any, name: str) -> None:
         above = owner.__dict__.get(name)
         if above is self:
-            if getattr(self.inner, "__self__", None) is owner:  # the class's own
+            if getattr(self.inner, "__self__", None) is owner:  # the method of its class
                 delattr(owner, name)
             else:
                 setattr(owner, name, self.inner)
@@ -109,5 +109,5 @@ class _Layer:
 
 
 def _half(loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> str:
-    """Which backward a call of `backward_one_chunk` is, by its arguments after the microbatch."""
+    """The kind of a `backward_one_chunk` call, from its arguments after the microbatch."""
     return "B" if full_backward else "I"

@@ -1,12 +1,12 @@
-"""What a pipeline schedule will do, read before it does it.
+"""The plan of a pipeline schedule, known before it runs.
 
-A *stage* is a contiguous part of the model, a rank holds one or more. An action is one call of a stage: `F` a
-microbatch's forward, `B` its backward, or `I` and `W` where backward is split: the gradients of the stage's input
-first, those of its weights later. A plan is the list of one rank's actions in the order of their execution.
+A *stage* is a number of consecutive layers; a rank has one or more. An *action* is one call of a stage for one
+microbatch: `F` its forward, `B` its backward; in a split backward `I`, the gradient of the stage's input, and
+later `W`, those of its weights. A *plan* is the list of one rank's actions in execution order.
 
-The schedules of `torch.distributed.pipelining` that run from a list are read from that list. GPipe and 1F1B run
-from code, and the list they show beside it is not what they do (1F1B's last rank is off by one microbatch, and its
-forwards and backwards stand in another order): theirs is derived from the code.
+Most schedules of `torch.distributed.pipelining` run from a list of actions, which is read. GPipe and 1F1B run
+from code, and the list that they also have differs from what they do (1F1B's last rank is off by one
+microbatch, and its forwards and backwards have another order): their plans are derived from the code.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,17 +36,17 @@ SCHEDULES = (
     "ZBVZeroBubble",
     "DualPipeV",
 )
-"""Names of the schedules that can be followed: torch's classes without their first word."""
+"""Names of the schedules that can be followed: torch's class names without `Schedule`."""
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-"""Those in which rank r holds stage r and, counted from the last, stage r again."""
+"""Schedules in which rank r has stage r and stage `last - r`."""
 SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
-"""Those that run a stage's backward in two parts: first the input gradients, later the weight gradients."""
+"""Schedules that split a stage's backward: first input gradients, later weight gradients."""
 ONE_STAGE = ("GPipe", "1F1B")
-"""Those with one stage a rank."""
+"""Schedules with one stage per rank."""
 
 
 class Action(NamedTuple):
-    """One call of a stage. Its text is torch's own: `3B2` is stage 3's backward of microbatch 2."""
+    """One call of a stage, written as torch does: `3B2` is stage 3's backward of microbatch 2."""
 
     kind: Kind
     stage: int
@@ -69,13 +69,13 @@ class Plan:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether any backward comes in two halves."""
+        """Whether any backward is split."""
         return any(action.kind == "I" for action in self.actions)
 
     def held(self) -> Iterator[dict[int, int]]:
-        """After each action, how many microbatches each stage holds activations of.
+        """After each action, the number of microbatches whose activations each stage holds.
 
-        A forward's are held until its backward is done; where that is split, until its second half is.
+        A microbatch is held until its backward is done; if that is split, until `W` is done.
         """
         counts = dict.fromkeys(self.stages, 0)
         for action in self.actions:
@@ -87,7 +87,7 @@ class Plan:
 
 
 def in_flight(plan: Plan) -> dict[int, int]:
-    """The most microbatches that each stage of the rank holds activations of at one time.
+    """The most microbatches whose activations each stage of the rank holds at one time.
 
     >>> in_flight(plans("1F1B", ranks=4, microbatches=8)[1])
     {1: 3}
@@ -100,11 +100,11 @@ def in_flight(plan: Plan) -> dict[int, int]:
 
 
 def read_plan(schedule: Any) -> Plan:
-    """What this rank will do in the next `schedule.step()`; a `ValueError` if that cannot be known."""
+    """The plan of the next `schedule.step()` on this rank; a `ValueError` if it cannot be known."""
     replaced = replaced_actions(schedule)
     if replaced:
         raise ValueError(
-            f"{type(schedule).__name__} runs functions of its own for {', '.join(replaced)} "
+            f"{type(schedule).__name__} runs custom functions for {', '.join(replaced)} "
             "(register_custom_function): what they do to the stages cannot be known"
         )
     match runs_as(schedule):
@@ -120,7 +120,7 @@ def read_plan(schedule: Any) -> Plan:
             actions = _flat(schedule.pipeline_order_with_comms[schedule.rank])
         case _:
             raise ValueError(
-                f"{type(schedule).__name__} cannot be followed: it has no plan that can be read ahead. Supported "
+                f"{type(schedule).__name__} cannot be followed: its plan cannot be read in advance. Supported "
                 f"are {', '.join(f'Schedule{name}' for name in SCHEDULES)} of torch.distributed.pipelining"
             )
     if not has_backward(schedule):
@@ -131,8 +131,8 @@ def read_plan(schedule: Any) -> Plan:
 def plans(name: str, *, ranks: int, microbatches: int, chunks: int | None = None) -> list[Plan]:
     """The plans of all ranks under a schedule of this name, without a process group.
 
-    `chunks` are the stages of a rank: 2 unless it says otherwise, 1 for `GPipe` and `1F1B`. What a schedule does
-    not allow (fewer microbatches than stages, for one) is its own `ValueError`.
+    `chunks` is the number of stages per rank: 1 for `GPipe` and `1F1B`, otherwise 2 by default. What a schedule
+    does not allow, such as fewer microbatches than stages, is a `ValueError`.
     """
     name = schedule_name(name)
     if ranks < 1 or microbatches < 1:
@@ -143,7 +143,7 @@ def plans(name: str, *, ranks: int, microbatches: int, chunks: int | None = None
     if name == "1F1B":
         if microbatches < ranks:
             raise ValueError(
-                f"1F1B needs at least as many microbatches as stages: {microbatches}, {ranks} stages"
+                f"1F1B needs at least as many microbatches as stages: got {microbatches} for {ranks} stages"
             )
         return [Plan(tuple(_one_forward_one_backward(stage, ranks, microbatches))) for stage in range(ranks)]
     order = _order(getattr(pipeline_schedules(), f"Schedule{name}"), ranks, microbatches, chunks)
@@ -151,19 +151,19 @@ def plans(name: str, *, ranks: int, microbatches: int, chunks: int | None = None
 
 
 def stages_a_rank(name: str, chunks: int | None = None) -> int:
-    """How many stages a rank has under this schedule; `chunks` where it leaves the choice."""
+    """The number of stages per rank under this schedule; `chunks` if it leaves the choice."""
     if name in ONE_STAGE or name in V_SHAPED:
         only = 1 if name in ONE_STAGE else 2
         if chunks not in (None, only):
-            raise ValueError(f"{name} has {only} stage{'s' * (only > 1)} a rank, not {chunks}")
+            raise ValueError(f"{name} has {only} stage{'s' * (only > 1)} per rank, not {chunks}")
         return only
     if chunks is not None and chunks < 2:
-        raise ValueError(f"{name} needs at least 2 stages a rank, not {chunks}")
+        raise ValueError(f"{name} needs at least 2 stages per rank, not {chunks}")
     return 2 if chunks is None else chunks
 
 
 def schedule_name(name: str) -> str:
-    """The schedule's name as torch spells it; capitals and a leading `Schedule` do not matter."""
+    """The schedule's name as torch spells it; case and a leading `Schedule` are ignored."""
     wanted = name.lower().removeprefix("schedule")
     for known in SCHEDULES:
         if known.lower() == wanted:
@@ -178,7 +178,7 @@ def _gpipe(stage: int, microbatches: int) -> Iterator[Action]:
 
 
 def _one_forward_one_backward(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
-    """As many forwards as there are stages from here on, then backward and forward in turn, then backwards."""
+    """`stages - stage` forwards, then backward and forward alternately, then the remaining backwards."""
     ahead = min(microbatches, stages - stage)
     for microbatch in range(ahead):
         yield Action("F", stage, microbatch)
@@ -189,7 +189,7 @@ def _one_forward_one_backward(stage: int, stages: int, microbatches: int) -> Ite
 
 
 def _flat(actions: Iterable[Any]) -> Iterator[Action]:
-    """The calls of stages among a schedule's actions; of a pair that overlaps, the first comes first."""
+    """The calls of stages among a schedule's actions; an overlapping pair runs in its order."""
     for action in actions:
         if action is None:
             continue
@@ -200,7 +200,7 @@ def _flat(actions: Iterable[Any]) -> Iterator[Action]:
 
 
 def _order(schedule: type, ranks: int, microbatches: int, chunks: int) -> dict[int, list[Any]]:
-    """The actions that a schedule class lays out for all ranks, from stages that are only numbers."""
+    """The actions of all ranks that a schedule class generates, for stages without modules."""
     stages = [
         SimpleNamespace(
             group_rank=0,

@@ -223,7 +223,6 @@ class RunRanks:
 
 def make_dispatch(config: MoEConfig, kind: str, group: Any, tokens: int) -> Dispatch:
     """The dispatch of one layer, for at most `tokens` tokens per rank and microbatch."""
-
     if kind == "all_to_all_exact":
         return AllToAll(config, group, padded=False)
     return (AllGather if kind == "all_gather" else AllToAll)(config, group, max_tokens=tokens)

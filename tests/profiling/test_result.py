@@ -173,7 +173,7 @@ def test_losses_are_added_up():
     parts = (torch.tensor(1.0), torch.tensor(2.0), torch.ones(3), torch.tensor(9.0))
     assert default_loss(parts) == 3.0
     assert default_loss(parts[2]) == 3.0
-    with pytest.raises(ValueError, match="returned str: give loss="):
+    with pytest.raises(ValueError, match="returned str: pass loss="):
         default_loss("text")
 
 
@@ -214,11 +214,11 @@ def test_a_keeper_in_its_step_or_with_its_pool_in_the_model_is_refused():
         [ps.Rule("0.experts", "stash", min_bytes=1)], ps.PoolConfig(device="64KiB", page="1KiB")
     )
     keeper = ps.Keeper(policy).attach(model)
-    with pytest.raises(RuntimeError, match=r"0\.\w+ puts its tensors away for a keeper.*detach"):
+    with pytest.raises(RuntimeError, match=r"0\.\w+ stores its tensors for a keeper.*detach"):
         ps.profile(model, x)
     keeper.detach()
     model[0].moe_act.use_recompute(True)
-    with pytest.raises(RuntimeError, match=r"0\.moe_act puts its tensors away"):
+    with pytest.raises(RuntimeError, match=r"0\.moe_act stores its tensors"):
         ps.profile(model, x)
     model[0].moe_act.use_recompute(False)
     with keeper.step(), pytest.raises(RuntimeError, match="inside a keeper's step"):

@@ -79,7 +79,7 @@ def _measure(asked: Asked) -> Profile:
     policy = None if asked.policy is None else Policy.load(asked.policy)
     link = None if asked.link is None else float(parse_bytes(asked.link, "--link"))
     if link == 0:
-        raise ValueError(f"--link {asked.link}: expected bytes a second, more than 0")
+        raise ValueError(f"--link {asked.link}: expected bytes per second, more than 0")
     text = 8 * asked.batch * (asked.seq + 1)
     if text > device_memory(device):
         raise ValueError(

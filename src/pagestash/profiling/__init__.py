@@ -1,4 +1,4 @@
-"""What a step saves for backward: by whom, how large, and what each home would make of it."""
+"""Profile a step: what each region saves for backward, and what each home would save and cost."""
 
 from pagestash.profiling.fit import Fit
 from pagestash.profiling.link import Link

@@ -1,20 +1,20 @@
-"""How fast bytes move: over the link to the host, measured, and on the device itself."""
+"""Rates of copies: over the link to the host, and on the device."""
 
 from dataclasses import dataclass
 
 import torch
 
 LINK = 50e9
-"""Bytes a second each way, where there is no GPU to measure: PCIe Gen5 x16 with both ways busy."""
+"""Bytes per second each way, if there is no GPU to measure: PCIe Gen5 x16 with both directions busy."""
 COPY = 1.8e12
-"""Bytes a second of a copy on the device, where there is none: a gibibyte in 0.6 ms, as on an H200."""
+"""Bytes per second of a copy on the device, if there is none to measure: 1 GiB in 0.6 ms, as on an H200."""
 SAMPLE = 256 << 20
 ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Bytes a second: `out` to the host, `back` from it, and copied on the device."""
+    """Bytes per second: `out` to the host, `back` from it, and `copy` on the device."""
 
     out: float = LINK
     back: float = LINK
@@ -24,11 +24,11 @@ class Link:
     def __post_init__(self) -> None:
         for name in ("out", "back", "copy"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"link {name}={getattr(self, name)}: expected bytes a second, more than 0")
+                raise ValueError(f"link {name}={getattr(self, name)}: expected bytes per second, more than 0")
 
 
 def find_link(device: torch.device, given: float | Link | None = None) -> Link:
-    """The link of `device`: what was given, what is measured on a GPU, or the constants above."""
+    """The link of `device`: given, measured on a GPU, or the constants above."""
     if isinstance(given, Link):
         return given
     if given is not None:
@@ -37,7 +37,7 @@ def find_link(device: torch.device, given: float | Link | None = None) -> Link:
 
 
 def _measure(device: torch.device) -> Link:
-    """Copies between pinned and device memory each way, by the copy engine, and on the device."""
+    """Measure copies between pinned and device memory each way, by the copy engine, and on the device."""
     with torch.cuda.device(device):
         near = torch.empty(SAMPLE, dtype=torch.uint8, device=device)
         beside = torch.empty_like(near)

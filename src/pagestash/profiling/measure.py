@@ -1,4 +1,4 @@
-"""`profile`: run a step a few times, and say what it saved and how long its regions took."""
+"""`profile`: run a step several times and report what it saves and how long its regions take."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -19,11 +19,11 @@ from pagestash.profiling.tracker import RegionTracker
 from pagestash.saved.region import frames
 
 LEAD = 2.0
-"""Head start of the host in a step that is watched, in steps: it launches about half as fast then."""
+"""Head start of the host in an observed step, in step times: the host launches about half as fast there."""
 
 Loss = Callable[[Any], torch.Tensor]
 Progress = Callable[[str, int, int], None]
-"""Told what runs, and as which of how many."""
+"""Is told what runs, its number, and the total."""
 
 
 def profile(
@@ -37,19 +37,19 @@ def profile(
     repeats: int = 3,
     progress: Progress | None = None,
 ) -> Profile:
-    """Every tensor that one step of `model` saves for backward, by region, and what each home would make of it.
+    """Every tensor that one step of `model` saves for backward, by region, and what each home would save and cost.
 
         found = ps.profile(model, (tokens, labels))
         print(found.total_bytes)
         rich.print(found.table())
 
-    `batch` is a tensor, a tuple of arguments or a dict of keyword arguments. `loss` makes a scalar of what the
-    model returns; without it a scalar is taken as it is, leading scalars of a tuple are added up, `.loss` is
-    used where there is one, and any other tensor is summed. With a `policy` each tensor also has the home that
-    the policy would give it. `link` is in bytes a second; without it a GPU's is measured.
+    `batch` is a tensor, a tuple of arguments or a dict of keyword arguments. `loss` turns the model's output
+    into a scalar. By default it is the output's `.loss`, a scalar output itself, the sum of a tuple's leading
+    scalars, or the sum of a tensor. With a `policy` each tensor also has the home that the policy gives it.
+    `link` is in bytes per second; by default it is measured on a GPU.
 
-    The step runs once to warm up, once to be recorded, once to be timed as it is and `repeats` times region by
-    region, always from the same random state; gradients and buffers are put back afterwards.
+    The step runs once to warm up, once to record tensors, once to time the whole, and `repeats` times to time each
+    region, always from the same random state. Gradients and buffers are restored afterwards.
     """
     args, kwargs = _arguments(batch)
     _check(model, args, kwargs, repeats)
@@ -60,9 +60,9 @@ def profile(
         forward: AbstractContextManager[Any] | None = None,
         seen: Callable[[Any], None] | None = None,
     ) -> list[float]:
-        """One step, and the seconds of its segments: two, where `forward` watches nothing.
+        """Run one step; the seconds of its segments (forward and backward, if `forward` observes nothing).
 
-        `seen` looks at forward's result before backward begins.
+        `seen` is called with forward's result before backward begins.
         """
         with _state_of(model, device, args, kwargs):
             with forward or nullcontext():
@@ -71,7 +71,7 @@ def profile(
                     output = model(*args, **kwargs)
                 value = (loss or default_loss)(output)
                 _check_loss(value)
-            # As at the end of an autocast block, also where the caller's is still open.
+            # As at the end of an autocast block, even if the caller has one open.
             torch.clear_autocast_cache()
             if seen is not None:
                 seen((output, value))
@@ -103,12 +103,12 @@ def profile(
     plain = run(Timeline(clock()))
     for number in range(repeats):
         tell("timing by region", 3 + number)
-        # Watching slows the host down, which must not leave the device waiting.
+        # Observing slows the host down, and the device must not wait for it.
         timed = Timeline(clock(lead=LEAD * sum(plain)))
         times.append(run(timed, RegionTracker(model, timed).forward()))
         if timed.paths != order.paths or timed.turn != order.turn:
             raise RuntimeError(
-                "the model took another path when the same batch ran again; ps.profile() needs a step that repeats"
+                "the model took another path when the same batch ran again; ps.profile() needs a repeatable step"
             )
     tell("measuring the link", repeats + 3)
     segments = [
@@ -130,7 +130,7 @@ def profile(
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """The scalar to train on, from what a model returned."""
+    """The loss in a model's output."""
     if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
         return output["loss"]
     if isinstance(getattr(output, "loss", None), torch.Tensor):
@@ -147,12 +147,12 @@ def default_loss(output: Any) -> torch.Tensor:
                 break
             total = total + value
         return total
-    raise ValueError(f"the model returned {type(output).__name__}: give loss=, which makes a scalar of it")
+    raise ValueError(f"the model returned {type(output).__name__}: pass loss=, which turns it into a scalar")
 
 
 @contextmanager
 def _state_of(model: nn.Module, device: torch.device, args: Any, kwargs: Any) -> Iterator[None]:
-    """A step from the same state as every other, that leaves gradients, buffers and random state as they were."""
+    """Run a step from the same state as every other; restores gradients, buffers and random state afterwards."""
     leaves = [*model.parameters(), *(t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))]
     gradients = [(leaf, leaf.grad) for leaf in leaves if leaf.is_leaf]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -191,7 +191,7 @@ def _check(model: Any, args: Any, kwargs: Any, repeats: int) -> None:
         raise ValueError("batch is empty: expected at least one tensor with elements")
     if frames():
         raise RuntimeError(
-            "ps.profile() inside a keeper's step would see what the keeper did; call it outside"
+            "ps.profile() inside a keeper's step would profile what the keeper does; call it outside"
         )
     if not torch.is_grad_enabled():
         raise RuntimeError("ps.profile() under no_grad: nothing is saved there; call it outside")
@@ -200,7 +200,7 @@ def _check(model: Any, args: Any, kwargs: Any, repeats: int) -> None:
             hasattr(module, "use_pool") and getattr(module, "pool", None) is not None
         ):
             raise RuntimeError(
-                f"{name} puts its tensors away for a keeper, unseen by autograd; call keeper.detach() first"
+                f"{name} stores its tensors for a keeper, unseen by autograd; call keeper.detach() first"
             )
 
 

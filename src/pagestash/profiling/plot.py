@@ -1,4 +1,4 @@
-"""The step as a picture: bytes that wait for backward over time, stacked by region and by home."""
+"""A picture of the step: saved bytes over time, stacked by region and by home."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,7 +10,7 @@ from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.table import groups
 
 SHOWN = 9
-"""Regions with a colour of their own; the rest share one."""
+"""Regions with their own colour; the others share one."""
 COLOURS = ["#3b6fb6", "#e08a3c", "#4c9f70", "#b65d8c", "#7a68b0", "#c9b13d", "#4aa5b5", "#c25b4e", "#8a6d4f"]
 REST = "#b8bcc4"
 HOME_COLOURS = {"keep": "#44546a", "stash": "#7f97b8", "offload": "#e3b778", "recompute": "#e4e6ea"}
@@ -23,7 +23,7 @@ WHERE = {
 
 
 def plot(profile: ProfiledStep, path: Path) -> None:
-    """Write the picture to `path`; its ending gives the format."""
+    """Write the picture to `path`; the suffix determines the format."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -32,7 +32,7 @@ def plot(profile: ProfiledStep, path: Path) -> None:
             "a picture needs matplotlib: pip install 'pagestash[plot]'", name="matplotlib"
         ) from error
     panels = 1 if profile.policy is None else 2
-    # Not pyplot: that would choose a window system, and keep every figure alive.
+    # Not pyplot, which would choose a window system and keep every figure alive.
     figure = Figure(figsize=(11, 4.6 * panels), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(panels, 1, squeeze=False, sharex=True)[:, 0]
@@ -45,9 +45,9 @@ def plot(profile: ProfiledStep, path: Path) -> None:
 
 
 def waiting(profile: ProfiledStep, chosen: Sequence[int], *, valid: bool = False) -> list[int]:
-    """Counted bytes of the chosen tensors (by their place) that wait at the end of each segment.
+    """Counted bytes of the chosen tensors (by index) that are held at the end of each segment.
 
-    With `valid`, of their storages only what backward reads.
+    With `valid`, only the bytes that backward reads.
     """
     change = [0] * len(profile.segments)
     for index in chosen:
@@ -104,7 +104,7 @@ def _stack(
     unit, divisor = _unit(profile.total_bytes)
     ends = [0.0, *(1e3 * end for end in accumulate(segment.seconds for segment in profile.segments))]
     stacks = [[0.0, *(size / divisor for size in part)] for part in sizes]
-    # Steps: a region's bytes come, and go, when it ends.
+    # Steps: a region's bytes appear, or are freed, when it ends.
     drawn = axis.stackplot(
         ends, stacks, labels=labels, colors=colours, step="post", linewidth=0.3, edgecolor="white"
     )
@@ -119,7 +119,7 @@ def _stack(
     axis.grid(axis="y", color="#e4e6ea", linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
-    # The order of the legend is that of the stack, seen from above.
+    # The legend has the order of the stack, from top to bottom.
     axis.legend(
         drawn[::-1],
         labels[::-1],

@@ -14,12 +14,12 @@ from pagestash.profiling.link import Link
 from pagestash.profiling.records import HomeEstimate, Kind, Region, SavedTensor, Segment
 
 FORMAT = 1
-"""Of the JSON; another one is refused."""
+"""Version of the JSON format; other versions are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledStep:
-    """Every tensor that one step saved for backward, its regions, and the step they belong to."""
+    """One profiled step: its saved tensors, its regions, and its segments in time."""
 
     device: str
     link: Link
@@ -27,17 +27,17 @@ class ProfiledStep:
     regions: list[Region]
     segments: list[Segment]
     plain_seconds: float
-    """Forward and backward with nothing watched. On a GPU the segments' sum is less where launches take longer
-    than computing, on a CPU it is more by what watching costs."""
+    """The unobserved step. On a GPU the segments' sum is smaller if the step is bound by launches; on a CPU it is
+    larger by the cost of observing."""
     allocated_bytes: int | None = None
-    """What forward left on a GPU by the allocator's own count, without the model's output."""
+    """On a GPU: the bytes that forward left allocated, without the model's output."""
     policy: Policy | None = None
 
     # --- sums ---
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that the step took and holds for backward, each storage once; no weights, not the batch."""
+        """Bytes that the step allocates and holds for backward, each storage once; no weights, no batch."""
         return sum(tensor.counted for tensor in self.tensors)
 
     def bytes_of(self, kind: Kind) -> int:
@@ -63,7 +63,7 @@ class ProfiledStep:
     # --- policies ---
 
     def homes(self, policy: Policy | None = None) -> list[HomeName]:
-        """The home that a policy (the profile's own, if none is given) gives each tensor, in their order."""
+        """The home that a policy (default: the profile's) gives each tensor, in their order."""
         return assign(policy or self.policy or Policy(), self.tensors, self.regions)
 
     def home_bytes(self, policy: Policy | None = None) -> dict[HomeName, int]:
@@ -74,9 +74,9 @@ class ProfiledStep:
         return sums
 
     def fits(self, policy: Policy | str, *, min_bytes: int | None = None) -> Fit:
-        """Whether what a policy offloads hides behind compute; a pattern stands for a rule that offloads it.
+        """Whether the copies of a policy's offload hide behind compute; a pattern is short for an offload rule.
 
-        It assumes that nothing else uses the link, and gives recomputation no time.
+        Assumes that nothing else uses the link, and that recomputation takes no time.
         """
         if isinstance(policy, str):
             policy = Policy([Rule(policy, "offload", min_bytes=min_bytes)])
@@ -86,7 +86,7 @@ class ProfiledStep:
     # --- JSON ---
 
     def to_json(self) -> str:
-        """Everything, with the sums on top; `load` reads it back to an equal profile."""
+        """All data, with the sums first; `load` reads it back to an equal profile."""
         data = {
             "format": FORMAT,
             "device": self.device,

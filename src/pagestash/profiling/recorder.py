@@ -1,4 +1,4 @@
-"""Records every tensor that autograd saves: which region, which storage, whose memory, and until when."""
+"""Record every tensor that autograd saves: region, storage, kind of memory, and lifetime."""
 
 import gc
 import sys
@@ -32,15 +32,15 @@ Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(slots=True, eq=False)
 class _Storage:
-    """One storage that was seen. The weak reference keeps its identity from being given to another."""
+    """One storage. The weak reference keeps its address from being reused, so the key stays unique."""
 
     number: int
     weak: StorageWeakRef
     size: int
     saved: list["_Saved"] = field(default_factory=list)
-    """What of it was saved and is still held at the end of forward."""
+    """Its saved tensors that are still held at the end of forward."""
     made_by: str | None = None
-    """The first module whose output it was."""
+    """The first module that returned it."""
     handles: int = 0
     holders: tuple[str, ...] = ()
     needed_at: int | None = None
@@ -66,13 +66,13 @@ class _Saved:
     storage: _Storage
     at: int
     valid: tuple[int, int]
-    """First byte and end, in the storage, of what backward reads."""
+    """Byte range of the storage that backward reads."""
     held: bool = True
 
 
 @dataclass(slots=True, eq=False)
 class _Handle:
-    """What autograd holds. Its death is the sign that nothing will ask for the tensor any more."""
+    """What autograd holds instead of the tensor. When it is freed, backward is done with the tensor."""
 
     tensor: torch.Tensor
     saved: _Saved
@@ -88,7 +88,7 @@ class _Handle:
 
 
 class TensorRecorder:
-    """The hooks of one recorded step; `tensors()` when its backward is done."""
+    """The hooks of one recorded step; call `tensors()` after its backward."""
 
     def __init__(self, model: nn.Module, batch: Any, timeline: Timeline, device: torch.device) -> None:
         self.tracker = RegionTracker(model, timeline, self)
@@ -106,13 +106,13 @@ class TensorRecorder:
         self._note_weights(model.parameters())
         self._before = 0
         self.allocated_bytes: int | None = None
-        """What forward left behind by the allocator's own count, without its result; None without a GPU."""
+        """Bytes that forward left allocated, without its result; None without a GPU."""
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Record what is saved while open."""
+        """Record what is saved within this context."""
         casts = _Casts(self) if self._tell_casts else nullcontext()
-        gc.collect()  # a model that is only garbage, and goes in the middle of this, would count against it
+        gc.collect()  # an old model freed in the middle of this would falsify the count
         self._before = self._allocated()
         with (
             self.tracker.forward(),
@@ -154,7 +154,9 @@ class TensorRecorder:
             dtype=str(local.dtype).removeprefix("torch."),
             device=str(local.device),
             kind=self._kind(local),
-            nbytes=min(local.nbytes, span[1] - span[0]),  # an expanded view is as small as what it repeats
+            nbytes=min(
+                local.nbytes, span[1] - span[0]
+            ),  # an expanded view has only the bytes that it repeats
             storage=storage,
             at=self._timeline.now,
             valid=span,
@@ -170,11 +172,11 @@ class TensorRecorder:
                 frame.owner.marks.wait(storage_key(local), frame.name, local.shape, whole)
         storage.handles += 1
         self._saved.append(saved)
-        # A tensor of its own: an output that held itself would never be freed.
+        # A new tensor object: an output that held itself would never be freed.
         return _Handle(tensor.detach(), saved, self._timeline)
 
     def _rows(self, tensor: torch.Tensor, frame: Region, claimed: Region | None) -> Valid | None:
-        """The tensor's valid rows, where it is known to have any."""
+        """The tensor's valid rows, if it is marked or claimed with rows."""
         if claimed is not None and claimed.exact and claimed.rows is not None:
             found = row_range(tensor, claimed.capacity)
             return None if found is None else Valid(claimed.rows, claimed.capacity, *found, sure=True)
@@ -184,7 +186,7 @@ class TensorRecorder:
         return marks.saved(tensor, storage_key(tensor), set(self._weights), sys._getframe(2), frame.name)
 
     def _valid(self, rows: Valid) -> tuple[int, int]:
-        # The host waits for the count: this step is not the one that is timed.
+        # The host waits for the count: the recorded step is not timed.
         return rows.first, rows.first + int(rows.rows) * ((rows.last - rows.first) // rows.capacity)
 
     @hidden
@@ -197,8 +199,8 @@ class TensorRecorder:
         return packed.tensor
 
     def look_around(self, output: Any) -> None:
-        """At the end of forward: what the allocator says, and who keeps saved storages alive besides autograd."""
-        # What an operation saved whose result nobody used is gone already.
+        """At the end of forward: read the allocator, and find what else holds the saved storages."""
+        # Tensors of an operation whose result was not used are freed already.
         self._saved = [saved for saved in self._saved if saved.held]
         for saved in self._saved:
             saved.storage.saved.append(saved)
@@ -224,7 +226,7 @@ class TensorRecorder:
                 storage.holders = (USER,)
 
     def tensors(self) -> list[SavedTensor]:
-        """All that was saved, in the order of forward, each storage counted with the first."""
+        """All saved tensors in the order of forward; a storage counts with its first tensor."""
         seen: set[int] = set()
         last = self._timeline.now
         found = []
@@ -256,7 +258,7 @@ class TensorRecorder:
         return found
 
     def _allocated(self) -> int:
-        """Bytes asked for and not given back: that the allocator rounds them up is not the model's doing."""
+        """Bytes requested and not freed, before the allocator rounds them up."""
         if self._device.type != "cuda":
             return 0
         return torch.cuda.memory_stats(self._device)["requested_bytes.all.current"]
@@ -272,7 +274,7 @@ class TensorRecorder:
         return known
 
     def _keys(self, tensors: Iterable[torch.Tensor]) -> set[int]:
-        """The storages' identities, which stay theirs while this recorder lives."""
+        """The storages' keys, which stay unique while this recorder lives."""
         return {self._storage(local).weak.cdata for local in map(_local, tensors) if _plain(local)}
 
     def _note_weights(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -292,7 +294,7 @@ class TensorRecorder:
         return "input" if key in self._batch else "activation"
 
     def made(self, results: Any, sources: Any) -> None:
-        """An operation ran: what it makes from weights alone is theirs, as autocast's casts are."""
+        """An operation ran: results computed from weights alone, such as autocast's casts, count as casts."""
         found = list(_tensors(sources))
         if not found or not all(self._of_weights(tensor) for tensor in found):
             return
@@ -307,7 +309,7 @@ class TensorRecorder:
 
 
 class _Casts(TorchDispatchMode):
-    """Sees the operations below autograd and autocast."""
+    """Observes operations below autograd and autocast."""
 
     def __init__(self, recorder: TensorRecorder) -> None:
         super().__init__()
@@ -324,7 +326,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a distributed tensor that is here."""
+    """The local part of a distributed tensor."""
     return getattr(tensor, LOCAL_PART, tensor)
 
 
@@ -340,6 +342,6 @@ def _layout(tensor: torch.Tensor) -> Layout:
 
 
 def _references_of_its_own() -> int:
-    """References to a storage that its Python object counts for, beside its tensors'."""
+    """References to a storage that its Python object holds, besides those of tensors."""
     tensor = torch.empty(1)
     return storage_references(key_of_storage(tensor.untyped_storage())) - 1

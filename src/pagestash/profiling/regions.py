@@ -10,7 +10,7 @@ from pagestash.profiling.records import HomeEstimate, Region, SavedTensor, Segme
 def make_regions(
     tensors: Sequence[SavedTensor], segments: Sequence[Segment], recorder: TensorRecorder, link: Link
 ) -> list[Region]:
-    """All regions that ran or saved something, in the order in which they began."""
+    """All regions that ran or saved something, in the order in which they started."""
     paths: dict[str, tuple[str, ...]] = {}
     saved_in: dict[int, list[tuple[str, ...]]] = {}
     for tensor in tensors:
@@ -68,9 +68,8 @@ def estimate(
 ) -> dict[str, HomeEstimate]:
     """Keep, stash and offload for these tensors, counted once by storage.
 
-    A stash copies valid rows on the device, there and back. Of an offload's copies, what does not hide behind
-    the region's own forward and backward counts: its share of the link. (Whether a whole policy hides, where a
-    region may use what another leaves free, is what `Profile.fits` says.)
+    A stash copies valid rows on the device, in and out. An offload costs the copy time that exceeds the
+    region's own forward and backward. (`Profile.fits` estimates a whole policy, where regions share the link.)
     """
     movable = [tensor for tensor in own if tensor.movable]
     freed, valid = sum(t.counted for t in movable), sum(t.valid_bytes for t in movable)
@@ -83,15 +82,15 @@ def estimate(
 
 
 def hidden_bytes(forward: float, backward: float, link: Link) -> int:
-    """What the link could move out behind `forward` seconds, and back behind `backward`."""
+    """Bytes that the link can move out in `forward` seconds and back in `backward` seconds."""
     return int(min(forward * link.out, backward * link.back))
 
 
 def _remade(
     name: str, tensors: Sequence[SavedTensor], inputs: Collection[int], outputs: Collection[int]
 ) -> int:
-    """Bytes that making the region again would free: what was saved in it and is neither its input nor held
-    elsewhere, and its output, where others saved that."""
+    """Bytes that recomputing the region would free: what is saved in it, except its inputs and what others hold,
+    and its output, if only saved tensors hold that."""
     inside = {tensor.storage for tensor in tensors if name in tensor.path}
     outside = {tensor.storage for tensor in tensors if name not in tensor.path}
     freed = 0
@@ -105,7 +104,7 @@ def _remade(
 
 
 def _seconds(chosen: Iterable[Segment]) -> tuple[float, float]:
-    """Forward's and backward's seconds of these segments."""
+    """Seconds of forward and of backward in these segments."""
     seconds = {"forward": 0.0, "backward": 0.0}
     for segment in chosen:
         seconds[segment.way] += segment.seconds

@@ -1,4 +1,4 @@
-"""`Profile`: what `ps.profile` returns, as numbers, as tables and as a picture."""
+"""`Profile`: what `ps.profile` returns: numbers, tables and a picture."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from pagestash.profiling.table import region_table, tensor_table
 
 
 class Profile(ProfiledStep):
-    """Every tensor that one step saved for backward, its regions, and the step they belong to."""
+    """Every tensor that one step saved for backward, with its regions and their times."""
 
     __slots__ = ()
 
     def table(self, *, depth: int | None = None, layers: bool = False, narrow: bool = False) -> Table:
-        """Regions as a rich table: layers together unless `layers`, names cut to `depth` parts.
+        """Regions as a rich table: layers merged unless `layers`, names shortened to `depth` parts.
 
-        `narrow` makes it fit 80 columns, without what the link could hide.
+        `narrow` fits 80 columns and omits what the link could hide.
         """
         return region_table(self, depth=depth, layers=layers, narrow=narrow)
 
@@ -26,5 +26,5 @@ class Profile(ProfiledStep):
         return tensor_table(self, match)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the bytes over the step, stacked by region, and by home where there is a policy."""
+        """Draw the saved bytes over the step, stacked by region, and also by home if there is a policy."""
         plot(self, Path(path))

@@ -15,7 +15,7 @@ from pagestash.profiling.regions import estimate, hidden_bytes
 MODEL = "(model)"
 """What is saved outside all submodules."""
 LEAST_SECONDS = 5e-6
-"""Regions that saved nothing and took less are left out."""
+"""Regions that saved nothing and took less time are omitted."""
 
 
 @dataclass(slots=True)
@@ -33,11 +33,11 @@ class Group:
         return sum(tensor.counted for tensor in self.tensors)
 
     hiding: tuple[float, float] = (0.0, 0.0)
-    """Seconds of forward and backward behind which its copies hide: of the regions that ran, each once."""
+    """Seconds of forward and backward that its copies can hide behind; each region that ran counts once."""
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of forward and backward, its regions' own."""
+        """Seconds of forward and backward, without inner regions."""
         return _seconds(self.regions)
 
 
@@ -54,7 +54,7 @@ def label(name: str, *, depth: int | None = None, layers: bool = False) -> str:
 
 
 def groups(profile: ProfiledStep, *, depth: int | None = None, layers: bool = False) -> list[Group]:
-    """Regions by row, in the order in which they began."""
+    """Regions by row, in the order in which they started."""
     found: dict[str, Group] = {}
     for region in profile.regions:
         name = label(region.name, depth=depth, layers=layers)
@@ -125,7 +125,7 @@ def region_table(
 def tensor_table(profile: ProfiledStep, match: str = "**") -> Table:
     """One row for each saved tensor of the regions that `match` names."""
     names = dict.fromkeys(tensor.region for tensor in profile.tensors)
-    if match != "**":  # which also names the model itself
+    if match != "**":  # also matches the model itself
         Policy([Rule(match, "keep")]).check(names)
     table = Table(title="saved tensors", box=box.SIMPLE_HEAD)
     for heading in ("region", "shape", "dtype", "kind"):
@@ -160,7 +160,7 @@ def _seconds(regions: Sequence[Region]) -> tuple[float, float]:
 
 
 def _recompute(group: Group, *, layers: bool) -> HomeEstimate | None:
-    """Of the regions that the row is named for: those inside would be counted twice."""
+    """The estimate of the regions that the row is named after; inner ones would count twice."""
     whole = [
         region.homes["recompute"]
         for region in group.regions

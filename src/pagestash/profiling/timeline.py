@@ -1,4 +1,4 @@
-"""The step, cut where the running region changes: in forward by modules, in backward by autograd's nodes."""
+"""The step, cut into segments where the running region changes: in forward by modules, in backward by nodes."""
 
 import time
 from bisect import bisect_right
@@ -14,13 +14,13 @@ Path = tuple[str, ...]
 """The regions that are running, outermost first; the model itself is ""."""
 MODEL: Path = ("",)
 CYCLES = 2e9
-"""Of a GPU's clock in a second, about."""
+"""Cycles of a GPU's clock per second, roughly."""
 LONGEST_LEAD = 1.0
-"""Seconds; a step that needs more keeps the device busy by itself."""
+"""Longest head start in seconds; a longer step keeps the device busy anyway."""
 
 
 class Clock(Protocol):
-    """Marks moments; the seconds between them are known at the end."""
+    """Marks moments; the seconds between them are read at the end."""
 
     def mark(self) -> Any: ...
 
@@ -28,7 +28,7 @@ class Clock(Protocol):
 
 
 class NoClock:
-    """For a step whose order matters and whose time does not."""
+    """For a step that is recorded and not timed."""
 
     def mark(self) -> None:
         return None
@@ -48,7 +48,7 @@ class HostClock:
 
 
 class EventClock:
-    """CUDA events on the stream that computes: the device's own time, without waiting for it.
+    """CUDA events on the compute stream: the device's time, without a wait of the host.
 
     The device starts `lead` seconds late, so that the host stays ahead and no gap between two launches is counted.
     """
@@ -70,7 +70,7 @@ class EventClock:
 
 
 class Timeline:
-    """Segments of one step. `switch` at every change of region; consecutive ones of a path are one."""
+    """Segments of one step. Call `switch` at every change of region; consecutive segments of one path merge."""
 
     def __init__(self, clock: Clock) -> None:
         self.paths: list[Path] = []
@@ -88,11 +88,11 @@ class Timeline:
             self._numbers.append(next_sequence_number())
 
     def begin_backward(self, loss: torch.Tensor | None = None) -> None:
-        """Forward is over: from here on the loss's nodes cut, each by the regions in which it was made."""
+        """Forward is over: in backward, a node starts a segment of the regions in which it was created."""
         self.turn = len(self.paths)
         self._cut(MODEL)
         for node in () if loss is None else _nodes(loss):
-            # Leaves have no place of their own: adding a gradient up belongs to whoever made it.
+            # Accumulating a gradient counts for the node that computed it.
             if node.name() != "torch::autograd::AccumulateGrad":
                 path = self._made_in(sequence_number(node))
                 node.register_prehook(lambda grads, path=path: self.switch(path))
@@ -103,7 +103,7 @@ class Timeline:
 
     @property
     def now(self) -> int:
-        """The running segment."""
+        """The index of the running segment."""
         return len(self.paths) - 1
 
     def _cut(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Knows which region is running: every module, every named `ps.region`, and what a fused operation claims."""
+"""Track which region is running: modules, named `ps.region`s, and what a fused operation claims."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from pagestash.saved.valid_rows.marks import Marks
 
 
 class ModuleListener(Protocol):
-    """Hears of what goes into a module and comes out of it."""
+    """Is told the inputs and outputs of modules."""
 
     def entered(self, name: str, module: nn.Module, given: Any) -> None: ...
 
@@ -28,8 +28,8 @@ class ModuleListener(Protocol):
 class RegionTracker:
     """Enters a region for every module of `model` that runs, and cuts the timeline there.
 
-    It owns regions as a keeper's capture does, so that `ps.region` and `claim` work without a keeper. Nothing is
-    moved: its policy is empty.
+    It owns regions like a keeper, so that `ps.region` and `claim` work without one. Its policy is empty, so it moves
+    nothing.
     """
 
     policy = Policy()
@@ -38,7 +38,7 @@ class RegionTracker:
         self.timeline = timeline
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.calls: dict[Path, int] = {}
-        # To look at every operation takes time, and where nobody listens, times are taken.
+        # Observing every operation costs time; without a listener the step is timed.
         self.marks = Marks(on=listener is not None)
         self.weights: set[int] = set()
         self._listener = listener
@@ -47,13 +47,13 @@ class RegionTracker:
             self.names[module] = name
 
     def path(self) -> Path:
-        """The running regions; a `ps.region` without a name is part of the one around it."""
+        """The running regions; a `ps.region` without a name belongs to the one around it."""
         names = [frame.name for frame in frames() if frame.owner is self]
         return tuple(name for index, name in enumerate(names) if index == 0 or name != names[index - 1])
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """RegionTracker while open. Backward needs no frames: its nodes know where they were made."""
+        """Track regions within this context. Backward needs none: nodes know where they were created."""
         outer, calls, hooks = frames(), under_way(), []
         for name, module in self._modules:
             hooks += self._hook(name, module)
@@ -98,7 +98,7 @@ class RegionTracker:
             self._listener.entered(name, module, given)
 
     def leave(self, hook: object, name: str, result: Any) -> None:
-        """It is over."""
+        """A module's forward ends."""
         region = end(hook)
         if region is not None and leave(region):
             if self._listener is not None:
@@ -117,7 +117,7 @@ class RegionTracker:
 
 
 class _Opening(Hook):
-    """Before forward. What is compiled is no region of its own."""
+    """The hook before forward; does nothing inside a compiled graph."""
 
     def __init__(self, tracker: RegionTracker, name: str) -> None:
         self.tracker, self.name = tracker, name
@@ -129,7 +129,7 @@ class _Opening(Hook):
 
 
 class _Closing(Hook):
-    """After forward."""
+    """The hook after forward."""
 
     def __init__(self, opening: _Opening) -> None:
         self.opening = opening
@@ -141,7 +141,7 @@ class _Closing(Hook):
 
 
 def watched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules to put hooks on: all but the model itself, and what is inside a compiled one."""
+    """The modules to hook: all but the model itself and modules inside a compiled one."""
     compiled: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(prefix) for prefix in compiled)

@@ -28,8 +28,8 @@ class ModuleListener(Protocol):
 class RegionTracker:
     """Enters a region for every module of `model` that runs, and cuts the timeline there.
 
-    It owns regions like a keeper, so that `ps.region` and `claim` work without one. Its policy is empty, so it moves
-    nothing.
+    It owns regions like a keeper, so that `ps.region` and `claim` work without one. Its policy is empty, so it
+    moves nothing.
     """
 
     policy = Policy()

@@ -67,7 +67,7 @@ def test_jax_scan_gives_the_gradients_of_the_plain_scan(run):
 
 def test_pipeline_moves_what_the_first_rank_holds_and_nothing_of_the_last():
     command = [sys.executable, EXAMPLES / "pipeline.py", "--rows", "8", "--width", "16"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.splitlines()
     assert numbers(first)[2] > 0

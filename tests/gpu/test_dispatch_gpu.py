@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from support import error
 
 from pagestash.moe import AllGather, AllToAll, MoE, MoEConfig
 from pagestash.pages.pool import PagePool
@@ -60,10 +61,6 @@ def capture(moe, x, dy):
     with torch.cuda.graph(graph):
         held = gradients(moe, x, dy)
     return graph, held
-
-
-def error(got, wanted):
-    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 @pytest.mark.parametrize("kind", [*STATIC, "exact"])

@@ -81,8 +81,8 @@ def test_a_steady_step_never_makes_the_host_wait():
 def test_a_graph_gives_the_bits_of_eager_steps():
     rows = [20, 30, 10, 40, 64, 1]
     eager, graphed = make(device="4MiB", warmup=100), make(device="4MiB")
-    assert all(torch.equal(a, b) for a, b in zip(train(eager, rows), train(graphed, rows)))
-    assert all(torch.equal(a, b) for a, b in zip(everything(*eager[:2]), everything(*graphed[:2])))
+    assert same(train(eager, rows), train(graphed, rows))
+    assert same(everything(*eager[:2]), everything(*graphed[:2]))
 
 
 @pytest.mark.parametrize("rows", [[8, 8, 8, 50, 12, 64, 64], [8, 8, 60], [8, 8, 60, 61, 62, 63, 64, 64]])
@@ -91,8 +91,8 @@ def test_a_short_pool_ends_with_the_bits_of_a_large_one(rows):
     losses = train(short, rows), train(large, rows)
     assert short[3].reruns > 0
     assert large[3].reruns == 0
-    assert all(torch.equal(a, b) for a, b in zip(*losses))
-    assert all(torch.equal(a, b) for a, b in zip(everything(*short[:2]), everything(*large[:2])))
+    assert same(*losses)
+    assert same(everything(*short[:2]), everything(*large[:2]))
     stats = short[2].stats()
     assert not stats.overflow
     assert stats.pool.device.in_use == 0
@@ -105,7 +105,7 @@ def test_an_overflowing_replay_changes_no_parameter_state_or_buffer(caplog):
     loss = made[3](*batch(64, 9, "cuda"))
     torch.cuda.synchronize()
     assert torch.isnan(loss)
-    assert all(torch.equal(a, b) for a, b in zip(before, everything(*made[:2])))
+    assert same(before, everything(*made[:2]))
     made[3].wait()
     assert "has grown" in caplog.text
     assert torch.isfinite(loss)
@@ -115,8 +115,8 @@ def test_an_overflowing_replay_changes_no_parameter_state_or_buffer(caplog):
 def test_host_pages_take_what_does_not_fit_in_a_graph():
     rows = [20, 20, 20, 64, 30, 64]
     spilling, large = make(device=256 * 40, host="1MiB"), make(device="4MiB")
-    assert all(torch.equal(a, b) for a, b in zip(train(spilling, rows), train(large, rows)))
-    assert all(torch.equal(a, b) for a, b in zip(everything(*spilling[:2]), everything(*large[:2])))
+    assert same(train(spilling, rows), train(large, rows))
+    assert same(everything(*spilling[:2]), everything(*large[:2]))
     assert spilling[3].reruns == 0
     assert spilling[2].stats().spilled_bytes > 0
 
@@ -211,7 +211,7 @@ def test_changed_learning_rates_reach_the_graph():
             step(*batch(20, number, "cuda"))
             schedule.step()
         step.wait()
-    assert all(torch.equal(a, b) for a, b in zip(everything(*made[:2]), everything(*eager[:2])))
+    assert same(everything(*made[:2]), everything(*eager[:2]))
 
 
 def test_another_shape_or_optimizer_is_refused():

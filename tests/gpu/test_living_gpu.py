@@ -102,4 +102,4 @@ def test_a_compiled_layer_on_a_gpu(home):
     for _ in range(3):
         with keeper.step():
             found = gradients()
-        assert all(torch.equal(a, b) for a, b in zip(found, plain))
+        assert same(found, plain)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support import error
 
 from pagestash.kernels.loss.cross_entropy import LossOptions, linear_cross_entropy, softmax_loss_
 from pagestash.kernels.loss.scale import scaled
@@ -21,10 +22,6 @@ from pagestash.pages.pool import PagePool
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-
-
-def error(got, wanted):
-    return float((got.detach().double() - wanted.detach().double()).norm() / wanted.detach().double().norm())
 
 
 @pytest.mark.parametrize(("tokens", "choices", "experts"), [(8192, 8, 128), (1000, 4, 256), (77, 1, 3)])

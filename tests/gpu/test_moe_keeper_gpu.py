@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import same
 from torch import nn
 
 import pagestash as ps
@@ -51,13 +52,9 @@ def train(rule, steps=7, **pool):
     return torch.stack(losses), [p.detach().clone() for p in model.parameters()], keeper, step
 
 
-def same(left, right) -> bool:
-    return torch.equal(left[0], right[0]) and all(torch.equal(a, b) for a, b in zip(left[1], right[1]))
-
-
 def test_stashed_experts_in_a_graph_train_to_the_same_bits():
     plain, stashed = train(False), train(True)
-    assert same(plain, stashed)
+    assert same(plain[:2], stashed[:2])
     stats = stashed[2].stats()
     assert stats.homes["stash"].peak == PROJECTIONS
     assert (stats.pool.device.in_use, stats.overflow, stats.pool.given_up_groups) == (0, False, 0)
@@ -67,7 +64,7 @@ def test_stashed_experts_in_a_graph_train_to_the_same_bits():
 @pytest.mark.parametrize("share", [0.6, 0.3, 0.01])
 def test_a_short_pool_makes_projections_again_in_the_same_graph(share):
     plain, short = train(False), train(True, device=int(share * PROJECTIONS))
-    assert same(plain, short)
+    assert same(plain[:2], short[:2])
     stats = short[2].stats()
     assert stats.pool.given_up_groups > 0
     assert not stats.overflow

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from support import same
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -80,10 +81,6 @@ def gradients(model, x, keeper=None):
         with keeper.step():
             model(x).backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def same(left, right) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.mark.parametrize("prefetch", [0, LAYER, None, 3 * LAYER])

@@ -120,7 +120,7 @@ def test_a_scaler_in_a_graph_ends_as_with_a_large_pool(clip):
     short, large = scaled(clip), scaled(clip, device="4MiB")
     assert short[1] > 0
     assert large[1] == 0
-    assert all(torch.equal(a, b) for a, b in zip(short[0], large[0], strict=True))
+    assert same(short[0], large[0])
 
 
 def test_a_generator_of_the_device_is_part_of_the_graph():
@@ -145,7 +145,7 @@ def test_a_generator_of_the_device_is_part_of_the_graph():
         step.wait()
         assert (step.reruns > 0) == (not pool)
         ends.append([torch.stack(losses), *model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert same(*ends)
     assert ends[0][0].unique().numel() == 6
 
 

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from support import same
 from torch import nn
 
 import pagestash as ps
@@ -72,10 +73,6 @@ def train(made, steps=5):
     losses = [step(torch.randn(ROWS, WIDTH, device="cuda", generator=generator)) for _ in range(steps)]
     step.wait()
     return [*losses, *(value.detach().clone() for value in (*model.parameters(), *model.buffers()))]
-
-
-def same(left, right) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 RULES = [

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import same
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
@@ -69,14 +70,10 @@ def train(homes, steps=5):
     return [torch.stack(losses), *(parameter.detach().clone() for parameter in model.parameters())]
 
 
-def equal(left, right) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
 def test_all_pairs_of_homes_over_all_pairs_of_regions_give_the_same_bits_in_a_graph():
     plain = train([])
-    assert equal(train([]), plain)
-    wrong = [homes for homes in covering(HOMES) if not equal(train(homes), plain)]
+    assert same(train([]), plain)
+    wrong = [homes for homes in covering(HOMES) if not same(train(homes), plain)]
     assert not wrong
 
 

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-import torch
+from support import same
 
 # Read once, at the first product on a GPU, which may be another file's.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -45,21 +45,20 @@ def numbers(lines):
     return [(line["loss"], line["grad_norm"]) for line in lines]
 
 
-def same(first, second):
-    a, b = (load_file(latest(out) / "model.safetensors") for out in (first, second))
-    return all(torch.equal(a[name], b[name]) for name in a)
+def same_weights(first, second):
+    return same(*(load_file(latest(out) / "model.safetensors") for out in (first, second)))
 
 
 def test_two_runs_have_the_same_bits(tmp_path):
     assert numbers(run(tmp_path / "a")) == numbers(run(tmp_path / "b"))
-    assert same(tmp_path / "a", tmp_path / "b")
+    assert same_weights(tmp_path / "a", tmp_path / "b")
 
 
 def test_graphed_steps_with_the_stash_have_the_losses_of_those_without(tmp_path):
     plain = run(tmp_path / "plain")
     stashed = run(tmp_path / "stash", policy=policy(tmp_path))
     assert numbers(plain) == numbers(stashed)
-    assert same(tmp_path / "plain", tmp_path / "stash")
+    assert same_weights(tmp_path / "plain", tmp_path / "stash")
     assert all(line["saved_bytes"]["stash"] > 0 for line in stashed)
     assert stashed[-1]["saved_bytes"]["keep"] < plain[-1]["saved_bytes"]["keep"]
     assert plain[-1]["loss"] < plain[0]["loss"]
@@ -86,7 +85,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     run(tmp_path / "parts", steps=3)
     parts = run(tmp_path / "parts", resume=True, steps=5)
     assert numbers(whole) == numbers(parts)
-    assert same(tmp_path / "whole", tmp_path / "parts")
+    assert same_weights(tmp_path / "whole", tmp_path / "parts")
 
 
 @pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b"])

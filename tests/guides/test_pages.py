@@ -3,7 +3,6 @@
 import contextlib
 import io
 import re
-import socket
 import tomllib
 from pathlib import Path
 
@@ -46,10 +45,8 @@ def _place(tmp_path, monkeypatch):
     """A folder to write to, the torch references, and the environment of a single rank."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    for key, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
+    # Port 0 is any free one: one that was looked up before could be another process's by the time it is opened.
+    for key, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": 0, "RANK": 0, "WORLD_SIZE": 1}.items():
         monkeypatch.setenv(key, str(value))
     torch.manual_seed(0)
 

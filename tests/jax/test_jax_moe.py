@@ -95,4 +95,4 @@ def test_importing_jax_side_brings_no_torch_and_the_package_no_jax():
 
 
 def run(*arguments):
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=600)

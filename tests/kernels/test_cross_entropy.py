@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support import error
 
 from pagestash.kernels.backend import interpreted
 from pagestash.kernels.loss.cross_entropy import LossOptions, linear_cross_entropy, softmax_loss_
@@ -29,10 +30,6 @@ def truth(hidden, weight, labels, options):
         loss = loss / counted.sum().clamp(min=1)
     loss.backward()
     return loss.detach(), hidden.grad, weight.grad
-
-
-def error(got, wanted):
-    return float((got.double() - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

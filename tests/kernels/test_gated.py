@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support import error
 
 from pagestash.kernels.backend import interpreted
 from pagestash.kernels.moe import gated as S
@@ -52,10 +53,6 @@ def truth(h, gradient, info, activation):
     a = plain(exact_h, weights[at], activation)
     dh, dweights = torch.autograd.grad(a, [exact_h, weights], gradient[:ROWS].double())
     return a.detach(), dh, dweights
-
-
-def error(got, wanted):
-    return float((got.double() - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

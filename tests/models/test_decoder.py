@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support import same
 
 from pagestash.models import Decoder, preset
 
@@ -63,7 +64,7 @@ def test_the_loss_is_that_of_the_logits_and_so_are_the_gradients(kind):
 
 def test_weights_come_from_the_seed_and_their_names():
     a, b, c = make(seed=1), make(seed=1), make(seed=2)
-    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters()))
+    assert same(a.parameters(), b.parameters())
     assert not torch.equal(a.head.weight, c.head.weight)
     assert not torch.equal(a.layers[1].moe.expert_fc1.weight, a.layers[2].moe.expert_fc1.weight)
 

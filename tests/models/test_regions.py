@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import same
 from torch import nn
 
 import pagestash as ps
@@ -62,13 +63,9 @@ class Made:
             got = [run(self.model, self.batch, keeper, retain=retain) for retain in (False, True)]
             held = {home: int(size) for home, size in keeper.held().items()}
             assert not any(held.values()), held
-            return [step for step, values in enumerate(got) if not equal(values, self.plain)]
+            return [step for step, values in enumerate(got) if not same(values, self.plain)]
         finally:
             keeper.detach()
-
-
-def equal(left, right) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from support import error
 from support.processes import start_ranks
 from support.uninitialised import filled_with_nan
 
@@ -303,11 +304,6 @@ def ranks(request, tmp_path_factory):
 def joined(parts):
     """Tokens by rank, experts by rank: both are the single process's order."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0] if name != "again"}
-
-
-def error(got, wanted):
-    got, wanted = got.double(), wanted.double()
-    return float((got - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
 def same_bits(kind, name):

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support import same
 from torch import nn
 
 import pagestash as ps
@@ -43,4 +44,4 @@ def test_a_tensor_of_as_many_rows_is_not_taken_for_rows(expected, home, match):
     plain = gradients(expected)
     extra = {"prefetch_bytes": 0} if home == "offload" else {}
     moved = gradients(expected, ps.Rule(match, home, min_bytes=1, **extra))
-    assert all(torch.equal(ours, right) for ours, right in zip(moved, plain, strict=True))
+    assert same(moved, plain)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support import error
 
 from pagestash.kernels import backend
 from pagestash.kernels.moe.route import route
@@ -61,10 +62,6 @@ def plain(moe, x):
             + activate(x @ get["shared_experts.up"][0].t(), c.activation) @ get["shared_experts.down"][0].t()
         )
     return y, aux, x, get
-
-
-def error(got, wanted):
-    return float((got.detach().double() - wanted.detach()).norm() / wanted.detach().norm().clamp(min=1e-30))
 
 
 def compare(moe, x, most):

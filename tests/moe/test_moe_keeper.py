@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support import same
 from torch import nn
 
 import pagestash as ps
@@ -63,18 +64,14 @@ def made():
     return model, x, run(model, x)
 
 
-def equal(left, right) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
 def test_experts_use_the_keepers_pool_and_give_the_same_bits(made):
     model, x, plain = made
     keeper = ps.Keeper(policy(), backend="torch").attach(model)
-    assert equal(run(model, x, keeper), plain)  # measured: saved through autograd, valid rows only
+    assert same(run(model, x, keeper), plain)  # measured: saved through autograd, valid rows only
     assert keeper.pool is not None
     experts = model.layers[0].moe.experts
     assert experts.pool is keeper.pool
-    assert equal(run(model, x, keeper), plain)  # fused
+    assert same(run(model, x, keeper), plain)  # fused
     stats = keeper.stats()
     assert stats.pool.device.in_use == 0
     assert (
@@ -100,7 +97,7 @@ def test_a_short_pool_costs_time_and_no_bit(made, pages):
     model, x, plain = made
     keeper = ps.Keeper(policy(device=pages * 1024), backend="torch").attach(model)
     for _ in range(2):
-        assert equal(run(model, x, keeper), plain)
+        assert same(run(model, x, keeper), plain)
     stats = keeper.stats()
     assert not stats.overflow
     assert (stats.pool.given_up_groups > 0) == (pages < 3 * 18)
@@ -145,11 +142,11 @@ def test_expected_rows_stay_and_the_others_go_to_pages(expected):
     plain = run(model, x)
     keeper = ps.Keeper(policy(), backend="torch").attach(model)
     beyond, head = max(TOKENS * TOP_K - expected, 0), expected
-    assert equal(run(model, x, keeper), plain)  # measured: what stays takes no pages
+    assert same(run(model, x, keeper), plain)  # measured: what stays takes no pages
     pages = DEPTH * sum(-(-beyond * width * 4 // 1024) for width in (WIDTH, 2 * INNER))
     assert (keeper.pool.device_pages if beyond else 0) == math.ceil(1.1 * pages)
     keeper.reset_peaks()
-    assert equal(run(model, x, keeper), plain)
+    assert same(run(model, x, keeper), plain)
     stats, row = keeper.stats(), (WIDTH + 2 * INNER) * 4
     assert stats.homes["stash"].peak == DEPTH * beyond * row
     kept = stats.regions["layers.1.moe.experts"].peak - beyond * row
@@ -165,13 +162,13 @@ def test_received_rows_that_find_no_page_stay_where_they_are(expected, pages):
     model, x = Stack(lambda: Loopback(expected)), torch.randn(TOKENS, WIDTH)
     plain = run(model, x)
     keeper = ps.Keeper(policy(device=pages * 1024, headroom=1.0), backend="torch").attach(model)
-    assert equal(run(model, x, keeper), plain)
+    assert same(run(model, x, keeper), plain)
     rows_pages = DEPTH * -(-(TOKENS * TOP_K - expected) * WIDTH * 4 // 1024)
     if pages < rows_pages:
         assert keeper.stats().no_page.groups > 0
     # Where only what is expendable stood in the way, it gives way the next time.
     assert (keeper.pool.device_pages > pages) == (pages < rows_pages)
     keeper.reset_peaks()
-    assert equal(run(model, x, keeper), plain)
+    assert same(run(model, x, keeper), plain)
     stats = keeper.stats()
     assert (stats.no_page.groups, stats.overflow, stats.pool.device.in_use) == (0, False, 0)

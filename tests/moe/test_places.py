@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from support import same
 from torch import nn
 
 import pagestash as ps
@@ -72,15 +73,11 @@ class Made:
             keeper.reset_peaks()
             with keeper.step():
                 got = self.run(retain)
-            assert equal(got, self.plain), (homes, retain)
+            assert same(got, self.plain), (homes, retain)
         stats = keeper.stats()
         assert not any(size.bytes for size in stats.homes.values())
         keeper.detach()
         return stats
-
-
-def equal(left, right) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +161,7 @@ def test_a_local_layers_rows_are_gathered_from_its_input_again(local):
     # Besides the input, the router's choices and their number by expert.
     assert both.homes["stash"].peak == T * D * 4 + T * K * 4 + E * 4
     local.moe.expert_fc1.use_recompute(True)
-    assert equal(local.run(retain=True), local.plain)
+    assert same(local.run(retain=True), local.plain)
 
 
 @pytest.mark.parametrize("made", ["local", "wired"])
@@ -179,17 +176,17 @@ def test_a_projection_that_is_made_again_is_not_saved(request, made, part):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        assert equal(made.run(), made.plain)
+        assert same(made.run(), made.plain)
     assert not [shape for shape in saved if shape[-1:] == (2 * N,)]
-    assert equal(made.run(retain=True), made.plain)
+    assert same(made.run(retain=True), made.plain)
     # A pool is not asked for what is made again.
     getattr(made.moe, part).use_pool(pool := PagePool("cpu", 256, 1000))
-    assert equal(made.run(), made.plain)
+    assert same(made.run(), made.plain)
     assert pool.stats().device.wanted == (
         -(-ROWS // 256) if part == "experts" and made.moe.experts.dispatch else 0
     )
     getattr(made.moe, part).use_recompute(False)
-    assert equal(made.run(), made.plain)
+    assert same(made.run(), made.plain)
     assert pool.stats().device.wanted >= -(-PROJECTION // 256)
 
 

@@ -1,6 +1,7 @@
 """A pool of small pages full of poison, tensors that fill pages, and all that a refusal must leave alone."""
 
 import torch
+from support import same
 from three_way import POISON
 
 from pagestash.pages.pool import PagePool
@@ -30,4 +31,4 @@ def snapshot(pool):
 def assert_unchanged(pool, before):
     stats, live, tensors = snapshot(pool)
     assert (stats, live) == before[:2]
-    assert all(torch.equal(now, then) for now, then in zip(tensors, before[2], strict=True))
+    assert same(tensors, before[2])

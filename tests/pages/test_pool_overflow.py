@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from small_pool import PAGE, make, pages
+from support import same
 from three_way import POISON
 
 
@@ -52,7 +53,7 @@ def test_fused_optimizer_skips_the_step_that_overflowed(backend):
     moments = [optimizer.state[parameter][name].clone() for name in ("exp_avg", "exp_avg_sq", "step")]
     assert torch.equal(step(), first)
     kept = [optimizer.state[parameter][name] for name in ("exp_avg", "exp_avg_sq", "step")]
-    assert all(torch.equal(now, then) for now, then in zip(kept, moments))
+    assert same(kept, moments)
     pool.reset()
     assert not torch.equal(step(), first)
 

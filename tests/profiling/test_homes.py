@@ -295,8 +295,8 @@ def test_a_measured_step_is_judged_by_its_link():
     model = nn.Sequential(*(nn.Sequential(Gate()) for _ in range(6)))
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     fast = ps.profile(model, x, repeats=1, link=1e15).fits("*", min_bytes=1)
-    slow = ps.profile(model, x, repeats=1, link=1e4).fits("*", min_bytes=1)
+    slow = ps.profile(model, x, repeats=1, link=1.0).fits("*", min_bytes=1)
     assert fast.moved_bytes == slow.moved_bytes > 0
     assert fast.fits
     assert not slow.fits
-    assert slow.exposed_seconds > 0.5 * slow.moved_bytes / 1e4
+    assert slow.exposed_seconds > 0.5 * slow.moved_bytes

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from support import same
 from torch import nn
 
 import pagestash as ps
@@ -165,7 +166,7 @@ def test_every_pass_starts_from_the_same_state_which_is_put_back():
     assert len(set(model.random)) == 1
     assert len(model.random) == 5
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert same(model.state_dict(), before)
     assert torch.equal(model.layer.weight.grad, torch.full_like(model.layer.weight, 3.0))
     assert model.layer.bias.grad is None
     assert model.norm.weight.grad is None

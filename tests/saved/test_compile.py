@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from support import same
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -76,10 +77,6 @@ def gradients(model, run, kept=None, steps=3):
     return found
 
 
-def same(left, right):
-    return all(torch.equal(a, b) for one, other in zip(left, right) for a, b in zip(one, other, strict=True))
-
-
 def breaks():
     return sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
 
@@ -109,9 +106,9 @@ def test_a_rule_that_names_the_compiled_module_itself_holds(home, match):
     torch._dynamo.reset()
     counters.clear()
     kept = keeper(match, home).attach(model)
-    assert same(gradients(model, model, kept, steps=1), plain)
+    assert same(gradients(model, model, kept, steps=1), plain[:1])
     assert home == "keep" or kept.stats().homes[home].peak > 0
-    assert same(gradients(model, model, kept, steps=2), plain)
+    assert same(gradients(model, model, kept, steps=2), plain[1:])
     assert sum(counters["graph_break"].values()) == 0
     assert breaks()[1] <= expected[1]
 
@@ -175,9 +172,9 @@ def test_a_layer_compiled_in_place_holds_its_rule(backend, home):
     model.layers[1].compile(backend=backend)
     plain = gradients(model, model)
     kept = keeper("layers.1", home).attach(model)
-    assert same(gradients(model, model, kept, steps=1), plain)
+    assert same(gradients(model, model, kept, steps=1), plain[:1])
     assert kept.stats().homes[home].peak > 0
-    assert same(gradients(model, model, kept, steps=2), plain)
+    assert same(gradients(model, model, kept, steps=2), plain[1:])
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

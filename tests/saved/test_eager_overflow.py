@@ -76,7 +76,7 @@ def test_gradients_of_accumulated_microbatches_are_untouched():
                 with step.step():
                     each(*batch(rows, seed)).backward()
     assert keeper.stats().no_page.groups > 0
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters()))
+    assert same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
 
 
 def test_several_forwards_wait_beside_each_other():
@@ -96,7 +96,7 @@ def test_several_forwards_wait_beside_each_other():
     expected = both(None)
     with keeper.step():
         got = both(keeper)
-    assert all(torch.equal(a, b) for a, b in zip(expected, got))
+    assert same(expected, got)
     assert keeper.stats().no_page.groups > 0
 
 
@@ -244,4 +244,4 @@ def test_recomputed_inputs_that_found_no_page_are_no_fault_of_the_forward():
         got = gradients(64, keeper)
         assert keeper.pool.device_pages > before
         keeper.detach()
-        assert all(torch.equal(a, b) for a, b in zip(got, gradients(64)))
+        assert same(got, gradients(64))

@@ -4,7 +4,8 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support import same
+from support.processes import start_ranks
 from torch import nn
 
 import pagestash as ps
@@ -59,18 +60,18 @@ def _rank(rank: int, path: str) -> None:
     result = []
     for reshard in (True, False):
         plain, kept = (_train(rank, keep, reshard) for keep in (False, True))
-        same = all(torch.equal(a, b) for a, b in zip(plain[0] + plain[1], kept[0] + kept[1], strict=True))
-        result.append((same, kept[2], kept[3]))
+        equal = same(plain[0] + plain[1], kept[0] + kept[1])
+        result.append((equal, kept[2], kept[3]))
     torch.save(result, f"{path}/{rank}.pt")
     dist.destroy_process_group()
 
 
 def test_sharded_parameters_are_not_stashed_and_training_is_the_same_to_the_last_bit(tmp_path):
-    mp.spawn(_rank, (str(tmp_path),), nprocs=WORLD, join=True)
+    start_ranks(_rank, (str(tmp_path),), WORLD)
     # A block saves its input, the first projection's result and the activation: 8 rows of 16, 64 and 64 floats.
     activations = 3 * 8 * 4 * (WIDTH + 4 * WIDTH + 4 * WIDTH)
     for rank in range(WORLD):
-        for same, peak, in_use in torch.load(tmp_path / f"{rank}.pt"):
-            assert same
+        for equal, peak, in_use in torch.load(tmp_path / f"{rank}.pt"):
+            assert equal
             assert peak == activations
             assert in_use == 0

@@ -56,7 +56,7 @@ def test_backward_twice_over_one_graph(sized):
         loss.backward(retain_graph=True)
         assert keeper.stats().pool.device.in_use > 0
         loss.backward()
-    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), plain[1]))
+    assert same([p.grad for p in model.parameters()], [2 * g for g in plain[1]])
     assert in_use(keeper) == 0
 
 
@@ -89,7 +89,7 @@ def test_gradient_accumulation_over_microbatches(sized):
     with keeper.step():
         for x, rows in parts:
             model(x, rows).backward()
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain))
+    assert same([p.grad for p in model.parameters()], plain)
     assert in_use(keeper) == 0
 
 
@@ -251,7 +251,7 @@ def test_checkpoint_outside_a_region_gives_the_same_bits(sized):
     model.zero_grad()
     with keeper.step():
         loss_of().backward()
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain))
+    assert same([p.grad for p in model.parameters()], plain)
     assert in_use(keeper) == 0
 
 

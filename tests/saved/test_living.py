@@ -53,10 +53,6 @@ def gradients(model, x=None, *steps):
     return [p.grad.clone() for p in model.parameters()]
 
 
-def equal(left, right):
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
 # --- two of them ---
 
 
@@ -69,7 +65,7 @@ def test_attaching_twice_is_refused_by_name(home):
     with pytest.raises(ValueError, match="attached to the model already"):
         kept.attach(model)
     assert hooks == [len(module._forward_pre_hooks) for module in model.modules()]
-    assert equal(gradients(model, None, kept.step()), plain)
+    assert same(gradients(model, None, kept.step()), plain)
 
 
 @pytest.mark.parametrize("inner", HOMES)
@@ -79,9 +75,9 @@ def test_two_keepers_of_one_model_in_one_step(outer, inner):
     plain = gradients(model)
     first, second = keeper(outer).attach(model), keeper(inner).attach(model)
     for _ in range(3):
-        assert equal(gradients(model, None, first.step(), second.step()), plain)
-        assert equal(gradients(model, None, second.step(), first.step()), plain)
-        assert equal(gradients(model, None, first.step()), plain)
+        assert same(gradients(model, None, first.step(), second.step()), plain)
+        assert same(gradients(model, None, second.step(), first.step()), plain)
+        assert same(gradients(model, None, first.step()), plain)
 
 
 @pytest.mark.parametrize("home", ["stash", "offload"])
@@ -91,12 +87,12 @@ def test_steps_of_two_models_inside_each_other_both_move_their_own(home):
     both = nn.Sequential(left, right)
     plain = gradients(both)
     kept = [keeper(home).attach(left), keeper(home).attach(right)]
-    assert equal(gradients(both, None, kept[0].step(), kept[1].step()), plain)
+    assert same(gradients(both, None, kept[0].step(), kept[1].step()), plain)
     for each in kept:
         assert each.stats().homes[home].peak > 0
         assert each.stats().homes[home].bytes == 0
     for _ in range(2):
-        assert equal(gradients(both, None, kept[0].step(), kept[1].step()), plain)
+        assert same(gradients(both, None, kept[0].step(), kept[1].step()), plain)
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -108,7 +104,7 @@ def test_a_module_shared_by_two_attached_models(home):
     plain = gradients(both)
     kept = keeper(home).attach(left).attach(right)
     for _ in range(3):
-        assert equal(gradients(both, None, kept.step()), plain)
+        assert same(gradients(both, None, kept.step()), plain)
 
 
 def test_a_shared_module_whose_names_have_different_rules_is_refused_by_name():
@@ -151,7 +147,7 @@ def test_another_thread_inside_the_same_module(home):
         done.set()
         thread.join()
         loss.backward()
-    assert equal([p.grad for p in model.parameters()], plain)
+    assert same([p.grad for p in model.parameters()], plain)
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -171,7 +167,7 @@ def test_a_module_inside_itself_without_gradients(home):
 
     model[0].inside = again
     for _ in range(2):
-        assert equal(gradients(model, None, kept.step()), plain)
+        assert same(gradients(model, None, kept.step()), plain)
 
 
 class Sudden(BaseException):
@@ -213,7 +209,7 @@ def test_a_module_that_catches_an_interrupt_of_its_part(home):
                 with pytest.raises(RuntimeError, match="under recompute"):
                     gradients(model, None, kept.step())
                 continue
-            assert equal(gradients(model, None, kept.step()), plain)
+            assert same(gradients(model, None, kept.step()), plain)
         kept.detach()
 
 
@@ -236,13 +232,13 @@ def test_an_attached_model_can_be_pickled_and_the_copy_belongs_to_nobody(home, t
     kept.reset_peaks()
     for each in copies:
         assert b"Keeper" not in pickle.dumps(each)
-        assert equal(gradients(each), plain)
-        assert equal(gradients(each, None, kept.step()), plain)
+        assert same(gradients(each), plain)
+        assert same(gradients(each, None, kept.step()), plain)
         assert kept.stats().homes["stash"].peak == kept.stats().homes["offload"].peak == 0
         other = keeper(home).attach(each)
-        assert equal(gradients(each, None, other.step()), plain)
+        assert same(gradients(each, None, other.step()), plain)
         assert other.stats().homes[home].peak == before
-    assert equal(gradients(model, None, kept.step()), plain)
+    assert same(gradients(model, None, kept.step()), plain)
 
 
 def test_a_pickled_moe_layer_leaves_its_pool_behind():
@@ -277,7 +273,7 @@ def test_a_model_that_is_moved_after_attach_is_followed():
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     plain = gradients(model)
-    assert equal(gradients(model, None, kept.step()), plain)
+    assert same(gradients(model, None, kept.step()), plain)
     assert kept.pool is not None
     assert kept.pool is not old
     assert kept.stats().homes["stash"].peak > 0
@@ -293,7 +289,7 @@ def test_a_model_on_the_meta_device_can_be_attached():
         nn.init.normal_(parameter)
     plain = gradients(model)
     for _ in range(2):
-        assert equal(gradients(model, None, kept.step()), plain)
+        assert same(gradients(model, None, kept.step()), plain)
 
 
 def test_a_model_that_is_moved_while_its_tensors_wait_is_refused():
@@ -330,10 +326,10 @@ def test_rules_hold_under_data_parallelism(lone_rank, home, kind):
     plain = gradients(model)
     parallel = nn.parallel.DistributedDataParallel(model, **kind)
     kept = keeper(home, "0").attach(parallel)
-    assert equal(gradients(parallel, None, kept.step()), plain)
+    assert same(gradients(parallel, None, kept.step()), plain)
     assert home == "keep" or kept.stats().homes[home].peak > 0
     for _ in range(2):
-        assert equal(gradients(parallel, None, kept.step()), plain)
+        assert same(gradients(parallel, None, kept.step()), plain)
 
 
 # --- no rules ---
@@ -345,7 +341,7 @@ def test_a_keeper_without_rules_does_nothing_at_all(monkeypatch):
     kept = ps.Keeper(ps.Policy()).attach(model)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", None)
-    assert equal(gradients(model, None, kept.step()), plain)
+    assert same(gradients(model, None, kept.step()), plain)
 
 
 def test_detaching_in_a_step_is_refused():
@@ -355,7 +351,7 @@ def test_detaching_in_a_step_is_refused():
         kept.detach()
     kept.detach()
     kept.attach(model)
-    assert equal(gradients(model, None, kept.step()), gradients(model))
+    assert same(gradients(model, None, kept.step()), gradients(model))
 
 
 def test_stats_after_the_measured_step_show_what_was_measured():
@@ -453,7 +449,7 @@ def test_what_an_earlier_step_holds_outlives_a_failed_one():
     failing(model, kept, "forward")
     model.zero_grad()
     early.backward()
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain[1]))
+    assert same([p.grad for p in model.parameters()], plain[1])
     del early
     assert waiting(kept) == 0
 

@@ -238,7 +238,7 @@ def test_a_tensor_changed_in_place_after_it_left_is_as_it_was_when_saved():
         with torch.no_grad():
             taken[0].zero_()
         loss.backward()
-    assert all(torch.equal(p.grad, right) for p, right in zip(model.parameters(), plain))
+    assert same([p.grad for p in model.parameters()], plain)
 
 
 def test_a_tensor_changed_in_place_while_it_leaves_is_refused(monkeypatch):
@@ -295,7 +295,7 @@ def test_a_backward_that_comes_a_step_later():
 
     plain = both(nullcontext)
     for _ in range(3):
-        assert all(torch.equal(ours, right) for ours, right in zip(both(keeper.step), plain))
+        assert same(both(keeper.step), plain)
     nothing_left(keeper)
 
 

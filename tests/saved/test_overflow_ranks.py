@@ -4,6 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from support import same
 from support.processes import start_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -71,8 +72,8 @@ def _rank(rank: int, path: str) -> None:
         plain, *_ = train(rank, how)
         for on_overflow in ("keep", "raise"):
             weights, raised, stayed = train(rank, how, on_overflow)
-            same = all(torch.equal(a, b) for a, b in zip(plain, weights, strict=True))
-            found[how, on_overflow] = (same, raised, stayed > 0)
+            equal = same(plain, weights)
+            found[how, on_overflow] = (equal, raised, stayed > 0)
     torch.save(found, f"{path}/{rank}.pt")
     dist.destroy_process_group()
 

@@ -4,7 +4,8 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support import same
+from support.processes import start_ranks
 from torch import nn
 
 import pagestash as ps
@@ -65,17 +66,17 @@ def _rank(rank: int, path: str) -> None:
         assert forwards == [3, 3, 3]
         for rules in RULES:
             kept, forwards, left = _train(rank, rules, reshard, mixed)
-            same = all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
-            result.append((rules, same, forwards, left))
+            equal = same(plain, kept)
+            result.append((rules, equal, forwards, left))
     torch.save(result, f"{path}/{rank}.pt")
     dist.destroy_process_group()
 
 
 def test_sharded_regions_are_run_again_to_the_same_bits(tmp_path):
-    mp.spawn(_rank, (str(tmp_path),), nprocs=WORLD, join=True)
+    start_ranks(_rank, (str(tmp_path),), WORLD)
     for rank in range(WORLD):
-        for rules, same, forwards, left in torch.load(tmp_path / f"{rank}.pt"):
-            assert same, rules
+        for rules, equal, forwards, left in torch.load(tmp_path / f"{rank}.pt"):
+            assert equal, rules
             assert left == 0, rules
             expected = {"*": [6, 6, 6], "0": [6, 3, 3]}.get(rules[0], [3, 3, 3])
             assert forwards == expected, rules

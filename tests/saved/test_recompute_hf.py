@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import same
 
 import pagestash as ps
 
@@ -37,10 +38,6 @@ def gradients(model, *rules, **arguments):
             model(input_ids=IDS, labels=IDS, **arguments).loss.backward()
     keeper.detach()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def same(left, right) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right))
 
 
 @pytest.mark.parametrize("rule", ["model.layers.*", "model.layers.*.self_attn"])

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from support import same
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -18,10 +19,6 @@ X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
 def keeper_of(model, *rules) -> ps.Keeper:
     rules = [ps.Rule(match, home, min_bytes=0) for match, home in rules]
     return ps.Keeper(ps.Policy(rules, ps.PoolConfig(page=64)), backend="torch").attach(model)
-
-
-def same(left, right) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right))
 
 
 class Block(nn.Module):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support import same
 from torch import nn
 
 import pagestash as ps
@@ -26,10 +27,6 @@ def gradients(model, x=X, keeper=None, call=lambda model, x: model(x)):
     with (keeper or ps.Keeper(ps.Policy())).step():
         call(model, x).sum().backward()
     return [x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def same(left, right) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right))
 
 
 def mlp() -> nn.Sequential:

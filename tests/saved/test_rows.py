@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from rows_fuzz import outcome
+from support import same
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -59,10 +60,6 @@ def step(net: nn.Module, keeper: ps.Keeper | None = None, amp: bool = False, x=N
         held = keeper.stats().homes["stash"].bytes if keeper else 0
         loss.backward()
     return [p.grad for p in net.parameters()], held
-
-
-def same(left, right) -> bool:
-    return all(a is b or torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def stashed(work, *, inner: int = 12, amp: bool = False, **keeper) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support import same
+from support.processes import start_ranks
 from torch import nn
 
 import pagestash as ps
@@ -59,8 +60,8 @@ def test_a_short_pool_ends_with_the_bits_of_a_large_one(optimizer):
         stats = keeper.stats()
         assert not stats.overflow
         assert stats.pool.device.in_use == 0
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+    assert same(*ends)
+    assert same(*losses)
 
 
 def test_the_pool_grows_to_what_was_wanted_and_no_further():
@@ -91,7 +92,7 @@ def test_an_overflowing_attempt_leaves_everything_untouched(monkeypatch):
     with pytest.raises(InterruptedError):
         step(*batch(64))
     assert len(after) == 1
-    assert all(torch.equal(a, b) for a, b in zip(before, after[0], strict=True))
+    assert same(before, after[0])
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -132,7 +133,7 @@ def test_gradients_of_a_step_without_an_optimizer_add_up_right():
         for rows in (8, 60, 20):
             call(*batch(rows))
     assert step.reruns == 1
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters()))
+    assert same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
 
 
 def test_a_step_that_changes_parameters_on_its_own_is_refused():
@@ -166,7 +167,7 @@ def test_host_pages_take_what_does_not_fit():
     torch.manual_seed(5)
     for seed, rows in enumerate(ROWS):
         large[3](*batch(rows, seed))
-    assert all(torch.equal(a, b) for a, b in zip(everything(model, optimizer), everything(*large[:2])))
+    assert same(everything(model, optimizer), everything(*large[:2]))
 
 
 @pytest.mark.parametrize(
@@ -196,18 +197,15 @@ def _rank(rank: int, world: int, path: str, rows: list[list[int]]) -> None:
         torch.manual_seed(11)
         for seed, count in enumerate(rows[rank]):
             one(*batch(count, seed))
-    same = all(
-        torch.equal(a, b)
-        for a, b in zip(everything(model, optimizer), everything(large_model, large_optimizer))
-    )
-    torch.save((step.reruns, large.reruns, same, keeper.pool.device_pages), f"{path}/{rank}.pt")
+    equal = same(everything(model, optimizer), everything(large_model, large_optimizer))
+    torch.save((step.reruns, large.reruns, equal, keeper.pool.device_pages), f"{path}/{rank}.pt")
     dist.destroy_process_group()
 
 
 def test_all_ranks_skip_and_rerun_together(tmp_path):
     # Only rank 1 is ever short; both run the batch again, and only rank 1's pool grows.
     rows = [[20, 20, 20, 20], [20, 20, 60, 20]]
-    mp.spawn(_rank, (2, str(tmp_path), rows), nprocs=2, join=True)
+    start_ranks(_rank, (2, str(tmp_path), rows), 2)
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert [r[0] for r in results] == [1, 1]
     assert [r[1] for r in results] == [0, 0]
@@ -301,7 +299,7 @@ def test_a_buffer_over_its_capacity_reruns_the_batch_like_a_pool():
         assert model.bound.capacity == 64
         assert model.inner.seen == 4
     # The last two buffers aside (the flag and the count), every number is the same.
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert same(*ends)
 
 
 @pytest.mark.parametrize("second", ["another optimizer", "the same again"])

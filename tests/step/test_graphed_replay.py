@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import same
 
 import pagestash as ps
 from pagestash.step import graphed
@@ -117,15 +118,11 @@ def train(*, inside: bool, replayed: bool = True, fail=None, **pool):
     return [torch.stack(losses), *(p.detach() for p in model.parameters()), *grads], step
 
 
-def equal(left, right) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
 @pytest.mark.usefixtures("fake_graphs")
 @pytest.mark.parametrize("inside", [True, False], ids=["with its optimizer", "gradients only"])
 def test_a_short_pool_ends_with_the_bits_of_a_large_one(inside):
     short, large = train(inside=inside), train(inside=inside, device="4MiB")
-    assert equal(short[0], large[0])
+    assert same(short[0], large[0])
     assert short[1].reruns >= 2
     assert large[1].reruns == 0
 
@@ -133,7 +130,7 @@ def test_a_short_pool_ends_with_the_bits_of_a_large_one(inside):
 @pytest.mark.usefixtures("fake_graphs")
 def test_gradients_add_up_as_in_eager_steps_also_after_zero_grad():
     replayed, eager = train(inside=False, device="4MiB"), train(inside=False, replayed=False, device="4MiB")
-    assert equal(replayed[0], eager[0])
+    assert same(replayed[0], eager[0])
 
 
 @pytest.mark.usefixtures("fake_graphs")
@@ -155,7 +152,7 @@ def test_a_recovery_that_fails_loses_no_batch():
 
     # The fourth batch overflows; the host sees it at the sixth call.
     failed, large = train(inside=True, fail=(5, out_of_memory)), train(inside=True, device="4MiB")
-    assert equal(failed[0], large[0])
+    assert same(failed[0], large[0])
 
 
 @pytest.mark.usefixtures("fake_graphs")
@@ -194,7 +191,7 @@ def test_a_scalers_flag_and_ours_both_leave_an_update_out(clip):
         steps = [state["step"] for state in optimizer.state.values()]
         assert all(count == len(ROWS) - 2 for count in steps)
         ends.append([torch.stack(losses), scaler._scale, scaler._growth_tracker, *model.parameters()])
-    assert equal(*ends)
+    assert same(*ends)
 
 
 @pytest.mark.usefixtures("fake_graphs")

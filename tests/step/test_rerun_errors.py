@@ -200,4 +200,4 @@ def test_a_rank_that_fails_votes_with_the_others(tmp_path):
         large, small = torch.load(tmp_path / f"{rank}.pt")
         assert [large[0], small[0]] == [0, 1]
         assert large[1] == small[1] == (rank == 1)
-        assert all(torch.equal(a, b) for a, b in zip(large[2:], small[2:], strict=True))
+        assert same(large[2:], small[2:])

@@ -27,7 +27,7 @@ def four_layers(folder, **changes):
     return settings(folder, layers=4, batch=4, microbatches=4, steps=STEPS, **changes)
 
 
-def same(first, second):
+def compare(first, second):
     """Losses and weights of two runs, to the last bit; the norm is a sum over ranks."""
     for a, b in zip(read_metrics(first), read_metrics(second), strict=True):
         assert a["loss"] == b["loss"]
@@ -87,7 +87,7 @@ def two_ranks(tmp_path_factory):
 
 
 def check_equal(first, second):
-    a, b = same(first, second)
+    a, b = compare(first, second)
     for key in a:
         assert torch.equal(a[key], b[key]), key
 

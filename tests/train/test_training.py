@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
+from support import same
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small import run, settings, start, without_time
@@ -28,9 +28,9 @@ def tensors(out):
     }
 
 
-def same(first, second):
-    a, b = tensors(first), tensors(second)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+def same_run(first, second):
+    """Whether the last checkpoints of two runs are the same to the last bit."""
+    return same(tensors(first), tensors(second))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_the_stash_changes_no_bit(whole, tmp_path):
     plain = read_metrics(out)
     assert [line["loss"] for line in stashed] == [line["loss"] for line in plain]
     assert [line["grad_norm"] for line in stashed] == [line["grad_norm"] for line in plain]
-    assert same(out, tmp_path / "run")
+    assert same_run(out, tmp_path / "run")
     assert all(line["saved_bytes"]["stash"] > 0 for line in stashed)
     assert stashed[-1]["saved_bytes"]["keep"] < plain[-1]["saved_bytes"]["keep"]
 
@@ -86,7 +86,7 @@ def test_offload_and_recompute_change_no_bit(whole, tmp_path):
     plain = read_metrics(out)
     assert [line["loss"] for line in moved] == [line["loss"] for line in plain]
     assert [line["grad_norm"] for line in moved] == [line["grad_norm"] for line in plain]
-    assert same(out, tmp_path / "run")
+    assert same_run(out, tmp_path / "run")
     # Of two layers everything comes back within a window, and stays; the first step has no plan and moves it.
     assert moved[0]["saved_bytes"]["offload"] > 0
     assert moved[-1]["saved_bytes"]["keep"] < plain[-1]["saved_bytes"]["keep"]
@@ -100,7 +100,7 @@ def test_an_overflow_is_told_and_changes_no_bit(whole, tmp_path):
     assert [line["overflow"] for line in lines] == [True, False, False, False, False, False]
     assert [line["rerun"] for line in lines] == [1, 0, 0, 0, 0, 0]
     assert [line["loss"] for line in lines] == [line["loss"] for line in read_metrics(whole[1])]
-    assert same(whole[1], tmp_path / "run")
+    assert same_run(whole[1], tmp_path / "run")
 
 
 def test_routers_with_a_selection_bias_resume_too(tmp_path):
@@ -109,7 +109,7 @@ def test_routers_with_a_selection_bias_resume_too(tmp_path):
     run(given, tmp_path / "whole")
     run({**given, "steps": 2}, tmp_path / "parts")
     run({"steps": 4}, tmp_path / "parts", resume=True)
-    assert same(tmp_path / "whole", tmp_path / "parts")
+    assert same_run(tmp_path / "whole", tmp_path / "parts")
     assert tensors(tmp_path / "parts")["model.safetensors/layers.1.moe.router.correction"].abs().max() > 0
 
 
@@ -118,7 +118,7 @@ def test_a_longer_run_is_a_shorter_one_resumed(whole, tmp_path):
     run({**given, "steps": 3}, tmp_path / "run")
     lines = run({"steps": 6}, tmp_path / "run", resume=True)
     assert without_time(lines) == without_time(read_metrics(out))
-    assert same(out, tmp_path / "run")
+    assert same_run(out, tmp_path / "run")
 
 
 def test_rows_without_room_are_told_and_change_no_bit(whole, tmp_path):
@@ -126,13 +126,13 @@ def test_rows_without_room_are_told_and_change_no_bit(whole, tmp_path):
     assert lines[0]["overflow"]
     assert lines[0]["rerun"] >= 1
     assert [line["loss"] for line in lines] == [line["loss"] for line in read_metrics(whole[1])]
-    assert same(whole[1], tmp_path / "run")
+    assert same_run(whole[1], tmp_path / "run")
 
 
 def test_room_to_spare_changes_no_bit(whole, tmp_path):
     lines = run(settings(tmp_path, capacity_factor=3.0), tmp_path / "run")
     assert [line["loss"] for line in lines] == [line["loss"] for line in read_metrics(whole[1])]
-    assert same(whole[1], tmp_path / "run")
+    assert same_run(whole[1], tmp_path / "run")
 
 
 def test_lines_wait_for_the_next_look_and_are_all_there(whole, tmp_path):
@@ -156,7 +156,7 @@ def test_ctrl_c_ends_with_a_checkpoint_of_the_step(whole, tmp_path):
     assert latest(tmp_path / "run").name == "step-00000003"
     lines = run({}, tmp_path / "run", resume=True)
     assert without_time(lines) == without_time(read_metrics(out))
-    assert same(out, tmp_path / "run")
+    assert same_run(out, tmp_path / "run")
 
 
 def wait_for_lines(out, count, process):
@@ -191,7 +191,7 @@ def test_a_run_that_was_killed_resumes_to_the_same_bits(tmp_path):
     steps = done + 4
     run({"steps": steps, "checkpoint_every": 100}, tmp_path / "run", resume=True)
     run({**given, "steps": steps, "checkpoint_every": 100}, tmp_path / "whole")
-    assert same(tmp_path / "whole", tmp_path / "run")
+    assert same_run(tmp_path / "whole", tmp_path / "run")
     assert without_time(read_metrics(tmp_path / "run")) == without_time(read_metrics(tmp_path / "whole"))
 
 

@@ -196,21 +196,43 @@ def test_gradients_are_taken_inside_a_forward(home, create_graph):
 # --- valid rows ---
 
 
+class Garbage(nn.Module):
+    """Leaves rows that are not valid as it finds them: they are others each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.runs = nn.Linear(WIDTH, WIDTH), []
+
+    def forward(self, x):
+        self.runs.append(None)
+        valid = torch.arange(4)[:, None] < 2
+        return ps.rows(torch.where(valid, self.linear(x), float(len(self.runs))), torch.tensor(2))
+
+
+@pytest.mark.parametrize("rules", [["0.up"], ["0.inner"], ["0.up", "0.inner"]], ids=" ".join)
 @pytest.mark.parametrize("home", ["keep", "stash", "offload"])
-def test_rows_that_are_not_valid_are_not_compared(home):
-    """An argument of which the valid rows alone are held comes back with others."""
+def test_rows_that_are_not_valid_are_not_compared(home, rules):
+    """Neither in what a region takes in nor in what it saves."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up, self.inner = nn.Linear(WIDTH, WIDTH), mlp()
+            self.up, self.inner = Garbage(), mlp()
+            self.inner[0].register_forward_pre_hook(
+                lambda module, args: seen.append(args[0].detach().clone())
+            )
 
         def forward(self, x):
-            y = ps.rows(self.up(x), torch.tensor(2))
-            return torch.where(torch.arange(4)[:, None] < 2, self.inner(y), 0.0)
+            return torch.where(torch.arange(4)[:, None] < 2, self.inner(self.up(x)), 0.0)
 
+    seen = []
     model = nn.Sequential(Layer())
     plain = gradients(model)
-    keeper = keeper_of(model, ("0.inner", "recompute"), ("0", home))
+    keeper = keeper_of(model, *((match, "recompute") for match in rules), ("0", home))
     for _ in range(3):
+        seen.clear()
         assert same(gradients(model, keeper=keeper), plain)
+        if "0.inner" in rules:
+            assert same(seen[0][:2], seen[1][:2])
+            # (A rule of "keep" holds the output of 0.up.)
+            assert same(*seen) == ("0.up" not in rules or home == "keep")

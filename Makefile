@@ -15,6 +15,11 @@ INSTALL = install() { $(PY) -m pip install -q $(CONSTRAINTS) "$$@" || { test -z 
 	$(PY) -m pip install -q $(LOOSE) "$$@"; }; }; install
 NO_TORCH := "No CPU build of torch was found. Point pip at an index that has one (PIP_EXTRA_INDEX_URL), or install torch into $(VENV) first."
 
+# Two test processes: some tests start ranks, which need cores as well. A file's tests stay in one process, so that they
+# share its fixtures. `make test WORKERS=0` runs everything in one process.
+WORKERS ?= 2
+PYTEST   = $(PY) -m pytest -q -n $(WORKERS) --dist loadfile
+
 .PHONY: demo quick test test-all coverage lint docs wheel gpu-test bench clean
 
 demo: $(VENV)/.base
@@ -24,14 +29,14 @@ quick: $(VENV)/.test
 	$(PY) -m pytest -q -m quick --ignore=tests/jax --ignore=tests/gpu
 
 test: $(VENV)/.test
-	$(PY) -m pytest -q -m "not gpu and not slow"
+	$(PYTEST) -m "not gpu and not slow"
 
 test-all: $(VENV)/.test
-	$(PY) -m pytest -q -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 coverage: $(VENV)/.test
 	$(PY) -m coverage erase
-	$(PY) -m coverage run -m pytest -q -m "not gpu and not slow"
+	$(PY) -m coverage run -m pytest -q -n $(WORKERS) --dist loadfile -m "not gpu and not slow"
 	$(PY) -m coverage combine -q
 	$(PY) -m coverage report
 

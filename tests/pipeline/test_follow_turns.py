@@ -1,4 +1,4 @@
-"""Schedules that take turns over the same stages each have the keeper's plan for their own step."""
+"""Schedules that take turns over the same stages each have offload's plan for their own step."""
 
 from contextlib import nullcontext
 
@@ -7,10 +7,11 @@ from pagestash.saved.offload.plan import GroupBytes, StepOrder
 from pagestash.schedules.plan import Action, Plan
 
 
-class Keeper:
+class Offload:
     """Remembers what it was told to expect, and how often."""
 
     def __init__(self) -> None:
+        self.order = StepOrder()
         self.groups, self.plan, self.told = {(0, 0, "r", 0): GroupBytes(8, 8)}, [], 0
 
     def expect(self, events, groups):
@@ -20,9 +21,6 @@ class Keeper:
     def expected(self):
         return self.groups
 
-    def aside(self):
-        return nullcontext()
-
 
 def plan(microbatches: int) -> Plan:
     forwards = tuple(Action("F", 0, number) for number in range(microbatches))
@@ -30,18 +28,18 @@ def plan(microbatches: int) -> Plan:
 
 
 def test_each_schedule_puts_its_own_plan_in_place():
-    keeper, order = Keeper(), StepOrder()
+    offload = Offload()
     stage_events = {("F", 0): [("put", (0, "r", 0))], ("B", 0): [("get", (0, "r", 0))]}
-    two, three = (_Following(keeper, order, stage_events) for _ in range(2))
+    two, three = (_Following(offload, nullcontext, stage_events) for _ in range(2))
     for follower, count in ((two, 2), (three, 3), (two, 2), (three, 3)):
         follower.begin_step(plan(count))
         follower.end_step()
-        assert len(keeper.plan) == 2 * count
+        assert len(offload.plan) == 2 * count
     # Nothing is planned anew for a schedule that goes on by itself, unless a step went its own way.
-    told = keeper.told
+    told = offload.told
     three.begin_step(plan(3))
     three.end_step()
-    assert keeper.told == told
-    keeper.groups = dict(keeper.groups)
+    assert offload.told == told
+    offload.groups = dict(offload.groups)
     three.begin_step(plan(3))
-    assert keeper.told == told + 1
+    assert offload.told == told + 1

@@ -4,33 +4,26 @@ A stage does the same for every microbatch, so one microbatch of one step tells 
 and asks for. With that the order of a whole step follows from any plan of the same stages, before it has ever run.
 """
 
-from contextlib import ExitStack
-from typing import Any, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 from torch import nn
 
-from pagestash.saved.offload.plan import Event, GroupBytes, Key, StepOrder
+from pagestash.saved.offload.home import Offload
+from pagestash.saved.offload.plan import Event, GroupBytes, Key
 from pagestash.schedules.observe import Observation
 from pagestash.schedules.plan import Action, Kind, Plan, read_plan
 from pagestash.torch_internals import stages_of
 
-
-class Follower(Protocol):
-    """What the order is for: a `Keeper`."""
-
-    def expect(self, events: list[Event], groups: dict[Key, GroupBytes]) -> None: ...
-
-    def expected(self) -> dict[Key, GroupBytes]: ...
-
-    def aside(self) -> Any: ...
-
-
+Aside = Callable[[], AbstractContextManager[None]]
+"""Opens a context whose forwards do not belong to the step."""
 StageEvents = dict[tuple[Kind, int], list[tuple[str, Key]]]
 """For each kind of action of each stage, its puts and gets, by (stage, region, index)."""
 
 
-def follow(schedule: Any, keeper: Follower, order: StepOrder, stage_events: StageEvents) -> Observation:
-    """Tell `order` where each action is, and `keeper` ahead of a step what it will do.
+def follow(schedule: Any, offload: Offload, aside: Aside, stage_events: StageEvents) -> Observation:
+    """Tell `offload` ahead of a step what it will do, and in the step which action runs.
 
     What stages do is learned into `stage_events`, which schedules of the same stages share.
     """
@@ -38,7 +31,7 @@ def follow(schedule: Any, keeper: Follower, order: StepOrder, stage_events: Stag
     if plan.splits_backward:
         modules = [stage.submod for stage in stages_of(schedule)]
         _refuse_selective_checkpoints(modules, type(schedule).__name__)
-    return Observation(schedule, _Following(keeper, order, stage_events))
+    return Observation(schedule, _Following(offload, aside, stage_events))
 
 
 def immediate_backwards(plan: Plan) -> frozenset[Key]:
@@ -57,8 +50,9 @@ def immediate_backwards(plan: Plan) -> frozenset[Key]:
 class _Following:
     """Listens to one schedule."""
 
-    def __init__(self, keeper: Follower, order: StepOrder, stage_events: StageEvents) -> None:
-        self._keeper, self._order, self._stage_events = keeper, order, stage_events
+    def __init__(self, offload: Offload, aside: Aside, stage_events: StageEvents) -> None:
+        self._offload, self._aside, self._stage_events = offload, aside, stage_events
+        self._order = offload.order
         self._begun = 0
         self._expected: tuple[Action, ...] = ()
         self._groups: dict[Key, GroupBytes] | None = None
@@ -67,11 +61,11 @@ class _Following:
     def begin_step(self, plan: Plan) -> None:
         self._order.immediate_backwards = immediate_backwards(plan)
         # Another schedule of these stages, or a step that went its own way, may have put its own plan in place.
-        ours = plan.actions == self._expected and self._keeper.expected() is self._groups
+        ours = plan.actions == self._expected and self._offload.expected() is self._groups
         if not ours and self._expect(plan):
-            self._expected, self._groups = plan.actions, self._keeper.expected()
+            self._expected, self._groups = plan.actions, self._offload.expected()
         # The first step of a schedule runs the stages once more, to learn their shapes.
-        self._before_first.enter_context(self._keeper.aside())
+        self._before_first.enter_context(self._aside())
 
     def end_step(self) -> None:
         self._before_first.close()
@@ -92,9 +86,9 @@ class _Following:
         ]
 
     def _expect(self, plan: Plan) -> bool:
-        """Tell the keeper the order of the step; False while some action was never seen, or no group's size is."""
+        """Tell the home the order of the step; False while some action was never seen, or no group's size is."""
         sizes: dict[Key, GroupBytes] = {
-            (key[0], *key[2:]): group for key, group in self._keeper.expected().items() if len(key) == 4
+            (key[0], *key[2:]): group for key, group in self._offload.expected().items() if len(key) == 4
         }
         events: list[Event] = []
         groups: dict[Key, GroupBytes] = {}
@@ -112,7 +106,7 @@ class _Following:
                 own = (action.stage, action.microbatch)
                 events += [("drop", key) for key in groups if key[:2] == own]
         if groups:
-            self._keeper.expect(events, groups)
+            self._offload.expect(events, groups)
         return bool(groups)
 
 

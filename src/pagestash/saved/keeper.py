@@ -15,7 +15,6 @@ from pagestash.saved.homes import Home, Keep, TakesGroups
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.offload.headroom import read_memory
 from pagestash.saved.offload.home import Offload
-from pagestash.saved.offload.plan import Event, GroupBytes, Key
 from pagestash.saved.overflow import Agreement, grow, refuse_if_overflowed
 from pagestash.saved.quiet_rules import QuietRules, StepNeverOpened
 from pagestash.saved.recompute.home import Recompute
@@ -35,14 +34,15 @@ class Keeper:
             loss = model(batch)
             loss.backward()
 
-    A module that has `use_pool(pool, account)` and falls under a stash rule is given the pool, to write pages
-    from its own kernels (`pagestash.moe` does). With `pool.device = "auto"` the first step that stashes anything
-    measures, waiting for the device; the pool is made when it ends. A module that has `use_recompute(on)` and falls
-    under a recompute rule recomputes by itself; of any other, forward is run again. Results are the same to the
-    last bit with and without a keeper.
+    Results are the same to the last bit with and without a keeper. With `pool.device = "auto"` the first step that
+    stashes anything is measured, which waits for the device; the pool is made when it ends.
 
-    `check` looks, in eager steps, whether a gradient reaches rows that were dropped because of `ps.rows`, and
-    raises by name: None in the first step that has any, True in every step (it waits for the device), False never.
+    A module under a stash rule that has `use_pool(pool, account)` is given the pool, to write pages from its own
+    kernels (`pagestash.moe` does). A module under a recompute rule that has `use_recompute(on)` recomputes by
+    itself; of any other module, `forward` is run again.
+
+    `check`: whether eager steps look for gradients that reach rows which `ps.rows` let go, and raise. None: in the
+    first step that has marks; True: in every step, which waits for the device; False: never.
     """
 
     def __init__(self, policy: Policy, *, backend: str = "auto", check: bool | None = None) -> None:
@@ -82,7 +82,7 @@ class Keeper:
         return self
 
     def detach(self) -> None:
-        """Take all hooks off again; what is stashed stays until backward has asked for it."""
+        """Take all hooks off. What is stashed stays until backward has asked for it."""
         if self._in_step:
             raise RuntimeError("keeper.detach() in a step, whose regions are open; detach when it is over")
         self._attached.remove()
@@ -91,7 +91,7 @@ class Keeper:
         self._hooks.clear()
 
     def _follow_device(self) -> None:
-        """The models are where they are now: what was made for another device is made anew."""
+        """If the models were moved, measure anew on their device."""
         device, before = self._attached.device(), self._saved.device
         if device is None or device == before:
             return
@@ -108,33 +108,24 @@ class Keeper:
             self.size_pool()
 
     def follow(self, schedule: Any) -> Any:
-        """Know what a pipeline schedule does next, from its own plan; `remove()` what this returns to stop.
+        """Read ahead in a pipeline schedule; `remove()` what this returns to stop.
 
             schedule = ScheduleDualPipeV(stages, microbatches, loss_fn=loss)
             keeper.follow(schedule)                 # and every other schedule of the same stages
             with keeper.step():
                 schedule.step(tokens)
 
-        Groups are told apart by stage and microbatch; what is fetched next, and what stays because its backward
-        follows at once, is as the plan says, also when another schedule has another number of microbatches. A
-        `ValueError` if the schedule cannot be followed.
+        Offload then knows from the schedule's plan which stage and microbatch comes next: what to fetch ahead, and
+        what stays because its backward follows at once. Schedules of the same stages may have different numbers of
+        microbatches. Raises `ValueError` for a schedule that cannot be followed.
         """
-        following = follow(schedule, self, self._offload.order, self._stage_events)
+        following = follow(schedule, self._offload, self.aside, self._stage_events)
         self._hooks.append(following)
         return following
 
-    def expect(self, events: Sequence[Event], groups: dict[Key, GroupBytes]) -> None:
-        """Before a step: what it will put and get, in order. Nothing happens while there is no plan at all yet."""
-        if not capturing():
-            self._offload.expect(events, groups)
-
-    def expected(self) -> dict[Key, GroupBytes]:
-        """The groups of the step that is planned; empty before there is a plan."""
-        return self._offload.expected()
-
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A forward within is no part of the step: no region is opened, and everything it saves is kept."""
+        """Forwards inside do not belong to the step: no region is opened, and all that they save is kept."""
         before, self._regions.aside = self._regions.aside, True
         try:
             yield
@@ -148,9 +139,9 @@ class Keeper:
         """One forward and backward, or several.
 
         A group that finds no page stays where it is, and the pool grows at the end. With `[pool] on_overflow =
-        "raise"` it comes back as zeros instead, and the end raises `PoolOverflow`: on all ranks, where
-        `torch.distributed` has several, which must therefore all have the same steps. Without `check` nobody
-        looks: the caller feeds `keeper.overflow` to the optimizer (`GraphedStep` does).
+        "raise"` it comes back as zeros instead, and the end raises `PoolOverflow`, on all ranks of
+        `torch.distributed`: they must have the same number of steps. With `check=False` the end does not look; the
+        caller feeds `keeper.overflow` to the optimizer, as `GraphedStep` does.
         """
         if self._in_step:
             raise RuntimeError("keeper.step() is already open; a keeper runs one step at a time")
@@ -170,7 +161,7 @@ class Keeper:
                 yield
         except BaseException as error:
             if check and isinstance(error, Exception):
-                # What a refused group's zeros lead to is no reason of its own.
+                # The error may be a consequence of a refused group's zeros.
                 refuse_if_overflowed(self.pool, self._ranks, self.policy.pool, error)
             # The step is lost in any case; its overflow must not be taken for the next one's.
             if check and self.pool is not None:
@@ -183,8 +174,8 @@ class Keeper:
         self._step_over(check)
 
     def _step_over(self, check: bool) -> None:
-        """After a step that came to its end: let the homes use what it has shown, and look at what it did."""
-        # A captured step is what it is, and pinning memory is no part of it.
+        """After a step without an error: let the homes use what it has shown, and look for an overflow."""
+        # Not in a capture: what it holds is fixed, and pinning memory is not allowed.
         if not capturing():
             for home in self._homes:
                 home.commit()
@@ -197,11 +188,11 @@ class Keeper:
         ):
             self._quiet = self._saved.look = None
 
-    # --- what it watches ---
+    # --- the attached models ---
 
     @property
     def device(self) -> torch.device | None:
-        """Where the attached model is; None before `attach`."""
+        """The device of the attached model; None before `attach`."""
         return self._attached.device() or self._saved.device
 
     def modules(self) -> Iterator[nn.Module]:
@@ -213,14 +204,14 @@ class Keeper:
         return self._attached.parameters()
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Buffers of the attached models, as far as they are state: flags and counters of a step are not."""
+        """Buffers of the attached models that are state; flags and counters of a step are not."""
         return self._attached.buffers()
 
     # --- the pool ---
 
     @property
     def pool(self) -> PagePool | None:
-        """The pool, or None while the first step is still to be measured."""
+        """The pool; None before the measured step is over."""
         return self._stash.pool
 
     @property
@@ -230,13 +221,13 @@ class Keeper:
 
     @property
     def reservations(self) -> int:
-        """Groups that were stashed so far; does not wait for the device."""
+        """Groups that were stashed so far. Does not wait for the device."""
         return self._stash.groups
 
     def size_pool(self) -> bool:
-        """Make the pool, and the plan of what is offloaded, from what was measured; whether there is a pool.
+        """Make the pool and offload's plan from what was measured. Returns whether there is a pool.
 
-        Nothing happens while a backward is still to come, or where nothing was measured.
+        Does nothing while a backward of the measured step is still to come, or if nothing was measured.
         """
         outlook = self._offload.outlook()
         if self.pool is None:
@@ -256,13 +247,13 @@ class Keeper:
         self._hand_out_pool()
 
     def _hand_out_pool(self) -> None:
-        """Modules that write pages by themselves get the pool, once there is one."""
+        """Give the pool, if there is one, to modules that write pages by themselves."""
         if self.pool is not None:
             for name, module in self._attached.own_stash.items():
                 module.use_pool(self.pool, self._stash.account(name))
 
     def grow_pool(self) -> tuple[int, int]:
-        """Grow the device tier to what was wanted, times the headroom; returns (pages wanted, pages had)."""
+        """Grow the device tier to the pages wanted, times the headroom. Returns (pages wanted, pages had)."""
         assert self.pool is not None
         return grow(self.pool, self.policy.pool.headroom)
 
@@ -274,7 +265,7 @@ class Keeper:
             home.reset_peaks()
 
     def held(self) -> dict[HomeName, int | torch.Tensor]:
-        """Valid bytes that wait in each home now; a pool's is a device integer, so that nothing waits for it."""
+        """Valid bytes in each home now. The pool's are a device integer, so that the host need not wait."""
         return {home.name: home.held() for home in self._homes}
 
     def stats(self) -> KeeperStats:

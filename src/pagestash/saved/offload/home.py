@@ -119,7 +119,7 @@ class Offload(Home):
 
     def expect(self, events: Sequence[Event], groups: dict[Key, GroupBytes]) -> None:
         """Before a step: what it will put and get, in order. Nothing happens while there is no plan at all yet."""
-        if self.moving is not None:
+        if self.moving is not None and not capturing():
             self.moving.expect(events, groups)
 
     def expected(self) -> dict[Key, GroupBytes]:

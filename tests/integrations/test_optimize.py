@@ -184,7 +184,7 @@ def test_what_another_library_has_replaced_stays():
     for module in (norm, attention, model):
         module.forward = type(module).forward.__get__(module)
     mine = {module: module.forward for module in (norm, attention, model)}
-    report = pagestash.hf.optimize(model)
+    report = pagestash.hf.optimize(model, experts=False)
     left = {(each.part, each.name): each.why for each in report.left}
     assert left.keys() == {
         ("norm", "model.norm"),
@@ -198,8 +198,8 @@ def test_what_another_library_has_replaced_stays():
 
 def test_a_second_call_changes_nothing():
     model = tiny("Qwen3-MoE")
-    first = pagestash.hf.optimize(model)
-    second = pagestash.hf.optimize(model)
+    first = pagestash.hf.optimize(model, experts=False)
+    second = pagestash.hf.optimize(model, experts=False)
     assert second.replaced == []
     assert {each.why for each in second.left} == {"optimised already"}
     second.undo()
@@ -215,7 +215,7 @@ def test_a_norm_that_computes_something_else_is_left():
             return super().forward(hidden_states) * 2
 
     model.model.norm.__class__ = OddRMSNorm
-    report = pagestash.hf.optimize(model)
+    report = pagestash.hf.optimize(model, experts=False)
     assert [(each.name, each.kind) for each in report.left] == [("model.norm", "OddRMSNorm")]
 
 
@@ -245,12 +245,12 @@ def test_a_policy_changes_no_bit(rules):
     model = tiny("Qwen3-MoE")
     pagestash.hf.optimize(model)
     wanted = run(model)
-    keeper = ps.Keeper(ps.Policy(rules=[ps.Rule(*rule) for rule in rules])).attach(model)
+    keeper = ps.Keeper(ps.Policy(rules=[ps.Rule(*rule, min_bytes=0) for rule in rules])).attach(model)
     for _ in range(3):
         with keeper.step():
             got = run(model)
-        assert same(got[0].loss, wanted[0].loss)
-        assert same(got[1], wanted[1])
+        assert same((got[0].loss, got[1]), (wanted[0].loss, wanted[1]))
+    assert any(keeper.stats().homes[home].peak for _, home in rules)
 
 
 def test_an_optimised_layer_compiles_to_the_same_numbers():

@@ -1,4 +1,7 @@
-"""Hugging Face transformers: our kernels in its models. Import it as `pagestash.hf`."""
+"""Hugging Face transformers: our kernels in its models. Import it as `pagestash.hf`.
+
+Importing registers the experts implementation `"pagestash"`, and so imports transformers.
+"""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -19,7 +22,10 @@ def _check_installed() -> None:
 
 _check_installed()
 
-from pagestash.integrations.hf.optimize import optimize  # noqa: E402 (after the check, which says it better)
+from pagestash.integrations.hf.experts import register  # noqa: E402 (after the check, which says it better)
+from pagestash.integrations.hf.optimize import optimize  # noqa: E402
 from pagestash.integrations.hf.report import Report  # noqa: E402
+
+register()
 
 __all__ = ["Report", "optimize"]

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from pagestash.integrations.hf.experts import name_experts
 from pagestash.integrations.hf.head import replace_head
 from pagestash.integrations.hf.norms import replace_norms
 from pagestash.integrations.hf.report import Report
@@ -11,12 +12,17 @@ from pagestash.integrations.hf.rotary import replace_rotary
 from pagestash.saved.names import plain_names
 
 
-def optimize(model: nn.Module, *, norm: bool = True, rope: bool = True, head: bool = True) -> Report:
+def optimize(
+    model: nn.Module, *, experts: bool = True, norm: bool = True, rope: bool = True, head: bool = True
+) -> Report:
     """Run the norms, the rotary embedding and the head of `model`, of transformers, by kernels of ours.
 
         report = pagestash.hf.optimize(model)
         print(report)                           # what was replaced, what was left alone and why
         report.undo()                           # everything as it was
+
+    Experts that run by `experts_implementation="pagestash"` get parts that rules can name: `expert_fc1`,
+    `moe_act`, `expert_fc2`. With another implementation they are left as they are, and the report says so.
 
     Only this model's modules change, never their classes. What another library has replaced before stays. In
     training with labels the output's `logits` are None, for they are never there as a whole: call the model
@@ -30,6 +36,8 @@ def optimize(model: nn.Module, *, norm: bool = True, rope: bool = True, head: bo
     modules = list(plain_names(model))
     report = Report()
     try:
+        if experts:
+            name_experts(causal, modules, report)
         if norm:
             replace_norms(modules, report)
         if rope:

@@ -1,8 +1,9 @@
 """What was done to a model, why the rest was not, and the way back."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -29,18 +30,31 @@ class Left:
     why: str
 
 
+def _remove_forward(module: nn.Module) -> None:
+    """Take off a `forward` that stands on an instance: its class's holds again."""
+    del module.__dict__["forward"]
+
+
 @dataclass(slots=True)
 class Report:
     """What `optimize` replaced and what it left alone; `undo()` puts everything back."""
 
     replaced: list[Replaced] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
-    _changed: list[nn.Module] = field(default_factory=list, repr=False)
+    _undo: list[tuple[Callable[[Any], None], nn.Module]] = field(default_factory=list, repr=False)
 
-    def replace(self, part: str, name: str, module: nn.Module, by: str, *others: nn.Module) -> None:
-        """Note that `module` runs `by` now: it, and `others`, have got a `forward` of their own."""
+    def replace(
+        self,
+        part: str,
+        name: str,
+        module: nn.Module,
+        by: str,
+        *others: nn.Module,
+        undo: Callable[[Any], None] = _remove_forward,
+    ) -> None:
+        """Note that `module` runs `by` now, and that `undo` puts it and `others` back."""
         self.replaced.append(Replaced(part, name, type(module).__name__, by))
-        self._changed += [module, *others]
+        self._undo += [(undo, each) for each in (module, *others)]
 
     def leave(self, part: str, name: str, module: nn.Module, why: str) -> None:
         """Note that `module` runs as before."""
@@ -48,8 +62,9 @@ class Report:
 
     def undo(self) -> None:
         """Put everything back as it was before. A second call does nothing."""
-        while self._changed:
-            del self._changed.pop().__dict__["forward"]
+        while self._undo:
+            put_back, module = self._undo.pop()
+            put_back(module)
 
     def __str__(self) -> str:
         lines = ["replaced:", *_counted((each.part, each.kind, each.by) for each in self.replaced)]

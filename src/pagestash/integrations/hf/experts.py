@@ -1,0 +1,198 @@
+"""Our expert block behind transformers' experts registry, under the name `"pagestash"`.
+
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="pagestash")
+
+The registry hands each call a module of any model, tokens [T, d], chosen experts [T, K] and their weights [T, K].
+The module's flags say how its weights are laid out, and its `_apply_gate`, tried on random rows, which activation
+it has. What the block cannot run goes to transformers' `grouped_mm`, and a warning says so once for each class;
+without gradients (evaluation, `generate`) all of it does. An id that is no expert's (transformers marks the choices
+of other ranks so) costs no row.
+
+Saved for backward in bf16: `2·T·d + 4·T·K·n` bytes and indices. Rules can name the module, and in it `expert_fc1`,
+`moe_act` and `expert_fc2`, as in `pagestash.moe`, once `optimize(model)` has put them there.
+"""
+
+import warnings
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from pagestash.integrations.hf.report import Report
+from pagestash.kernels.moe.activations import ACTIVATIONS, Activation
+from pagestash.moe.config import MoEConfig
+from pagestash.moe.experts import Experts
+from pagestash.moe.ops import gated
+from pagestash.moe.parts import MoEAct
+
+NAME = "pagestash"
+PARTS = ("expert_fc1", "moe_act", "expert_fc2")
+HIDDEN = "_pagestash_experts"
+"""The attribute of a module of transformers that has what runs it. It is no child: it has no name of its own."""
+
+
+def register() -> None:
+    """Make the implementation known to transformers, in this process."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """What transformers calls in the place of `self.forward`."""
+    runs = _runs(self) if torch.is_grad_enabled() else None
+    if runs is None:
+        if torch.is_grad_enabled():
+            _say_once(self)
+        return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    device, dtype = hidden_states.device.type, hidden_states.dtype
+    x = hidden_states
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    if runs.over_capacity.device != x.device:
+        runs.to(x.device)
+    with torch.autocast(device, enabled=False):
+        return runs(x.contiguous(), top_k_weights.float().contiguous(), top_k_index).to(dtype)
+
+
+def _runs(module: Any) -> Experts | None:
+    """What runs `module`, made where it is met first; None where our block cannot."""
+    if HIDDEN not in module.__dict__:
+        found = activation_of(module)
+        module.__dict__[HIDDEN] = _experts(module, found) if found in ACTIVATIONS else (None, ())
+    runs: Experts | None = module.__dict__[HIDDEN][0]
+    if runs is not None and runs.config.experts != module.num_experts:
+        raise RuntimeError(
+            f"{type(module).__name__} has {module.num_experts} experts, and had {runs.config.experts} when it ran "
+            "first: set up expert parallelism before the first forward and before optimize(model)"
+        )
+    return runs
+
+
+def _experts(module: Any, activation: str) -> tuple[Experts, tuple[nn.Module, ...]]:
+    up, down = ExpertWeights(module, "gate_up_proj"), ExpertWeights(module, "down_proj")
+    (up_EHD, _), (down_EDN, _) = up(), down()
+    config = MoEConfig(
+        width=up_EHD.shape[2],
+        expert_width=down_EDN.shape[2],
+        experts=module.num_experts,
+        top_k=1,  # of no use here: the router is the model's
+        activation=cast(Activation, activation),
+        bias=module.has_bias,
+    )
+    parts: Any = (up, MoEAct(), down)
+    return Experts(config, parts, device=up_EHD.device), parts
+
+
+class ExpertWeights(MoEAct):
+    """A projection of a module of transformers: calling it gives the weight [E, rows, columns] and the bias.
+
+    Like `MoEAct` it has no parameters of its own, and sees to its saved tensor where a keeper asks for it.
+    """
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        self._owner = (owner,)  # in a tuple, where it is no child
+        self._name = name
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        owner: Any = self._owner[0]
+        weight = getattr(owner, self._name)
+        bias = getattr(owner, f"{self._name}_bias") if owner.has_bias else None
+        return weight.transpose(1, 2) if owner.is_transposed else weight, bias
+
+
+# --- which modules our block can run ---
+
+
+def activation_of(module: Any) -> str:
+    """The activation of an experts module that our block can run; else a sentence that says why it cannot."""
+    flags = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
+    if not all(hasattr(module, flag) for flag in flags):
+        return "it is not a module that transformers lets another implementation run"
+    if getattr(module, "has_post_expert_norm", False):
+        return "it has a norm after its experts"
+    if not module.has_gate:
+        return "it has no gate"
+    if not module.is_concatenated:
+        return "its gate and its linear part are interleaved"
+    weights = module.gate_up_proj, module.down_proj
+    if not all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in weights):
+        return "its weights are quantised"
+    found = next((each for each in ACTIVATIONS if _activates(module, each)), None)
+    return found or "its activation is none of " + ", ".join(ACTIVATIONS)
+
+
+def _activates(module: Any, activation: Activation) -> bool:
+    """Whether `module` makes of random rows what our kernel makes of them."""
+    generator = torch.Generator().manual_seed(0)
+    rows = 5 * torch.randn(64, 32, generator=generator)  # wide enough to meet a clamp
+    try:
+        with torch.no_grad():
+            got = module._apply_gate(rows)  # noqa: SLF001 (the hook that transformers has for this)
+    except Exception:  # written for other rows
+        return False
+    wanted = gated(rows, torch.tensor([64]), None, None, activation)
+    return got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+_said: set[type] = set()
+
+
+def _say_once(module: nn.Module) -> None:
+    kind = type(module)
+    if kind not in _said:
+        _said.add(kind)
+        why = activation_of(module)
+        warnings.warn(f"pagestash runs {kind.__name__} by transformers' grouped_mm: {why}", stacklevel=3)
+
+
+# --- names for rules ---
+
+
+def implementation(module: Any) -> str | None:
+    """The name by which transformers looks up who runs the experts."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers asks its registry who runs `module`."""
+    return hasattr(type(module), "_apply_gate") and hasattr(module, "is_concatenated")
+
+
+def name_experts(model: Any, modules: list[tuple[str, nn.Module]], report: Report) -> None:
+    """Give the experts of `model`, among its `modules`, that are ours to run the parts that rules can name."""
+    found = [(name, module) for name, module in modules if is_experts(module)]
+    if not found and implementation(model) == NAME:
+        # transformers takes the name for any model, and asks nobody where the class knows no registry.
+        report.leave(
+            "experts", "(the model)", model, "none of its modules lets another implementation run it"
+        )
+    for name, module in found:
+        chosen = implementation(module)
+        if chosen != NAME:
+            why = f"experts_implementation is {chosen!r}; model.set_experts_implementation({NAME!r}) makes it ours"
+            report.leave("experts", name, module, why)
+        elif _runs(module) is None:
+            report.leave("experts", name, module, activation_of(module))
+        elif hasattr(module, PARTS[0]):
+            report.leave("experts", name, module, "optimised already")
+        else:
+            _add_parts(module)
+            report.replace("experts", name, module, "the expert block", undo=_remove_parts)
+
+
+def _add_parts(module: Any) -> None:
+    runs, parts = module.__dict__[HIDDEN]
+    for name, part in zip(PARTS, parts):
+        module.add_module(name, part)
+    # A keeper asks these of the module that a rule names.
+    module.use_pool, module.use_recompute, module.use_half = runs.use_pool, runs.use_recompute, runs.use_half
+
+
+def _remove_parts(module: Any) -> None:
+    for name in PARTS:
+        delattr(module, name)
+    for name in ("use_pool", "use_recompute", "use_half"):
+        del module.__dict__[name]

@@ -1,0 +1,324 @@
+"""The experts implementation `"pagestash"`: transformers' numbers, our saved bytes, rules by name."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers", minversion="5.7")
+
+from support.compare import error, same  # noqa: E402
+from tiny import FAMILIES, batch, gradients, tiny  # noqa: E402
+from transformers.integrations.moe import use_experts_implementation  # noqa: E402
+
+import pagestash as ps  # noqa: E402
+import pagestash.hf  # noqa: E402
+from pagestash.integrations.hf import experts as ours  # noqa: E402
+from pagestash.kernels import backend as backends  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def reference(monkeypatch):
+    """The kernels have tests of their own."""
+    monkeypatch.setattr(backends, "interpreted", lambda: False)
+
+
+def run(model):
+    model.zero_grad()
+    output = model(**batch())
+    output.loss.backward()
+    return output, gradients(model)
+
+
+RUN = [family for family in FAMILIES if family != "gpt-oss"]
+
+
+@pytest.mark.parametrize("family", RUN)
+def test_logits_loss_and_gradients_are_those_of_eager(family):
+    wanted, wanted_gradients = run(tiny(family))
+    model = tiny(family, experts="pagestash")
+    report = pagestash.hf.optimize(model, norm=False, rope=False, head=False)
+    assert [each.part for each in report.replaced] in (["experts"], ["experts"] * 2)
+    assert report.left == []
+    got, found = run(model)
+    torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-5, atol=1e-5)
+    assert found.keys() == wanted_gradients.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], wanted_gradients[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", RUN)
+def test_bf16_is_as_near_to_float32_as_grouped_mm_is(family):
+    exact, exact_gradients = run(tiny(family))
+    theirs, their_gradients = run(tiny(family, experts="grouped_mm", dtype=torch.bfloat16))
+    got, found = run(tiny(family, experts="pagestash", dtype=torch.bfloat16))
+    step = 2**-8
+    assert error(got.logits, exact.logits) <= 1.2 * error(theirs.logits, exact.logits) + step
+    assert abs(got.loss - theirs.loss) <= 4 * step * theirs.loss
+    exact, theirs, got = (
+        torch.cat([each[name].float().flatten() for name in found])
+        for each in (exact_gradients, their_gradients, found)
+    )
+    assert error(got, exact) <= 1.2 * error(theirs, exact) + step
+
+
+POLICIES = {
+    "experts stashed": [("model.layers.*.mlp.experts", "stash")],
+    "experts recomputed": [("model.layers.*.mlp.experts", "recompute")],
+    "experts offloaded": [("model.layers.*.mlp.experts", "offload")],
+    "parts": [("**.moe_act", "stash"), ("**.expert_fc1", "offload")],
+    "first projection recomputed": [
+        ("**.moe_act", "recompute"),
+        ("model.layers.*.input_layernorm", "recompute"),
+    ],
+    "layers recomputed": [("model.layers.*", "recompute")],
+    "attention offloaded": [("model.layers.*.self_attn", "offload"), ("**.moe_act", "recompute")],
+}
+
+
+WITHOUT_PARTS = [name for name, rules in POLICIES.items() if not any("**" in match for match, _ in rules)]
+"""Of a model that was not optimised the parts have no names."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimised"),
+    [*((name, True) for name in POLICIES), *((name, False) for name in WITHOUT_PARTS)],
+)
+def test_a_policy_changes_no_bit(policy, optimised):
+    rules = [ps.Rule(*rule, min_bytes=0) for rule in POLICIES[policy]]
+    model = tiny("Qwen3-MoE", experts="pagestash")
+    if optimised:
+        pagestash.hf.optimize(model)
+    wanted = run(model)
+    keeper = ps.Keeper(ps.Policy(rules=rules)).attach(model)
+    for _ in range(3):
+        with keeper.step():
+            got = run(model)
+        assert same((got[0].loss, got[1]), (wanted[0].loss, wanted[1]))
+    keeper.detach()
+    assert same(run(model)[1], wanted[1])
+
+
+def test_the_parts_go_where_their_rules_send_them():
+    model = tiny("Mixtral", experts="pagestash")
+    pagestash.hf.optimize(model)
+    rules = [ps.Rule("**.moe_act", "stash", min_bytes=0), ps.Rule("**.expert_fc1", "offload", min_bytes=0)]
+    keeper = ps.Keeper(ps.Policy(rules=rules)).attach(model)
+    for _ in range(2):
+        with keeper.step():
+            run(model)
+    assert {f"model.layers.{i}.mlp.experts.moe_act" for i in range(2)} <= set(keeper.stats().regions)
+    assert keeper.pool is not None
+    assert keeper.reservations > 0
+
+
+def test_saved_are_the_tokens_and_the_first_projection():
+    model = tiny("Qwen3-MoE", experts="pagestash", dtype=torch.bfloat16)
+    experts = model.model.layers[0].mlp.experts
+    tokens, width, inner, choices = 24, 32, 16, 2
+    x = torch.randn(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.rand(tokens, 4).argsort(1)[:, :choices]
+    weights = torch.rand(tokens, choices, dtype=torch.bfloat16, requires_grad=True)
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor
+    ):
+        experts(x, ids, weights)
+    parameters = {parameter.data_ptr() for parameter in experts.parameters()}
+    large = sum(each.nbytes for at, each in saved.items() if at not in parameters and each.dtype == x.dtype)
+    assert large == 2 * tokens * width + 4 * tokens * choices * inner
+
+
+def test_ids_of_other_ranks_cost_no_row():
+    model = tiny("Qwen3-MoE", experts="pagestash")
+    experts = model.model.layers[0].mlp.experts
+    x = torch.randn(6, 32, requires_grad=True)
+    ids = torch.tensor([[0, 4], [4, 4], [3, 1], [4, 2], [1, 4], [4, 4]])
+    weights = torch.rand(6, 2).masked_fill(ids == 4, 0.0).requires_grad_()
+    got = experts(x, ids, weights)
+    wanted = ours.grouped_mm_experts_forward(experts, x, ids, weights)
+    torch.testing.assert_close(got, wanted)
+    gradient = torch.randn_like(got)
+    inputs = [x, weights, *experts.parameters()]
+    for a, b in zip(
+        torch.autograd.grad(got, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient)
+    ):
+        torch.testing.assert_close(a, b)
+    assert experts.__dict__[ours.HIDDEN][0]._route(ids, None).rows == 5
+
+
+def test_without_gradients_transformers_runs_its_own(monkeypatch):
+    model = tiny("Qwen3-MoE", experts="pagestash")
+    monkeypatch.setattr(ours, "_runs", lambda module: pytest.fail("our block was asked for"))
+    with torch.no_grad():
+        assert model(**batch()).loss.isfinite()
+    ids = batch()["input_ids"]
+    generated = model.eval().generate(ids, max_new_tokens=3, do_sample=False)
+    wanted = tiny("Qwen3-MoE", experts="grouped_mm").eval().generate(ids, max_new_tokens=3, do_sample=False)
+    assert same(generated, wanted)
+
+
+def test_autocast_runs_the_experts_in_its_dtype():
+    model, plain = tiny("Qwen3-MoE", experts="pagestash"), tiny("Qwen3-MoE")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, wanted = model(**batch()), plain(**batch())
+    got.loss.backward()
+    torch.testing.assert_close(got.loss, wanted.loss, rtol=2**-6, atol=0)
+    assert all(value.dtype == torch.float32 for value in gradients(model).values())
+
+
+# --- layouts ---
+
+
+@use_experts_implementation(is_transposed=True, has_bias=True)
+class Turned(nn.Module):
+    """As transformers' privacy filter has them: [E, d, 2n], [E, n, d], biases, a clamp and one more."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.num_experts, self.limit, self.alpha = 4, 7.0, 1.702
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 32, 32))
+        self.gate_up_proj_bias = nn.Parameter(torch.randn(4, 32))
+        self.down_proj = nn.Parameter(torch.randn(4, 16, 32))
+        self.down_proj_bias = nn.Parameter(torch.randn(4, 32))
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        raise AssertionError("the registry has another")
+
+
+def config(name="pagestash"):
+    made = transformers.Qwen3MoeConfig()
+    made._experts_implementation = name
+    return made
+
+
+def test_turned_weights_with_biases_run_without_a_copy():
+    torch.manual_seed(0)
+    experts = Turned(config())
+    x = torch.randn(9, 32, requires_grad=True)
+    ids, weights = torch.rand(9, 4).argsort(1)[:, :2], torch.rand(9, 2, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        got = experts(x, ids, weights)
+    wanted = ours.grouped_mm_experts_forward(experts, x, ids, weights)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
+    gradient = torch.randn_like(got)
+    inputs = [x, weights, *experts.parameters()]
+    for a, b in zip(
+        torch.autograd.grad(got, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient)
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+    held = {parameter.untyped_storage().data_ptr() for parameter in experts.parameters()}
+    copies = [each for each in saved if each.ndim == 3 and each.untyped_storage().data_ptr() not in held]
+    assert copies == []
+
+
+class Odd(Turned):
+    def _apply_gate(self, gate_up):
+        return super()._apply_gate(gate_up) * 2
+
+
+def test_what_the_block_cannot_run_is_said_once_by_name_and_runs():
+    experts = Odd(config())
+    ours._said.discard(Odd)
+    arguments = torch.randn(5, 32), torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1)
+    with pytest.warns(UserWarning, match=r"runs Odd by transformers' grouped_mm: its activation is none of"):
+        got = experts(*arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Odd(config())(*arguments)
+    assert same(got, ours.grouped_mm_experts_forward(experts, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"has_gate": False}, "it has no gate"),
+        ({"is_concatenated": False}, "interleaved"),
+        ({"has_post_expert_norm": True}, "a norm after its experts"),
+        ({"gate_up_proj": nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)}, "quantised"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_why_a_layout_is_left(change, why):
+    experts = Turned(config())
+    for name, value in change.items():
+        setattr(experts, name, value)
+    assert why in ours.activation_of(experts)
+
+
+def test_gpt_oss_runs_by_grouped_mm_and_the_report_says_why():
+    model = tiny("gpt-oss", experts="pagestash")
+    report = pagestash.hf.optimize(model)
+    left = [each.why for each in report.left if each.part == "experts"]
+    assert left == ["its gate and its linear part are interleaved"] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got, found = run(model)
+    wanted, wanted_gradients = run(tiny("gpt-oss"))
+    torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-5, atol=1e-5)
+    for name in found:
+        torch.testing.assert_close(found[name], wanted_gradients[name], rtol=1e-5, atol=1e-5)
+
+
+# --- reports ---
+
+
+def test_another_implementation_stays_and_the_report_says_how_to_change_it():
+    report = pagestash.hf.optimize(tiny("Qwen3-MoE", experts="grouped_mm"))
+    assert {each.why for each in report.left} == {
+        "experts_implementation is 'grouped_mm'; model.set_experts_implementation('pagestash') makes it ours"
+    }
+
+
+def test_a_model_that_ignores_the_name_is_reported():
+    small = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    small._experts_implementation = "pagestash"
+    report = pagestash.hf.optimize(transformers.LlamaForCausalLM(small))
+    assert [(each.part, each.why) for each in report.left] == [
+        ("experts", "none of its modules lets another implementation run it")
+    ]
+
+
+def test_undo_takes_the_parts_away_and_leaves_the_state_dict_alone():
+    model = tiny("Qwen3-MoE", experts="pagestash")
+    names, keys = [name for name, _ in model.named_modules()], list(model.state_dict())
+    wanted = run(model)[1]
+    report = pagestash.hf.optimize(model, norm=False, rope=False, head=False)
+    assert "model.layers.0.mlp.experts.moe_act" in dict(model.named_modules())
+    assert list(model.state_dict()) == keys
+    second = pagestash.hf.optimize(model, norm=False, rope=False, head=False)
+    assert {each.why for each in second.left} == {"optimised already"}
+    report.undo()
+    assert [name for name, _ in model.named_modules()] == names
+    assert same(run(model)[1], wanted)
+
+
+def test_a_copy_has_experts_of_its_own():
+    model = tiny("Qwen3-MoE", experts="pagestash")
+    pagestash.hf.optimize(model)
+    wanted = run(model)[1]
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert same(run(copied)[1], wanted)
+
+
+def test_experts_that_were_divided_after_the_first_forward_are_refused():
+    experts = Turned(config())
+    arguments = torch.randn(5, 32), torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1)
+    experts(*arguments)
+    experts.num_experts = 2
+    with pytest.raises(RuntimeError, match="Turned has 2 experts, and had 4 when it ran first"):
+        experts(*arguments)

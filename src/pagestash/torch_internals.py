@@ -158,6 +158,33 @@ transient_buffers_of: Callable[[nn.Module], set[str]] = _attribute(_module, "_no
 forward_hooks_of: Callable[[nn.Module], Any] = _attribute(_module, "_forward_hooks")
 forward_pre_hooks_of: Callable[[nn.Module], Any] = _attribute(_module, "_forward_pre_hooks")
 
+
+def modules_in(*roots: nn.Module) -> list[nn.Module]:
+    """`roots`, then all modules in them, each once.
+
+    A region walks them anew whenever it opens: what is in a module may change at any time, and its parameters do
+    so in mid-step under FSDP2, so nothing that was found before can be trusted. Torch's own walk spends most of
+    its time on names, which nobody reads here: for a decoder's layer, 61 µs with the storages against 20.
+    """
+    found = dict.fromkeys(roots)
+    modules = list(found)
+    for module in modules:  # which grows meanwhile
+        for child in module._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                modules.append(child)
+    return modules
+
+
+def tensors_in(module: nn.Module) -> list[torch.Tensor | None]:
+    """The parameters and buffers of a module, and of all in it."""
+    tensors: list[torch.Tensor | None] = []
+    for each in modules_in(module):
+        tensors += each._parameters.values()
+        tensors += each._buffers.values()
+    return tensors
+
+
 COMPILED = "_orig_mod"
 """What `torch.compile(module)` calls the module inside."""
 WRAPPERS = frozenset({COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -171,7 +198,8 @@ def compiled_in_place(module: nn.Module) -> bool:
 
 def is_replica(module: nn.Module) -> bool:
     """Whether `nn.DataParallel` made it for one forward."""
-    return getattr(module, "_is_replica", False)
+    # Asked of __dict__: what a module does not have takes `getattr` microseconds.
+    return module.__dict__.get("_is_replica", False)
 
 
 # --- torch.compile. Nothing here loads dynamo, which takes two seconds. ---
@@ -181,7 +209,7 @@ _actions = internal(_frames, "_FrameAction")
 _strategy = internal(_frames, "_FrameExecStrategy")
 _set_strategy = internal(_frames, "set_code_exec_strategy")
 compiling_around: Callable[[], Any] = internal(_frames, "get_eval_frame_callback")
-"""What compiles the functions that are called from here, or None."""
+"""The callback that compiles functions called from here, or None; None as well where `never_compile` holds."""
 compiled_graphs: Callable[[Any], Sequence[Any]] = internal(_frames, "_debug_get_cache_entry_list")
 """The graphs that dynamo has compiled from a code object."""
 forget_compiled: Callable[[Any], None] = internal(_frames, "reset_code")

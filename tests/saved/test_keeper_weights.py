@@ -7,7 +7,7 @@ from torch import nn
 
 import pagestash as ps
 from pagestash.saved.packed import Untouched
-from pagestash.saved.storage import modules_in
+from pagestash.torch_internals import modules_in
 
 
 def test_weights_stay_where_they_are(sized):

@@ -12,7 +12,7 @@ from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.names import named_modules, prefixes
 from pagestash.saved.region import no_module
 from pagestash.saved.region_hooks import RegionHooks
-from pagestash.saved.storage import modules_in
+from pagestash.torch_internals import buffers_of, modules_in, parameters_of, transient_buffers_of
 
 
 class Attached:
@@ -133,7 +133,7 @@ class Attached:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Each once."""
-        values = (value for module in self.modules() for value in module._parameters.values())
+        values = (value for module in self.modules() for value in parameters_of(module).values())
         return iter(dict.fromkeys(value for value in values if value is not None))
 
     def buffers(self) -> Iterator[torch.Tensor]:
@@ -141,14 +141,14 @@ class Attached:
 
         (Those a module with `grow_capacity` registers as not persistent.)
         """
-        modules = [module for module in self.modules() if module._buffers]
+        modules = [module for module in self.modules() if buffers_of(module)]
         passing = {
-            id(module._buffers[name])
+            id(buffers_of(module)[name])
             for module in modules
-            if module._non_persistent_buffers_set and hasattr(module, "grow_capacity")
-            for name in module._non_persistent_buffers_set
+            if hasattr(module, "grow_capacity")
+            for name in transient_buffers_of(module)
         }
-        values = (value for module in modules for value in module._buffers.values())
+        values = (value for module in modules for value in buffers_of(module).values())
         return iter(dict.fromkeys(b for b in values if b is not None and id(b) not in passing))
 
 

@@ -16,6 +16,14 @@ from typing import Any
 import torch
 
 from pagestash.saved.hooks import SavedTensorHooks
+from pagestash.torch_internals import (
+    COUNTS_REFERENCES,
+    base_of,
+    key_of_storage,
+    storage_references,
+    tensor_references,
+    top_saved_tensors_hooks,
+)
 
 _PATIENCE = 0.05
 """Seconds to wait for the backend's thread to drop its reference to a collective that is done."""
@@ -43,23 +51,8 @@ class Release:
         if self.work is not None:
             self.work.wait()
             self.work = None  # it holds the tensor, too
-            self._free_soon()
+            _free_soon(self)
         return self
-
-    def _free_soon(self) -> None:
-        until = time.perf_counter() + _PATIENCE
-        while not self._free() and self.reason == _IN_USE and time.perf_counter() < until:
-            time.sleep(1e-4)
-        self.tensor = None
-
-    def _free(self) -> bool:
-        assert self.tensor is not None
-        self.reason = _held(self.tensor)
-        if self.reason:
-            return False
-        self.tensor.untyped_storage().resize_(0)
-        self.tensor = None
-        return True
 
 
 def early_free(tensor: torch.Tensor, *, after: Any = None, sent: bool = False) -> Release:
@@ -78,16 +71,33 @@ def early_free(tensor: torch.Tensor, *, after: Any = None, sent: bool = False) -
     """
     if torch.compiler.is_compiling():  # a compiler plans memory itself
         return Release(None, reason="it is being compiled")
-    if not _COUNTS:
+    if not COUNTS_REFERENCES:
         return Release(None, reason="this version of torch does not count references")
     release = Release(tensor, after)
     if after is None:
         if sent and tensor.device.type == "cpu":
-            release._free_soon()
+            _free_soon(release)
         else:
-            release._free()
+            _free(release)
             release.tensor = None
     return release
+
+
+def _free_soon(release: Release) -> None:
+    until = time.perf_counter() + _PATIENCE
+    while not _free(release) and release.reason == _IN_USE and time.perf_counter() < until:
+        time.sleep(1e-4)
+    release.tensor = None
+
+
+def _free(release: Release) -> bool:
+    assert release.tensor is not None
+    release.reason = _held(release.tensor)
+    if release.reason:
+        return False
+    release.tensor.untyped_storage().resize_(0)
+    release.tensor = None
+    return True
 
 
 def _held(tensor: torch.Tensor) -> str:
@@ -96,7 +106,7 @@ def _held(tensor: torch.Tensor) -> str:
         return "it is no plain tensor"
     if tensor.is_leaf and tensor.requires_grad:
         return "it is a leaf of the graph"
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = top_saved_tensors_hooks(True)
     if hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), SavedTensorHooks):
         # They may hold the object that was saved itself; a count cannot tell that from the caller's reference.
         return "saved-tensor hooks of somebody else are active"
@@ -104,30 +114,24 @@ def _held(tensor: torch.Tensor) -> str:
     if not storage.resizable():
         return "its memory is not torch's"
     owners = 2  # the tensor, and `storage`
-    if tensor._base is not None:
+    if base_of(tensor) is not None:
         # Rows cut from a rounded allocation are a view of a buffer to which nobody else has a reference.
         owners += 1
         if _base_references(tensor) > _FORGOTTEN:
             return "it is a view of a tensor that is in use"
-    if _references(tensor) > 1:
+    if tensor_references(tensor) > 1:
         return _IN_USE
-    if torch._C._storage_Use_Count(storage._cdata) > owners:
+    if storage_references(key_of_storage(storage)) > owners:
         return "another tensor shares its memory"
     return ""
 
 
 def _base_references(view: torch.Tensor) -> int:
     """References to the tensor that `view` is a view of: those of torch, and those of Python."""
-    base = view._base
+    base = base_of(view)
     assert base is not None
-    return _references(base) + sys.getrefcount(base)
+    return tensor_references(base) + sys.getrefcount(base)
 
 
-def _references(tensor: Any) -> int:
-    """References to the tensor in torch, its Python object among them."""
-    return tensor._use_count()
-
-
-_COUNTS = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
-_FORGOTTEN = _base_references(torch.empty(2)[:1]) if _COUNTS else 0
+_FORGOTTEN = _base_references(torch.empty(2)[:1]) if COUNTS_REFERENCES else 0
 """`_base_references` if nobody else has the base; versions of torch and Python count differently."""

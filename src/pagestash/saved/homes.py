@@ -8,6 +8,7 @@ import torch
 
 from pagestash.policy import HomeName
 from pagestash.saved.storage import Entry
+from pagestash.torch_internals import storage_key
 
 
 class Sizes(NamedTuple):
@@ -187,4 +188,4 @@ class Keep(Home):
         """The place of an entry of another home that leaves its bytes where they are."""
         origin = entry.origin
         assert origin is not None
-        return self.hold(origin.untyped_storage()._cdata, origin, None, entry.region)
+        return self.hold(storage_key(origin), origin, None, entry.region)

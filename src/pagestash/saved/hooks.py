@@ -15,9 +15,10 @@ from pagestash.saved.entries import Entries
 from pagestash.saved.homes import Keep, TakesGroups
 from pagestash.saved.packed import DenseHandle, Handle, Kept, Look, Packed, Untouched
 from pagestash.saved.region import Recording, Region, frames
-from pagestash.saved.storage import SavedView, ViewRecipe, plain_storage, row_range, transformed
+from pagestash.saved.storage import SavedView, ViewRecipe, plain_storage, row_range
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.saved.valid_rows.marks import Marks
+from pagestash.torch_internals import LOCAL_PART, current_transform, storage_key
 
 
 class Output(Protocol):
@@ -72,7 +73,7 @@ class SavedTensorHooks:
                 # one that is recomputed itself.
                 run = frame.run
                 run.note(tensor)
-        if region is None or owner is None or transformed() is not None:
+        if region is None or owner is None or current_transform() is not None:
             return Untouched(tensor, tensor._version)
         packed = owner.pack_in(region, tensor, caller=sys._getframe(1) if owner.marks.any else None)
         if owner.look is not None:
@@ -107,10 +108,10 @@ class SavedTensorHooks:
         return Kept(alone, version, owner.name, self._keep.hold(key, alone, version, owner.name))
 
     def _is_weight(self, tensor: torch.Tensor, region: Region) -> bool:
-        local = getattr(tensor, "_local_tensor", tensor)
+        local = getattr(tensor, LOCAL_PART, tensor)
         if local.layout != torch.strided:
             return False
-        key = local.untyped_storage()._cdata
+        key = storage_key(local)
         return key in self.weights or key in region.weights
 
     def _handle(
@@ -143,7 +144,7 @@ class SavedTensorHooks:
         before, self.marks.paused = self.marks.paused, True
         elements = view.tensor.detach().contiguous()
         self.marks.paused = before
-        dense = SavedView.of(elements, elements.untyped_storage()._cdata)
+        dense = SavedView.of(elements, storage_key(elements))
         recipe = view.recipe()
         recipe.byte_offset = 0
         if valid is not None:

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""What `torch.compile`, FSDP and activation checkpointing call the module that they wrap."""
-
+from pagestash.torch_internals import WRAPPERS
 
 ADAPTERS = {"base_model": "PeftModel", "model": "BaseTuner"}
 """What PEFT calls the model that it stands around, and the class of the one that stands there."""

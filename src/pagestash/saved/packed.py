@@ -10,6 +10,7 @@ from pagestash.saved.homes import Held
 from pagestash.saved.region import Region
 from pagestash.saved.storage import Entry, ViewRecipe
 from pagestash.saved.valid_rows.rowwise import NODES
+from pagestash.torch_internals import current_node
 
 
 class Packed:
@@ -136,7 +137,7 @@ class Handle(Packed):
 
     def _check_reader(self) -> None:
         """It was cut because a row-wise operation took it in next; something else may have saved it."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is not None and node.name() not in NODES:
             raise RuntimeError(
                 f"{node.name()} saved a tensor of shape {tuple(self.recipe.size)} in region "

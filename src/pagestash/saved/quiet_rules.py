@@ -20,6 +20,7 @@ from pagestash.saved.recompute.trees import tensors_of
 from pagestash.saved.region import Region
 from pagestash.saved.region_hooks import Opening
 from pagestash.saved.storage import plain_storage
+from pagestash.torch_internals import backward_number, is_transformed
 
 log = logging.getLogger("pagestash")
 
@@ -153,12 +154,12 @@ class StepNeverOpened:
     def saw(self, output: Any) -> None:
         """A watched module returned `output` outside of a step."""
         for tensor in tensors_of(output):
-            if tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            if tensor.requires_grad and not is_transformed(tensor):
                 tensor.register_hook(self._backward)
                 return
 
     def _backward(self, gradient: torch.Tensor) -> None:
-        task = torch._C._current_graph_task_id()
+        task = backward_number()
         self._passes += task != self._last
         again, self._last = task == self._last, task
         if self._passes == PASSES and not again:

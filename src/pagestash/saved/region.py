@@ -18,6 +18,7 @@ from pagestash.saved.storage import Entry
 from pagestash.saved.valid_rows import rowwise
 from pagestash.saved.valid_rows.marks import Marks
 from pagestash.saved.valid_rows.old_form import OldForm
+from pagestash.torch_internals import key_of_storage
 
 
 class RegionOwner(Protocol):
@@ -93,7 +94,7 @@ class Region:
         """What is saved of `tensor` in this region belongs to the region `owner`."""
         storage = tensor.untyped_storage()
         # While the weak reference lives, no other storage gets this key; and it tells when the storage is gone.
-        self.claims[storage._cdata] = (StorageWeakRef(storage), owner)
+        self.claims[key_of_storage(storage)] = (StorageWeakRef(storage), owner)
 
     def claimed(self, key: int | None) -> "Region | None":
         """The region that a storage belongs to when it is saved in this one; None: this region."""

@@ -9,13 +9,23 @@ from torch import nn
 
 from pagestash.policy import Rule
 from pagestash.saved.calls import begin, end, set_calls, under_way
-from pagestash.saved.compiled import at_compile_time, compiling_around, hidden, hidden_here
+from pagestash.saved.compiled import at_compile_time, hidden, hidden_here
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.module_hook import Hook
 from pagestash.saved.recompute.home import Recompute
 from pagestash.saved.recompute.recorded_forward import RecordedForward
 from pagestash.saved.region import Region, enter, frames, leave, running_again
-from pagestash.saved.storage import modules_in, storage_keys, transformed, weight_keys
+from pagestash.saved.storage import storage_keys, weight_keys
+from pagestash.torch_internals import (
+    compiling_around,
+    current_transform,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    modules_in,
+    parameters_of,
+    top_saved_tensors_hooks,
+    tracing_state,
+)
 
 
 class Outside(Protocol):
@@ -47,8 +57,8 @@ class RegionHooks:
         self._calls = under_way()
         for module, opening, closing in self._next_to_forward:
             # A replay runs `forward` itself, so no other hook may come between it and ours.
-            module._forward_pre_hooks.move_to_end(opening.id)
-            module._forward_hooks.move_to_end(closing.id, last=False)
+            forward_pre_hooks_of(module).move_to_end(opening.id)
+            forward_hooks_of(module).move_to_end(closing.id, last=False)
 
     def stop(self) -> None:
         """The step is over, and so are calls that an exception left open."""
@@ -78,7 +88,7 @@ class RegionHooks:
             self._next_to_forward.append((module, opening, closing))
         for child in modules_in(module)[1:]:
             # Once for each child, however many regions it is in: the note is for the innermost.
-            if child not in self._noted and any(value is not None for value in child._parameters.values()):
+            if child not in self._noted and any(value is not None for value in parameters_of(child).values()):
                 self._noted.add(child)
                 self._hooks.append(child.register_forward_pre_hook(NoteWeights(self)))
 
@@ -138,8 +148,8 @@ class Opening(Hook):
             and not running_again()
             and not regions.aside
             and torch.is_grad_enabled()
-            and transformed() is None
-            and torch._C._get_tracing_state() is None  # torch.jit would record what we do
+            and current_transform() is None
+            and tracing_state() is None  # torch.jit would record what we do
         )
 
     @hidden
@@ -152,7 +162,7 @@ class Opening(Hook):
         regions, outer = self.regions, frames()[-1]
         self.ran = True
         if regions.hooks.look is not None:
-            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            hooks = top_saved_tensors_hooks(True)
             self.others |= hooks is not None and not isinstance(
                 getattr(hooks[0], "__self__", None), SavedTensorHooks
             )
@@ -221,7 +231,7 @@ class NoteWeights(Hook):
     def note(self, module: nn.Module) -> None:
         current = frames()
         if self.regions.in_step and current:
-            current[-1].weights |= storage_keys(module._parameters.values())
+            current[-1].weights |= storage_keys(parameters_of(module).values())
 
 
 def _compiled_again(name: str, rule: Rule) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import Rule
+from pagestash.torch_internals import LOCAL_PART, storage_key, tensors_in
 
 SPARSE = 2
 """A view that spans more than this many times its own bytes is packed densely rather than by range."""
@@ -198,40 +199,16 @@ def storage_keys(tensors: Iterable[torch.Tensor | None]) -> set[int]:
     keys = set()
     for tensor in tensors:
         if tensor is not None:
-            local = getattr(tensor, "_local_tensor", tensor)
+            local = getattr(tensor, LOCAL_PART, tensor)
             if local.layout is torch.strided:  # a sparse one has no storage of its own
-                keys.add(local.untyped_storage()._cdata)
+                keys.add(storage_key(local))
     return keys
-
-
-def modules_in(*roots: nn.Module) -> list[nn.Module]:
-    """`roots`, then all modules in them, each once.
-
-    A region walks them anew whenever it opens: what is in a module may change at any time, and its parameters do
-    so in mid-step under FSDP2, so nothing that was found before can be trusted. Torch's own walk spends most of
-    its time on names, which nobody reads here: for a decoder's layer, 61 µs with the storages against 20.
-    """
-    found = dict.fromkeys(roots)
-    modules = list(found)
-    for module in modules:  # which grows meanwhile
-        for child in module._modules.values():
-            if child is not None and child not in found:
-                found[child] = None
-                modules.append(child)
-    return modules
 
 
 def weight_keys(module: nn.Module) -> set[int]:
     """The storages that the parameters and buffers of a module, and of all in it, live in now."""
-    tensors: list[torch.Tensor | None] = []
-    for each in modules_in(module):
-        tensors += each._parameters.values()
-        tensors += each._buffers.values()
-    return storage_keys(tensors)
+    return storage_keys(tensors_in(module))
 
-
-transformed = torch._C._functorch.peek_interpreter_stack
-"""The transform of `torch.func` (vmap, jvp) that we are in, or None: its tensors have no memory of their own."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -240,4 +217,4 @@ def plain_storage(tensor: torch.Tensor) -> int | None:
     """The storage of a tensor with plain memory; None for a subclass or a layout that has none of its own."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return None
-    return tensor.untyped_storage()._cdata
+    return storage_key(tensor)

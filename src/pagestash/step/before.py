@@ -9,12 +9,11 @@ from torch.amp.grad_scaler import GradScaler
 
 from pagestash.saved.keeper import Keeper
 from pagestash.saved.recompute.rng import TorchRng, set_torch_rng_state, torch_rng_state
-from pagestash.saved.storage import modules_in
 from pagestash.step.randomness import Generators, is_generator, set_state
 from pagestash.step.reach import iterators, reached
 from pagestash.step.scaling import Scalers
 from pagestash.step.state import Buffers
-from pagestash.torch_internals import parameters_of
+from pagestash.torch_internals import modules_in, parameters_of
 
 
 class Involved:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from pagestash.saved.offload.plan import Event
+from pagestash.torch_internals import LOCAL_PART
 
 
 class Reading(NamedTuple):
@@ -32,7 +33,7 @@ def read_memory(
     if device is None or device.type != "cuda":
         return None
     gradients = {
-        id(parameter): getattr(parameter.grad, "_local_tensor", parameter.grad).nbytes
+        id(parameter): getattr(parameter.grad, LOCAL_PART, parameter.grad).nbytes
         for parameter in parameters()
         if parameter.grad is not None
     }

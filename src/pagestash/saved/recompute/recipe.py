@@ -18,7 +18,8 @@ from pagestash.saved.recompute.rng_and_buffers import ChangesBuffers, DrawsInPyt
 from pagestash.saved.recompute.trees import map_leaves
 from pagestash.saved.recompute.value_checks import Checks, When
 from pagestash.saved.recompute.weights import VersionOnly, Weights
-from pagestash.saved.storage import byte_range, modules_in
+from pagestash.saved.storage import byte_range
+from pagestash.torch_internals import modules_in
 
 
 @dataclass(slots=True, eq=False)

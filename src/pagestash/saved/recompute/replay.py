@@ -13,7 +13,7 @@ from pagestash.saved.recompute.recipe import Layout, Recipe
 from pagestash.saved.recompute.rng import set_python_rng_state, set_torch_rng_state
 from pagestash.saved.recompute.trees import tensors_of
 from pagestash.saved.region import Forward, Region, frames, set_frames
-from pagestash.saved.storage import modules_in
+from pagestash.torch_internals import modules_in
 
 
 class _Enough(BaseException):  # no `except Exception` of a forward may catch it

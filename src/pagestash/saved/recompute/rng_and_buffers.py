@@ -19,6 +19,7 @@ from pagestash.saved.recompute.rng import (
     torch_rng_drawn,
     torch_rng_state,
 )
+from pagestash.torch_internals import buffers_of, key_of_storage, storage_key
 
 SMALL_BUFFER = 65536
 """Buffers up to this many bytes are copied before every forward: the copy is cheap, and versions do not tell all
@@ -76,9 +77,8 @@ class _Buffer:
 
     def changed(self) -> bool:
         """Whether it has other bytes, as far as its version tells, or other memory."""
-        return (
-            self.tensor._version != self.version
-            or self.tensor.untyped_storage()._cdata != self.storage._cdata
+        return self.tensor._version != self.version or storage_key(self.tensor) != key_of_storage(
+            self.storage
         )
 
     def same_content(self) -> bool:
@@ -112,7 +112,7 @@ class RngAndBuffers:
         self._buffers = [
             self._before(owner, name, buffer)
             for owner in modules
-            for name, buffer in owner._buffers.items()
+            for name, buffer in buffers_of(owner).items()
             if buffer is not None
         ]
         self._autocast = [_autocast(kind) for kind in dict.fromkeys((device.type, "cpu"))]
@@ -130,7 +130,7 @@ class RngAndBuffers:
 
     def storages(self) -> set[int]:
         """The storages of the buffers, as they were before forward."""
-        return {buffer.storage._cdata for buffer in self._buffers}
+        return {key_of_storage(buffer.storage) for buffer in self._buffers}
 
     def watches_python_rng(self) -> bool:
         """Whether forward may draw from Python's or NumPy's generator, as far as is known."""
@@ -156,7 +156,7 @@ class RngAndBuffers:
     def _learn(self, buffer: _Buffer) -> bool:
         """Whether the value before forward is still there, if forward has changed it."""
         seen = self._changes.setdefault(buffer.owner, {})
-        replaced = buffer.owner._buffers.get(buffer.name) is not buffer.tensor
+        replaced = buffers_of(buffer.owner).get(buffer.name) is not buffer.tensor
         changed = buffer.tensor._version != buffer.version
         if buffer.name not in seen:
             changed = changed or not buffer.same_content()
@@ -181,7 +181,7 @@ class RngAndBuffers:
         with ExitStack() as stack:
             self._restore_modes(stack)
             buffers_now: list[tuple[nn.Module, str, Any]] = [
-                (buffer.owner, buffer.name, buffer.owner._buffers.get(buffer.name))
+                (buffer.owner, buffer.name, buffers_of(buffer.owner).get(buffer.name))
                 for buffer in self._buffers
             ]
             torch_rng_now = None if self._torch_rng is None else torch_rng_state(self._device)
@@ -194,11 +194,11 @@ class RngAndBuffers:
                 for buffer in self._buffers:
                     # (Another may be there by now, such as one that `functional_call` put there.)
                     tensor = buffer.tensor if buffer.copy is None else buffer.copy.clone()
-                    buffer.owner._buffers[buffer.name] = tensor
+                    buffers_of(buffer.owner)[buffer.name] = tensor
                 yield
             finally:
                 for owner, name, value in buffers_now:
-                    owner._buffers[name] = value
+                    buffers_of(owner)[name] = value
                 if torch_rng_now is not None:
                     set_torch_rng_state(self._device, torch_rng_now)
                 if python_rng_now is not None:

@@ -20,6 +20,7 @@ from torch import nn
 
 from pagestash.saved.storage import checksum
 from pagestash.saved.streams import capturing, is_done
+from pagestash.torch_internals import is_replica
 
 EVERY = 256
 """Forwards of a region from one check to the next. A check reads what the region discards four times, which is less
@@ -64,9 +65,8 @@ class Checks:
 
     def due(self, module: nn.Module) -> When:
         """Whether the forward of `module` that begins now is checked; raises what an earlier check has found."""
-        # (A replica of DataParallel's is a new module in every step. Asked of __dict__: what a module does not have
-        # takes `getattr` microseconds.)
-        if module.__dict__.get("_is_replica", False) or capturing():
+        # (A replica of DataParallel's is a new module in every step.)
+        if is_replica(module) or capturing():
             return When.NEVER
         self._settle()
         if module in self._new:

@@ -7,10 +7,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from pagestash.saved.storage import checksum, modules_in, storage_keys
+from pagestash.saved.storage import checksum, storage_keys
 from pagestash.saved.streams import capturing
+from pagestash.torch_internals import (
+    LOCAL_PART,
+    key_of_storage,
+    modules_in,
+    parameters_of,
+    preserve_versions,
+    storage_key,
+)
 
 VersionOnly = WeakKeyDictionary[nn.Module, set[str]]
 """Names of weights whose version a forward raises while their bytes stay, as a parametrization's `set_` does."""
@@ -33,7 +40,7 @@ class _Weight(NamedTuple):
         if self.memory is None or self.tensor.data_ptr() == self.memory[1]:
             return False
         storage, _, offset = self.memory
-        there = self.tensor.untyped_storage()._cdata == storage._cdata
+        there = storage_key(self.tensor) == key_of_storage(storage)
         return not there or self.tensor.storage_offset() != offset
 
     def freed(self) -> bool:
@@ -60,13 +67,13 @@ class Weights:
                 else None,
             )
             for owner in modules
-            for name, weight in owner._parameters.items()
+            for name, weight in parameters_of(owner).items()
             if weight is not None
         ]
 
     def storages(self) -> set[int]:
         """The storages that the weights live in."""
-        plain = {weight.memory[0]._cdata for weight in self._weights if weight.memory is not None}
+        plain = {key_of_storage(weight.memory[0]) for weight in self._weights if weight.memory is not None}
         return plain | storage_keys(weight.tensor for weight in self._weights if weight.memory is None)
 
     def close(self) -> None:
@@ -87,7 +94,7 @@ class Weights:
             tensor = weight.tensor
             if tensor._version != weight.version and not self._same_bytes(number):
                 raise self._refusal(weight, "was changed in place")
-            is_there = weight.owner._parameters.get(weight.name) is tensor
+            is_there = parameters_of(weight.owner).get(weight.name) is tensor
             if is_there or not _is_sharded(weight):
                 if weight.moved():
                     raise self._refusal(weight, "was given other memory (.data)")
@@ -113,9 +120,9 @@ class Weights:
     def sharded(self) -> bool:
         """Whether a weight that was whole in forward is in shards now."""
         return any(
-            weight.owner._parameters.get(weight.name) is not weight.tensor
+            parameters_of(weight.owner).get(weight.name) is not weight.tensor
             and _is_sharded(weight)
-            and not hasattr(weight.tensor, "_local_tensor")
+            and not hasattr(weight.tensor, LOCAL_PART)
             for weight in self._weights
         )
 
@@ -125,7 +132,7 @@ class Weights:
         replaced = [
             weight
             for weight in self._weights
-            if weight.owner._parameters.get(weight.name) is not weight.tensor and not _is_sharded(weight)
+            if parameters_of(weight.owner).get(weight.name) is not weight.tensor and not _is_sharded(weight)
         ]
         keep_version = [
             weight.tensor
@@ -139,9 +146,9 @@ class Weights:
         # Leaves: a replay needs no graph of theirs, but must know that they want gradients.
         leaves: dict[torch.Tensor, torch.Tensor] = {}
         try:
-            with _unsafe_preserve_version_counter(tuple(keep_version)):
+            with preserve_versions(tuple(keep_version)):
                 for weight in replaced:
-                    there: dict[str, Any] = weight.owner._parameters
+                    there: dict[str, Any] = parameters_of(weight.owner)
                     now.append((there, weight.name, there.get(weight.name, _ABSENT)))
                     tensor = weight.tensor
                     if not tensor.is_leaf:
@@ -196,5 +203,5 @@ class Weights:
 
 def _is_sharded(weight: _Weight) -> bool:
     """Whether one of the weight and what is there now is a shard: FSDP2 gathers and shards them itself."""
-    now = weight.owner._parameters.get(weight.name)
-    return hasattr(weight.tensor, "_local_tensor") != hasattr(now, "_local_tensor")
+    now = parameters_of(weight.owner).get(weight.name)
+    return hasattr(weight.tensor, LOCAL_PART) != hasattr(now, LOCAL_PART)

@@ -14,17 +14,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
 
 from pagestash.saved.compiled import hidden
 from pagestash.saved.storage import plain_storage
 from pagestash.saved.valid_rows.mark import Effect
 from pagestash.saved.valid_rows.marks import Marks
+from pagestash.torch_internals import (
+    TorchDispatchMode,
+    dispatch_depth,
+    dispatch_modes,
+    pop_dispatch_mode,
+    push_dispatch_mode,
+)
 
 Find = Callable[[torch.Tensor], Any]
 Rule = Callable[[Find, tuple[Any, ...], dict[str, Any]], Effect | None]
@@ -88,18 +89,18 @@ def begin(marks: Marks, weights: set[int]) -> RowWise:
 def end(mode: RowWise) -> None:
     """Look no longer; modes that an exception left open above it stay."""
     above = []
-    for other in reversed(_get_current_dispatch_mode_stack()):
+    for other in reversed(dispatch_modes()):
         if other is mode:
             break
-        above.append(_pop_mode())
+        above.append(pop_dispatch_mode())
     mode.__exit__(None, None, None)
     for other in reversed(above):
-        _push_mode(other)
+        push_dispatch_mode(other)
     mode.marks.watched -= 1
     mode.marks.settle()
 
 
-depth = torch._C._len_torch_dispatch_stack
+depth = dispatch_depth
 """How many modes are open: one may be opened for a region only where none has come since the region began."""
 
 

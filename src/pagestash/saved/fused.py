@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pagestash.saved.compiled import hidden
-from pagestash.saved.region import Region, frames, region, running_again
+from pagestash.saved.region import Region, frames, region, replaying
 from pagestash.saved.storage import storage_keys
 from pagestash.torch_internals import storage_key
 
@@ -64,7 +64,7 @@ def _owner(
 ) -> Region | None:
     """The region of `module` inside `inner`, one for all claims that are alike; None: there is nothing to claim."""
     name = None if module is None else inner.owner.names.get(module)
-    if inner.whole_step or running_again() or (name is None and rows is None):
+    if inner.whole_step or replaying() or (name is None and rows is None):
         return None
     rule, run = inner.rule, inner.run
     if name is None:
@@ -99,4 +99,4 @@ def needs_backward(*tensors: torch.Tensor) -> bool:
 
     Not in a replay: the first forward of the region has done so.
     """
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors) and not running_again()
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors) and not replaying()

@@ -158,7 +158,7 @@ def no_module(rule: Rule, name: str) -> str:
 
 
 @hidden
-def running_again() -> bool:
+def replaying() -> bool:
     """Whether a forward is replayed. What a module stashes by itself then would never be asked for."""
     if torch.compiler.is_compiling():
         return False
@@ -201,7 +201,7 @@ def region(
         yield
         return
     outer = current[-1]
-    if running_again():
+    if replaying():
         yield
         return
     full = f"{outer.name}.{name}" if outer.name and name else outer.name or name

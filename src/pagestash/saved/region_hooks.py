@@ -14,7 +14,7 @@ from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.module_hook import Hook
 from pagestash.saved.recompute.home import Recompute
 from pagestash.saved.recompute.recorded_forward import RecordedForward
-from pagestash.saved.region import Region, enter, frames, leave, running_again
+from pagestash.saved.region import Region, enter, frames, leave, replaying
 from pagestash.saved.storage import storage_keys, weight_keys
 from pagestash.torch_internals import (
     compiling_around,
@@ -145,7 +145,7 @@ class Opening(Hook):
         return (
             regions.in_step
             and bool(frames())
-            and not running_again()
+            and not replaying()
             and not regions.aside
             and torch.is_grad_enabled()
             and current_transform() is None

@@ -5,7 +5,7 @@ from types import FrameType
 
 import torch
 
-from pagestash.saved.region import frames, look_at_operations, running_again
+from pagestash.saved.region import frames, look_at_operations, replaying
 from pagestash.saved.valid_rows.marks import FUNCTION
 
 
@@ -31,7 +31,7 @@ def rows(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
     if not x.ndim:
         raise ValueError("rows(x, n): x has no rows, it is a scalar")
     current = frames()
-    if not current or running_again():
+    if not current or replaying():
         return x
     call = None if torch.is_grad_enabled() else _function_call()
     for owner in dict.fromkeys(frame.owner for frame in current):

@@ -10,8 +10,8 @@ def same(left: Any, right: Any) -> bool:
     """Whether two trees of tensors are the same to the last bit.
 
     A tree is a tensor, a mapping, a list, tuple or iterator of trees, or any other value. Trees must have the same
-    lengths and keys; tensors the same dtype, shape, device and bits: NaN is the same as a NaN of the same bits, and
-    0.0 is not the same as -0.0. Other values are compared with `==`.
+    lengths and keys; tensors the same dtype, shape, device, layout and bits: NaN is the same as a NaN of the same
+    bits, and 0.0 is not the same as -0.0. Other values are compared with `==`.
     """
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return _same_tensor(left.detach(), right.detach())
@@ -24,9 +24,15 @@ def same(left: Any, right: Any) -> bool:
 
 
 def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if (left.dtype, left.shape, left.device) != (right.dtype, right.shape, right.device):
+    if _kind(left) != _kind(right):
         return False
+    if left.layout != torch.strided:
+        left, right = left.to_dense(), right.to_dense()
     return torch.equal(_bits(left), _bits(right))
+
+
+def _kind(tensor: torch.Tensor) -> tuple:
+    return tensor.dtype, tensor.shape, tensor.device, tensor.layout
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,9 @@ Shapes, for one token: d the model's width, H heads and G of keys and values of 
 Saved by a layer on a GPU, in elements (the operations keep nothing else of size):
 
     norms and what they feed     4·d                        both norms keep their input, both projections theirs
-    grouped attention            (H + 2·G)·D + (H + G)·D + H·D    projection, turned queries and keys, result
+    grouped attention            (H + 2·G)·D + (H + G)·D + H·D    projection, queries and keys after RoPE, result
     latent attention             the latents and their norms, whole queries, keys and the values' projection, result
-    experts                      2·n·K (and d·K where rows come over a wire)
+    experts                      2·n·K (and d·K where rows come over the wire)
     dense or shared MLP          2·(its width)
 
 and the head keeps its norm's input, and the gradients that it computes with the loss.
@@ -36,7 +36,7 @@ def layer_costs(
 
     `parameter_bytes` is what a parameter keeps on the device in all: 16 for float32 weight and gradient and two
     moments of Adam. `shards` ranks hold a stage together, each a part of its parameters (FSDP); `expert_parallel`
-    of them share the experts, whose rows then come over a wire. Times are in 10¹² floating-point operations.
+    of them share the experts, whose rows then come over the wire. Times are in 10¹² floating-point operations.
     """
     for name, value in (("tokens", tokens), ("expert_parallel", expert_parallel), ("shards", shards)):
         if value < 1:

@@ -136,5 +136,5 @@ class Experts(SelfSaving):
         return self._rows.grow(int(self._rows.peak), self._most, headroom=headroom, alignment=alignment)
 
     def clear_over_capacity(self) -> None:
-        """Take the flag down again."""
+        """Reset `over_capacity` to 0."""
         self.over_capacity.zero_()

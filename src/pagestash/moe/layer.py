@@ -23,7 +23,7 @@ class MoE(nn.Module):
         y, aux = moe(x)                # x: [..., 64]; aux: the auxiliary losses, add them to yours
 
     Saved for backward in bf16: the input and the first projection, `2·T·d + 4·T·K·n` bytes, and indices. With
-    a `pool` the first projection goes to its pages, valid rows only, and is made again where it had no room.
+    a `pool` the first projection goes to its pages, valid rows only, and is recomputed where the pool had no room.
 
     `experts` runs `expert_fc1`, `moe_act` and `expert_fc2` as one block; they are modules so that rules can name
     them, and the homes of what each one's backward needs be chosen apart.
@@ -64,7 +64,7 @@ class MoE(nn.Module):
         return self.experts.grow_capacity(headroom=headroom, alignment=alignment)
 
     def clear_over_capacity(self) -> None:
-        """Take the flag down again."""
+        """Reset `over_capacity` to 0."""
         self.experts.clear_over_capacity()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

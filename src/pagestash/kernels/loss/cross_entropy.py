@@ -1,11 +1,12 @@
 """The loss of a language model's head: projection, softmax and cross entropy, without the logits.
 
 `loss = Σ over labelled tokens of (1 - ε)·(lse - x[label]) + ε·(lse - mean x) + z·lse²`, with the logits
-x = hidden · weightᵀ, lse their log-sum-exp, ε the label smoothing, and the sum divided by the number of
-labelled tokens for the mean. Tokens whose label is `ignore_index` count for nothing, whatever `hidden` holds there.
+x_TV = hidden_TD · weight_VDᵀ, lse their log-sum-exp, ε the label smoothing, and the sum divided by the number of
+labelled tokens for the mean. T tokens, of which C at a time; D the model's width, V words of the vocabulary. Tokens
+whose label is `ignore_index` count for nothing, whatever `hidden_TD` holds there.
 
 Logits exist for one chunk of tokens at a time, in the model's precision, and their gradient is written over
-them as soon as the loss is known; what waits for backward is the gradient of `hidden` and of `weight`. So the
+them as soon as the loss is known; what waits for backward is the gradient of `hidden_TD` and of `weight_VD`. So the
 loss must be a scalar that backward scales.
 
 What moves, a chunk: the logits are written by the projection, read twice and written once by the softmax, and
@@ -42,59 +43,61 @@ class LossOptions:
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    labels_T: torch.Tensor,
     options: LossOptions,
     *,
     need_hidden: bool = True,
     need_weight: bool = True,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The loss (float32) of `hidden` [N, d] with `weight` [V, d], and its gradients for both where needed.
+    """The loss (float32) of `hidden_TD` with `weight_VD`, and its gradients for both where needed.
 
     The weight's gradient is summed over chunks in float32, and stays so. A label that is neither in range nor
     `ignore_index` makes the loss NaN. Without any labelled token the loss is 0.
     """
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+    if hidden_TD.ndim != 2 or weight_VD.ndim != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(
-            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}: expected [N, d], [V, d]"
+            f"hidden {tuple(hidden_TD.shape)} and weight {tuple(weight_VD.shape)}: expected [T, D], [V, D]"
         )
-    if labels.shape != hidden.shape[:1] or labels.dtype not in (torch.int32, torch.int64):
+    if labels_T.shape != hidden_TD.shape[:1] or labels_T.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"labels {tuple(labels.shape)} of {labels.dtype}: expected {hidden.shape[0]} integers"
+            f"labels {tuple(labels_T.shape)} of {labels_T.dtype}: expected {hidden_TD.shape[0]} integers"
         )
-    tokens, vocabulary = hidden.shape[0], weight.shape[0]
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    losses = torch.empty(tokens, dtype=wide, device=hidden.device)
-    scale = torch.ones((), dtype=wide, device=hidden.device)
+    tokens, vocabulary = hidden_TD.shape[0], weight_VD.shape[0]
+    wide = torch.float64 if hidden_TD.dtype == torch.float64 else torch.float32
+    losses_T = torch.empty(tokens, dtype=wide, device=hidden_TD.device)
+    scale = torch.ones((), dtype=wide, device=hidden_TD.device)
     if options.mean:
-        scale = 1.0 / (labels != options.ignore_index).sum().clamp(min=1).to(wide)
-    use = choose(hidden.device, backend)
+        scale = 1.0 / (labels_T != options.ignore_index).sum().clamp(min=1).to(wide)
+    use = choose(hidden_TD.device, backend)
     # Backward needs as much as the weight beside the sum of its gradient: logits of that size raise no peak.
-    room = max(CHUNK_BYTES, weight.nbytes if need_weight else 0)
-    chunk = options.chunk or max(128, room // (vocabulary * hidden.element_size()) // 128 * 128)
-    dhidden = torch.empty_like(hidden) if need_hidden else None
-    dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
+    room = max(CHUNK_BYTES, weight_VD.nbytes if need_weight else 0)
+    chunk = options.chunk or max(128, room // (vocabulary * hidden_TD.element_size()) // 128 * 128)
+    dhidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
+    dweight_VD = torch.zeros(weight_VD.shape, dtype=wide, device=weight_VD.device) if need_weight else None
     for start in range(0, tokens, chunk):
         part = slice(start, start + chunk)
-        logits = hidden[part] @ weight.t()
-        softmax_loss_(logits, labels[part], losses[part], scale, options, backend=use)
-        if dhidden is not None:
-            torch.mm(logits, weight, out=dhidden[part])
-        if dweight is not None:
-            _add_product(dweight, logits.t(), _labelled(hidden[part], labels[part], options.ignore_index))
-        del logits
-    return losses.sum() * scale, dhidden, dweight
+        logits_CV = hidden_TD[part] @ weight_VD.t()
+        softmax_loss_(logits_CV, labels_T[part], losses_T[part], scale, options, backend=use)
+        if dhidden_TD is not None:
+            torch.mm(logits_CV, weight_VD, out=dhidden_TD[part])
+        if dweight_VD is not None:
+            _add_product(
+                dweight_VD, logits_CV.t(), _labelled(hidden_TD[part], labels_T[part], options.ignore_index)
+            )
+        del logits_CV
+    return losses_T.sum() * scale, dhidden_TD, dweight_VD
 
 
-def _labelled(hidden: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """`hidden` with zeros for tokens without a label: the product over tokens would make NaN of 0 · NaN.
+def _labelled(hidden_TD: torch.Tensor, labels_T: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """`hidden_TD` with zeros for tokens without a label: the product over tokens would make NaN of 0 · NaN.
 
     Always a copy: to ask whether any label is ignored would wait for the device. A token's d elements move twice
     here, beside its V logits five times.
     """
-    return torch.where((labels == ignore_index)[:, None], 0.0, hidden)
+    return torch.where((labels_T == ignore_index)[:, None], 0.0, hidden_TD)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -109,28 +112,28 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def softmax_loss_(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    losses: torch.Tensor,
+    logits_CV: torch.Tensor,
+    labels_C: torch.Tensor,
+    losses_C: torch.Tensor,
     scale: torch.Tensor,
     options: LossOptions,
     *,
     backend: str = "auto",
 ) -> None:
-    """Write each row's loss, unscaled, and over `logits` their gradient times the device float `scale`."""
-    if choose(logits.device, backend) == "torch":
-        softmax_loss_reference_(logits, labels, losses, scale, options)
-    elif logits.numel():
-        _softmax_loss_kernel[(logits.shape[0],)](
-            logits,
-            labels,
-            losses,
+    """Write each row's loss, unscaled, and over `logits_CV` their gradient times the device float `scale`."""
+    if choose(logits_CV.device, backend) == "torch":
+        softmax_loss_reference_(logits_CV, labels_C, losses_C, scale, options)
+    elif logits_CV.numel():
+        _softmax_loss_kernel[(logits_CV.shape[0],)](
+            logits_CV,
+            labels_C,
+            losses_C,
             scale,
-            logits.shape[1],
+            logits_CV.shape[1],
             options.ignore_index,
             float(options.label_smoothing),
             float(options.z_loss),
-            BLOCK=min(BLOCK, triton.next_power_of_2(logits.shape[1])),
+            BLOCK=min(BLOCK, triton.next_power_of_2(logits_CV.shape[1])),
             num_warps=WARPS,
         )
 
@@ -139,26 +142,26 @@ def softmax_loss_(
 
 
 def softmax_loss_reference_(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    losses: torch.Tensor,
+    logits_CV: torch.Tensor,
+    labels_C: torch.Tensor,
+    losses_C: torch.Tensor,
     scale: torch.Tensor,
     options: LossOptions,
 ) -> None:
-    vocabulary = logits.shape[1]
-    x = logits.to(losses.dtype)
+    vocabulary = logits_CV.shape[1]
+    x = logits_CV.to(losses_C.dtype)
     lse = torch.logsumexp(x, dim=1)
-    counted = labels != options.ignore_index
-    bad = counted & ((labels < 0) | (labels >= vocabulary))
-    at = labels.clamp(0, vocabulary - 1).to(torch.int64)[:, None]
+    counted = labels_C != options.ignore_index
+    bad = counted & ((labels_C < 0) | (labels_C >= vocabulary))
+    at = labels_C.clamp(0, vocabulary - 1).to(torch.int64)[:, None]
     smooth = options.label_smoothing
     loss = lse - (1 - smooth) * x.gather(1, at)[:, 0] + options.z_loss * lse**2
     if smooth:  # 0 · mean is NaN where a logit is -inf
         loss = loss - smooth * x.mean(1)
-    losses.copy_(torch.where(bad, torch.nan, torch.where(counted, loss, 0.0)))
+    losses_C.copy_(torch.where(bad, torch.nan, torch.where(counted, loss, 0.0)))
     gradient = torch.exp(x - lse[:, None]) * (1 + 2 * options.z_loss * lse[:, None]) - smooth / vocabulary
     gradient.scatter_add_(1, at, torch.full_like(at, smooth - 1, dtype=x.dtype))
-    logits.copy_(torch.where(counted[:, None], gradient * scale, 0.0))
+    logits_CV.copy_(torch.where(counted[:, None], gradient * scale, 0.0))
 
 
 # --- how: the Triton kernel ---------------------------------------------------------------------------------

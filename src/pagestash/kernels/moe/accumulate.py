@@ -1,8 +1,9 @@
 """Add a grouped product of rows to matrices that hold one already.
 
-`out[e] += a[rows of e].T @ b[rows of e]`: the weight gradient of rows that stand in a second buffer. A grouped
-product of its own would write all matrices, with zeros for experts that have no row there, and adding it would
-read and write them again: 1.9 GB for 8 experts of 4096 x 7168, where usually no row is in that buffer at all.
+`out_EMN[e] += a_RM[rows of e].T @ b_RN[rows of e]`: the weight gradient of rows that are in a second buffer. E
+experts, R rows. A grouped product of its own would write all matrices, with zeros for experts that have no row
+there, and adding it would read and write them again: 1.9 GB for 8 experts of 4096 x 7168, where usually no row is
+in that buffer at all.
 
 What moves: the rows of each expert that has any, and its matrix once in and once out.
 """
@@ -20,50 +21,57 @@ STAGES = 3
 
 
 def accumulate_(
-    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, *, backend: str = "auto"
+    out_EMN: torch.Tensor,
+    a_RM: torch.Tensor,
+    b_RN: torch.Tensor,
+    offsets_E: torch.Tensor,
+    *,
+    backend: str = "auto",
 ) -> torch.Tensor:
-    """`out` [E, m, n] plus the products of each expert's rows of `a` [R, m] and `b` [R, n], in place.
+    """`out_EMN` plus the products of each expert's rows of `a_RM` and `b_RN`, in place.
 
-    `offsets` (int32 [E], on the device) says where each expert's rows end; those after the last are not read.
+    `offsets_E` (int32, on the device) says where each expert's rows end; those after the last are not read.
     Sums are made in float32 (float64 for that) and rounded once.
     """
-    if out.shape != (offsets.numel(), a.shape[1], b.shape[1]) or a.shape[0] != b.shape[0]:
+    if out_EMN.shape != (offsets_E.numel(), a_RM.shape[1], b_RN.shape[1]) or a_RM.shape[0] != b_RN.shape[0]:
         raise ValueError(
-            f"out {tuple(out.shape)}, a {tuple(a.shape)}, b {tuple(b.shape)}, {offsets.numel()} experts: "
-            "expected [E, m, n], [R, m], [R, n]"
+            f"out {tuple(out_EMN.shape)}, a {tuple(a_RM.shape)}, b {tuple(b_RN.shape)}, "
+            f"{offsets_E.numel()} experts: expected [E, m, n], [R, m], [R, n]"
         )
-    if not (out.is_contiguous() and a.is_contiguous() and b.is_contiguous()):
+    if not (out_EMN.is_contiguous() and a_RM.is_contiguous() and b_RN.is_contiguous()):
         raise ValueError("out, a and b: expected contiguous tensors")
     # The interpreter's dot takes the bits of a bfloat16 for an integer.
-    unfit = out.dtype == torch.float64 or (interpreted() and out.dtype == torch.bfloat16)
-    if unfit or choose(out.device, backend) == "torch":
-        accumulate_reference(out, a, b, offsets)
-    elif out.numel() and a.shape[0]:
-        with launching_on(out.device):
-            _accumulate_kernel[(multiprocessors(out.device),)](
-                out,
-                a,
-                b,
-                offsets,
-                a.shape[1],
-                b.shape[1],
-                E=offsets.numel(),
+    unfit = out_EMN.dtype == torch.float64 or (interpreted() and out_EMN.dtype == torch.bfloat16)
+    if unfit or choose(out_EMN.device, backend) == "torch":
+        accumulate_reference(out_EMN, a_RM, b_RN, offsets_E)
+    elif out_EMN.numel() and a_RM.shape[0]:
+        with launching_on(out_EMN.device):
+            _accumulate_kernel[(multiprocessors(out_EMN.device),)](
+                out_EMN,
+                a_RM,
+                b_RN,
+                offsets_E,
+                a_RM.shape[1],
+                b_RN.shape[1],
+                E=offsets_E.numel(),
                 BLOCK_M=BLOCK_M,
                 BLOCK_N=BLOCK_N,
                 BLOCK_ROWS=BLOCK_ROWS,
                 num_warps=WARPS,
                 num_stages=STAGES,
             )
-    return out
+    return out_EMN
 
 
-def accumulate_reference(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> None:
-    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+def accumulate_reference(
+    out_EMN: torch.Tensor, a_RM: torch.Tensor, b_RN: torch.Tensor, offsets_E: torch.Tensor
+) -> None:
+    wide = torch.float64 if out_EMN.dtype == torch.float64 else torch.float32
     start = 0
-    for expert, end in enumerate(offsets.tolist()):
+    for expert, end in enumerate(offsets_E.tolist()):
         if end > start:
-            product = a[start:end].t().to(wide) @ b[start:end].to(wide)
-            out[expert] = (out[expert].to(wide) + product).to(out.dtype)
+            product = a_RM[start:end].t().to(wide) @ b_RN[start:end].to(wide)
+            out_EMN[expert] = (out_EMN[expert].to(wide) + product).to(out_EMN.dtype)
         start = end
 
 

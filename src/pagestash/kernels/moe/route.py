@@ -1,8 +1,8 @@
-"""From chosen experts to places: how many rows each expert gets, and where every (token, choice) goes.
+"""From chosen experts to rows: how many rows each expert gets, and which row every (token, choice) gets.
 
-`T` tokens choose `K` of `E` experts each. A *flat* index is `token * K + choice`; a *row* is a place in the
-buffer sorted by expert. `order[row]` is the flat index that stands there, `inverse[flat]` the row it went to,
-or -1 when it has none (an expert of another rank, a token past the valid ones, or beyond `capacity`).
+T tokens choose K of E experts each; R rows of capacity, sorted by expert. A *flat* index is `token * K + choice`.
+`order[row]` is the flat index of a row, `inverse[flat]` the row of a flat index, or -1 when it has none (an
+expert of another rank, a token past the valid ones, or beyond `capacity`).
 
 What moves: the ids twice, both indices once, and one counter a block and expert. The sort is a counting sort
 in three launches; it is stable, uses no atomics, and gives the same bits every time.
@@ -36,7 +36,7 @@ class Routing:
 
 
 def route(
-    ids: torch.Tensor,
+    ids_TK: torch.Tensor,
     experts: int,
     *,
     first: int = 0,
@@ -45,56 +45,58 @@ def route(
     over: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Routing:
-    """Sort the choices `ids` [T, K] by expert, for the experts `first` to `first + experts - 1`.
+    """Sort the choices `ids_TK` by expert, for the experts `first` to `first + experts - 1`.
 
     Ids outside that range get no row. `tokens`, one integer on the device, limits the tokens that count. With
     more rows than `capacity` (default: T × K, which always suffices) the last ones get none, and `over`, a
     float32 on the device, is set to 1.
     """
-    if ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"ids of shape {tuple(ids.shape)} and {ids.dtype}: expected [tokens, K] of integers")
+    if ids_TK.ndim != 2 or ids_TK.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"ids of shape {tuple(ids_TK.shape)} and {ids_TK.dtype}: expected [tokens, K] of integers"
+        )
     if experts < 1:
         raise ValueError(f"experts={experts}: expected at least 1")
     if capacity is None:
-        capacity = ids.numel()
-    if not 0 <= capacity < 2**31 or ids.numel() >= 2**31:
-        raise ValueError(f"capacity={capacity} for {ids.numel()} choices: both must be below 2**31")
-    device = ids.device
+        capacity = ids_TK.numel()
+    if not 0 <= capacity < 2**31 or ids_TK.numel() >= 2**31:
+        raise ValueError(f"capacity={capacity} for {ids_TK.numel()} choices: both must be below 2**31")
+    device = ids_TK.device
     found = Routing(
         counts=torch.empty(experts, dtype=torch.int32, device=device),
         offsets=torch.empty(experts, dtype=torch.int32, device=device),
         order=torch.empty(capacity, dtype=torch.int32, device=device),
-        inverse=torch.empty(ids.shape, dtype=torch.int32, device=device),
+        inverse=torch.empty(ids_TK.shape, dtype=torch.int32, device=device),
     )
     if choose(device, backend) == "torch":
-        route_reference(ids, first, tokens, over, found)
+        route_reference(ids_TK, first, tokens, over, found)
     else:
-        _launch(ids.contiguous(), first, tokens, over, found)
+        _launch(ids_TK.contiguous(), first, tokens, over, found)
     return found
 
 
 def multihot(
-    ids: torch.Tensor, weights: torch.Tensor, experts: int, *, backend: str = "auto"
+    ids_TK: torch.Tensor, weights_TK: torch.Tensor, experts: int, *, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The dense form of a choice: bool [T, E], true where chosen, and the weights there, zero elsewhere.
 
     The weights of an expert that a token chose twice are added. An id outside 0 to E - 1 stands for no choice.
     """
-    if ids.shape != weights.shape or ids.ndim != 2:
+    if ids_TK.shape != weights_TK.shape or ids_TK.ndim != 2:
         raise ValueError(
-            f"ids {tuple(ids.shape)} and weights {tuple(weights.shape)}: expected both [tokens, K]"
+            f"ids {tuple(ids_TK.shape)} and weights {tuple(weights_TK.shape)}: expected both [tokens, K]"
         )
-    tokens, choices = ids.shape
-    if choose(ids.device, backend) == "torch":
-        return multihot_reference(ids, weights, experts)
-    chosen = torch.empty(tokens, experts, dtype=torch.bool, device=ids.device)
-    dense = torch.empty(tokens, experts, dtype=weights.dtype, device=ids.device)
+    tokens, choices = ids_TK.shape
+    if choose(ids_TK.device, backend) == "torch":
+        return multihot_reference(ids_TK, weights_TK, experts)
+    chosen = torch.empty(tokens, experts, dtype=torch.bool, device=ids_TK.device)
+    dense = torch.empty(tokens, experts, dtype=weights_TK.dtype, device=ids_TK.device)
     block = triton.next_power_of_2(experts)
     together = max(1, 1024 // block)
     if tokens:
         _multihot_kernel[(triton.cdiv(tokens, together),)](
-            ids.contiguous(),
-            weights.contiguous(),
+            ids_TK.contiguous(),
+            weights_TK.contiguous(),
             chosen.view(torch.uint8),
             dense,
             tokens,
@@ -110,13 +112,13 @@ def multihot(
 
 
 def route_reference(
-    ids: torch.Tensor, first: int, tokens: torch.Tensor | None, over: torch.Tensor | None, out: Routing
+    ids_TK: torch.Tensor, first: int, tokens: torch.Tensor | None, over: torch.Tensor | None, out: Routing
 ) -> None:
     experts, capacity = out.counts.numel(), out.order.numel()
-    flat = ids.reshape(-1).to(torch.int64) - first
+    flat = ids_TK.reshape(-1).to(torch.int64) - first
     valid = (flat >= 0) & (flat < experts)
     if tokens is not None:
-        valid &= torch.arange(flat.numel(), device=ids.device) < tokens.reshape(()) * ids.shape[1]
+        valid &= torch.arange(flat.numel(), device=ids_TK.device) < tokens.reshape(()) * ids_TK.shape[1]
     expert = torch.where(valid, flat, experts)
     counts = torch.bincount(expert, minlength=experts + 1)[:experts]
     order = torch.argsort(expert, stable=True)[: min(int(counts.sum()), capacity)]
@@ -124,21 +126,21 @@ def route_reference(
     out.offsets.copy_(counts.cumsum(0).clamp(max=capacity))
     out.order[: order.numel()] = order.to(torch.int32)
     out.inverse.fill_(-1)
-    out.inverse.view(-1)[order] = torch.arange(order.numel(), dtype=torch.int32, device=ids.device)
+    out.inverse.view(-1)[order] = torch.arange(order.numel(), dtype=torch.int32, device=ids_TK.device)
     if over is not None and int(counts.sum()) > capacity:
         over.fill_(1.0)
 
 
 def multihot_reference(
-    ids: torch.Tensor, weights: torch.Tensor, experts: int
+    ids_TK: torch.Tensor, weights_TK: torch.Tensor, experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # One column more than there are experts, for the ids that stand for no choice.
-    column = torch.where((ids >= 0) & (ids < experts), ids, experts).to(torch.int64)
-    chosen = torch.zeros(ids.shape[0], experts + 1, dtype=torch.bool, device=ids.device)
+    column = torch.where((ids_TK >= 0) & (ids_TK < experts), ids_TK, experts).to(torch.int64)
+    chosen = torch.zeros(ids_TK.shape[0], experts + 1, dtype=torch.bool, device=ids_TK.device)
     # From -0.0, to which any weight adds exactly: one of -0.0 keeps its sign.
-    dense = torch.full(chosen.shape, -0.0, device=ids.device).to(weights.dtype)
+    dense = torch.full(chosen.shape, -0.0, device=ids_TK.device).to(weights_TK.dtype)
     chosen.scatter_(1, column, True)
-    dense.scatter_add_(1, column, weights)
+    dense.scatter_add_(1, column, weights_TK)
     dense = torch.where(chosen, dense, 0)
     return chosen[:, :experts].contiguous(), dense[:, :experts].contiguous()
 
@@ -292,17 +294,17 @@ def _multihot_kernel(
 
 
 def _launch(
-    ids: torch.Tensor, first: int, tokens: torch.Tensor | None, over: torch.Tensor | None, out: Routing
+    ids_TK: torch.Tensor, first: int, tokens: torch.Tensor | None, over: torch.Tensor | None, out: Routing
 ) -> None:
-    entries, choices, experts = ids.numel(), ids.shape[1], out.counts.numel()
+    entries, choices, experts = ids_TK.numel(), ids_TK.shape[1], out.counts.numel()
     blocks = max(1, triton.cdiv(entries, BLOCK))
-    blocks_EB = torch.empty(experts, blocks, dtype=torch.int32, device=ids.device)
-    limit = ids if tokens is None else tokens
+    blocks_EB = torch.empty(experts, blocks, dtype=torch.int32, device=ids_TK.device)
+    limit = ids_TK if tokens is None else tokens
     shared = {"K": choices, "LIMITED": tokens is not None, "BLOCK": BLOCK, "PART": PART}
-    _count_kernel[(blocks,)](ids, limit, blocks_EB, entries, first, experts, **shared)
+    _count_kernel[(blocks,)](ids_TK, limit, blocks_EB, entries, first, experts, **shared)
     _scan_kernel[(experts,)](blocks_EB, out.counts, blocks, SCAN=SCAN)
     _place_kernel[(blocks,)](
-        ids,
+        ids_TK,
         limit,
         blocks_EB,
         out.counts,

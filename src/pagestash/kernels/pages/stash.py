@@ -67,7 +67,7 @@ def reserve(
     """Take pages for the valid rows of a group, all or none, and write its book; copy nothing.
 
     `fixed_rows[i]` is tensor i's number of valid rows, or -1 where the device integer `rows` says it. An
-    expendable group can be made again: it takes device pages only, and only those that the others, at the most
+    expendable group can be recomputed: it takes device pages only, and only those that the others, at the most
     they ever wanted, would leave; without them it is given up, which is no overflow.
     """
     if memory.backend == "torch":

@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)  # two steps measure, then it captures
     losses = []
     for number in range(asked.steps):
-        # The pool is made for what the first steps needed; later ones bring more rows than that.
+        # The pool is sized for the first steps; later steps have more rows.
         rows = asked.capacity // 8 if number < asked.steps // 2 else asked.capacity // 2
         count = torch.tensor(rows, device=device)
         losses.append(step(torch.randn(asked.capacity, asked.width, device=device), count))

@@ -18,7 +18,7 @@ Tree = dict[str, jax.Array]
 
 
 def layer(params: Tree, x: jax.Array) -> tuple[jax.Array, Rows]:
-    """Of the rows of `x` the first `count` are valid; names say which tensors backward needs."""
+    """The first `count` rows of `x` are valid; tags name the tensors that backward needs."""
     valid = jnp.arange(x.shape[0])[:, None] < params["count"]
     hidden = checkpoint_name(x @ params["up"], "hidden")
     out = checkpoint_name(jax.nn.silu(hidden) @ params["down"], "out")
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     expected = jax.jit(jax.grad(plain))(weights)
     found, report = jax.jit(jax.grad(stashed, has_aux=True))(weights)
-    # Two programs, compiled apart: XLA may round them differently in the last bits.
+    # Two programs, compiled separately: XLA may round them differently in the last bits.
     apart = max(
         float(jnp.abs(a - b).max() / jnp.abs(a).max()) for a, b in zip(expected.values(), found.values())
     )

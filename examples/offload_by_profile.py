@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
         f"of attention's {found.home_bytes(everything)['offload']:,} bytes hides a fraction of {verdict.fraction}"
     )
 
-    # 3. Train with just so much.
+    # 3. Train with exactly that fraction.
     keeper = ps.Keeper(ps.Policy([ps.Rule(**rule, fraction=max(verdict.fraction, 0.01))])).attach(model)
     losses = {"keep": 0.0, "offload": 0.0}
     for home in losses:

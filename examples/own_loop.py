@@ -15,7 +15,7 @@ import pagestash as ps
 
 
 class Experts(nn.Module):
-    """A projection over a buffer of worst-case length; how many of its rows are valid, only the device knows."""
+    """A projection over a worst-case buffer; only the device knows how many of its rows are valid."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,14 +42,14 @@ class Model(nn.Module):
 
 
 def train(policy: ps.Policy, *, steps: int, capacity: int, width: int) -> tuple[list[float], int]:
-    """The losses, and the most bytes that waited for backward when forward ended."""
+    """The losses, and the peak of bytes saved at the end of forward."""
     torch.manual_seed(0)
     model = Model(layers=4, width=width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     keeper = ps.Keeper(policy).attach(model)
     losses, waiting = [], 0
     for _ in range(steps):
-        # A quarter of the buffer on average. On a GPU this number comes from the router, and stays there.
+        # On average a quarter of the buffer. On a GPU the router computes this number, and it stays there.
         count = torch.randint(capacity // 8, 3 * capacity // 8, ())
         x = torch.randn(capacity, width)
         with keeper.step():  # around forward and backward; the rest of the loop is as it was

@@ -85,9 +85,9 @@ storage_key: Callable[[torch.Tensor], int] = getattr(torch._C, "_storage_address
 key_of_storage: Callable[[torch.UntypedStorage], int] = _attribute(torch.UntypedStorage(0), "_cdata")
 """The same number, of a storage."""
 storage_references: Callable[[int], int] = internal_if_called(torch._C, "_storage_Use_Count")
-"""How many references a storage (by its key) has, in torch and in Python."""
+"""Number of references to a storage (by its key), in torch and in Python."""
 tensor_references: Callable[[torch.Tensor], int] = internal_if_called(torch.Tensor, "_use_count")
-"""How many references a tensor has in torch, its Python object among them."""
+"""Number of references to a tensor in torch, its Python object included."""
 COUNTS_REFERENCES = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = _attribute(torch.empty(0), "_base")
 """The tensor that a view is a view of."""
@@ -100,11 +100,11 @@ foreach_div_: Callable[..., None] = internal_if_called(torch, "_foreach_div_")
 foreach_mul_: Callable[..., None] = internal_if_called(torch, "_foreach_mul_")
 foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = internal_if_called(torch, "_foreach_norm")
 spin: Callable[[int], None] = internal_if_called(torch.cuda, "_sleep")
-"""Keep the device busy for so many cycles of its clock."""
+"""Keep the device busy for a number of clock cycles."""
 
 
 def coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and values of a sparse COO tensor as they are: the public ones ask for a coalesced one."""
+    """Indices and values of a sparse COO tensor, which unlike for the public ones need not be coalesced."""
     return internal(tensor, "_indices")(), internal(tensor, "_values")()
 
 
@@ -113,11 +113,11 @@ def coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 current_node: Callable[[], Any] = internal(torch._C, "_current_autograd_node")
 """The node whose backward is running in this thread, or None."""
 backward_number: Callable[[], int] = internal(torch._C, "_current_graph_task_id")
-"""A number of the running backward pass; -1 outside of one."""
+"""The id of the running backward pass; -1 outside of one."""
 keeps_graph: Callable[[], bool] = internal_if_called(torch._C, "_autograd._get_current_graph_task_keep_graph")
-"""Inside backward: whether it may run again (`retain_graph`)."""
+"""Inside backward: whether the graph is retained (`retain_graph`)."""
 next_sequence_number: Callable[[], int] = internal_if_called(torch._C, "_autograd._get_sequence_nr")
-"""What autograd will number the next node of this thread with."""
+"""The sequence number of the next autograd node in this thread."""
 top_saved_tensors_hooks: Callable[[bool], Any] = internal(
     torch._C, "_autograd._top_saved_tensors_default_hooks"
 )
@@ -125,18 +125,18 @@ top_saved_tensors_hooks: Callable[[bool], Any] = internal(
 
 
 def sequence_number(node: Any) -> int:
-    """The number that autograd gave a node."""
+    """The sequence number of a node."""
     return internal(node, "_sequence_nr")()
 
 
 preserve_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[None]] = internal(
     torch.autograd.grad_mode, "_unsafe_preserve_version_counter"
 )
-"""What is written to these tensors within raises no version."""
+"""A context in which writing to these tensors does not raise their version."""
 tracing_state: Callable[[], Any] = internal(torch._C, "_get_tracing_state")
-"""Of `torch.jit.trace`, or None."""
+"""The state of `torch.jit.trace`, or None."""
 current_transform: Callable[[], Any] = internal(torch._C, "_functorch.peek_interpreter_stack")
-"""The transform of `torch.func` (vmap, jvp) that we are in, or None: its tensors have no memory of their own."""
+"""The running `torch.func` transform (vmap, jvp), or None; its tensors have no storage of their own."""
 is_transformed: Callable[[torch.Tensor], bool] = internal(torch._C, "_functorch.is_functorch_wrapped_tensor")
 dispatch_modes: Callable[[], Sequence[TorchDispatchMode]] = internal(
     _python_dispatch, "_get_current_dispatch_mode_stack"
@@ -145,7 +145,7 @@ dispatch_modes: Callable[[], Sequence[TorchDispatchMode]] = internal(
 push_dispatch_mode: Callable[[TorchDispatchMode], None] = internal(_python_dispatch, "_push_mode")
 pop_dispatch_mode: Callable[[], TorchDispatchMode] = internal(_python_dispatch, "_pop_mode")
 dispatch_depth: Callable[[], int] = internal(torch._C, "_len_torch_dispatch_stack")
-"""How many dispatch modes are open."""
+"""Number of open dispatch modes."""
 
 # --- modules ---
 
@@ -162,13 +162,13 @@ forward_pre_hooks_of: Callable[[nn.Module], Any] = _attribute(_module, "_forward
 def modules_in(*roots: nn.Module) -> list[nn.Module]:
     """`roots`, then all modules in them, each once.
 
-    A region walks them anew whenever it opens: what is in a module may change at any time, and its parameters do
-    so in mid-step under FSDP2, so nothing that was found before can be trusted. Torch's own walk spends most of
-    its time on names, which nobody reads here: for a decoder's layer, 61 µs with the storages against 20.
+    A region walks them every time it opens: a module's contents may change at any time, and its parameters do so
+    in mid-step under FSDP2, so the result cannot be cached. torch's own walk spends most of its time on names: for
+    a decoder's layer it takes 61 µs, storages included, and this one 20.
     """
     found = dict.fromkeys(roots)
     modules = list(found)
-    for module in modules:  # which grows meanwhile
+    for module in modules:  # the list grows in the loop
         for child in module._modules.values():
             if child is not None and child not in found:
                 found[child] = None
@@ -177,7 +177,7 @@ def modules_in(*roots: nn.Module) -> list[nn.Module]:
 
 
 def tensors_in(module: nn.Module) -> list[torch.Tensor | None]:
-    """The parameters and buffers of a module, and of all in it."""
+    """The parameters and buffers of a module and all modules in it."""
     tensors: list[torch.Tensor | None] = []
     for each in modules_in(module):
         tensors += each._parameters.values()
@@ -186,9 +186,9 @@ def tensors_in(module: nn.Module) -> list[torch.Tensor | None]:
 
 
 COMPILED = "_orig_mod"
-"""What `torch.compile(module)` calls the module inside."""
+"""The name that `torch.compile(module)` gives the inner module."""
 WRAPPERS = frozenset({COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""What `torch.compile`, FSDP and activation checkpointing call the module that they stand around."""
+"""The names that `torch.compile`, FSDP and activation checkpointing give the module they wrap."""
 
 
 def compiled_in_place(module: nn.Module) -> bool:
@@ -197,8 +197,8 @@ def compiled_in_place(module: nn.Module) -> bool:
 
 
 def is_replica(module: nn.Module) -> bool:
-    """Whether `nn.DataParallel` made it for one forward."""
-    # Asked of __dict__: what a module does not have takes `getattr` microseconds.
+    """Whether the module is a replica that `nn.DataParallel` made for one forward."""
+    # From __dict__: `getattr` of a missing attribute of a module takes microseconds.
     return module.__dict__.get("_is_replica", False)
 
 
@@ -237,7 +237,7 @@ def constant_when_compiled(function: Any) -> None:
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer can leave out an update by a flag on the device."""
+    """Whether the optimizer can skip an update by a flag on the device."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
@@ -246,7 +246,7 @@ _SCALER = ("_scale", "_growth_tracker", "_per_optimizer_states")
 
 
 def scaler_state(scaler: GradScaler) -> ScalerState:
-    """The scale, the count of steps since it grew, and what was done with each optimizer in this step."""
+    """The scale, the growth tracker, and the state of each optimizer in this step."""
     scale, tracker, optimizers = (internal(scaler, name) for name in _SCALER)
     return scale, tracker, optimizers
 
@@ -265,12 +265,12 @@ def pipeline_schedules() -> Any:
 
 
 def stages_of(schedule: Any) -> Sequence[Any]:
-    """The stages of this rank, as a schedule of one stage or of several has them."""
+    """The stages of this rank, for a schedule of one or of several stages per rank."""
     return getattr(schedule, "_stages", None) or [internal(schedule, "_stage")]
 
 
 def microbatches_of(schedule: Any) -> int:
-    """How many microbatches a step of the schedule has."""
+    """Number of microbatches per step of the schedule."""
     return internal(schedule, "_n_microbatches")
 
 
@@ -285,7 +285,7 @@ def replaced_actions(schedule: Any) -> list[str]:
 
 
 def runs_as(schedule: Any) -> Literal["1F1B", "GPipe", "list", "unknown"]:
-    """By whose code a schedule runs its microbatches: one of two that stand in code, or from a list."""
+    """How a schedule runs its microbatches: by the code of 1F1B or GPipe, from a list, or unknown."""
     runs = getattr(type(schedule), "_step_microbatches", None)
     known = pipeline_schedules()
     if runs is internal(known, "Schedule1F1B._step_microbatches"):
@@ -300,7 +300,7 @@ def runs_as(schedule: Any) -> Literal["1F1B", "GPipe", "list", "unknown"]:
 
 
 def without_communication(schedule: type) -> Callable[..., Any]:
-    """The schedule class, but for its sends and receives: they take long to place, and change no rank's order."""
+    """The schedule class without sends and receives, which take long to place and do not change the order."""
     internal(schedule, "_prepare_schedule_with_comms")
 
     class Unprepared(schedule):

@@ -1,4 +1,4 @@
-"""Which home a policy would give each saved tensor, as a keeper decides it."""
+"""Which home a policy gives each saved tensor, as a keeper decides it."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from pagestash.profiling.records import Region, SavedTensor
 
 
 def assign(policy: Policy, tensors: Sequence[SavedTensor], regions: Sequence[Region]) -> list[HomeName]:
-    """The home of each tensor. A storage that one tensor keeps is kept, whatever the others' rules say."""
+    """The home of each tensor. If one tensor of a storage is kept, all of them are."""
     by_name = {region.name: region for region in regions}
     rules = {tensor.path: rule_of(policy, tensor.path) for tensor in tensors}
     remade = {
@@ -23,18 +23,18 @@ def assign(policy: Policy, tensors: Sequence[SavedTensor], regions: Sequence[Reg
         if found is not None and tensor.bytes >= found.least_bytes and not tensor.elsewhere:
             home = found.home
         if home == "recompute" and tensor.storage in by_name[name].inputs:
-            home = "keep"  # what a region is made again from
+            home = "keep"  # a region is recomputed from its inputs
         elif (
             home == "keep" and tensor.storage in remade and not _is_input(tensor, rules[tensor.path], by_name)
         ):
-            home = "recompute"  # made again with the region whose output it is
+            home = "recompute"  # recomputed with the region whose output it is
         homes.append(home if tensor.kind in ("activation", "weight_cast") else "keep")
     kept = {tensor.storage for tensor, home in zip(tensors, homes) if home == "keep"}
     return ["keep" if tensor.storage in kept else home for tensor, home in zip(tensors, homes)]
 
 
 def rule_of(policy: Policy, path: Sequence[str]) -> tuple[Rule | None, str]:
-    """The rule of the innermost region of `path` that one names, and that region."""
+    """The rule of the innermost region in `path` that has one, and that region."""
     for name in reversed(path):
         rule = policy.rule_for(name) if name else None
         if rule is not None:

@@ -1,14 +1,15 @@
-"""Whether the bytes that a policy offloads hide behind the compute of the step that was measured.
+"""Whether the copies of a policy's offload hide behind the compute of a measured step.
 
-The step is played by the keeper's own rules: its plan (`saved/offload/plan.py`) says which groups stay, its window
-(`saved/offload/window.py`) what leaves and what is fetched at which event. Only time is modelled here: compute runs
-as it was measured, the link moves one copy at a time each way, and compute waits where the window says so.
+The step is simulated by the keeper's own rules: its plan (`saved/offload/plan.py`) decides which groups stay,
+its window (`saved/offload/window.py`) what leaves and what is fetched at which event. Only time is modelled
+here: compute takes its measured time, the link moves one copy at a time in each direction, and compute waits
+when the window says so.
 
-What a profile does not know, and a keeper may therefore do otherwise:
+A keeper may differ from this in three points, which a profile does not know:
 
-- How far memory is from its peak. A keeper lets copies out take longer where it is far, so it waits no longer.
-- Which part of a storage a tensor covers: the whole storage counts.
-- With a `fraction` below 1, which tensors leave: of each that part is taken to travel.
+- The headroom: where memory is far below its peak, a keeper lets copies out take longer, so it waits no longer.
+- Which part of a storage a tensor covers: here the whole storage counts.
+- With a `fraction` below 1, which tensors leave: here that part of each tensor does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,50 +25,50 @@ from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, ma
 from pagestash.saved.offload.window import Decision, Window, WindowGroup
 
 STEPS = 100
-"""The fractions that are tried: every hundredth."""
+"""Fractions to try: every hundredth."""
 UNSEEN = 1e-3
-"""Of a step: a wait that is shorter is lost in its noise."""
+"""Part of a step: a shorter wait is within the noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """An estimate for one policy: do its offloaded bytes hide?
+    """An estimate for one policy: do its copies hide?
 
-    They do when compute waits for no copy: neither in forward, for bytes that have not left when others need
-    their room, nor in backward, for bytes that are not back.
+    They hide if compute waits for none: not in forward, for copies out whose memory is needed, and not in backward,
+    for copies back.
     """
 
     fits: bool
     moved_bytes: int
-    """That the keeper copies. A tensor that a later region keeps is among them: it was copied before that."""
+    """Bytes that the keeper copies, also of a tensor that a later region keeps: it was copied before."""
     staying_bytes: int
-    """Offloaded by rule, but needed again so soon that the keeper leaves them on the device."""
+    """Bytes under an offload rule that are needed again so soon that they stay on the device."""
     needed_seconds: float
-    """What the link needs for the moved bytes, in the direction that has less to spare."""
+    """Link time of the moved bytes, in the direction with less time to spare."""
     available_seconds: float
-    """What it has there: out, from the first region's end to the end of forward; back, from there to the last
-    need."""
+    """Time available in that direction: out, from the end of the first region to the end of forward; back, from
+    there to the last need."""
     exposed_seconds: float
     """How long compute would wait."""
     fraction: float
-    """The largest fraction (in hundredths) of the policy's bytes that would hide; 1.0 where all do."""
+    """The largest fraction of the policy's bytes that would hide, in hundredths; 1.0 if all do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What one region puts away together: when, when backward asks for it first, and when it is done with it."""
+    """One group: when its region ends, when backward first needs it, and when backward is done with it."""
 
     key: Key
     ready: float
     needed: float
     done: float
     bytes: float
-    """That travel each way."""
+    """Bytes copied each way."""
     device_bytes: int
     window: int | None
     """Its rule's `prefetch_bytes`."""
     asked: tuple[float, ...] = ()
-    """When backward asks for each of its tensors."""
+    """When backward needs each of its tensors."""
 
 
 def fit(
@@ -77,7 +78,7 @@ def fit(
     segments: Sequence[Segment],
     link: Link,
 ) -> Fit:
-    """Play the copies of one step; where they do not hide, find the fraction of them that would."""
+    """Simulate the copies of one step; if they do not hide, find the fraction that would."""
     step = sum(segment.seconds for segment in segments)
     turn = sum(segment.seconds for segment in segments if segment.way == "forward")
     moves = moves_of(policy, tensors, homes, segments)
@@ -114,7 +115,7 @@ def fit(
 def moves_of(
     policy: Policy, tensors: Sequence[SavedTensor], homes: Sequence[HomeName], segments: Sequence[Segment]
 ) -> list[Move]:
-    """What leaves, each storage once. A region's tensors leave when it ends, and return together."""
+    """The groups that leave, each storage once. A region's tensors leave when it ends, and return together."""
     ends = list(accumulate(segment.seconds for segment in segments))
     groups: dict[tuple[str, int], list[SavedTensor]] = {}
     seen: set[int] = set()
@@ -144,9 +145,9 @@ def moves_of(
 
 
 def _last_segment(segments: Sequence[Segment], start: int, name: str) -> int:
-    """The segment with which the region ends that was running in `start`."""
+    """The last segment of the region that was running in segment `start`."""
     if name not in segments[start].path:
-        name = segments[start].region  # a fused operation saved for another: they end together
+        name = segments[start].region  # claimed by a fused operation: both regions end together
     last = start
     while (
         last + 1 < len(segments) and segments[last + 1].way == "forward" and name in segments[last + 1].path
@@ -163,7 +164,7 @@ def _plan_of(moves: Sequence[Move]) -> OffloadPlan:
 
 
 class _Step:
-    """One step in which `fraction` of the bytes travel: the window decides, and this keeps the time."""
+    """One step in which `fraction` of the bytes are copied: the window decides, this class keeps the time."""
 
     def __init__(self, plan: OffloadPlan, link: Link, fraction: float) -> None:
         self._window = Window(plan)
@@ -173,8 +174,8 @@ class _Step:
         self._waited = 0.0
         self._out_free = self._back_free = 0.0
         self._copies: dict[Key, float] = {}  # bytes
-        self._gone: dict[Key, float] = {}  # when a copy out is over
-        self._here: dict[Key, float] = {}  # when a copy back is
+        self._gone: dict[Key, float] = {}  # when the copy out ends
+        self._here: dict[Key, float] = {}  # when the copy back ends
         self._leaving: list[Key] = []
 
     def play(self, moves: Sequence[Move]) -> float:
@@ -230,7 +231,7 @@ class _Step:
 
 
 def _events(moves: Sequence[Move]) -> list[tuple[float, Literal["put", "get", "drop"], Move]]:
-    """What happens to the groups, in time. At one moment: first puts, then what is over, then what is asked for."""
+    """The events of all groups in time; at the same time first puts, then drops, then gets."""
     found: list[tuple[float, int, Literal["put", "get", "drop"], Move]] = []
     for move in moves:
         asked = move.asked or (move.needed,)

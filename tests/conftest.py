@@ -84,7 +84,7 @@ QUICK = {
     "models": ("attention", "costs", "decoder", "presets", "stage"),
     "moe": ("layer", "ops", "router"),
     "pages": ("expendable", "pool", "pool_misuse", "pool_overflow", "slabs"),
-    "pipeline": ("early_free", "follow_turns", "halves", "partition"),
+    "pipeline": ("early_free", "follow_turns", "partition", "split_backward"),
     "profiling": ("times",),
     "saved": (
         "keeper",

@@ -85,7 +85,8 @@ def test_a_number_out_of_range_is_one_line_and_code_2(words):
 
 
 def test_training_without_safetensors_says_what_to_install(monkeypatch, tmp_path):
-    for name in [name for name in sys.modules if name.startswith(("safetensors", "pagestash.train"))]:
+    loaded = ("safetensors", "pagestash.train", "pagestash.commands")
+    for name in [name for name in sys.modules if name.startswith(loaded)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     result = CliRunner().invoke(app, ["train", "--out", str(tmp_path / "run")])

@@ -58,4 +58,5 @@ def is_done(event: torch.cuda.Event | None) -> bool:
 
 def capturing() -> bool:
     """Whether the current stream's work is recorded for a CUDA graph rather than run."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    # (Not `is_available`, which asks the driver: this is asked for every region.)
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

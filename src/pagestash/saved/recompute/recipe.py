@@ -146,7 +146,7 @@ class Recipe:
             found[leaf] = tensor.requires_grad_(leaf.requires_grad)
             return tensor
 
-        return map_leaves(bring, tree)
+        return map_leaves(bring, tree, HeldTensor)
 
     def compare(self, summary: torch.Tensor, tensor: torch.Tensor, differs: str) -> None:
         """Raise `differs` if `tensor` has other values than the one that `summary` is of."""

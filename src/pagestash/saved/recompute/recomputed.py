@@ -56,7 +56,6 @@ class Recomputed:
 
     def take(self, number: int) -> torch.Tensor:
         """The tensor saved under `number`. Whoever asks a second time causes a second replay."""
-        self._home.prune()
         with self._home.lock:
             if number not in self._tensors:
                 self._replay()
@@ -66,7 +65,6 @@ class Recomputed:
 
     def take_output(self, number: int, last: bool) -> torch.Tensor:
         """An output; it waits here until the `last` of those who saved it has asked."""
-        self._home.prune()
         with self._home.lock:
             if number not in self._outputs:
                 self._replay(number)
@@ -103,6 +101,7 @@ class Recomputed:
                 f"region {recipe.name!r} is under recompute, and takes gradients inside its own forward, which "
                 "needs what it has just discarded; give it another home"
             )
+        self._home.prune()  # the inputs of forwards that are done go before the replay takes memory
         self.let_go()  # the replay brings these back, too
         self._home.replayed.add(self)
         outputs: set[int] = set()

@@ -28,8 +28,10 @@ def set_torch_rng_state(device: torch.device, state: TorchRng) -> None:
 
 def torch_rng_drawn(device: torch.device, before: TorchRng) -> bool:
     """Whether a generator of torch was drawn from since its state was `before`."""
-    now = torch_rng_state(device)
-    return any(a is not None and b is not None and not torch.equal(a, b) for a, b in zip(before, now))
+    (on_host, on_device), (host_now, device_now) = before, torch_rng_state(device)
+    if not torch.equal(on_host, host_now):
+        return True
+    return on_device is not None and device_now is not None and not torch.equal(on_device, device_now)
 
 
 def python_rng_state() -> PythonRng:

@@ -15,14 +15,17 @@ PLAIN = frozenset(
 """Types whose values cannot be changed."""
 
 
-def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with `change` applied to its leaves; tuples, lists, dicts and dataclasses are looked into."""
+def map_leaves(change: Callable[[Any], Any], tree: Any, leaf: type = torch.Tensor) -> Any:
+    """`tree` with `change` applied to its leaves; tuples, lists, dicts and dataclasses are looked into.
+
+    Most leaves are of the class `leaf`, and for those this takes a tenth of the time of torch's `tree_map`.
+    """
     kind = type(tree)
-    if kind is tuple or kind is list:  # by far the most, and a tenth of the time that tree_map takes
-        return kind([map_leaves(change, item) for item in tree])
+    if kind is tuple or kind is list:
+        return kind([map_leaves(change, item, leaf) for item in tree])
     if kind is dict:
-        return {key: map_leaves(change, item) for key, item in tree.items()}
-    if isinstance(tree, torch.Tensor) or kind in PLAIN:
+        return {key: map_leaves(change, item, leaf) for key, item in tree.items()}
+    if isinstance(tree, leaf) or kind in PLAIN:
         return change(tree)
     return tree_map(lambda leaf: _map_dataclass(change, leaf), tree)
 

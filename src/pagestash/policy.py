@@ -156,7 +156,7 @@ class Rule:
 
     @property
     def least_bytes(self) -> int:
-        """`min_bytes`, or what stands for it where none was given."""
+        """`min_bytes` as an int."""
         return int(self.min_bytes or 0)
 
     def matches(self, name: str) -> bool:

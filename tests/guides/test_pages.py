@@ -62,6 +62,12 @@ def test_what_is_not_run_is_python_all_the_same(page):
         compile("\n" * line + text, PAGES[page], "exec")
 
 
+def test_every_file_that_the_glossary_names_is_there():
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", PAGES["docs/glossary.md"].read_text()))
+    assert named
+    assert [path for path in sorted(named) if not (ROOT / "src" / "pagestash" / path).exists()] == []
+
+
 def test_the_readme():
     def begin(number, names):
         if number == 3:  # the models of our own have run; Hugging Face's is next

@@ -1,4 +1,4 @@
-"""What a step may find too small, and only the device knows: the pool, and buffers with a capacity."""
+"""What may be too small for a step, as only the device knows: the pool, and buffers with a capacity."""
 
 import logging
 from typing import Any, Protocol, cast
@@ -15,7 +15,7 @@ log = logging.getLogger("pagestash")
 
 
 class Bound(Protocol):
-    """One of them, as the step sees it."""
+    """A pool or a module with a capacity, as the step uses it."""
 
     @property
     def flag(self) -> torch.Tensor | None:
@@ -103,7 +103,7 @@ def bounds_of(keeper: Keeper) -> list[Bound]:
 
 
 class _CountForward(Hook):
-    """Before the forward of a module with a capacity: one more that could overflow."""
+    """Counts forwards of modules with a capacity, which could overflow."""
 
     def __init__(self, bound: CapacityBound) -> None:
         self._bound = bound

@@ -3,6 +3,8 @@
 import ast
 import logging
 import runpy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -125,3 +127,12 @@ def test_import_names_what_a_step_cannot_do_without(monkeypatch):
 def test_both_keys_of_a_storage_are_one():
     tensor = torch.empty(3)
     assert torch_internals.storage_key(tensor[1:]) == torch_internals.key_of_storage(tensor.untyped_storage())
+
+
+def test_a_keeper_loads_neither_dynamo_nor_pipelining():
+    """Each takes a second or two, and only those who compile or have a pipeline need it."""
+    code = "import sys, pagestash.step.graphed, pagestash.profiling; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    assert "pagestash.saved.keeper" in loaded
+    assert not {"torch._dynamo", "torch.distributed.pipelining"} & set(loaded)

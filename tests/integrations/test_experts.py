@@ -39,7 +39,7 @@ RUN = [family for family in FAMILIES if family != "gpt-oss"]
 def test_logits_loss_and_gradients_are_those_of_eager(family):
     wanted, wanted_gradients = run(tiny(family))
     model = tiny(family, experts="pagestash")
-    report = pagestash.hf.optimize(model, norm=False, rope=False, head=False)
+    report = pagestash.hf.optimize(model, norm=False, rope=False, attention=False, head=False)
     assert [each.part for each in report.replaced] in (["experts"], ["experts"] * 2)
     assert report.left == []
     got, found = run(model)
@@ -294,10 +294,10 @@ def test_undo_takes_the_parts_away_and_leaves_the_state_dict_alone():
     model = tiny("Qwen3-MoE", experts="pagestash")
     names, keys = [name for name, _ in model.named_modules()], list(model.state_dict())
     wanted = run(model)[1]
-    report = pagestash.hf.optimize(model, norm=False, rope=False, head=False)
+    report = pagestash.hf.optimize(model, norm=False, rope=False, attention=False, head=False)
     assert "model.layers.0.mlp.experts.moe_act" in dict(model.named_modules())
     assert list(model.state_dict()) == keys
-    second = pagestash.hf.optimize(model, norm=False, rope=False, head=False)
+    second = pagestash.hf.optimize(model, norm=False, rope=False, attention=False, head=False)
     assert {each.why for each in second.left} == {"optimised already"}
     report.undo()
     assert [name for name, _ in model.named_modules()] == names

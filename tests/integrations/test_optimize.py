@@ -43,7 +43,7 @@ def test_loss_logits_and_gradients_are_the_models_own(family):
         logits = model.eval()(**batch()).logits
     torch.testing.assert_close(logits, wanted.logits, rtol=1e-5, atol=1e-5)
     parts = {each.part for each in report.replaced}
-    assert parts == ({"norm"} if family == "Gemma4" else {"norm", "rope", "head"})
+    assert parts == {"attention", "norm", *(() if family == "Gemma4" else ("rope", "head"))}
 
 
 @pytest.mark.parametrize("family", ["Qwen3-MoE", "gpt-oss"])
@@ -64,6 +64,7 @@ def test_undo_gives_back_the_bits_and_the_instances():
     report.undo()
     report.undo()
     assert not any("forward" in module.__dict__ for module in model.modules())
+    assert "core_attn" not in {name.rpartition(".")[2] for name, _ in model.named_modules()}
     after, found = run(model)
     assert same((after.loss, after.logits, found), (output.loss, output.logits, before))
 
@@ -86,8 +87,8 @@ def saved_bytes(model):
 
 
 def test_a_part_is_left_alone_where_it_is_not_asked_for():
-    for part in ("norm", "rope", "head"):
-        options = {each: each == part for each in ("norm", "rope", "head")}
+    for part in ("norm", "rope", "attention", "head"):
+        options = {each: each == part for each in ("norm", "rope", "attention", "head")}
         report = pagestash.hf.optimize(tiny("OLMoE"), **options)
         assert {each.part for each in report.replaced} == {part}
 
@@ -132,7 +133,7 @@ def test_what_was_saved_to_disk_loads_in_a_plain_model(tmp_path):
 def test_the_loss_takes_what_the_models_own_takes(more):
     model = tiny("Qwen3-MoE")
     wanted, wanted_gradients = run(model, **more)
-    pagestash.hf.optimize(model, norm=False, rope=False)
+    pagestash.hf.optimize(model, norm=False, rope=False, attention=False)
     got, found = run(model, **more)
     assert got.logits is None
     torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-6, atol=1e-6)
@@ -143,7 +144,7 @@ def test_the_loss_takes_what_the_models_own_takes(more):
 def test_logits_are_there_where_they_are_asked_for():
     model = tiny("Qwen3-MoE")
     wanted = model(**batch())
-    pagestash.hf.optimize(model, norm=False, rope=False)
+    pagestash.hf.optimize(model, norm=False, rope=False, attention=False)
     ids = batch()["input_ids"]
     assert same(model(input_ids=ids).logits, wanted.logits)
     assert same(model(**batch(), skip_logits=False).logits, wanted.logits)
@@ -189,6 +190,7 @@ def test_what_another_library_has_replaced_stays():
     assert left.keys() == {
         ("norm", "model.norm"),
         ("rope", "model.layers.0.self_attn"),
+        ("attention", "model.layers.0.self_attn"),
         ("head", "(the model)"),
     }
     assert set(left.values()) == {"another library has replaced its forward"}
@@ -251,6 +253,38 @@ def test_a_policy_changes_no_bit(rules):
             got = run(model)
         assert same((got[0].loss, got[1]), (wanted[0].loss, wanted[1]))
     assert any(keeper.stats().homes[home].peak for _, home in rules)
+
+
+@pytest.mark.parametrize("home", ["stash", "offload", "recompute"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_the_core_of_attention_has_a_name_and_any_home(implementation, home):
+    model = tiny("Qwen3-MoE", attention=implementation, attention_dropout=0.1)
+    pagestash.hf.optimize(model)
+
+    def seeded():
+        torch.manual_seed(7)
+        return run(model)
+
+    wanted = seeded()
+    rule = ps.Rule("model.layers.*.self_attn.core_attn", home, min_bytes=0)
+    keeper = ps.Keeper(ps.Policy(rules=[rule])).attach(model)
+    for _ in range(3):
+        with keeper.step():
+            got = seeded()
+        assert same((got[0].loss, got[1]), (wanted[0].loss, wanted[1]))
+    assert "model.layers.0.self_attn.core_attn" in keeper.stats().regions
+
+
+def test_masks_are_those_of_the_model():
+    model = tiny("Qwen3-MoE", attention="sdpa")
+    mask = torch.ones(2, 11, dtype=torch.int64)
+    mask[0, :4] = 0
+    wanted = run(model, attention_mask=mask)
+    pagestash.hf.optimize(model)
+    got = run(model, attention_mask=mask)
+    torch.testing.assert_close(got[0].loss, wanted[0].loss, rtol=1e-5, atol=1e-5)
+    for name, value in wanted[1].items():
+        torch.testing.assert_close(got[1][name], value, rtol=1e-5, atol=1e-5)
 
 
 def test_an_optimised_layer_compiles_to_the_same_numbers():

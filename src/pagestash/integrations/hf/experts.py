@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from pagestash.integrations.hf.report import Report
+from pagestash.integrations.hf.report import Report, patched_already
 from pagestash.kernels.moe.activations import ACTIVATIONS, Activation
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.experts import Experts
@@ -172,7 +172,9 @@ def name_experts(model: Any, modules: list[tuple[str, nn.Module]], report: Repor
     for name, module in found:
         chosen = implementation(module)
         if chosen != NAME:
-            why = f"experts_implementation is {chosen!r}; model.set_experts_implementation({NAME!r}) makes it ours"
+            how = f"experts_implementation is {chosen!r}; model.set_experts_implementation({NAME!r}) makes it ours"
+            report.leave("experts", name, module, how)
+        elif (why := patched_already(module)) is not None:
             report.leave("experts", name, module, why)
         elif _runs(module) is None:
             report.leave("experts", name, module, activation_of(module))

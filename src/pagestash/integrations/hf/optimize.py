@@ -4,16 +4,22 @@ from typing import Any
 
 from torch import nn
 
+from pagestash.integrations.hf.attention import replace_attention
 from pagestash.integrations.hf.experts import name_experts
 from pagestash.integrations.hf.head import replace_head
 from pagestash.integrations.hf.norms import replace_norms
 from pagestash.integrations.hf.report import Report
-from pagestash.integrations.hf.rotary import replace_rotary
 from pagestash.saved.names import plain_names
 
 
 def optimize(
-    model: nn.Module, *, experts: bool = True, norm: bool = True, rope: bool = True, head: bool = True
+    model: nn.Module,
+    *,
+    experts: bool = True,
+    norm: bool = True,
+    rope: bool = True,
+    attention: bool = True,
+    head: bool = True,
 ) -> Report:
     """Run the norms, the rotary embedding and the head of `model`, of transformers, by kernels of ours.
 
@@ -23,6 +29,7 @@ def optimize(
 
     Experts that run by `experts_implementation="pagestash"` get parts that rules can name: `expert_fc1`,
     `moe_act`, `expert_fc2`. With another implementation they are left as they are, and the report says so.
+    Attention gets a part `core_attn`: what queries, keys and values leave behind.
 
     Only this model's modules change, never their classes. What another library has replaced before stays. In
     training with labels the output's `logits` are None, for they are never there as a whole: call the model
@@ -40,8 +47,8 @@ def optimize(
             name_experts(causal, modules, report)
         if norm:
             replace_norms(modules, report)
-        if rope:
-            replace_rotary(modules, report)
+        if rope or attention:
+            replace_attention(modules, report, rope=rope, core=attention)
         if head:
             replace_head(causal, report)
     except BaseException:

@@ -13,7 +13,7 @@ class Replaced:
     """A part of a model that runs code of ours now."""
 
     part: str
-    """`norm`, `rope`, `head` or `experts`."""
+    """`experts`, `norm`, `rope`, `attention` or `head`."""
     name: str
     kind: str
     """The class of the module."""
@@ -53,8 +53,17 @@ class Report:
         undo: Callable[[Any], None] = _remove_forward,
     ) -> None:
         """Note that `module` runs `by` now, and that `undo` puts it and `others` back."""
+        self.note(part, name, module, by)
+        for each in (module, *others):
+            self.on_undo(undo, each)
+
+    def note(self, part: str, name: str, module: nn.Module, by: str) -> None:
+        """Note that `module` runs `by` now."""
         self.replaced.append(Replaced(part, name, type(module).__name__, by))
-        self._undo += [(undo, each) for each in (module, *others)]
+
+    def on_undo(self, put_back: Callable[[Any], None], module: nn.Module) -> None:
+        """Let `put_back(module)` be a part of `undo`."""
+        self._undo.append((put_back, module))
 
     def leave(self, part: str, name: str, module: nn.Module, why: str) -> None:
         """Note that `module` runs as before."""

@@ -1,75 +1,29 @@
-"""The rotary embedding that attention modules call, known by what it computes.
+"""The rotary functions that attention modules call, known by what they compute.
 
-Models call a function of their file, `apply_rotary_pos_emb` or the like, from the attention's `forward`. An
-instance gets a copy of that `forward` that finds our function under the same name; class and file stay as they are.
-A function is taken over if it gives, on random tensors, the bits of one of the styles of our kernel.
+One is taken over if it gives, on random tensors, the bits of one of the styles of our kernel.
 """
 
 import inspect
 from collections.abc import Callable
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
 
-from pagestash.integrations.hf.report import Report, patched_already
 from pagestash.kernels.layer.rope import STYLES, Style, rope, rotate
 
 Form = tuple[Style, bool]
 """The style, and whether products are in float32."""
 
 
-def replace_rotary(modules: list[tuple[str, nn.Module]], report: Report) -> None:
-    """Give each attention among `modules`, with their names, that rotates its queries and keys our kernel."""
-    known: dict[Any, Callable[..., Any] | str] = {}
-    for name, module in modules:
-        called = _rotations(type(module))
-        if not called:
-            continue
-        why = patched_already(module)
-        if why is not None:
-            report.leave("rope", name, module, why)
-            continue
-        if type(module) not in known:
-            known[type(module)] = _forward_with_ours(type(module), called)
-        forward = known[type(module)]
-        if isinstance(forward, str):
-            report.leave("rope", name, module, forward)
-            continue
-        put: Any = module
-        put.forward = MethodType(forward, module)
-        report.replace("rope", name, module, "the RoPE kernel")
-
-
-def _rotations(kind: type) -> dict[str, Callable[..., Any]]:
-    """The functions of its file that the class's `forward` may call and that rotate, by name."""
-    forward = getattr(kind, "forward", None)
-    if not isinstance(forward, FunctionType):
-        return {}
-    names = [name for name in forward.__code__.co_names if name.startswith("apply_") and "rotary" in name]
-    found = {name: forward.__globals__.get(name) for name in names}
-    return {name: value for name, value in found.items() if callable(value)}
-
-
-def _forward_with_ours(kind: type, called: dict[str, Callable[..., Any]]) -> Callable[..., Any] | str:
-    """A copy of the class's `forward` that calls our kernel; or why there is none."""
+def rotary_by_kernel(theirs: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]] | str:
+    """Functions that do by our kernel what those of the same name do; or why there are none."""
     ours = {}
-    for name, theirs in called.items():
-        form = _form(theirs)
+    for name, function in theirs.items():
+        form = _form(function)
         if form is None:
             return f"{name} rotates in a way that the kernel does not"
-        ours[name] = _rotary(theirs, *form)
-    forward: Any = kind.forward  # type: ignore[attr-defined]
-    # A code object of its own: a compiler keeps what it compiled by code object.
-    code = forward.__code__.replace(co_name="forward")
-    copy = FunctionType(
-        code, {**forward.__globals__, **ours}, "forward", forward.__defaults__, forward.__closure__
-    )
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    copy.__annotations__, copy.__doc__ = forward.__annotations__, forward.__doc__
-    copy.__module__ = __name__
-    return copy
+        ours[name] = _rotary(function, *form)
+    return ours
 
 
 def _rotary(theirs: Callable[..., Any], style: Style, wide: bool) -> Callable[..., Any]:

@@ -1,0 +1,120 @@
+"""Attention modules of any model: our rotary kernel, and a `core_attn` inside that rules can name.
+
+The `forward` of an attention module calls functions of its file by name: `apply_rotary_pos_emb` or the like, and
+the attention function that a registry gives it. An instance gets a copy of that `forward` which finds ours by the
+same names; the class and the file stay as they are. `core_attn` is a module without parameters that runs the
+function the registry gave, so that what queries, keys and values leave behind falls under its rule.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from pagestash.integrations.hf.report import Report, patched_already
+from pagestash.integrations.hf.rotary import rotary_by_kernel
+
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+CORE = "core_attn"
+
+
+class CoreAttention(nn.Module):
+    """Runs the attention function of the module it is in."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self._attention = (attention,)  # in a tuple, where it is no child
+        self.function: Callable[..., Any] | None = None
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        assert self.function is not None
+        return self.function(self._attention[0], *args, **options)
+
+
+def replace_attention(
+    modules: list[tuple[str, nn.Module]], report: Report, *, rope: bool, core: bool
+) -> None:
+    """Give the attention modules among `modules` our rotary kernel (`rope`) and a `core_attn` (`core`)."""
+    rotaries: dict[Any, dict[str, Any] | str] = {}
+    for name, module in modules:
+        globals_used = _globals_of(type(module))
+        rotates = rope and any(_is_rotary(each) for each in globals_used)
+        has_core = core and REGISTRY in globals_used and "get_interface" in _names_of(type(module))
+        if not rotates and not has_core:
+            continue
+        parts = [part for part, on in (("rope", rotates), ("attention", has_core)) if on]
+        why = patched_already(module)
+        if why is not None:
+            for part in parts:
+                report.leave(part, name, module, why)
+            continue
+        ours: dict[str, Any] = {}
+        if rotates:
+            if type(module) not in rotaries:
+                found = {each: value for each, value in globals_used.items() if _is_rotary(each)}
+                rotaries[type(module)] = rotary_by_kernel(found)
+            rotary = rotaries[type(module)]
+            if isinstance(rotary, str):
+                report.leave("rope", name, module, rotary)
+            else:
+                ours |= rotary
+                report.note("rope", name, module, "the RoPE kernel")
+        if has_core:
+            ours[REGISTRY] = _Registry(globals_used[REGISTRY])
+            module.add_module(CORE, CoreAttention(module))
+            report.note("attention", name, module, f"a {CORE} that rules can name")
+        if ours:
+            put: Any = module
+            put.forward = MethodType(_copy(type(module), ours), module)
+            report.on_undo(_restore, module)
+
+
+def _restore(module: Any) -> None:
+    del module.__dict__["forward"]
+    if isinstance(getattr(module, CORE, None), CoreAttention):
+        delattr(module, CORE)
+
+
+def _names_of(kind: type) -> tuple[str, ...]:
+    forward = getattr(kind, "forward", None)
+    return forward.__code__.co_names if isinstance(forward, FunctionType) else ()
+
+
+def _globals_of(kind: type) -> dict[str, Any]:
+    """What the class's `forward` may find in its file, by name."""
+    forward: Any = getattr(kind, "forward", None)
+    return {name: forward.__globals__[name] for name in _names_of(kind) if name in forward.__globals__}
+
+
+def _is_rotary(name: str) -> bool:
+    return name.startswith("apply_") and "rotary" in name
+
+
+def _copy(kind: type, ours: dict[str, Any]) -> Callable[..., Any]:
+    """A copy of the class's `forward` that finds `ours` in the place of what its file has."""
+    forward: Any = kind.forward  # type: ignore[attr-defined]
+    # A code object of its own: a compiler keeps what it compiled by code object.
+    code = forward.__code__.replace(co_name="forward")
+    found = {**forward.__globals__, **ours}
+    copy = FunctionType(code, found, "forward", forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__, copy.__doc__ = forward.__kwdefaults__, forward.__doc__
+    copy.__annotations__ = forward.__annotations__
+    copy.__module__ = __name__
+    return copy
+
+
+class _Registry:
+    """The registry of attention functions, whose functions run inside the module's `core_attn`."""
+
+    def __init__(self, theirs: Any) -> None:
+        self._theirs = theirs
+
+    def get_interface(self, *arguments: Any) -> Callable[..., Any]:
+        return partial(_through_core, self._theirs.get_interface(*arguments))
+
+
+def _through_core(function: Callable[..., Any], module: Any, *args: Any, **options: Any) -> Any:
+    module.core_attn.function = function
+    return module.core_attn(*args, **options)

@@ -51,6 +51,8 @@ class Attached:
             and not self._known(name, module, rule)
             and not self._inside_compiled(model, names, name, rule)
         ]
+        for name, _, rule in found:
+            _refuse_checkpointed(names, name, rule)
         self.models.append(model)
         module: Any
         for name, module, rule in found:
@@ -150,6 +152,19 @@ class Attached:
         }
         values = (value for module in modules for value in buffers_of(module).values())
         return iter(dict.fromkeys(b for b in values if b is not None and id(b) not in passing))
+
+
+def _refuse_checkpointed(names: dict[str, nn.Module], name: str, rule: Rule) -> None:
+    """A rule cannot hold inside a layer that transformers checkpoints by itself: that owns what is saved."""
+    for outer in [*prefixes(name), name]:
+        module: Any = names[outer]
+        layer = any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
+        if layer and module.gradient_checkpointing and rule.home != "keep":
+            raise ValueError(
+                f"rule {rule.match!r} names {name!r}, and {outer!r} has gradient checkpointing on, which "
+                "recomputes all of it and saves nothing that a rule could move; call "
+                "model.gradient_checkpointing_disable()"
+            )
 
 
 def _device_of(model: nn.Module) -> torch.device:

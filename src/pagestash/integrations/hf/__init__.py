@@ -25,7 +25,8 @@ _check_installed()
 from pagestash.integrations.hf.experts import register  # noqa: E402 (after the check, which says it better)
 from pagestash.integrations.hf.optimize import optimize  # noqa: E402
 from pagestash.integrations.hf.report import Report  # noqa: E402
+from pagestash.integrations.hf.trainer import unwrap, wrap  # noqa: E402
 
 register()
 
-__all__ = ["Report", "optimize"]
+__all__ = ["Report", "optimize", "unwrap", "wrap"]

@@ -1,0 +1,233 @@
+"""`wrap`: a Trainer's own losses under a policy, with accumulation, evaluation and checkpoints."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.7")
+pytest.importorskip("accelerate")
+
+from support.compare import same  # noqa: E402
+from tiny import tiny  # noqa: E402
+
+import pagestash as ps  # noqa: E402
+import pagestash.hf  # noqa: E402
+from pagestash.kernels import backend as backends  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def reference(monkeypatch):
+    """The kernels have tests of their own."""
+    monkeypatch.setattr(backends, "interpreted", lambda: False)
+
+
+RULES = [
+    ps.Rule("model.layers.*.mlp.experts", "stash", min_bytes=0),
+    ps.Rule("model.layers.*.*_layernorm", "recompute", min_bytes=0),
+    ps.Rule("model.layers.*.self_attn", "offload", min_bytes=0),
+]
+
+
+def data(count=16):
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(3, 96, (11,), generator=generator) for _ in range(count)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trainer_of(model, folder, kind=None, **settings):
+    defaults = {
+        "output_dir": str(folder),
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    args = transformers.TrainingArguments(**{**defaults, **settings})
+    kind = kind or transformers.Trainer
+    return kind(model=model, args=args, train_dataset=data(), eval_dataset=data(4))
+
+
+def figures(trainer):
+    """Losses of training and evaluation, and norms of gradients, as they were logged."""
+    return [
+        {key: entry[key] for key in ("loss", "eval_loss", "grad_norm") if key in entry}
+        for entry in trainer.state.log_history
+    ]
+
+
+def model_of(*, optimised=True):
+    model = tiny("Qwen3-MoE", experts="pagestash")
+    if optimised:
+        pagestash.hf.optimize(model)
+    return model
+
+
+def test_losses_and_weights_are_those_of_the_trainer_alone(tmp_path):
+    plain = trainer_of(model_of(), tmp_path / "plain")
+    plain.train()
+    trainer = trainer_of(model_of(), tmp_path / "kept")
+    keeper = pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
+    trainer.train()
+    assert len(figures(plain)) > 4
+    assert figures(trainer) == figures(plain)
+    assert same(trainer.model.state_dict(), plain.model.state_dict())
+    assert keeper.pool is not None
+    assert all(keeper.stats().homes[home].peak for home in ("stash", "recompute"))
+
+
+def test_a_plain_model_gives_its_losses_too(tmp_path):
+    """Against transformers' own experts, norms, rotary embedding and head, to a tolerance."""
+    plain = trainer_of(tiny("Qwen3-MoE", experts="grouped_mm"), tmp_path / "plain")
+    plain.train()
+    trainer = trainer_of(model_of(), tmp_path / "kept")
+    pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
+    trainer.train()
+    for got, wanted in zip(figures(trainer), figures(plain), strict=True):
+        assert got == pytest.approx(wanted, rel=1e-3)
+
+
+def test_a_checkpoint_of_a_wrapped_trainer_goes_on_without_it(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
+    weights = []
+    for name in ("plain", "kept"):
+        trainer = trainer_of(model_of(), tmp_path / name, **settings)
+        if name == "kept":
+            pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
+        trainer.train()
+        later = trainer_of(model_of(), tmp_path / "later", **settings)
+        later.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-2"))
+        assert later.state.global_step == 4
+        weights.append(later.model.state_dict())
+    assert same(weights[0], weights[1])
+
+
+def test_evaluation_before_the_first_step_opens_nothing(tmp_path):
+    trainer = trainer_of(model_of(), tmp_path, eval_on_start=True)
+    keeper = pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
+    before = trainer.evaluate()["eval_loss"]
+    assert not any(home.peak for home in keeper.stats().homes.values())
+    trainer.train()
+    assert figures(trainer)[0]["eval_loss"] == before
+
+
+def test_what_is_generated_for_a_batch_is_no_part_of_its_step(tmp_path):
+    class Generating(transformers.Trainer):
+        def _prepare_inputs(self, inputs):
+            inputs = super()._prepare_inputs(inputs)
+            with torch.no_grad():
+                made = self.model.generate(inputs["input_ids"], max_new_tokens=2, do_sample=False)
+            self.model.train()
+            return {"input_ids": made, "labels": made}
+
+    runs = {}
+    for name in ("plain", "kept"):
+        trainer = trainer_of(model_of(), tmp_path / name, Generating, eval_strategy="no")
+        if name == "kept":
+            pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
+        trainer.train()
+        runs[name] = figures(trainer)
+    assert runs["kept"] == runs["plain"]
+
+
+def test_unwrap_leaves_trainer_and_model_as_they_were(tmp_path):
+    trainer = trainer_of(model_of(), tmp_path)
+    before = set(trainer.__dict__)
+    keeper = pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
+    pagestash.hf.unwrap(trainer, keeper)
+    assert set(trainer.__dict__) == before
+    assert not any(module._forward_pre_hooks for module in trainer.model.modules())
+    trainer.train()
+    assert not any(home.peak for home in keeper.stats().homes.values())
+
+
+def test_a_policy_file_will_do(tmp_path):
+    path = tmp_path / "policy.toml"
+    path.write_text('[[rule]]\nmatch = "model.layers.*.mlp.experts"\nhome = "stash"\nmin_bytes = 0\n')
+    keeper = pagestash.hf.wrap(trainer_of(model_of(), tmp_path), path)
+    assert [rule.match for rule in keeper.policy.rules] == ["model.layers.*.mlp.experts"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"gradient_checkpointing": True}, "set gradient_checkpointing=False"),
+        ({"activation_offloading": True}, "set activation_offloading=False"),
+        ({"_n_gpu": 4}, "copies of the model in threads on 4 GPUs"),
+    ],
+    ids=["checkpointing", "offloading", "threads"],
+)
+def test_settings_that_do_not_go_together_are_refused(tmp_path, settings, said):
+    trainer = trainer_of(model_of(), tmp_path)
+    for name, value in settings.items():  # activation_offloading is a setting of TRL's
+        setattr(trainer.args, name, value)
+    refused(trainer, RULES, said)
+
+
+def refused(trainer, rules, said):
+    before = set(trainer.__dict__)
+    with pytest.raises(ValueError, match=said):
+        pagestash.hf.wrap(trainer, ps.Policy(rules=rules))
+    assert set(trainer.__dict__) == before
+    assert not any(module._forward_pre_hooks for module in trainer.model.modules())
+
+
+def test_a_policy_that_matches_nothing_is_refused(tmp_path):
+    refused(trainer_of(model_of(), tmp_path), [ps.Rule("layers.*.moe", "stash")], "matches no region")
+
+
+def test_experts_that_another_library_has_taken_are_refused(tmp_path):
+    trainer = trainer_of(model_of(), tmp_path)
+    experts = trainer.model.model.layers[1].mlp.experts
+
+    def forward(self, *arguments):
+        return type(self).forward(self, *arguments)
+
+    forward.__module__ = "liger_kernel.transformers.monkey_patch"
+    experts.forward = forward.__get__(experts)
+    said = r"model.layers.1.mlp.experts: Liger has replaced its forward.*'swiglu': False"
+    refused(trainer, RULES, said)
+
+
+def test_wrapping_twice_is_refused(tmp_path):
+    trainer = trainer_of(model_of(), tmp_path)
+    pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
+    with pytest.raises(ValueError, match="training_step of its own already"):
+        pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
+
+
+def test_only_trainers_of_transformers_are_wrapped():
+    with pytest.raises(ValueError, match=r"got object; in a loop of your own use ps.Keeper\(policy\).attach"):
+        pagestash.hf.wrap(object(), ps.Policy(rules=RULES))
+
+
+@pytest.mark.parametrize("match", ["model.layers.*", "model.layers.*.mlp.experts"])
+def test_rules_on_checkpointed_layers_are_refused(match):
+    model = model_of()
+    model.gradient_checkpointing_enable()
+    keeper = ps.Keeper(ps.Policy(rules=[ps.Rule(match, "stash")]))
+    with pytest.raises(ValueError, match=r"'model.layers.0' has gradient checkpointing on.*_disable\(\)"):
+        keeper.attach(model)
+    model.gradient_checkpointing_disable()
+    keeper.attach(model)
+
+
+def test_adapters_train_under_a_policy_of_the_models_names(tmp_path):
+    peft = pytest.importorskip("peft")
+    runs = {}
+    for name in ("plain", "kept"):
+        torch.manual_seed(5)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(tiny("Qwen3-MoE", experts="pagestash"), config)
+        pagestash.hf.optimize(model)
+        trainer = trainer_of(model, tmp_path / name)
+        if name == "kept":
+            pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
+        trainer.train()
+        runs[name] = figures(trainer)
+    assert runs["kept"] == runs["plain"]

@@ -14,14 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gloo import spawn
 from small import MODEL, run, runs, settings, words
 
-import pagestash.moe
 from pagestash.train import read_metrics
 from pagestash.train.checkpoint import latest
 
 STEPS = 3
-needs_dispatch = pytest.mark.skipif(
-    not hasattr(pagestash.moe, "AllGather"), reason="this version has no expert-parallel dispatch"
-)
 
 
 def torchrun(ranks, given, out, *more):
@@ -58,10 +54,10 @@ def close(first, second):
 
 LAYOUTS = [
     pytest.param(2, {"expert_parallel": 1}, id="fsdp"),
-    pytest.param(2, {"dispatch": "all_gather"}, id="all_gather", marks=needs_dispatch),
-    pytest.param(2, {"dispatch": "all_to_all"}, id="all_to_all", marks=[needs_dispatch, pytest.mark.slow]),
-    pytest.param(2, {"dispatch": "all_to_all_exact"}, id="exact", marks=[needs_dispatch, pytest.mark.slow]),
-    pytest.param(4, {"expert_parallel": 2}, id="both", marks=[needs_dispatch, pytest.mark.slow]),
+    pytest.param(2, {"dispatch": "all_gather"}, id="all_gather"),
+    pytest.param(2, {"dispatch": "all_to_all"}, id="all_to_all", marks=pytest.mark.slow),
+    pytest.param(2, {"dispatch": "all_to_all_exact"}, id="exact", marks=pytest.mark.slow),
+    pytest.param(4, {"expert_parallel": 2}, id="both", marks=pytest.mark.slow),
 ]
 
 
@@ -98,7 +94,6 @@ home = "recompute"
 """
 
 
-@needs_dispatch
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all", "all_to_all_exact"])
 def test_ranks_run_layers_again_to_the_same_bits(tmp_path, dispatch):

@@ -56,9 +56,10 @@ class StashReport(NamedTuple):
 class StashPolicy:
     """The rules of one `stash_scan`.
 
-    >>> policy = StashPolicy(names=("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"), expected_rows=65_536)
-    >>> policy.on_overflow
-    'recompute'
+    Examples:
+        >>> policy = StashPolicy(names=("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"), expected_rows=65_536)
+        >>> policy.on_overflow
+        'recompute'
     """
 
     names: tuple[str, ...]

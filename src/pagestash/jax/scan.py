@@ -34,14 +34,16 @@ def stash_scan(
 ) -> tuple[Any, Any, StashReport]:
     """Scan `layer` over stacked `params`, saving the tensors that the policy names in one paged buffer.
 
-    layer: `layer(params_l, x) -> (x, aux)`, or `layer(params_l, x, shared)` if `shared` is given. `aux` is the
-        pair `(start, count)` of valid rows, or any pytree that contains one `Rows`. Lists of layers and params are
-        scanned one after the other with one buffer (dense layers first, then MoE layers, for example).
-    x: the carry, any pytree; integers and random keys pass through.
-    params: leaves stacked along a leading layer axis.
-    shared: values that every layer reads (a rotary table, tied weights); their gradients are summed over layers.
-    mesh, axes: for a layer that runs its own `shard_map`: the mesh, and the axes that its rows are split over
-        (default: all). Inside a `shard_map`, or on one device, omit both.
+    Args:
+        layer: `layer(params_l, x) -> (x, aux)`, or `layer(params_l, x, shared)` if `shared` is given. `aux` is the
+            pair `(start, count)` of valid rows, or any pytree that contains one `Rows`. Lists of layers and params
+            are scanned one after the other with one buffer (dense layers first, then MoE layers, for example).
+        x: the carry, any pytree; integers and random keys pass through.
+        params: leaves stacked along a leading layer axis.
+        policy: which tags to stash, and how large the buffer is.
+        shared: values that every layer reads (a rotary table, tied weights); gradients are summed over layers.
+        mesh: for a layer that runs its own `shard_map`. Inside a `shard_map`, or on one device, omit it.
+        axes: axes of the mesh that the rows are split over (default: all).
 
     Returns the last carry, the stacked `aux` (a list of them for a list of layers), and a `StashReport`.
     Gradients are those of `lax.scan(jax.checkpoint(layer, policy=save_only_these_names(*names)), x, params)`:

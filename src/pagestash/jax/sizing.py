@@ -16,8 +16,9 @@ GIB = 2**30
 def expected_rows(batch: int, ep: int, seq: int, top_k: int) -> int:
     """Rows per shard and layer at even load: the rows of all `ep·batch·seq` tokens, divided among `ep` shards.
 
-    >>> expected_rows(batch=2, ep=4, seq=4096, top_k=8)
-    65536
+    Examples:
+        >>> expected_rows(batch=2, ep=4, seq=4096, top_k=8)
+        65536
     """
     _positive(batch=batch, ep=ep, seq=seq, top_k=top_k)
     return ep * batch * seq * top_k // ep
@@ -26,8 +27,9 @@ def expected_rows(batch: int, ep: int, seq: int, top_k: int) -> int:
 def worst_case_rows(batch: int, ep: int, seq: int, top_k: int, num_experts: int) -> int:
     """Rows per shard and layer that no routing exceeds: a token can choose each local expert once.
 
-    >>> worst_case_rows(batch=2, ep=4, seq=4096, top_k=8, num_experts=256)
-    262144
+    Examples:
+        >>> worst_case_rows(batch=2, ep=4, seq=4096, top_k=8, num_experts=256)
+        262144
     """
     _positive(batch=batch, ep=ep, seq=seq, top_k=top_k, num_experts=num_experts)
     if num_experts % ep:
@@ -40,8 +42,9 @@ def buffer_bytes(
 ) -> int:
     """Bytes of a buffer for `layers` layers of `rows` rows; the stashed widths add up to `row_elements`.
 
-    >>> buffer_bytes(65_536, 7168, 60) / 2**30
-    52.5
+    Examples:
+        >>> buffer_bytes(65_536, 7168, 60) / 2**30
+        52.5
     """
     _positive(rows=rows, row_elements=row_elements, layers=layers, dtype_bytes=dtype_bytes)
     if capacity_factor < 0:
@@ -91,8 +94,9 @@ def plan(
 ) -> Plan:
     """Print what saving one tensor of `width` costs over `layers`; defaults: DeepSeek-V3's `moe_mlpwo`.
 
-    >>> [line.nbytes / 2**30 for line in plan(show=False).lines]
-    [210.0, 105.0, 78.75, 52.5]
+    Examples:
+        >>> [line.nbytes / 2**30 for line in plan(show=False).lines]
+        [210.0, 105.0, 78.75, 52.5]
     """
     worst = worst_case_rows(batch, ep, seq, top_k, num_experts)
     expected = expected_rows(batch, ep, seq, top_k)

@@ -89,8 +89,9 @@ class Plan:
 def in_flight(plan: Plan) -> dict[int, int]:
     """The most microbatches whose activations each stage of the rank holds at one time.
 
-    >>> in_flight(plans("1F1B", ranks=4, microbatches=8)[1])
-    {1: 3}
+    Examples:
+        >>> in_flight(plans("1F1B", ranks=4, microbatches=8)[1])
+        {1: 3}
     """
     most = dict.fromkeys(plan.stages, 0)
     for counts in plan.held():

@@ -191,10 +191,11 @@ PRESETS: dict[str, DecoderConfig] = {
 
 
 def preset(name: str, layers: int | None = None, **changes: Any) -> DecoderConfig:
-    """The preset `name`, cut to `layers` layers (one of them with experts), with other `changes`.
+    """The preset `name`, shortened to `layers` layers (at least one with experts), with `changes` to its fields.
 
-    >>> preset("qwen3-30b-a3b", layers=2).layers
-    2
+    Examples:
+        >>> preset("qwen3-30b-a3b", layers=2).layers
+        2
     """
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}{_meant(name, list(PRESETS))}")

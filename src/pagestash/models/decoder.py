@@ -89,10 +89,10 @@ class Decoder(nn.Module):
         last = Decoder(config, part=["layers.1", "head"])
         loss = last(first(tokens), labels)
 
-    A stage takes tokens where it has the embedding and the result of the stage before elsewhere, and gives the loss
-    where it has the head. Auxiliary losses are not handed on: each stage adds the gradients of its own in backward.
-    Names of parameters, and the values that `initialise` gives them, are those of the whole decoder: a checkpoint
-    knows nothing of stages.
+    The stage with the embedding takes tokens, any other the result of the stage before; the stage with the head
+    returns the loss. Auxiliary losses are not passed on: each stage adds the gradients of its own in backward. The
+    names of parameters, and the values that `initialise` gives them, are those of the whole decoder, so checkpoints
+    do not depend on stages.
     """
 
     embed: nn.Embedding | None

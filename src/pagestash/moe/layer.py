@@ -17,7 +17,7 @@ from pagestash.pages.pool import PagePool
 
 
 class MoE(nn.Module):
-    """A Mixture-of-Experts layer that never asks the host how many rows arrived.
+    """A Mixture-of-Experts layer that needs no row count on the host.
 
         moe = MoE(MoEConfig(width=64, expert_width=32, experts=8, top_k=2))
         y, aux = moe(x)                # x: [..., 64]; aux: the auxiliary losses, add them to yours
@@ -25,8 +25,8 @@ class MoE(nn.Module):
     Saved for backward in bf16: the input and the first projection, `2·T·d + 4·T·K·n` bytes, and indices. With
     a `pool` the first projection goes to its pages, valid rows only, and is recomputed where the pool had no room.
 
-    `experts` runs `expert_fc1`, `moe_act` and `expert_fc2` as one block; they are modules so that rules can name
-    them, and the homes of what each one's backward needs be chosen apart.
+    `experts` runs `expert_fc1`, `moe_act` and `expert_fc2` as one block. They are modules so that rules can name
+    them, and give what each one's backward needs its own home.
     """
 
     def __init__(

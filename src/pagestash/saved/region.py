@@ -179,12 +179,12 @@ def in_recompute() -> bool:
 def region(
     name: str = "", *, rows: torch.Tensor | None = None, capacity: int | None = None
 ) -> Iterator[None]:
-    """Name a part of forward that is no module.
+    """Name a part of forward that is not a module.
 
         with ps.region("experts"):
             h = grouped_mm(ps.rows(x, n), w1)
 
-    The name is appended to the enclosing module's. If no rule matches it, the enclosing rule holds. Outside a
+    The name is appended to the enclosing module's. If no rule matches it, the enclosing rule applies. Outside a
     keeper's step this does nothing.
 
     `rows` and `capacity` are the old form of `ps.rows`, which is to be preferred because it names the buffer. Every

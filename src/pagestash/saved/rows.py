@@ -10,14 +10,14 @@ from pagestash.saved.valid_rows.marks import FUNCTION
 
 
 def rows(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-    """Mark `x`, a buffer for the worst case, of which the first `n` rows are valid; returns `x`.
+    """Mark the worst-case buffer `x`: its first `n` rows are valid. Returns `x`.
 
         x = ps.rows(permuted, count)            # [capacity, d], count of them valid
         h = F.silu(x @ gate) * (x @ up)         # computed row by row: marked, too
 
-    Of marked tensors the valid rows alone are stashed or offloaded; the others come back as zero. The mark promises
-    that no gradient reaches them, in `x` and in what is computed from it row by row (docs/rows.md has the table).
-    Everything else is kept whole, and integers, booleans and weights always are. `n` is an integer tensor of one
+    Only the valid rows of marked tensors are stashed or offloaded; the others come back as zeros. You promise that
+    the gradient of those is zero, in `x` and in what is computed from it row by row (docs/rows.md has the table).
+    Everything else is saved whole, and so are integers, booleans and weights. `n` is an integer tensor of one
     element on the device, which must keep its value until the region ends. Outside a keeper's step this does
     nothing.
 

@@ -8,7 +8,8 @@ when the window says so.
 A keeper may differ from this in three points, which a profile does not know:
 
 - The headroom: where memory is far below its peak, a keeper lets copies out take longer, so it waits no longer.
-- Which part of a storage a tensor covers: here the whole storage counts.
+- Which part of a storage a tensor covers. Here the whole storage counts, once; a keeper moves the range that a
+  region's tensors cover, and each thin slice (less than half of what it spans) by itself.
 - With a `fraction` below 1, which tensors leave: here that part of each tensor does.
 """
 
@@ -78,7 +79,10 @@ def fit(
     segments: Sequence[Segment],
     link: Link,
 ) -> Fit:
-    """Simulate the copies of one step; if they do not hide, find the fraction that would."""
+    """Simulate the copies of one step; if they do not hide, find the fraction that would.
+
+    `homes` are those that a keeper gives the tensors when they are saved (`assign_when_saved`).
+    """
     step = sum(segment.seconds for segment in segments)
     turn = sum(segment.seconds for segment in segments if segment.way == "forward")
     moves = moves_of(policy, tensors, homes, segments)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pagestash.policy import HOMES, HomeName, Policy, Rule
-from pagestash.profiling.assign import assign
+from pagestash.profiling.assign import assign, assign_when_saved
 from pagestash.profiling.fit import Fit, fit
 from pagestash.profiling.link import Link
 from pagestash.profiling.records import HomeEstimate, Kind, Region, SavedTensor, Segment
@@ -76,12 +76,15 @@ class ProfiledStep:
     def fits(self, policy: Policy | str, *, min_bytes: int | None = None) -> Fit:
         """Whether the copies of a policy's offload hide behind compute; a pattern is short for an offload rule.
 
+        The step is simulated by the keeper's own rules, so `moved_bytes` is what a keeper copies. That includes a
+        tensor that a later region keeps: the keeper decides when a tensor is saved (`home_bytes` says `keep`).
         Assumes that nothing else uses the link, and that recomputation takes no time.
         """
         if isinstance(policy, str):
             policy = Policy([Rule(policy, "offload", min_bytes=min_bytes)])
         policy.check(region.name for region in self.regions)
-        return fit(policy, self.tensors, self.homes(policy), self.segments, self.link)
+        homes = assign_when_saved(policy, self.tensors, self.regions)
+        return fit(policy, self.tensors, homes, self.segments, self.link)
 
     # --- JSON ---
 

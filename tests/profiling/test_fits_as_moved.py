@@ -1,0 +1,107 @@
+"""What `fits` says is moved and stays is what a keeper moves and leaves: both ask the same window."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import pagestash as ps
+from pagestash.models import Decoder, preset
+from pagestash.profiling.assign import assign_when_saved
+
+SEQUENCE = 64
+CORE = {"match": "layers.*.attn.core_attn", "home": "offload", "min_bytes": 1024}
+
+
+def batch():
+    tokens = torch.randint(0, 256, (2, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@cache
+def profiled():
+    """A small decoder and its profile."""
+    model = Decoder(preset("tiny", layers=5))
+    model.initialise(0)
+    return model, ps.profile(model, batch(), repeats=1)
+
+
+def moved_by_a_keeper(model, policy, step) -> tuple[int, set]:
+    """Bytes that waited on the host in a step that goes by the plan, and the regions of groups that stayed."""
+    keeper = ps.Keeper(policy, backend="torch").attach(model)
+    for _ in range(2):  # the first is measured
+        keeper.reset_peaks()
+        model.zero_grad()
+        with keeper.step():
+            step()
+    peak = keeper.stats().homes["offload"].peak
+    stays = {key[-2] for key in keeper._offload.moving.plan.stays}
+    keeper.detach()
+    return peak, stays
+
+
+POLICIES = {
+    "attention": [ps.Rule(**CORE)],
+    "attention, a small window": [ps.Rule(**CORE, prefetch_bytes="4KiB")],
+    "attention, a large window": [ps.Rule(**CORE, prefetch_bytes="1GiB")],
+    "attention and its projection": [
+        ps.Rule(**CORE, prefetch_bytes=0),
+        ps.Rule("layers.*.attn.attn_proj", "offload", min_bytes=1024, prefetch_bytes=0),
+    ],
+    "attention behind recomputed norms": [
+        ps.Rule(**CORE, prefetch_bytes=0),
+        ps.Rule("layers.*.attn.q_norm", "recompute"),
+        ps.Rule("layers.*.attn.k_norm", "recompute"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_moved_and_staying_bytes_are_those_of_the_keeper(name):
+    policy, (model, profile) = ps.Policy(POLICIES[name]), profiled()
+    found = profile.fits(policy)
+    moved, stays = moved_by_a_keeper(model, policy, lambda: sum(model(*batch())).backward())
+    assert found.moved_bytes == moved
+    assert bool(found.staying_bytes) == bool(stays)
+    assert found.moved_bytes + found.staying_bytes > 0
+
+
+def test_a_tensor_that_a_later_region_keeps_is_moved_all_the_same():
+    """The projection saves attention's output and keeps it, but when attention saved it nobody knew."""
+    _, profile = profiled()
+    policy = ps.Policy([ps.Rule(**CORE, prefetch_bytes=0)])
+    saved = [
+        (tensor.storage, at_first, in_the_end)
+        for tensor, at_first, in_the_end in zip(
+            profile.tensors,
+            assign_when_saved(policy, profile.tensors, profile.regions),
+            profile.homes(policy),
+        )
+        if tensor.region.endswith("core_attn")
+    ]
+    in_vain = {
+        storage for storage, at_first, in_the_end in saved if (at_first, in_the_end) == ("offload", "keep")
+    }
+    sizes = {tensor.storage: tensor.storage_bytes for tensor in profile.tensors}
+    output = 2 * SEQUENCE * 128 * 4  # as wide as the model
+    assert [sizes[storage] for storage in in_vain] == [output] * 5
+    # Nor the other way round: what was kept when attention saved it is not moved.
+    assert not [at_first for _, at_first, in_the_end in saved if at_first == "keep" != in_the_end]
+
+
+def test_an_output_that_user_code_holds_is_moved_all_the_same():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.held = nn.Linear(64, 64), None
+
+        def forward(self, x):
+            self.held = self.inner(x).exp()
+            return self.held * 2.0
+
+    model, x = nn.Sequential(*(Layer() for _ in range(4))), torch.randn(32, 64)
+    policy = ps.Policy([ps.Rule("*", "offload", min_bytes=1, prefetch_bytes=0)])
+    found = ps.profile(model, x, repeats=1, loss=torch.sum).fits(policy)
+    moved, _ = moved_by_a_keeper(model, policy, lambda: model(x).sum().backward())
+    assert found.moved_bytes == moved > 0

@@ -44,7 +44,9 @@ def main(arguments: list[str] | None = None) -> None:
     }
     everything = ps.Policy([ps.Rule(**rule)])
     verdict = found.fits(everything)
-    print(f"of {verdict.moved_bytes:,} bytes of attention that would move hides a fraction of {verdict.fraction}")
+    print(
+        f"of {verdict.moved_bytes:,} bytes of attention that would move hides a fraction of {verdict.fraction}"
+    )
 
     # 3. Train with exactly that fraction.
     keeper = ps.Keeper(ps.Policy([ps.Rule(**rule, fraction=max(verdict.fraction, 0.01))])).attach(model)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagestash.saved.offload.plan import GroupBytes, make_plan
+from pagestash.saved.offload.plan import GroupBytes, OffloadPlan, make_plan
 from pagestash.saved.offload.window import Window, WindowGroup
 
 
@@ -236,3 +236,40 @@ def test_a_key_that_is_put_again_while_its_group_of_an_earlier_step_waits():
     assert window.groups == {key: later}
     assert (window.resident, window.leaving, window.present) == (0, 5, 0)
     assert [decision.what for decision in window.get(later)] == ["let go", "fetch", "use"]
+
+
+def put(window, key, *, stays=False) -> list:
+    """Put a group of 10 bytes; returns what is done then."""
+    group = WindowGroup(key, 10, kept_bytes=10) if stays else WindowGroup(key, 10, 10, 10, leaving_bytes=10)
+    window.put(group)
+    return told(window.after_put(group))
+
+
+def told(decisions) -> list:
+    return [(decision.what, decision.group.key[0]) for decision in decisions]
+
+
+def test_what_leaves_gives_way_to_what_is_asked_for():
+    keys = [(name, 0) for name in "abcde"]
+    order = [("put", key) for key in keys] + [("get", key) for key in keys]
+    groups = {key: GroupBytes(10, 10, window=15 if key == keys[0] else None) for key in keys}
+    plan = OffloadPlan(groups, order, window=30, stays=frozenset(keys[1:2]))
+    window = Window(plan)
+    done = [put(window, key, stays=key in plan.stays) for key in keys]
+    # With `b` there is room in the window for one that leaves and one that is made; at the end for two that leave.
+    assert done == [[], [], [("let go", "a")], [("let go", "c")], []]
+    assert (window.resident, window.leaving) == (10, 20)
+    # `a` has a window of 15, which it and `b` overrun: it was not fetched ahead, and all that leaves makes room.
+    asked = [("let go", "d"), ("let go", "e"), ("fetch", "a"), ("use", "a")]
+    assert told(window.get(window.groups[keys[0]])) == asked
+
+
+def test_a_group_that_is_put_before_another_is_asked_for_has_its_place_first():
+    a, x, y = (("a", 0), ("x", 0), ("y", 0))
+    groups = {a: GroupBytes(10, 10, window=100), x: GroupBytes(10, 10), y: GroupBytes(20, 20)}
+    order = [("put", a), ("put", x), ("get", x), ("put", y), ("get", y), ("get", a)]
+    fetched = [("let go", "a"), ("fetch", "a")]
+    for size, done in ((25, [[], []]), (30, [fetched, []])):  # x and y, which come before it, take 30
+        plan = OffloadPlan(groups, order, window=size, stays=frozenset([x]), resident_peak_bytes=40)
+        window = Window(plan)
+        assert [put(window, a), put(window, x, stays=True)] == done

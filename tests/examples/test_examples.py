@@ -57,6 +57,14 @@ def test_offload_by_profile_moves_bytes_and_changes_no_loss(run):
     assert numbers(host) > [0]
 
 
+def test_hf_finetune_gives_the_losses_of_the_trainer_alone(run):
+    pytest.importorskip("transformers", minversion="5.7")
+    pytest.importorskip("accelerate")
+    printed = run("hf_finetune", "--steps", 2, "--sequence", 32)
+    assert "losses equal to those of the trainer alone: True" in printed
+    assert any(line.startswith("recompute: ") and numbers(line) > [0] for line in printed)
+
+
 def test_jax_scan_gives_the_gradients_of_the_plain_scan(run):
     rows, recomputed, equal = run("jax_scan", "--layers", 4, "--rows", 64, "--width", 16)
     wanted, room, worst = numbers(rows)

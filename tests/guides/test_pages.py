@@ -166,6 +166,46 @@ def test_pipeline():
     assert names["rows"].untyped_storage().size() == names["sent"].untyped_storage().size() == 0
 
 
+def test_huggingface():
+    transformers = pytest.importorskip("transformers", minversion="5.7")
+    pytest.importorskip("accelerate")
+    config = transformers.Qwen3MoeConfig(**TINY_QWEN)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained("tiny")
+    (_, policy), *_ = blocks("docs/huggingface.md", "toml")
+    Path("policy.toml").write_text(policy)
+    rows = [torch.randint(0, 64, (8,)) for _ in range(8)]
+    batch = {"input_ids": rows[0][None], "labels": rows[0][None]}
+    names = {
+        "name": "tiny",
+        "data": [{"input_ids": row, "labels": row} for row in rows],
+        "batches": [batch] * 2,
+    }
+
+    def begin(number, names):
+        if number == 2:
+            pagestash = names["pagestash"]
+            pagestash.hf.unwrap(names["trainer"], names["keeper"])
+
+    printed, names = run("docs/huggingface.md", names, begin)
+    assert printed[0].split() == next(blocks("docs/huggingface.md", "text"))[1].split()
+    assert int(printed[1].splitlines()[-1]) > 0
+    assert names["keeper"].stats().homes["recompute"].peak > 0
+
+
+TINY_QWEN = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
 def test_jax():
     printed, names = run("docs/jax.md")
     assert printed[0] == "369 rows wanted, room for 480, 0 recomputed\n"
@@ -178,8 +218,21 @@ POLICIES = [(page, text) for page in PAGES for _, text in blocks(page, "toml") i
 ]
 
 
+def model_of(where):
+    """The model that a policy is for: one of transformers, or ours."""
+    if "huggingface" not in where:
+        return Decoder(preset("tiny"))
+    transformers = pytest.importorskip("transformers", minversion="5.7")
+    import pagestash.hf
+
+    config = transformers.Qwen3MoeConfig(**TINY_QWEN)
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="pagestash")
+    pagestash.hf.optimize(model)
+    return model
+
+
 @pytest.mark.parametrize(("where", "text"), POLICIES, ids=[where for where, _ in POLICIES])
-def test_every_policy_shown_is_one_and_names_parts_of_our_models(where, text):
+def test_every_policy_shown_is_one_and_names_parts_of_a_model(where, text):
     policy = ps.Policy.from_dict(tomllib.loads(text))
-    policy.check([name for name, _ in Decoder(preset("tiny")).named_modules() if name])
+    policy.check([name for name, _ in model_of(where).named_modules() if name])
     assert policy.pool.host in (0, "auto"), f"{where}: a number of bytes that a reader's machine may not have"

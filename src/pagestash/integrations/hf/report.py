@@ -84,7 +84,7 @@ class Report:
 
 def _counted(entries: Iterable[tuple[str, str, str]]) -> list[str]:
     found = Counter(entries)
-    lines = [f"  {part:<8}{count:>4} × {kind}: {text}" for (part, kind, text), count in found.items()]
+    lines = [f"  {part:<10}{count:>2} × {kind}: {text}" for (part, kind, text), count in found.items()]
     return lines or ["  nothing"]
 
 

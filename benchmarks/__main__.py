@@ -17,6 +17,7 @@ BENCHMARKS = (
     "graphed_stack",
     "moe_layer",
     "moe_step",
+    "hf_step",
     "offload",
     "step_memory",
     "pipeline",
@@ -24,7 +25,7 @@ BENCHMARKS = (
     "jax_stash",
 )
 """One module each, with `run(out, quick) -> path of the result`."""
-NEED_CUDA = ("pool", "graphed_stack", "moe_layer", "moe_step", "offload", "pipeline_gpu")
+NEED_CUDA = ("pool", "graphed_stack", "moe_layer", "moe_step", "hf_step", "offload", "pipeline_gpu")
 
 Out = Annotated[Path | None, typer.Option(help="Folder for the result; benchmarks/results if not given.")]
 Quick = Annotated[bool, typer.Option(help="Smaller and shorter: to see that it runs, not for the record.")]

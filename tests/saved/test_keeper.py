@@ -9,6 +9,7 @@ from support import same
 from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
+from pagestash.policy import HOMES
 
 
 @pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
@@ -267,6 +268,7 @@ def test_held_tells_each_home_without_waiting():
             held, stats = keeper.held(), keeper.stats()
             told.append({home: int(size) for home, size in held.items()})
             assert told[-1] == {home: each.bytes for home, each in stats.homes.items()}
+            assert list(told[-1]) == list(stats.homes) == list(HOMES)
             loss.backward()
     assert told[0] == told[1]
     assert told[0]["stash"] > 0

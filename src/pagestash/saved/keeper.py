@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pagestash.pages.pool import PagePool
-from pagestash.policy import HomeName, Policy, format_bytes
+from pagestash.policy import HOMES, HomeName, Policy, format_bytes
 from pagestash.saved.attached import Attached
 from pagestash.saved.follow import StageEvents, follow
 from pagestash.saved.homes import Home, Keep, TakesGroups
@@ -57,6 +57,8 @@ class Keeper:
             policy, self._keep, self._stash, lambda: read_memory(self.device, self.parameters), backend
         )
         moving: dict[HomeName, TakesGroups] = {"stash": self._stash, "offload": self._offload}
+        # In the order in which they settle: offload before stash, because it gives back pages, too.
+        self._homes: tuple[Home, ...] = (self._keep, self._recompute, self._offload, self._stash)
         self._saved = SavedTensorHooks(policy, moving, self._keep, self._recompute)
         self._hooks: list[Any] = []
         self._regions = RegionHooks(self._saved, self._recompute)
@@ -66,11 +68,6 @@ class Keeper:
         self._in_step = False
         self._ranks = Agreement()
         self._stage_events: StageEvents = {}
-
-    @property
-    def _homes(self) -> tuple[Home, ...]:
-        """Offload before stash: it gives back pages, too."""
-        return self._keep, self._recompute, self._offload, self._stash
 
     # --- attach ---
 
@@ -266,7 +263,8 @@ class Keeper:
 
     def held(self) -> dict[HomeName, int | torch.Tensor]:
         """Valid bytes in each home now. The pool's are a device integer, so that the host need not wait."""
-        return {home.name: home.held() for home in self._homes}
+        waiting = {home.name: home.held() for home in self._homes}
+        return {name: waiting[name] for name in HOMES}
 
     def stats(self) -> KeeperStats:
         """Bytes and peak by home and region, and the pool's tiers. Waits for the device."""

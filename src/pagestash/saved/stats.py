@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagestash.pages.telemetry import PoolStats
-from pagestash.policy import HomeName
+from pagestash.policy import HOMES, HomeName
 from pagestash.saved.homes import Home, HomeStats
 from pagestash.saved.offload.home import Offload, OffloadStats
 from pagestash.saved.stash import Stash
@@ -55,7 +55,7 @@ def collect(homes: Sequence[Home], stash: Stash, offload: Offload) -> KeeperStat
             by_region[name or OUTSIDE] = HomeStats(known.bytes + now, known.peak + peak)
     pool, left = stash.pool, stash.no_page
     return KeeperStats(
-        homes={home.name: home.stats() for home in homes},
+        homes={home.name: home.stats() for home in sorted(homes, key=lambda home: HOMES.index(home.name))},
         regions=by_region,
         pool=None if pool is None else pool.stats(),
         offload=offload.limits(),

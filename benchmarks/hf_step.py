@@ -3,8 +3,8 @@
     python -m benchmarks.hf_step
 
 All ways run in one process, one after the other, from the same weights and tokens. Time is forward and backward
-without an optimizer; memory is the peak above weights and gradients. Ours are what `optimize` gives, in the order in
-which its parts are switched on, and then the policy file of `examples/`. Liger is measured where it is installed.
+without an optimizer; memory is the peak above weights and gradients. Ours are what `optimize` gives, in the order
+in which its parts are switched on, and then the policy file of `examples/`. Liger is run where it is installed.
 """
 
 import argparse

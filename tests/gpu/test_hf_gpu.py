@@ -1,0 +1,147 @@
+"""RMSNorm, RoPE and models of transformers on a GPU: against the references, in bf16, in a CUDA graph."""
+
+import pytest
+import torch
+from support import error, same
+
+from pagestash.kernels.layer import rms_norm as N
+from pagestash.kernels.layer import rope as R
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(2, 4096, 2048), (3, 1000, 32, 128), (513, 7168), (5, 1537), (1, 16384)])
+@pytest.mark.parametrize(("offset", "early"), [(0.0, True), (0.0, False), (1.0, False)])
+def test_norms_are_those_of_the_reference(shape, dtype, offset, early):
+    x, dy = (torch.randn(shape, device=CUDA, dtype=dtype) for _ in range(2))
+    weight = torch.randn(shape[-1], device=CUDA, dtype=dtype)
+    y, rstd = N.forward(x, weight, 1e-6, offset, early, backend="triton")
+    wanted, wanted_rstd = N.forward(x, weight, 1e-6, offset, early, backend="torch")
+    torch.testing.assert_close(rstd, wanted_rstd, rtol=1e-5, atol=0)
+    step = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}[dtype]
+    # Sums in another order change a last bit of rstd, and so now and then a rounding.
+    torch.testing.assert_close(y, wanted, rtol=2 * step, atol=1e-6)
+    if dtype != torch.float32:
+        assert (y == wanted).float().mean() > 0.98
+    got = N.backward(dy, x, weight, rstd, offset, early, need_weight=True, backend="triton")
+    again = N.backward(dy, x, weight, rstd, offset, early, need_weight=True, backend="triton")
+    assert same(got, again)
+    wanted = N.backward(dy, x, weight, rstd, offset, early, need_weight=True, backend="torch")
+    assert error(got[0], wanted[0]) < step
+    assert error(got[1], wanted[1]) < step
+
+
+def test_a_slice_of_a_wider_projection_is_normalised_where_it_is():
+    x = torch.randn(2, 512, 576, device=CUDA, dtype=torch.bfloat16)[..., :512]
+    weight = torch.randn(512, device=CUDA, dtype=torch.bfloat16)
+    got = N.forward(x, weight, 1e-6, 0.0, True)
+    assert same(got, N.forward(x.contiguous(), weight, 1e-6, 0.0, True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("style", R.STYLES)
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "width", "rotated"),
+    [(32, 4, 128, 128), (64, 8, 64, 64), (6, 1, 96, 32), (128, 1, 64, 64)],
+)
+@pytest.mark.parametrize("wide", [False, True])
+def test_rotations_are_those_of_the_reference(dtype, style, heads, key_heads, width, rotated, wide):
+    q, k = (
+        torch.randn(2, 700, count, width, device=CUDA, dtype=dtype).transpose(1, 2)
+        for count in (heads, key_heads)
+    )
+    columns = rotated // 2 if style == "half_table" else rotated
+    table = torch.float32 if wide else dtype
+    cos, sin = (torch.randn(2, 700, columns, device=CUDA).to(table) for _ in range(2))
+    for back in (False, True):
+        options = {"style": style, "wide": wide, "back": back}
+        got = R.rotate(q, k, cos, sin, **options, backend="triton")
+        wanted = R.rotate(q, k, cos, sin, **options, backend="torch")
+        for a, b in zip(got, wanted):
+            assert a.stride() == b.stride()
+            if dtype == torch.float32 or wide:  # a product may be fused with the sum
+                step = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-6}[dtype]
+                torch.testing.assert_close(a, b, rtol=step, atol=10 * step)
+            else:
+                assert same(a, b)
+
+
+def test_norm_and_rotation_can_be_captured():
+    x = torch.randn(2, 64, 8, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    cos, sin = (torch.randn(1, 64, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+
+    def step():
+        q = N.rms_norm(x, weight).transpose(1, 2)
+        q, k = R.rope(q, q[:, :1], cos, sin)
+        return torch.autograd.grad((q.square().sum() + k.sum()), [x, weight])
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        wanted = step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    graph.replay()
+    assert same(got, wanted)
+
+
+def qwen(experts, dtype=torch.bfloat16, attention="sdpa"):
+    transformers = pytest.importorskip("transformers", minversion="5.7")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=1024, hidden_size=256, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=4,
+        use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with CUDA:
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, experts_implementation=experts, attn_implementation=attention
+        ).train()
+
+
+def run(model):
+    tokens = torch.randint(0, 1024, (2, 512), generator=torch.Generator().manual_seed(1)).to(CUDA)
+    model.zero_grad()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_an_optimised_model_is_as_near_to_float32_as_the_plain_one():
+    exact = run(qwen("eager", torch.float32))
+    plain = run(qwen("grouped_mm"))
+    import pagestash.hf
+
+    model = qwen("pagestash")
+    report = pagestash.hf.optimize(model)
+    assert report.left == []
+    got = run(model)
+    torch.testing.assert_close(got[0], exact[0], rtol=2e-3, atol=0)
+    flat = [torch.cat([each.float().flatten() for each in found[1]]) for found in (exact, plain, got)]
+    assert error(flat[2], flat[0]) <= 1.1 * error(flat[1], flat[0])
+
+
+def test_a_policy_changes_no_bit_of_an_optimised_model():
+    import pagestash as ps
+    import pagestash.hf
+
+    model = qwen("pagestash", attention="eager")  # the gradient of the flash kernel is added up by atomics
+    pagestash.hf.optimize(model)
+    wanted = run(model)
+    assert same(run(model), wanted), "without a policy the step is deterministic"
+    rules = [
+        ps.Rule("model.layers.*.*_layernorm", "recompute", min_bytes=0),
+        ps.Rule("model.layers.*.mlp.experts.moe_act", "stash", min_bytes=0),
+        ps.Rule("model.layers.*.self_attn.core_attn", "offload", min_bytes=0),
+    ]
+    keeper = ps.Keeper(ps.Policy(rules=rules)).attach(model)
+    for _ in range(4):
+        with keeper.step():
+            got = run(model)
+        assert same(got, wanted)
+    assert keeper.pool is not None

@@ -1,4 +1,4 @@
-"""The gated activation against float64 autograd, over garbage tails, and through pages."""
+"""The gated activation against float64 autograd, over garbage tails, through pages, interleaved or not."""
 
 import pytest
 import torch
@@ -201,3 +201,36 @@ def test_expected_rows_need_a_buffer_for_their_gradient():
     h, gradient, info = case(8, torch.float32, False, False)
     with pytest.raises(ValueError, match="give both or neither"):
         S.backward(h, gradient, info, expected_SH=h[:2])
+
+
+def woven(rows):
+    """Columns of the two halves in turn: the gate of a pair, then its linear part."""
+    gate, linear = rows.chunk(2, dim=1)
+    return torch.stack([gate, linear], dim=2).flatten(1).contiguous()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("page_bytes", [None, 16, 48, 1 << 16])
+@pytest.mark.parametrize(("n", "dtype"), [(40, torch.bfloat16), (33, torch.float32), (300, torch.float32)])
+def test_interleaved_rows_are_those_of_two_halves(backend, page_bytes, n, dtype):
+    h, gradient, info = case(n, dtype, True, True)
+    inter = S.RowInfo(info.rows, info.weights, info.order, woven(info.bias), OFFSETS, interleaved=True)
+    pages = None
+    if page_bytes is not None:
+        pool = PagePool("cpu", page_bytes, -(-ROWS * 2 * n * h.element_size() // page_bytes), backend="torch")
+        [ticket] = pool.stash([torch.zeros_like(h)], rows=info.rows)
+        pages = Pages(pool.memory, ticket.span, ticket.member, ticket.group.book)
+    a = S.forward(h, info, "clamped", backend=backend)
+    got = S.forward(woven(h), inter, "clamped", pages, backend=backend)
+    assert torch.equal(got[:ROWS], a[:ROWS])
+    held = woven(h)
+    if pages is not None:
+        assert torch.equal(pool.restore([ticket])[0][:ROWS], held[:ROWS])
+        held = torch.full_like(h, torch.nan)
+    dh, a, dweights = S.backward(h, gradient, info, "clamped", backend=backend)
+    for in_place in (False, True):
+        rows, of_a = held.clone(), gradient.clone()
+        got = S.backward(rows, of_a, inter, "clamped", pages, in_place=in_place, backend=backend)
+        assert torch.equal(got[0][:ROWS], woven(dh)[:ROWS])
+        assert torch.equal(got[1][:ROWS], a[:ROWS])
+        torch.testing.assert_close(got[2], dweights, rtol=1e-5, atol=1e-5)

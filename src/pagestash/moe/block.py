@@ -141,7 +141,7 @@ class RoutedExperts(torch.autograd.Function):
         ends = Pair(expected_ends_E, routing.offsets if excess_ends_E is None else excess_ends_E)
         assert ends.excess is not None
         excess_rows = ends.excess[-1:]
-        info = RowInfo(routing.rows, weights_TK, order, up_bias, routing.offsets)
+        info = RowInfo(routing.rows, weights_TK, order, up_bias, routing.offsets, options.interleaved)
         to_pages = options.needs_backward and cut.excess > 0
         x_lease, x_excess_RD, h_room, a_room = None, None, None, None
         if cut.received:
@@ -213,7 +213,7 @@ class RoutedExperts(torch.autograd.Function):
         (x_lease, h_lease), cut, comes_again = ctx.leases, ctx.cut, keeps_graph()
         dy_TD = dy_TD.contiguous()
         up, down, up_bias, down_bias = in_dtype_of(dy_TD, up, down, up_bias, down_bias)
-        info = RowInfo(offsets[-1:], weights_TK, order, up_bias, offsets)
+        info = RowInfo(offsets[-1:], weights_TK, order, up_bias, offsets, ctx.options.interleaved)
         ends = Pair(expected_ends_E, offsets if excess_ends_E is None else excess_ends_E)
         x, h = Pair(x_expected, x_excess), Pair(h_expected, h_excess)
         del x_expected, x_excess, h_expected, h_excess

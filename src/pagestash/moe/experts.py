@@ -43,10 +43,11 @@ class Experts(SelfSaving):
         pool: PagePool | None = None,
         dispatch: Dispatch | None = None,
         account: int = 0,
+        interleaved: bool = False,
         device: Any = None,
     ) -> None:
         super().__init__()
-        self.config, self.dispatch = config, dispatch
+        self.config, self.dispatch, self._interleaved = config, dispatch, interleaved
         self.use_pool(pool, account)
         # In a tuple, where they are not registered: they have one name each, in the layer.
         self._parts = parts
@@ -67,6 +68,7 @@ class Experts(SelfSaving):
             x_saving = replace(x_saving, pool=None)
         options = BlockOptions(
             activation=self.config.activation,
+            interleaved=self._interleaved,
             x=x_saving,
             h=self._saving_of(act),
             needs_backward=needs_backward(x, up, down),

@@ -67,6 +67,8 @@ class BlockOptions:
     """What a block needs to know besides its tensors."""
 
     activation: Activation = "silu"
+    interleaved: bool = False
+    """Whether gate and linear part alternate in the rows of `up` and in its bias; else all gates come first."""
     x: Saving = Saving()
     """How the rows wait that the first projection multiplies."""
     h: Saving = Saving()

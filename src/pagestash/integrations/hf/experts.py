@@ -82,7 +82,7 @@ def _experts(module: Any, activation: str) -> tuple[Experts, tuple[nn.Module, ..
         bias=module.has_bias,
     )
     parts: Any = (up, MoEAct(), down)
-    return Experts(config, parts, device=up_EHD.device), parts
+    return Experts(config, parts, interleaved=not module.is_concatenated, device=up_EHD.device), parts
 
 
 class ExpertWeights(MoEAct):
@@ -115,8 +115,6 @@ def activation_of(module: Any) -> str:
         return "it has a norm after its experts"
     if not module.has_gate:
         return "it has no gate"
-    if not module.is_concatenated:
-        return "its gate and its linear part are interleaved"
     weights = module.gate_up_proj, module.down_proj
     if not all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in weights):
         return "its weights are quantised"
@@ -133,6 +131,8 @@ def _activates(module: Any, activation: Activation) -> bool:
             got = module._apply_gate(rows)  # noqa: SLF001 (the hook that transformers has for this)
     except Exception:  # written for other rows
         return False
+    if not module.is_concatenated:
+        rows = torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
     wanted = gated(rows, torch.tensor([64]), None, None, activation)
     return got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-5, atol=1e-5)
 

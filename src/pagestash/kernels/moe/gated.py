@@ -154,6 +154,8 @@ def _backward_reference(
         dweights.view(-1)[at] = value
     a_RN[:count] = (act * linear * weight).to(h_RH.dtype)
     dgate, dlinear = of_product * linear * slope * passes_gate, of_product * act * passes_linear
+    if info.interleaved:
+        return torch.stack([dgate, dlinear], dim=2).flatten(1).to(h_RH.dtype)
     return torch.cat([dgate, dlinear], dim=1).to(h_RH.dtype)
 
 
@@ -178,6 +180,8 @@ def _forward_kernel(
     device_slab,
     host_slab,
     N: tl.constexpr,
+    STEP: tl.constexpr,  # from one gate to the next
+    HALF: tl.constexpr,  # from a gate to its linear part
     ACT: tl.constexpr,
     WEIGHTED: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -208,28 +212,29 @@ def _forward_kernel(
         mask = inside[:, None]
         if N % BLOCK != 0:
             mask = mask & (start + column < N)[None, :]
-        at = within[:, None] * (2 * N) + (start + column)[None, :]
+        at = within[:, None] * (2 * N) + (start + column)[None, :] * STEP
         source = h
         if SPLIT:
             source = tl.where(in_expected, expected, h)
         gate_at = aligned(source + at, WIDE, SPLIT)
-        linear_at = aligned(source + at + N, WIDE, SPLIT)
+        linear_at = aligned(source + at + HALF, WIDE, SPLIT)
         gate = tl.load(gate_at, mask=mask, other=0.0)
         linear = tl.load(linear_at, mask=mask, other=0.0)
         if PAGED:
             if granted & (not in_expected):
                 held = (book, table, length, device_slab, host_slab)
-                first = (within * (2 * N) + start) * SIZE
-                half = first + N * SIZE
-                gate_at = page_pointers(held, first, column, inside, h, PAGE, WIDE)
+                first = (within * (2 * N) + start * STEP) * SIZE
+                half = first + HALF * SIZE
+                gate_at = page_pointers(held, first, column * STEP, inside, h, PAGE, WIDE)
                 tl.store(gate_at, gate, mask=mask)
-                linear_at = page_pointers(held, half, column, inside, h, PAGE, WIDE)
+                linear_at = page_pointers(held, half, column * STEP, inside, h, PAGE, WIDE)
                 tl.store(linear_at, linear, mask=mask)
         gate = gate.to(tl.float32)
         linear = linear.to(tl.float32)
         if EXPERTS:
-            gate = add_bias(gate, bias, offsets, row, start + column, mask, experts, N, EXPERTS, 0)
-            linear = add_bias(linear, bias, offsets, row, start + column, mask, experts, N, EXPERTS, 1)
+            of_row = (start + column) * STEP
+            gate = add_bias(gate, bias, offsets, row, of_row, mask, experts, N, EXPERTS)
+            linear = add_bias(linear, bias, offsets, row, of_row + HALF, mask, experts, N, EXPERTS)
         act, _slope, linear, _passes_gate, _passes_linear = activate(gate, linear, ACT)
         value = act * linear
         if WEIGHTED:
@@ -262,6 +267,8 @@ def _backward_kernel(
     device_slab,
     host_slab,
     N: tl.constexpr,
+    STEP: tl.constexpr,  # from one gate to the next
+    HALF: tl.constexpr,  # from a gate to its linear part
     ACT: tl.constexpr,
     WEIGHTED: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -300,17 +307,17 @@ def _backward_kernel(
             mask = inside[:, None]
             if N % BLOCK != 0:
                 mask = mask & (start + column < N)[None, :]
-            at = within[:, None] * (2 * N) + (start + column)[None, :]
+            at = within[:, None] * (2 * N) + (start + column)[None, :] * STEP
             narrow = row[:, None] * N + (start + column)[None, :]
             gate_at = aligned(source + at, WIDE, SPLIT)
-            linear_at = aligned(source + at + N, WIDE, SPLIT)
+            linear_at = aligned(source + at + HALF, WIDE, SPLIT)
             if PAGED:
                 if granted & (not in_expected):
                     held = (book, table, length, device_slab, host_slab)
-                    first = (within * (2 * N) + start) * SIZE
-                    half = first + N * SIZE
-                    gate_in = page_pointers(held, first, column, inside, h, PAGE, WIDE)
-                    linear_in = page_pointers(held, half, column, inside, h, PAGE, WIDE)
+                    first = (within * (2 * N) + start * STEP) * SIZE
+                    half = first + HALF * SIZE
+                    gate_in = page_pointers(held, first, column * STEP, inside, h, PAGE, WIDE)
+                    linear_in = page_pointers(held, half, column * STEP, inside, h, PAGE, WIDE)
                     gate = tl.load(gate_in, mask=mask, other=0.0)
                     linear = tl.load(linear_in, mask=mask, other=0.0)
                 else:
@@ -323,8 +330,9 @@ def _backward_kernel(
             gate = gate.to(tl.float32)
             linear = linear.to(tl.float32)
             if EXPERTS:
-                gate = add_bias(gate, bias, offsets, row, start + column, mask, experts, N, EXPERTS, 0)
-                linear = add_bias(linear, bias, offsets, row, start + column, mask, experts, N, EXPERTS, 1)
+                of_row = (start + column) * STEP
+                gate = add_bias(gate, bias, offsets, row, of_row, mask, experts, N, EXPERTS)
+                linear = add_bias(linear, bias, offsets, row, of_row + HALF, mask, experts, N, EXPERTS)
             act, slope, linear, passes_gate, passes_linear = activate(gate, linear, ACT)
             value = act * linear
             if WEIGHTED:
@@ -332,7 +340,7 @@ def _backward_kernel(
                 value *= weight[:, None]
                 of_a *= weight[:, None]
             gate_to = aligned(target + at, WIDE, SPLIT)
-            linear_to = aligned(target + at + N, WIDE, SPLIT)
+            linear_to = aligned(target + at + HALF, WIDE, SPLIT)
             tl.store(gate_to, (of_a * linear * slope * passes_gate).to(dh.dtype.element_ty), mask=mask)
             tl.store(linear_to, (of_a * act * passes_linear).to(dh.dtype.element_ty), mask=mask)
             tl.store(a + narrow, value.to(a.dtype.element_ty), mask=mask)
@@ -356,7 +364,8 @@ def _launch(
     pages: Pages | None,
 ) -> None:
     inner, size = h_RH.shape[1] // 2, h_RH.element_size()
-    block = widest_block(inner, 256, size, pages)
+    step = 2 if info.interleaved else 1
+    block = widest_block(inner, 256, size * step, pages)
     together = max(1, ELEMENTS // block)
     split = 0 if expected_SH is None else expected_SH.shape[0]
     work = -(-h_RH.shape[0] // together) - (-split // together)
@@ -373,13 +382,15 @@ def _launch(
         0 if info.bias is None else info.bias.shape[0],
         *arguments(pages, h_RH),
         N=inner,
+        STEP=step,
+        HALF=1 if info.interleaved else inner,
         ACT=ACTIVATIONS.index(activation),
         WEIGHTED=info.weights is not None,
         ORDERED=info.order is not None,
         EXPERTS=0 if info.bias is None else triton.next_power_of_2(info.bias.shape[0]),
         PAGED=pages is not None,
         PAGE=65536 if pages is None else pages.memory.page_bytes,
-        WIDE=is_wide(inner, block, size),
+        WIDE=not info.interleaved and is_wide(inner, block, size),
         SPLIT=split > 0,
         ROWS=together,
         BLOCK=block,

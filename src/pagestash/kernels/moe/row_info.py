@@ -1,7 +1,8 @@
 """What belongs to a row of the first projection: its weight, its bias, and which of two buffers it is in.
 
 R rows of capacity, of which the first S may be in a buffer of their own (the rows that were *expected*, the
-others are in *excess* of them), H = 2N columns: the gate in the first N, the linear part in the rest. E experts.
+others are in *excess* of them), H = 2N columns: the gate in the first N, the linear part in the rest, or both in
+turn (`interleaved`). E experts.
 Each question is answered twice, for the torch reference and in Triton.
 """
 
@@ -25,6 +26,8 @@ class RowInfo:
     order: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
+    interleaved: bool = False
+    """Whether gate and linear part alternate in a row, and in its bias (gpt-oss); else all gates come first."""
 
 
 # --- what: the torch reference ------------------------------------------------------------------------------
@@ -37,6 +40,8 @@ def gate_and_linear(h_RH: torch.Tensor, info: RowInfo) -> tuple[torch.Tensor, to
         assert info.offsets is not None
         row = torch.arange(h_RH.shape[0], device=h_RH.device, dtype=info.offsets.dtype)
         wide = wide + info.bias[torch.searchsorted(info.offsets, row, right=True)].to(wide.dtype)
+    if info.interleaved:
+        return wide[:, 0::2], wide[:, 1::2]
     gate, linear = wide.chunk(2, dim=1)
     return gate, linear
 
@@ -73,13 +78,12 @@ def add_bias(
     experts,
     N: tl.constexpr,
     EXPERTS: tl.constexpr,
-    HALF: tl.constexpr,
 ):
-    """Add the bias of the expert each row belongs to: as many experts end at or before the row."""
+    """Add the bias, at `column`, of the expert each row belongs to: as many experts end at or before the row."""
     each = tl.arange(0, EXPERTS)
     end = tl.load(offsets + each, mask=each < experts, other=2147483647)
     expert = tl.sum((end[None, :] <= row[:, None]).to(tl.int32), axis=1).to(tl.int64)
-    at = expert[:, None] * (2 * N) + HALF * N + column[None, :]
+    at = expert[:, None] * (2 * N) + column[None, :]
     return value + tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
 
 

@@ -287,6 +287,67 @@ def test_masks_are_those_of_the_model():
         torch.testing.assert_close(got[1][name], value, rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture
+def captured(monkeypatch):
+    """Transformers and we take what runs for a capture, once this is called."""
+
+    def begin():
+        monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True)
+        monkeypatch.setattr("pagestash.integrations.hf.attention.capturing", lambda: True)
+
+    return begin
+
+
+def masks_given(model):
+    """The masks that attention functions were called with."""
+    seen = []
+    for layer in model.model.layers:
+        core = layer.self_attn.core_attn
+
+        def forward(query, key, value, attention_mask=None, core=core, inner=core.forward, **options):
+            function = core.function
+            core.function = lambda module, q, k, v, mask, **more: (
+                seen.append(mask) or function(module, q, k, v, mask, **more)
+            )
+            return inner(query, key, value, attention_mask, **options)
+
+        core.forward = forward
+    return seen
+
+
+def test_a_captured_step_has_the_mask_of_an_eager_one(captured):
+    model = tiny("Qwen3-MoE", attention="sdpa")
+    pagestash.hf.optimize(model)
+    wanted = run(model)
+    seen = masks_given(model)
+    captured()
+    got = run(model)
+    assert seen == [None, None]
+    assert same((got[0].loss, got[1]), (wanted[0].loss, wanted[1]))
+
+
+def test_a_captured_step_of_other_shapes_keeps_its_mask(captured):
+    model = tiny("Qwen3-MoE", attention="sdpa")
+    pagestash.hf.optimize(model)
+    run(model)
+    seen = masks_given(model)
+    captured()
+    model(input_ids=batch(tokens=7)["input_ids"])
+    assert [mask.shape for mask in seen] == [(2, 1, 7, 7)] * 2
+
+
+def test_a_padding_mask_in_a_captured_step_is_refused_by_name(captured):
+    model = tiny("Qwen3-MoE", attention="sdpa")
+    report = pagestash.hf.optimize(model)
+    mask = torch.ones(2, 11, dtype=torch.int64)
+    run(model, attention_mask=mask)
+    captured()
+    with pytest.raises(RuntimeError, match="attention_mask is a padding mask, and a CUDA graph"):
+        run(model, attention_mask=mask)
+    report.undo()
+    run(model, attention_mask=mask)
+
+
 def test_an_optimised_layer_compiles_to_the_same_numbers():
     model = tiny("Qwen3-MoE")
     pagestash.hf.optimize(model)

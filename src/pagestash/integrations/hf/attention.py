@@ -11,26 +11,63 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from pagestash.integrations.hf.report import Report, patched_already
 from pagestash.integrations.hf.rotary import rotary_by_kernel
+from pagestash.saved.streams import capturing
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 CORE = "core_attn"
 
 
 class CoreAttention(nn.Module):
-    """Runs the attention function of the module it is in."""
+    """Runs the attention function of the module it is in.
+
+    In eager mode transformers passes no mask where a plain causal one is meant, and the fast kernels run. While a
+    CUDA graph is captured it makes the whole mask instead. Where the last eager call, of the same shapes, had none,
+    the captured one gets none either: what was measured is what is captured.
+    """
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
         self._attention = (attention,)  # in a tuple, where it is no child
         self.function: Callable[..., Any] | None = None
+        self._without_mask: tuple[torch.Size, torch.Size] | None = None
+        """The shapes of queries and keys of the last eager call, if it had no mask."""
 
-    def forward(self, *args: Any, **options: Any) -> Any:
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Any:
         assert self.function is not None
-        return self.function(self._attention[0], *args, **options)
+        if not torch.compiler.is_compiling():
+            shapes = query.shape, key.shape
+            if not capturing():
+                self._without_mask = shapes if attention_mask is None else None
+            elif shapes == self._without_mask:
+                attention_mask = None
+        return self.function(self._attention[0], query, key, value, attention_mask, **options)
+
+
+def refuse_padding_in_graphs(model: nn.Module, report: Report) -> None:
+    """Let `model` raise where it is captured with a padding mask, whose bits would decide what is captured."""
+    handle = model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+    report.on_undo(lambda _: handle.remove(), model)
+
+
+def _refuse_padding(model: Any, args: Any, options: dict[str, Any]) -> None:
+    mask = options.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and capturing():
+        raise RuntimeError(
+            "attention_mask is a padding mask, and a CUDA graph is being captured: whether a mask is needed depends "
+            "on the batch, and the graph does not; pass sequences without padding and no attention_mask"
+        )
 
 
 def replace_attention(

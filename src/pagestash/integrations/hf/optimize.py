@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from pagestash.integrations.hf.attention import replace_attention
+from pagestash.integrations.hf.attention import refuse_padding_in_graphs, replace_attention
 from pagestash.integrations.hf.experts import name_experts
 from pagestash.integrations.hf.head import replace_head
 from pagestash.integrations.hf.norms import replace_norms
@@ -49,6 +49,8 @@ def optimize(
             replace_norms(modules, report)
         if rope or attention:
             replace_attention(modules, report, rope=rope, core=attention)
+        if any(each.part == "attention" for each in report.replaced):
+            refuse_padding_in_graphs(causal, report)
         if head:
             replace_head(causal, report)
     except BaseException:

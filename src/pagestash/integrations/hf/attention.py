@@ -65,8 +65,8 @@ def _refuse_padding(model: Any, args: Any, options: dict[str, Any]) -> None:
     mask = options.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and capturing():
         raise RuntimeError(
-            "attention_mask is a padding mask, and a CUDA graph is being captured: whether a mask is needed depends "
-            "on the batch, and the graph does not; pass sequences without padding and no attention_mask"
+            "attention_mask is a padding mask, and a CUDA graph is being captured: whether a mask is needed "
+            "depends on the batch, and the graph does not; pass sequences without padding and no attention_mask"
         )
 
 

@@ -240,12 +240,14 @@ def _stash_kernel(
                 within = offset % PAGE
                 if within == 0:
                     tl.store(book + tables[i] + offset // PAGE, page.to(tl.int64))
-                mine = COPY == 2
-                if COPY == 1:
-                    mine = page < K_HOST_BASE
-                if mine:
+                # Conditions on COPY must stay by themselves: without sources (COPY = 0) nothing here may be compiled.
+                if COPY == 2:
                     address = page_address(page, device_slab, host_slab, PAGE) + within
                     copy_chunk(address, sources[i] + offset, length - offset, CHUNK, WIDE)
+                elif COPY == 1:
+                    if page < K_HOST_BASE:
+                        address = page_address(page, device_slab, host_slab, PAGE) + within
+                        copy_chunk(address, sources[i] + offset, length - offset, CHUNK, WIDE)
                 page = after
                 chunk += programs
             first_chunk += chunks

@@ -240,7 +240,7 @@ def _stash_kernel(
                 within = offset % PAGE
                 if within == 0:
                     tl.store(book + tables[i] + offset // PAGE, page.to(tl.int64))
-                # Conditions on COPY must stay by themselves: without sources (COPY = 0) nothing here may be compiled.
+                # Conditions on COPY stand alone: without sources (COPY = 0) nothing here may be compiled.
                 if COPY == 2:
                     address = page_address(page, device_slab, host_slab, PAGE) + within
                     copy_chunk(address, sources[i] + offset, length - offset, CHUNK, WIDE)

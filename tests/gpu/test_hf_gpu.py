@@ -145,3 +145,30 @@ def test_a_policy_changes_no_bit_of_an_optimised_model():
             got = run(model)
         assert same(got, wanted)
     assert keeper.pool is not None
+
+
+def test_a_graphed_step_is_the_eager_one():
+    import pagestash as ps
+    import pagestash.hf
+
+    losses = []
+    for graph in (False, True):
+        model = qwen("pagestash")
+        pagestash.hf.optimize(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+        def train_step(tokens, model=model, optimizer=optimizer):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        keeper = ps.Keeper(ps.Policy()).attach(model)
+        step = ps.GraphedStep(train_step, keeper, optimizer=optimizer, graph=graph)
+        generator = torch.Generator().manual_seed(2)
+        batches = [torch.randint(0, 1024, (2, 512), generator=generator).to(CUDA) for _ in range(6)]
+        seen = [step(batch).clone() for batch in batches]
+        step.wait()
+        losses.append(torch.stack(seen))
+    torch.testing.assert_close(losses[1], losses[0], rtol=5e-3, atol=0)  # the flash kernel adds by atomics

@@ -14,8 +14,18 @@ TINY = B.Slice(
 )  # fmt: skip
 
 
-def test_all_ways_give_one_loss(monkeypatch):
+@pytest.fixture(autouse=True)
+def reference(monkeypatch):
     monkeypatch.setattr(backend, "interpreted", lambda: False)
+
+
+def test_a_step_with_its_optimizer_gives_one_loss_both_ways():
+    eager, graphed = B.compare_graphed(TINY, torch.device("cpu"), torch.float32, repeats=1)
+    assert [eager["way"], graphed["way"]] == [B.EAGER_STEP, B.GRAPHED_STEP]
+    assert eager["loss"] == graphed["loss"]
+
+
+def test_all_ways_give_one_loss():
     rows = B.compare(TINY, torch.device("cpu"), torch.float32, warm=2, repeats=1)
     names = [row["way"] for row in rows]
     assert names == [B.PLAIN, B.CHECKPOINTED, *([B.LIGER, B.LIGER_CHECKPOINTED] if len(rows) == 8 else []),

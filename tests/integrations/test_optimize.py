@@ -8,7 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.7")
 
-from support.compare import same  # noqa: E402
+from support.compare import error, same  # noqa: E402
 from tiny import FAMILIES, batch, gradients, tiny  # noqa: E402
 
 import pagestash as ps  # noqa: E402
@@ -114,6 +114,24 @@ def test_what_was_saved_to_disk_loads_in_a_plain_model(tmp_path):
     model.save_pretrained(tmp_path)
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert same(plain.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "Mixtral", "gpt-oss"])
+def test_autocast_gives_its_precision_and_float32_gradients(family):
+    """What Trainer's bf16=True does around a model in float32."""
+    plain, model = tiny(family), tiny(family, experts="pagestash")
+    pagestash.hf.optimize(model)
+    results = []
+    for each in (plain, model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = each(**batch()).loss
+        loss.backward()
+        results.append((loss.detach(), torch.cat([value.flatten() for value in gradients(each).values()])))
+    exact = run(tiny(family))
+    exact = exact[0].loss, torch.cat([value.flatten() for value in exact[1].values()])
+    torch.testing.assert_close(results[1][0], exact[0], rtol=2**-6, atol=0)
+    assert results[1][1].dtype == torch.float32
+    assert error(results[1][1], exact[1]) <= 1.2 * error(results[0][1], exact[1]) + 2**-8
 
 
 # --- the head as HF does it ---

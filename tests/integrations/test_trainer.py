@@ -68,10 +68,13 @@ def model_of(*, optimised=True):
     return model
 
 
-def test_losses_and_weights_are_those_of_the_trainer_alone(tmp_path):
-    plain = trainer_of(model_of(), tmp_path / "plain")
+@pytest.mark.parametrize(
+    "settings", [{}, {"bf16": True}, {"max_grad_norm": 0.1}], ids=["plain", "bf16", "clipped"]
+)
+def test_losses_and_weights_are_those_of_the_trainer_alone(tmp_path, settings):
+    plain = trainer_of(model_of(), tmp_path / "plain", **settings)
     plain.train()
-    trainer = trainer_of(model_of(), tmp_path / "kept")
+    trainer = trainer_of(model_of(), tmp_path / "kept", **settings)
     keeper = pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
     trainer.train()
     assert len(figures(plain)) > 4
@@ -137,11 +140,11 @@ def test_what_is_generated_for_a_batch_is_no_part_of_its_step(tmp_path):
 
 def test_unwrap_leaves_trainer_and_model_as_they_were(tmp_path):
     trainer = trainer_of(model_of(), tmp_path)
-    before = set(trainer.__dict__)
+    before = set(trainer.__dict__), hooks(trainer.model)
     keeper = pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
+    assert hooks(trainer.model) != before[1]
     pagestash.hf.unwrap(trainer, keeper)
-    assert set(trainer.__dict__) == before
-    assert not any(module._forward_pre_hooks for module in trainer.model.modules())
+    assert (set(trainer.__dict__), hooks(trainer.model)) == before
     trainer.train()
     assert not any(home.peak for home in keeper.stats().homes.values())
 
@@ -169,12 +172,15 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path, settings, said):
     refused(trainer, RULES, said)
 
 
+def hooks(model):
+    return [(list(module._forward_pre_hooks), list(module._forward_hooks)) for module in model.modules()]
+
+
 def refused(trainer, rules, said):
-    before = set(trainer.__dict__)
+    before = set(trainer.__dict__), hooks(trainer.model)
     with pytest.raises(ValueError, match=said):
         pagestash.hf.wrap(trainer, ps.Policy(rules=rules))
-    assert set(trainer.__dict__) == before
-    assert not any(module._forward_pre_hooks for module in trainer.model.modules())
+    assert (set(trainer.__dict__), hooks(trainer.model)) == before
 
 
 def test_a_policy_that_matches_nothing_is_refused(tmp_path):

@@ -125,13 +125,18 @@ class _Fusing:
         shifted = self.options.get("shift_labels")
         if shifted is None:
             shifted = nn.functional.pad(self.labels, (0, 1), value=ignore)[..., 1:]
-        loss = cross_entropy(
-            hidden,
-            weight,
-            shifted.to(hidden.device),
-            ignore_index=ignore,
-            reduction="mean" if count is None else "sum",
-        )
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):  # as it would cast for a linear layer
+            dtype = torch.get_autocast_dtype(device)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        with torch.autocast(device, enabled=False):
+            loss = cross_entropy(
+                hidden,
+                weight,
+                shifted.to(hidden.device),
+                ignore_index=ignore,
+                reduction="mean" if count is None else "sum",
+            )
         if isinstance(count, torch.Tensor):
             count = count.to(loss.device)
         return loss if count is None else loss / count

@@ -20,7 +20,7 @@ NO_TORCH := "No CPU build of torch was found. Point pip at an index that has one
 WORKERS ?= 2
 PYTEST   = $(PY) -m pytest -q -n $(WORKERS) --dist loadfile
 
-.PHONY: demo quick test test-all coverage lint docs wheel gpu-test bench clean
+.PHONY: demo quick test hf-tests test-all coverage lint docs wheel gpu-test bench clean
 
 demo: $(VENV)/.base
 	$(PY) -m pagestash demo
@@ -30,6 +30,14 @@ quick: $(VENV)/.test
 
 test: $(VENV)/.test
 	$(PYTEST) -m "not gpu and not slow"
+
+# transformers' own tests of its MoE models, unmodified, with our experts; SRC is a checkout of it, and their test
+# requirements (parameterized, datasets, pytest-xdist; torchvision for gemma4) must be installed.
+HF_MODELS ?= qwen3_moe mixtral olmoe deepseek_v3 gpt_oss gemma4 glm4_moe minimax
+HF_TESTS ?= eager_matches_batched_and_grouped or training or gradient_checkpointing
+hf-tests: $(VENV)/.test
+	cd $(SRC) && PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests/integrations $(abspath $(PY)) -m pytest -q -p hf_plugin \
+		$(foreach model,$(HF_MODELS),tests/models/$(model)/test_modeling_$(model).py) -k "$(HF_TESTS)"
 
 test-all: $(VENV)/.test
 	$(PYTEST) -m "not gpu"

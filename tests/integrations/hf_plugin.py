@@ -8,11 +8,12 @@ end it says how often our block ran, so that tests that never came to it are not
 
 from typing import Any
 
+import torch
 import transformers.integrations.moe as registry
 
 from pagestash.integrations.hf import experts
 
-calls = {"ours": 0, "grouped_mm": 0}
+calls = {"by our block": 0, "handed over without gradients": 0, "handed over with gradients": 0}
 theirs = registry.grouped_mm_experts_forward
 
 
@@ -21,13 +22,13 @@ def experts_forward(self: Any, *arguments: Any) -> Any:
 
 
 def counted(self: Any, *arguments: Any) -> Any:
-    calls["grouped_mm"] += 1
+    calls[f"handed over {'with' if torch.is_grad_enabled() else 'without'} gradients"] += 1
     return theirs(self, *arguments)
 
 
 def runs_counted(module: Any, inner: Any = experts._runs) -> Any:
     found = inner(module)
-    calls["ours"] += found is not None
+    calls["by our block"] += found is not None
     return found
 
 
@@ -39,5 +40,5 @@ experts.grouped_mm_experts_forward, experts._runs = counted, runs_counted
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.write_line(
-        f"experts: {calls['ours']} calls of pagestash, {calls['grouped_mm']} handed over"
+        "calls of experts: " + ", ".join(f"{count} {how}" for how, count in calls.items())
     )

@@ -86,6 +86,7 @@ def rotate(
             REST=triton.next_power_of_2(q.shape[3] - rotary) if q.shape[3] > rotary else 0,
             HEADS=max(1, ELEMENTS // half),
             num_warps=WARPS,
+            enable_fp_fusion=False,  # each product rounds, as in torch, which multiplies and adds one by one
         )
     return q_out, k_out
 

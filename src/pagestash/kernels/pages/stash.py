@@ -240,8 +240,8 @@ def _stash_kernel(
                 within = offset % PAGE
                 if within == 0:
                     tl.store(book + tables[i] + offset // PAGE, page.to(tl.int64))
-                # Conditions on COPY stand alone: without sources (COPY = 0) nothing here may be compiled. The tier is
-                # branched on; choosing, as `page_address` does, is no faster here.
+                # Conditions on COPY stand alone: without sources (COPY = 0) nothing here may be compiled. Tiers are
+                # branched on; choosing, as `page_address` does, is no faster.
                 if COPY == 2:
                     if page < K_HOST_BASE:
                         address = device_slab + page.to(tl.int64) * PAGE + within

@@ -43,7 +43,7 @@ def test_recompute_frees_what_was_saved_inside_and_an_output_that_only_others_sa
     assert gate.bytes == 2 * SIZE
     assert gate.homes["recompute"].saved_bytes == 3 * SIZE
     assert gate.homes["recompute"].seconds == gate.total_forward_seconds
-    # `down` saved nothing but its input, from which it would be made again.
+    # `down` saved nothing but its input, from which it would be recomputed.
     assert found.region("down").homes["recompute"].saved_bytes == 0
     assert found.region("down").bytes == SIZE
 
@@ -108,9 +108,9 @@ def test_a_policy_gives_each_tensor_its_home():
     rules = [ps.Rule("gate", "recompute"), ps.Rule("down", "offload", min_bytes=1)]
     found = ps.profile(model, x, repeats=1, policy=ps.Policy(rules))
     assert found.home_bytes() == {"keep": 0, "stash": 0, "offload": SIZE, "recompute": 2 * SIZE}
-    # Without a rule of its own, the output of what is made again is made again with it.
+    # Without a rule of its own, the output of a recomputed region is recomputed with it.
     assert found.home_bytes(ps.Policy(rules[:1]))["recompute"] == 3 * SIZE
-    # Under a minimum it stays; and so does what a region is made again from.
+    # Under a minimum it stays; and so does the input of a recomputed region.
     assert found.home_bytes(ps.Policy([ps.Rule("down", "offload", min_bytes=SIZE + 1)]))["keep"] == 3 * SIZE
     assert found.home_bytes(ps.Policy([ps.Rule("down", "recompute")]))["keep"] == 3 * SIZE
     with pytest.raises(ValueError, match="matches no region"):

@@ -21,6 +21,7 @@ from pagestash.pages.checks import (
     fill_pattern,
 )
 from pagestash.pages.host import host_slab
+from pagestash.pages.rings import grown_ring, ids
 from pagestash.pages.room import Room
 from pagestash.pages.telemetry import PoolStats, read_stats
 from pagestash.pages.ticket import Ticket, TicketGroup, lay_out
@@ -73,8 +74,8 @@ class PagePool:
             backend=choose(self.device, backend),
             device_slab=torch.empty(on_device * page_bytes, dtype=torch.uint8, device=self.device),
             host_slab=host_slab(on_host * page_bytes, self.device),
-            device_ring=_ids(0, on_device, self.device),
-            host_ring=_ids(HOST_BASE, on_host, self.device),
+            device_ring=ids(0, on_device, self.device),
+            host_ring=ids(HOST_BASE, on_host, self.device),
             state=state,
             accounts=torch.zeros(ACCOUNTS, 2, dtype=torch.int64, device=self.device),
             overflow=torch.zeros((), dtype=torch.float32, device=self.device),
@@ -312,7 +313,7 @@ class PagePool:
             check_most(name, new)
         if to_device > self.device_pages:
             memory.device_slab = self._moved(memory.device_slab, to_device * self.page_bytes)
-            memory.device_ring = _grown_ring(memory, to_device, 0)
+            memory.device_ring = grown_ring(memory, to_device, 0)
         if to_host > self.host_pages:
             # Kernels may still be writing the old slab, and the host is about to read it.
             if self.device.type == "cuda":
@@ -321,7 +322,7 @@ class PagePool:
             if self._live:
                 slab[: memory.host_slab.numel()].copy_(memory.host_slab)
             memory.host_slab = slab
-            memory.host_ring = _grown_ring(memory, to_host, HOST_BASE)
+            memory.host_ring = grown_ring(memory, to_host, HOST_BASE)
 
     def resize(self, device_pages: int) -> None:
         """Make the device tier exactly `device_pages`, larger or smaller; nothing may be stashed."""
@@ -334,7 +335,7 @@ class PagePool:
         check_most("device_pages", device_pages)
         memory = self.memory
         memory.device_slab = self._moved(memory.device_slab, device_pages * self.page_bytes)
-        memory.device_ring = _ids(0, device_pages, self.device)
+        memory.device_ring = ids(0, device_pages, self.device)
         memory.state[Counter.DEVICE_HEAD].zero_()
         memory.state[Counter.DEVICE_FREE].fill_(device_pages)
         self.reset()
@@ -360,29 +361,6 @@ def _indexed(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _ids(first: int, count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(first, first + count, dtype=torch.int32, device=device)
-
-
-def _grown_ring(memory: PoolMemory, pages: int, base: int) -> torch.Tensor:
-    """A tier's ring at its new length, with position and count adjusted; reads nothing back.
-
-    Only the device knows how many of the old ids are free. New ids come first and old ones last, so that the count
-    alone says where the free ids end.
-    """
-    ring, head, free = (
-        (memory.host_ring, Counter.HOST_HEAD, Counter.HOST_FREE)
-        if base
-        else (memory.device_ring, Counter.DEVICE_HEAD, Counter.DEVICE_FREE)
-    )
-    state, old = memory.state, ring.numel()
-    at = (torch.arange(old, device=ring.device) + state[head]) % max(old, 1)
-    grown = torch.cat([_ids(base + old, pages - old, ring.device), ring[at]])
-    state[head].zero_()
-    state[free] += pages - old
-    return grown
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """What every test shares: kernels that run without a GPU, one thread, one seed, and hypothesis' budget."""
 
 import gc
+import importlib
 import os
 import runpy
 import sys
@@ -24,35 +25,13 @@ torch.set_num_threads(1)
 HERE = Path(__file__).parent
 
 
-def index_by_loaded_numbers() -> None:
-    """Let the interpreter of triton before 3.9 loop over a loaded bound with numpy 2.5 or later.
-
-    It calls `int` on an array of one element, which numpy no longer takes; 3.9 squeezes it first.
-    """
-    import numpy
-    import triton
-    from triton.runtime import interpreter
-
-    version = torch.torch_version.TorchVersion
-    if version(triton.__version__) >= (3, 9) or version(numpy.__version__) < (2, 5):
-        return
-    inner = interpreter._patch_lang_tensor
-
-    def patch(tensor, *rest):
-        inner(tensor, *rest)
-        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
-
-    interpreter._patch_lang_tensor = patch
-
-
-if not HAS_CUDA:
-    with suppress(ImportError):  # triton: the tests of its kernels say so themselves
-        index_by_loaded_numbers()
-if not HAS_CUDA:
-    # Before any file imports jax, wherever it stands: XLA reads its flags once.
-    runpy.run_path(str(HERE / "jax" / "conftest.py"))
 # `benchmarks` from the root, `support`, and the operation sequences that CPU and GPU tests have in common.
 sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE / "pages")]
+if not HAS_CUDA:
+    with suppress(ImportError):  # triton: the tests of its kernels say so themselves
+        importlib.import_module("support.interpreter").prepare()
+    # Before any file imports jax, wherever it stands: XLA reads its flags once.
+    runpy.run_path(str(HERE / "jax" / "conftest.py"))
 
 try:
     from hypothesis import HealthCheck, settings

@@ -1,5 +1,6 @@
 """`torch.compile` beside a keeper: same bits, no graph break of ours, and a refusal by name inside a graph."""
 
+import functools
 import shutil
 
 import pytest
@@ -46,11 +47,15 @@ class Breaking(Model):
         return x.square().sum()
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
+def fresh():
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    fresh()
     yield
     torch._dynamo.reset()
 
@@ -81,15 +86,38 @@ def breaks():
     return sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
 
 
+@functools.cache
+def without_keeper(make, *settings):
+    """Gradients of the model and step that `make` gives, and its breaks; the same for every home and rule."""
+    fresh()
+    model, run = make(*settings)
+    plain = gradients(model, run), breaks()
+    fresh()
+    return plain
+
+
+def one_layer_compiled(backend):
+    model = Model()
+    model.layers[1] = torch.compile(model.layers[1], backend=backend, fullgraph=True)
+    return model, model
+
+
+def one_layer_compiled_in_place(backend):
+    model = Model()
+    model.layers[1].compile(backend=backend)
+    return model, model
+
+
+def breaking(backend):
+    model = Breaking()
+    return model, torch.compile(model, backend=backend)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("home", HOMES)
 def test_a_compiled_layer_beside_one_with_a_rule(backend, home):
-    model = Model()
-    model.layers[1] = torch.compile(model.layers[1], backend=backend, fullgraph=True)
-    plain = gradients(model, model)
-    expected = breaks()
-    torch._dynamo.reset()
-    counters.clear()
+    plain, expected = without_keeper(one_layer_compiled, backend)
+    model, _ = one_layer_compiled(backend)
     kept = keeper("layers.0", home).attach(model)
     assert same(gradients(model, model, kept), plain)
     assert breaks() == expected
@@ -99,12 +127,8 @@ def test_a_compiled_layer_beside_one_with_a_rule(backend, home):
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("match", ["layers.1", "layers.*", "layers.**"])
 def test_a_rule_that_names_the_compiled_module_itself_holds(home, match):
-    model, backend = Model(), "aot_eager"
-    model.layers[1] = torch.compile(model.layers[1], backend=backend, fullgraph=True)
-    plain = gradients(model, model)
-    expected = breaks()
-    torch._dynamo.reset()
-    counters.clear()
+    plain, expected = without_keeper(one_layer_compiled, "aot_eager")
+    model, _ = one_layer_compiled("aot_eager")
     kept = keeper(match, home).attach(model)
     assert same(gradients(model, model, kept, steps=1), plain[:1])
     assert home == "keep" or kept.stats().homes[home].peak > 0
@@ -168,9 +192,8 @@ def test_a_rule_inside_a_compiled_layer_is_refused_by_name():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("home", ["stash", "offload"])
 def test_a_layer_compiled_in_place_holds_its_rule(backend, home):
-    model = Model()
-    model.layers[1].compile(backend=backend)
-    plain = gradients(model, model)
+    plain, _ = without_keeper(one_layer_compiled_in_place, backend)
+    model, _ = one_layer_compiled_in_place(backend)
     kept = keeper("layers.1", home).attach(model)
     assert same(gradients(model, model, kept, steps=1), plain[:1])
     assert kept.stats().homes[home].peak > 0
@@ -195,13 +218,10 @@ def test_recompute_of_a_layer_compiled_in_place_is_refused_by_name(when):
 @pytest.mark.parametrize("home", ["keep", "stash", "offload"])
 def test_a_model_that_breaks_its_graph_breaks_it_no_more_often(backend, home):
     """Between the graphs hooks run as they are, and regions are told apart."""
-    model = Breaking()
-    plain = gradients(model, torch.compile(model, backend=backend))
-    expected = breaks()
-    torch._dynamo.reset()
-    counters.clear()
+    plain, expected = without_keeper(breaking, backend)
+    model, compiled = breaking(backend)
     kept = keeper("layers.*", home).attach(model)
-    assert same(gradients(model, torch.compile(model, backend=backend), kept), plain)
+    assert same(gradients(model, compiled, kept), plain)
     assert breaks() == expected
     assert set(kept.stats().regions) >= {"layers.0", "layers.1", "layers.2"}
 
@@ -267,6 +287,19 @@ class MoEBlock(nn.Module):
         return x + self.moe(self.norm(x))[0]
 
 
+def moe(what):
+    model = run = MoENet()
+    if what == "model":
+        run = torch.compile(model, backend="aot_eager")
+    elif what == "layer":
+        model.layers[0] = torch.compile(model.layers[0], backend="aot_eager")
+    elif what == "norm":
+        model.layers[0].norm = torch.compile(model.layers[0].norm, backend="aot_eager")
+    else:
+        model.layers[0].moe.experts = torch.compile(model.layers[0].moe.experts, backend="aot_eager")
+    return model, run
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("what", ["model", "layer", "norm", "experts"])
 @pytest.mark.parametrize(
@@ -281,19 +314,8 @@ class MoEBlock(nn.Module):
 )
 def test_moe_layers_and_what_is_compiled_of_them(what, match, home):
     """Either the gradients are right and nothing breaks more often, or the rule is refused by name."""
-    model = run = MoENet()
-    if what == "model":
-        run = torch.compile(model, backend="aot_eager")
-    elif what == "layer":
-        model.layers[0] = torch.compile(model.layers[0], backend="aot_eager")
-    elif what == "norm":
-        model.layers[0].norm = torch.compile(model.layers[0].norm, backend="aot_eager")
-    else:
-        model.layers[0].moe.experts = torch.compile(model.layers[0].moe.experts, backend="aot_eager")
-    plain = gradients(model, run)
-    expected = breaks()
-    torch._dynamo.reset()
-    counters.clear()
+    plain, expected = without_keeper(moe, what)
+    model, run = moe(what)
     if what == "layer" and ".moe" in match:
         with pytest.raises(ValueError, match=r"which is inside 'layers\.0'"):
             keeper(match, home).attach(model)

@@ -104,15 +104,18 @@ def ways(shape: Slice, device: torch.device, dtype: torch.dtype) -> dict[str, Ca
         pagestash.hf.optimize(model, **parts)
         return model, None if policy is None else ps.Keeper(policy).attach(model)
 
-    found = {PLAIN: lambda: theirs(False), CHECKPOINTED: lambda: theirs(True)}
-    if importlib.util.find_spec("liger_kernel") is not None:
-        found |= {LIGER: lambda: liger(False), LIGER_CHECKPOINTED: lambda: liger(True)}
-    return found | {
+    found = {
+        PLAIN: lambda: theirs(False),
+        CHECKPOINTED: lambda: theirs(True),
         EXPERTS: lambda: ours(norm=False, rope=False, attention=False),
         NORM: lambda: ours(rope=False, attention=False),
         ALL: ours,
         POLICED: lambda: ours(ps.Policy.load(POLICY)),
     }
+    # Last: its experts are tuned at the first call, which takes minutes.
+    if importlib.util.find_spec("liger_kernel") is not None:
+        found |= {LIGER: lambda: liger(False), LIGER_CHECKPOINTED: lambda: liger(True)}
+    return found
 
 
 def step(model: Any, keeper: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
 from pagestash.kernels.backend import choose, launching_on, multiprocessors, tl, triton
@@ -269,7 +270,28 @@ def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0, early: bool = True
 ) -> Tensor:
     """RMSNorm of `x` [..., d] by `weight` [d] or without one, differentiable in both; see the file's head."""
-    return _rms_norm(x, weight, eps, offset, early)[0]
+    if torch.compiler.is_compiling():
+        return _rms_norm(x, weight, eps, offset, early)[0]
+    return _RMSNorm.apply(x, weight, eps, offset, early)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The norm in eager mode. The operator below, which compilers need, costs the host 0.2 ms more each time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, early: bool) -> Tensor:
+        y, rstd = forward(x, weight, eps, offset, early)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.offset, ctx.early = offset, early
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_y: Tensor) -> tuple[Any, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        need_weight = weight is not None and ctx.needs_input_grad[1]
+        dx, dweight = backward(of_y, x, weight, rstd, ctx.offset, ctx.early, need_weight=need_weight)
+        return dx, dweight, None, None, None
 
 
 @custom_op("pagestash::rms_norm", mutates_args=())

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import error
+from support.activations import VARIANTS
 
 from pagestash.kernels.loss.cross_entropy import LossOptions, linear_cross_entropy, softmax_loss_
 from pagestash.kernels.loss.scale import scaled
@@ -63,29 +64,33 @@ def test_rows_move_and_add_up_exactly(width, dtype):
     assert error(got, G.weight_gradient(rows, found.inverse, x, backend="torch")) < 1e-5
 
 
-@pytest.mark.parametrize("activation", S.ACTIVATIONS)
+@pytest.mark.parametrize("activation", VARIANTS)
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
     ("n", "dtype"), [(768, torch.bfloat16), (1408, torch.bfloat16), (100, torch.float32)]
 )
 @pytest.mark.parametrize("page_bytes", [None, 1024, 65536, 65536 + 16])
-def test_the_gated_activation_is_that_of_float64(activation, n, dtype, page_bytes):
+def test_the_activation_is_that_of_float64(activation, interleaved, n, dtype, page_bytes):
+    activation = VARIANTS[activation]
+    if interleaved and not activation.gated:
+        pytest.skip("nothing to interleave")
     capacity, count, experts = 1000, 777, 9
-    h = (3 * torch.randn(capacity, 2 * n, device=CUDA)).to(dtype)
+    width = activation.parts * n
+    h = (3 * torch.randn(capacity, width, device=CUDA)).to(dtype)
     gradient = torch.randn(capacity, n, device=CUDA).to(dtype)
     h[count:] = gradient[count:] = torch.nan
     order = torch.randperm(capacity, device=CUDA, dtype=torch.int32)
     weights = torch.rand(capacity, device=CUDA)
     offsets = torch.linspace(100, count, experts, device=CUDA).int()
-    bias = torch.randn(experts, 2 * n, device=CUDA).to(dtype) if n != 768 else None
-    info = S.RowInfo(offsets[-1:], weights, order, bias, offsets)
-    wide = S.RowInfo(
-        offsets[-1:], weights.double(), order, bias.double() if bias is not None else None, offsets
-    )
+    bias = torch.randn(experts, width, device=CUDA).to(dtype) if n != 768 else None
+    info = S.RowInfo(offsets[-1:], weights, order, bias, offsets, interleaved)
+    wide_bias = bias.double() if bias is not None else None
+    wide = S.RowInfo(offsets[-1:], weights.double(), order, wide_bias, offsets, interleaved)
     a_true = S.forward(h.double(), wide, activation, backend="torch")
     true = S.backward(h.double(), gradient.double(), wide, activation, backend="torch")
     pages = None
     if page_bytes:
-        needed = -(-count * 2 * n * h.element_size() // page_bytes)
+        needed = -(-count * width * h.element_size() // page_bytes)
         pool = PagePool(CUDA, page_bytes, needed - 3, 3)
         [ticket] = pool.stash([torch.zeros_like(h)], rows=offsets[-1:])
         pages = Pages(pool.memory, ticket.span, ticket.member, ticket.group.book)

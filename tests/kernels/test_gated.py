@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from support import error
+from support import error, same
+from support.activations import VARIANTS, plain, woven
 
 from pagestash.kernels.backend import interpreted
 from pagestash.kernels.moe import gated as S
+from pagestash.kernels.moe.activations import ACTIVATIONS, Activation
 from pagestash.kernels.pages.paged import Pages
 from pagestash.pages.pool import PagePool
 
@@ -18,27 +19,14 @@ CAPACITY, ROWS, EXPERTS = 37, 29, 5
 OFFSETS = torch.tensor([4, 4, 20, 21, 29], dtype=torch.int32)
 
 
-def plain(h, weights, activation):
-    """What a user would write."""
-    gate, linear = h.chunk(2, dim=1)
-    if activation == "clamped":
-        gate, linear = gate.clamp(max=7.0), linear.clamp(-7.0, 7.0) + 1
-        act = gate * torch.sigmoid(1.702 * gate)
-    elif activation == "gelu":
-        act = F.gelu(gate, approximate="tanh")
-    else:
-        act = F.silu(gate)
-    return act * linear * weights[:, None]
-
-
-def case(n, dtype, ordered, biased, scale=3.0):
-    """Inputs whose tail is NaN, their row info, and the float64 results."""
-    h = (scale * torch.randn(CAPACITY, 2 * n)).to(dtype)
+def case(n, dtype, ordered, biased, scale=3.0, parts=2):
+    """Inputs whose tail is NaN, and their row info."""
+    h = (scale * torch.randn(CAPACITY, parts * n)).to(dtype)
     gradient = torch.randn(CAPACITY, n).to(dtype)
     h[ROWS:] = gradient[ROWS:] = torch.nan
     order = torch.randperm(CAPACITY + 8, dtype=torch.int32) if ordered else None
     weights = torch.rand(CAPACITY + 8)
-    bias = torch.randn(EXPERTS, 2 * n).to(dtype) if biased else None
+    bias = torch.randn(EXPERTS, parts * n).to(dtype) if biased else None
     info = S.RowInfo(torch.tensor([ROWS], dtype=torch.int32), weights, order, bias, OFFSETS)
     return h, gradient, info
 
@@ -50,20 +38,21 @@ def truth(h, gradient, info, activation):
         exact_h = exact_h + info.bias[torch.searchsorted(OFFSETS, torch.arange(ROWS), right=True)].double()
     exact_h.requires_grad_()
     weights = info.weights.double().requires_grad_()
-    a = plain(exact_h, weights[at], activation)
+    a = plain(exact_h, activation) * weights[at][:, None]
     dh, dweights = torch.autograd.grad(a, [exact_h, weights], gradient[:ROWS].double())
     return a.detach(), dh, dweights
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("activation", S.ACTIVATIONS)
+@pytest.mark.parametrize("activation", VARIANTS)
 @pytest.mark.parametrize(("n", "dtype", "ordered", "biased"), [
     (64, torch.bfloat16, True, False),
     (24, torch.float32, False, True),
     (130, torch.float32, True, True),
 ])  # fmt: skip
 def test_values_and_gradients_are_those_of_float64(backend, activation, n, dtype, ordered, biased):
-    h, gradient, info = case(n, dtype, ordered, biased)
+    activation = VARIANTS[activation]
+    h, gradient, info = case(n, dtype, ordered, biased, parts=activation.parts)
     a_true, dh_true, dw_true = truth(h, gradient, info, activation)
     # bf16 rounds to 2**-9; the interpreter cuts off, twice that.
     most = 4e-3 if dtype == torch.bfloat16 else 1e-6
@@ -104,27 +93,39 @@ def test_no_row_one_row_all_rows(backend, rows):
     h[rows:] = torch.nan
     info = S.RowInfo(torch.tensor([rows]), torch.rand(CAPACITY))
     a = S.forward(h, info, backend=backend)
-    torch.testing.assert_close(a[:rows], plain(h[:rows], info.weights[:rows], "silu"), rtol=1e-5, atol=1e-6)
+    wanted = plain(h, ACTIVATIONS["silu"]) * info.weights[:, None]
+    torch.testing.assert_close(a[:rows], wanted[:rows], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("page_bytes", "host_pages"), [(16, 0), (48, 40), (256, 3), (1 << 16, 0), (1 << 16, 2)]
 )
-@pytest.mark.parametrize(("n", "dtype"), [(40, torch.bfloat16), (64, torch.float32), (33, torch.float32)])
-def test_pages_are_written_in_forward_and_read_in_backward(backend, page_bytes, host_pages, n, dtype):
-    h, gradient, info = case(n, dtype, True, False)
-    needed = -(-ROWS * 2 * n * h.element_size() // page_bytes)
+@pytest.mark.parametrize(
+    ("n", "dtype", "activation"),
+    [
+        (40, torch.bfloat16, "silu"),
+        (64, torch.float32, "silu"),
+        (33, torch.float32, "silu"),
+        (72, torch.bfloat16, "relu2, no gate"),
+    ],
+)
+def test_pages_are_written_in_forward_and_read_in_backward(
+    backend, page_bytes, host_pages, n, dtype, activation
+):
+    activation = VARIANTS[activation]
+    h, gradient, info = case(n, dtype, True, False, parts=activation.parts)
+    needed = -(-ROWS * h.shape[1] * h.element_size() // page_bytes)
     pool = PagePool("cpu", page_bytes, max(needed - host_pages, 0), host_pages, backend="torch")
     [ticket] = pool.stash([torch.zeros_like(h)], rows=info.rows)
     pages = Pages(pool.memory, ticket.span, ticket.member, ticket.group.book)
     assert bool(pages.granted)
-    a = S.forward(h, info, pages=pages, backend=backend)
-    assert torch.equal(a[:ROWS], S.forward(h, info, backend=backend)[:ROWS])
+    a = S.forward(h, info, activation, pages, backend=backend)
+    assert torch.equal(a[:ROWS], S.forward(h, info, activation, backend=backend)[:ROWS])
     assert torch.equal(pool.restore([ticket])[0][:ROWS], h[:ROWS])
-    wanted = S.backward(h, gradient, info, backend=backend)
+    wanted = S.backward(h, gradient, info, activation, backend=backend)
     garbage = torch.full_like(h, torch.nan)
-    got = S.backward(garbage, gradient.clone(), info, pages=pages, in_place=True, backend=backend)
+    got = S.backward(garbage, gradient.clone(), info, activation, pages, in_place=True, backend=backend)
     for one, two in zip(got[:2], wanted[:2]):
         assert torch.equal(one[:ROWS], two[:ROWS])
     if page_bytes >= 1024:
@@ -154,6 +155,24 @@ def test_bad_input_is_named():
         S.forward(torch.zeros(2, 4), info, "relu")
     with pytest.raises(ValueError, match=r"\[rows, 2n\]"):
         S.forward(torch.zeros(2, 5), info)
+    with pytest.raises(ValueError, match="curve='mish'"):
+        Activation(curve="mish")
+    with pytest.raises(ValueError, match="only the curve 'sigmoid'"):
+        Activation(curve="erf", slope=2.0)
+    with pytest.raises(ValueError, match="limit=-1"):
+        Activation(limit=-1.0)
+    with pytest.raises(ValueError, match="gated=False"):
+        Activation(limit=1.0, gated=False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activation", VARIANTS)
+def test_a_nan_is_not_hidden(backend, activation):
+    activation = VARIANTS[activation]
+    h = torch.ones(1, 4 * activation.parts)
+    h[0, 1] = h[0, -2] = torch.nan
+    a = S.forward(h, S.RowInfo(torch.tensor([1])), activation, backend=backend)
+    assert same(a.isnan(), plain(h, activation).isnan())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -203,16 +222,18 @@ def test_expected_rows_need_a_buffer_for_their_gradient():
         S.backward(h, gradient, info, expected_SH=h[:2])
 
 
-def woven(rows):
-    """Columns of the two halves in turn: the gate of a pair, then its linear part."""
-    gate, linear = rows.chunk(2, dim=1)
-    return torch.stack([gate, linear], dim=2).flatten(1).contiguous()
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("page_bytes", [None, 16, 48, 1 << 16])
-@pytest.mark.parametrize(("n", "dtype"), [(40, torch.bfloat16), (33, torch.float32), (300, torch.float32)])
-def test_interleaved_rows_are_those_of_two_halves(backend, page_bytes, n, dtype):
+@pytest.mark.parametrize(
+    ("n", "dtype", "activation"),
+    [
+        (40, torch.bfloat16, "clamp, slope, one more"),
+        (33, torch.float32, "exact gelu"),
+        (300, torch.float32, "clamped"),
+    ],
+)
+def test_interleaved_rows_are_those_of_two_halves(backend, page_bytes, n, dtype, activation):
+    activation = VARIANTS[activation]
     h, gradient, info = case(n, dtype, True, True)
     inter = S.RowInfo(info.rows, info.weights, info.order, woven(info.bias), OFFSETS, interleaved=True)
     pages = None
@@ -220,17 +241,17 @@ def test_interleaved_rows_are_those_of_two_halves(backend, page_bytes, n, dtype)
         pool = PagePool("cpu", page_bytes, -(-ROWS * 2 * n * h.element_size() // page_bytes), backend="torch")
         [ticket] = pool.stash([torch.zeros_like(h)], rows=info.rows)
         pages = Pages(pool.memory, ticket.span, ticket.member, ticket.group.book)
-    a = S.forward(h, info, "clamped", backend=backend)
-    got = S.forward(woven(h), inter, "clamped", pages, backend=backend)
+    a = S.forward(h, info, activation, backend=backend)
+    got = S.forward(woven(h), inter, activation, pages, backend=backend)
     assert torch.equal(got[:ROWS], a[:ROWS])
     held = woven(h)
     if pages is not None:
         assert torch.equal(pool.restore([ticket])[0][:ROWS], held[:ROWS])
         held = torch.full_like(h, torch.nan)
-    dh, a, dweights = S.backward(h, gradient, info, "clamped", backend=backend)
+    dh, a, dweights = S.backward(h, gradient, info, activation, backend=backend)
     for in_place in (False, True):
         rows, of_a = held.clone(), gradient.clone()
-        got = S.backward(rows, of_a, inter, "clamped", pages, in_place=in_place, backend=backend)
+        got = S.backward(rows, of_a, inter, activation, pages, in_place=in_place, backend=backend)
         assert torch.equal(got[0][:ROWS], woven(dh)[:ROWS])
         assert torch.equal(got[1][:ROWS], a[:ROWS])
         torch.testing.assert_close(got[2], dweights, rtol=1e-5, atol=1e-5)

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support import error
+from support.activations import plain as activated
 
 from pagestash.kernels import backend
+from pagestash.kernels.moe.activations import Activation, as_activation
 from pagestash.kernels.moe.route import route
 from pagestash.moe import MoE, MoEConfig, Received
 from pagestash.moe.router import choose_experts, logits_of, weigh
@@ -30,17 +31,9 @@ def config(**changes):
     return MoEConfig(**{"width": D, "expert_width": N, "experts": E, "top_k": K} | changes)
 
 
-def activate(h, activation):
-    gate, linear = h.chunk(2, dim=-1)
-    if activation == "clamped":
-        gate, linear = gate.clamp(max=7.0), linear.clamp(-7.0, 7.0) + 1
-        return gate * torch.sigmoid(1.702 * gate) * linear
-    return (F.gelu(gate, approximate="tanh") if activation == "gelu" else F.silu(gate)) * linear
-
-
 def plain(moe, x):
     """The same layer as anyone would write it, every expert over every token, in float64."""
-    c = moe.config
+    c, act = moe.config, as_activation(moe.config.activation)
     get = {name: p.detach().double().requires_grad_() for name, p in moe.named_parameters()}
     x = x.detach().double().requires_grad_()
     logits = x @ get["router.weight"].t()
@@ -52,15 +45,12 @@ def plain(moe, x):
         h = x @ get["expert_fc1.weight"][e].t()
         if c.bias:
             h = h + get["expert_fc1.bias"][e]
-        out = activate(h, c.activation) @ get["expert_fc2.weight"][e].t()
+        out = activated(h, act) @ get["expert_fc2.weight"][e].t()
         if c.bias:
             out = out + get["expert_fc2.bias"][e]
         y = y + out * (weights * (ids == e)).sum(1, keepdim=True)
     if c.shared_experts:
-        y = (
-            y
-            + activate(x @ get["shared_experts.up"][0].t(), c.activation) @ get["shared_experts.down"][0].t()
-        )
+        y = y + activated(x @ get["shared_experts.up"][0].t(), act) @ get["shared_experts.down"][0].t()
     return y, aux, x, get
 
 
@@ -85,6 +75,8 @@ def compare(moe, x, most):
     {"score": "sigmoid", "normalise": False, "balance_loss": 0.1},
     {"activation": "clamped", "bias": True},
     {"activation": "gelu", "shared_experts": 2},
+    {"activation": Activation(curve="relu2", gated=False), "shared_experts": 1, "bias": True},
+    {"activation": Activation(curve="erf", limit=1.0)},
 ])  # fmt: skip
 @pytest.mark.usefixtures("both")
 def test_values_and_gradients_are_those_of_plain_code(changes):

@@ -69,10 +69,11 @@ def layer_costs(
         met = parameters - routed + routed * config.top_k / config.experts
         attention, statistics, scores = _attention(config, sequence)
         saved = b * (4 * d + attention) + 2 * _INDEX + statistics
+        parts = 2 if config.gated else 1
         if dense:
-            saved += b * 2 * config.dense_width
+            saved += b * parts * config.dense_width
         else:
-            saved += b * 2 * config.expert_width * (config.top_k + config.shared_experts)
+            saved += b * parts * config.expert_width * (config.top_k + config.shared_experts)
             saved += b * d * config.top_k if expert_parallel > 1 else 0
             saved += 4 * _INDEX * config.top_k  # weights, ids, and the order both ways
         return parameters, saved, 2 * met + scores

@@ -3,8 +3,8 @@
     x_TD -permute-> x_RD -up-> h_RH -gated activation-> a_RN -down-> y_RD -combine-> y_TD
 
 T tokens of K choices, R rows of capacity in expert order, E experts here, D the model's width, N an expert's, and
-H = 2N. `up_EHD` and `down_EDN` are the projections; `a_RN` has the routing weights in it. `ends_E` says where each
-expert's rows end.
+H = 2N (N without a gate). `up_EHD` and `down_EDN` are the projections; `a_RN` has the routing weights in it.
+`ends_E` says where each expert's rows end.
 
 Saved for backward, besides indices, in bf16 and for V valid rows:
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pagestash.kernels.moe.activations import Activation, check_activation
+from pagestash.kernels.moe.activations import Activation, ActivationName, as_activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,8 @@ class ExpertSettings:
     top_k: int
     shared_experts: int = 0
     """Experts that see every token, as one of `shared_experts` times the width."""
-    activation: Activation = "silu"
+    activation: ActivationName | Activation = "silu"
+    """By name, or one with parameters of your own."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = True
@@ -36,13 +37,18 @@ class ExpertSettings:
     """Rows that usually arrive over a dispatch, at most `capacity`: these stay in buffers of that size, and under
     a stash rule only rows beyond them are copied to pages. An even load is tokens a rank times `top_k`."""
 
+    @property
+    def gated(self) -> bool:
+        """Whether the first projection has a gate and a linear part, so that it is twice as wide as an expert."""
+        return as_activation(self.activation).gated
+
     def __post_init__(self) -> None:
         for name in ("width", "expert_width", "experts", "top_k", "groups", "group_limit"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
         if self.top_k > self.experts:
             raise ValueError(f"top_k={self.top_k}: there are only experts={self.experts}")
-        check_activation(self.activation)
+        as_activation(self.activation)
         if self.score not in ("softmax", "sigmoid"):
             raise ValueError(f"score={self.score!r}: expected 'softmax' or 'sigmoid'")
         if self.experts % self.groups:

@@ -45,8 +45,9 @@ class MoE(nn.Module):
         experts = config.experts if dispatch is None else dispatch.experts
         width, inner = config.width, config.expert_width
         self.router = Router(config, **made)
+        wired = dispatch is not None
         self.expert_fc1 = ExpertFC1(
-            experts, inner, width, bias=config.bias, wired=dispatch is not None, **made
+            experts, inner, width, gated=config.gated, bias=config.bias, wired=wired, **made
         )
         self.moe_act = MoEAct()
         self.expert_fc2 = ExpertFC2(experts, width, inner, bias=config.bias, **made)

@@ -28,7 +28,7 @@ from pagestash.kernels.loss import scale
 from pagestash.kernels.moe import gated as gated_kernels
 from pagestash.kernels.moe import permute as permute_kernels
 from pagestash.kernels.moe import route as route_kernels
-from pagestash.kernels.moe.activations import Activation
+from pagestash.kernels.moe.activations import ActivationName
 from pagestash.kernels.moe.row_info import RowInfo
 from pagestash.kernels.pages.tail import zero_tail
 
@@ -173,7 +173,7 @@ def gated(
 ) -> Tensor:
     """`act(gate) · linear · weight` [R, N] for the first `rows` (a device integer) of `h` [R, 2N], then zeros."""
     info = RowInfo(rows, weights, order)
-    return _zero_past(gated_kernels.forward(h.contiguous(), info, cast(Activation, activation)), rows)
+    return _zero_past(gated_kernels.forward(h.contiguous(), info, cast(ActivationName, activation)), rows)
 
 
 @gated.register_fake
@@ -192,7 +192,7 @@ def _gated_backward_op(
     h: Tensor, gradient: Tensor, rows: Tensor, weights: Tensor | None, order: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
     info = RowInfo(rows, weights, order)
-    kind = cast(Activation, activation)
+    kind = cast(ActivationName, activation)
     dh, _, dweights = gated_kernels.backward(h.contiguous(), gradient.contiguous(), info, kind)
     return _zero_past(dh, rows), h.new_empty(0, dtype=torch.float32) if dweights is None else dweights
 

@@ -77,14 +77,16 @@ class ExpertLinear(SelfSaving):
 
 
 class ExpertFC1(ExpertLinear):
-    """The first projection, gate and then linear: `weight` [E, 2N, D]. Its rule is that of the rows.
+    """The first projection, gate and then linear: `weight` [E, 2N, D], or [E, N, D] if not `gated`.
 
-    Rows that came over the wire are saved as they arrived. Without expert parallelism (`wired=False`) they are
-    permuted from the layer's input again, and the rule is that input's.
+    Its rule is that of the rows. Those that came over the wire are saved as they arrived. Without expert
+    parallelism (`wired=False`) they are permuted from the layer's input again, and the rule is that input's.
     """
 
-    def __init__(self, experts: int, inner: int, width: int, *, wired: bool = False, **made: Any) -> None:
-        super().__init__(experts, 2 * inner, width, **made)
+    def __init__(
+        self, experts: int, inner: int, width: int, *, gated: bool = True, wired: bool = False, **made: Any
+    ) -> None:
+        super().__init__(experts, 2 * inner if gated else inner, width, **made)
         self.wired = wired
 
     def use_recompute(self, on: bool) -> None:

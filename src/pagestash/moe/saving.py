@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from pagestash.kernels.moe.activations import Activation
+from pagestash.kernels.moe.activations import Activation, ActivationName
 from pagestash.moe.lease import Lease
 from pagestash.pages.pool import PagePool
 from pagestash.saved.fused import claim
@@ -66,7 +66,7 @@ class Half:
 class BlockOptions:
     """What a block needs to know besides its tensors."""
 
-    activation: Activation = "silu"
+    activation: ActivationName | Activation = "silu"
     interleaved: bool = False
     """Whether gate and linear part alternate in the rows of `up` and in its bias; else all gates come first."""
     x: Saving = Saving()

@@ -36,7 +36,8 @@ class SharedExperts(SelfSaving):
         super().__init__()
         self.config = config
         inner = config.expert_width * config.shared_experts
-        self.up = nn.Parameter(torch.empty(1, 2 * inner, config.width, device=device, dtype=dtype))
+        rows = 2 * inner if config.gated else inner
+        self.up = nn.Parameter(torch.empty(1, rows, config.width, device=device, dtype=dtype))
         self.down = nn.Parameter(torch.empty(1, config.width, inner, device=device, dtype=dtype))
         nn.init.normal_(self.up, std=config.width**-0.5)
         nn.init.normal_(self.down, std=inner**-0.5)

@@ -20,7 +20,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from pagestash.integrations.hf.report import Report, patched_already
-from pagestash.kernels.moe.activations import ACTIVATIONS, Activation
+from pagestash.kernels.moe.activations import ACTIVATIONS, ActivationName
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.experts import Experts
 from pagestash.moe.ops import gated
@@ -78,7 +78,7 @@ def _experts(module: Any, activation: str) -> tuple[Experts, tuple[nn.Module, ..
         expert_width=down_EDN.shape[2],
         experts=module.num_experts,
         top_k=1,  # of no use here: the router is the model's
-        activation=cast(Activation, activation),
+        activation=cast(ActivationName, activation),
         bias=module.has_bias,
     )
     parts: Any = (up, MoEAct(), down)
@@ -122,7 +122,7 @@ def activation_of(module: Any) -> str:
     return found or "its activation is none of " + ", ".join(ACTIVATIONS)
 
 
-def _activates(module: Any, activation: Activation) -> bool:
+def _activates(module: Any, activation: ActivationName) -> bool:
     """Whether `module` makes of random rows what our kernel makes of them."""
     generator = torch.Generator().manual_seed(0)
     rows = 5 * torch.randn(64, 32, generator=generator)  # wide enough to meet a clamp

@@ -4,6 +4,7 @@ R rows of capacity, N an expert's width, H = 2N. The first projection `h_RH` hol
 and the linear part in the rest. Forward makes `a_RN = act(gate) · linear · weight`. Backward needs `h_RH` alone:
 from the gradient of `a_RN` it makes the gradient of `h_RH`, the weights' gradient, and `a_RN` once more, which
 the second projection's weight gradient needs. So neither `a_RN` nor the second projection's output is kept.
+An activation without a gate has H = N, and no linear part.
 
 The rows may be in two buffers: the first S, which were *expected*, in `expected_SH`, and those in *excess* of
 them in `h_RH`. One launch reads both.
@@ -20,11 +21,12 @@ import torch
 
 from pagestash.kernels.backend import choose, multiprocessors, tl, triton
 from pagestash.kernels.moe.activations import (
-    ACTIVATIONS,
     Activation,
+    ActivationName,
     activate,
     activate_reference,
-    check_activation,
+    as_activation,
+    constants,
 )
 from pagestash.kernels.moe.row_info import (
     RowInfo,
@@ -33,6 +35,7 @@ from pagestash.kernels.moe.row_info import (
     gate_and_linear,
     row_weight,
     row_weights,
+    tile_mask,
     tile_rows,
     tiles,
 )
@@ -48,7 +51,7 @@ PROGRAMS_PER_SM = 8
 def forward(
     h_RH: torch.Tensor,
     info: RowInfo,
-    activation: Activation = "silu",
+    activation: ActivationName | Activation = "silu",
     pages: Pages | None = None,
     *,
     expected_SH: torch.Tensor | None = None,
@@ -58,20 +61,22 @@ def forward(
 
     With `expected_SH` the rows are in two buffers: that one comes first, `h_RH` and its `pages` hold the others.
     """
-    _check(h_RH, activation)
+    act = _checked(h_RH, activation)
     split = 0 if expected_SH is None else expected_SH.shape[0]
-    a_RN = torch.empty(split + h_RH.shape[0], h_RH.shape[1] // 2, dtype=h_RH.dtype, device=h_RH.device)
+    a_RN = torch.empty(
+        split + h_RH.shape[0], h_RH.shape[1] // act.parts, dtype=h_RH.dtype, device=h_RH.device
+    )
     if choose(h_RH.device, backend) == "torch":
         count = int(info.rows)
         if pages is not None:
             copy_rows(pages, h_RH, to_pages=True)
         whole_RH = h_RH if expected_SH is None else torch.cat([expected_SH, h_RH])
-        gate, linear = gate_and_linear(whole_RH[:count], info)
-        act, _, linear, _, _ = activate_reference(gate, linear, activation)
-        a_RN[:count] = (act * linear * row_weights(info, count, act)).to(h_RH.dtype)
+        gate, linear = gate_and_linear(whole_RH[:count], info, gated=act.gated)
+        value, _, linear, _, _ = activate_reference(gate, linear, act)
+        a_RN[:count] = (value * linear * row_weights(info, count, value)).to(h_RH.dtype)
     elif a_RN.numel():
         operands = (h_RH, _or(expected_SH, h_RH), a_RN)
-        _launch(_forward_kernel, h_RH, expected_SH, operands, info, activation, pages)
+        _launch(_forward_kernel, h_RH, expected_SH, operands, info, act, pages)
     return a_RN
 
 
@@ -79,7 +84,7 @@ def backward(
     h_RH: torch.Tensor,
     gradient_RN: torch.Tensor,
     info: RowInfo,
-    activation: Activation = "silu",
+    activation: ActivationName | Activation = "silu",
     pages: Pages | None = None,
     *,
     expected_SH: torch.Tensor | None = None,
@@ -93,7 +98,7 @@ def backward(
     `gradient_RN`. Weights that no valid row refers to get zero. With `expected_SH`, as in `forward`, the gradient
     of its rows goes to `dexpected_SH`, which may be the same tensor.
     """
-    _check(h_RH, activation)
+    act = _checked(h_RH, activation)
     if (expected_SH is None) != (dexpected_SH is None):
         raise ValueError("expected_SH, dexpected_SH: give both or neither; they may be one tensor")
     dh_RH, a_RN = (h_RH, gradient_RN) if in_place else (torch.empty_like(h_RH), torch.empty_like(gradient_RN))
@@ -106,7 +111,7 @@ def backward(
         split = 0 if expected_SH is None else min(expected_SH.shape[0], count)
         if pages is not None:
             copy_rows(pages, whole_RH[split:], to_pages=False)
-        whole_dh_RH = _backward_reference(whole_RH, gradient_RN, info, activation, a_RN, dweights)
+        whole_dh_RH = _backward_reference(whole_RH, gradient_RN, info, act, a_RN, dweights)
         if dexpected_SH is not None:
             dexpected_SH[:split] = whole_dh_RH[:split]
         dh_RH[: count - split] = whole_dh_RH[split:]
@@ -120,14 +125,16 @@ def backward(
             a_RN,
             _or(dweights, h_RH),
         )
-        _launch(_backward_kernel, h_RH, expected_SH, operands, info, activation, pages)
+        _launch(_backward_kernel, h_RH, expected_SH, operands, info, act, pages)
     return dh_RH, a_RN, dweights
 
 
-def _check(h_RH: torch.Tensor, activation: str) -> None:
-    check_activation(activation)
-    if h_RH.ndim != 2 or h_RH.shape[1] % 2 or not h_RH.is_contiguous():
-        raise ValueError(f"h of shape {tuple(h_RH.shape)}: expected a contiguous [rows, 2n]")
+def _checked(h_RH: torch.Tensor, activation: ActivationName | Activation) -> Activation:
+    found = as_activation(activation)
+    if h_RH.ndim != 2 or h_RH.shape[1] % found.parts or not h_RH.is_contiguous():
+        wanted = "[rows, 2n]" if found.gated else "[rows, n]"
+        raise ValueError(f"h of shape {tuple(h_RH.shape)}: expected a contiguous {wanted}")
+    return found
 
 
 # --- what: the torch reference ------------------------------------------------------------------------------
@@ -143,7 +150,7 @@ def _backward_reference(
 ) -> torch.Tensor:
     """The gradient of the valid rows `h_RH`; those of the weights, and `a_RN`, are written where they belong."""
     count = h_RH.shape[0]
-    gate, linear = gate_and_linear(h_RH, info)
+    gate, linear = gate_and_linear(h_RH, info, gated=activation.gated)
     act, slope, linear, passes_gate, passes_linear = activate_reference(gate, linear, activation)
     weight = row_weights(info, count, act)
     of_a = gradient_RN[:count].to(act.dtype)
@@ -154,6 +161,8 @@ def _backward_reference(
         dweights.view(-1)[at] = value
     a_RN[:count] = (act * linear * weight).to(h_RH.dtype)
     dgate, dlinear = of_product * linear * slope * passes_gate, of_product * act * passes_linear
+    if not activation.gated:
+        return dgate.to(h_RH.dtype)
     if info.interleaved:
         return torch.stack([dgate, dlinear], dim=2).flatten(1).to(h_RH.dtype)
     return torch.cat([dgate, dlinear], dim=1).to(h_RH.dtype)
@@ -181,8 +190,11 @@ def _forward_kernel(
     host_slab,
     N: tl.constexpr,
     STEP: tl.constexpr,  # from one gate to the next
-    HALF: tl.constexpr,  # from a gate to its linear part
-    ACT: tl.constexpr,
+    HALF: tl.constexpr,  # from a gate to its linear part; 0 without a gate
+    CURVE: tl.constexpr,
+    SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     WEIGHTED: tl.constexpr,
     ORDERED: tl.constexpr,
     EXPERTS: tl.constexpr,  # 0 without a bias
@@ -194,6 +206,7 @@ def _forward_kernel(
     BLOCK: tl.constexpr,
 ):
     SIZE: tl.constexpr = h.dtype.element_ty.primitive_bitwidth // 8
+    WIDTH: tl.constexpr = 2 * N if HALF else N
     count = tl.load(rows).to(tl.int64)
     granted = False
     length = tl.zeros((), tl.int64)
@@ -209,10 +222,8 @@ def _forward_kernel(
         )
         start = tile % COLUMNS * BLOCK
         column = tl.arange(0, BLOCK)
-        mask = inside[:, None]
-        if N % BLOCK != 0:
-            mask = mask & (start + column < N)[None, :]
-        at = within[:, None] * (2 * N) + (start + column)[None, :] * STEP
+        mask = tile_mask(inside, start + column, N, BLOCK)
+        at = within[:, None] * WIDTH + (start + column)[None, :] * STEP
         source = h
         if SPLIT:
             source = tl.where(in_expected, expected, h)
@@ -223,19 +234,22 @@ def _forward_kernel(
         if PAGED:
             if granted & (not in_expected):
                 held = (book, table, length, device_slab, host_slab)
-                first = (within * (2 * N) + start * STEP) * SIZE
+                first = (within * WIDTH + start * STEP) * SIZE
                 half = first + HALF * SIZE
                 gate_at = page_pointers(held, first, column * STEP, inside, h, PAGE, WIDE)
                 tl.store(gate_at, gate, mask=mask)
-                linear_at = page_pointers(held, half, column * STEP, inside, h, PAGE, WIDE)
-                tl.store(linear_at, linear, mask=mask)
+                if HALF:
+                    linear_at = page_pointers(held, half, column * STEP, inside, h, PAGE, WIDE)
+                    tl.store(linear_at, linear, mask=mask)
         gate = gate.to(tl.float32)
         linear = linear.to(tl.float32)
         if EXPERTS:
             of_row = (start + column) * STEP
-            gate = add_bias(gate, bias, offsets, row, of_row, mask, experts, N, EXPERTS)
-            linear = add_bias(linear, bias, offsets, row, of_row + HALF, mask, experts, N, EXPERTS)
-        act, _slope, linear, _passes_gate, _passes_linear = activate(gate, linear, ACT)
+            gate = add_bias(gate, bias, offsets, row, of_row, mask, experts, WIDTH, EXPERTS)
+            linear = add_bias(linear, bias, offsets, row, of_row + HALF, mask, experts, WIDTH, EXPERTS)
+        act, _slope, linear, _passes_gate, _passes_linear = activate(
+            gate, linear, HALF != 0, CURVE, SLOPE, LIMIT, SHIFT
+        )
         value = act * linear
         if WEIGHTED:
             weight, _at = row_weight(weights, order, row, inside, ORDERED)
@@ -268,8 +282,11 @@ def _backward_kernel(
     host_slab,
     N: tl.constexpr,
     STEP: tl.constexpr,  # from one gate to the next
-    HALF: tl.constexpr,  # from a gate to its linear part
-    ACT: tl.constexpr,
+    HALF: tl.constexpr,  # from a gate to its linear part; 0 without a gate
+    CURVE: tl.constexpr,
+    SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     WEIGHTED: tl.constexpr,
     ORDERED: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -281,6 +298,7 @@ def _backward_kernel(
     BLOCK: tl.constexpr,
 ):
     SIZE: tl.constexpr = h.dtype.element_ty.primitive_bitwidth // 8
+    WIDTH: tl.constexpr = 2 * N if HALF else N
     count = tl.load(rows).to(tl.int64)
     granted = False
     length = tl.zeros((), tl.int64)
@@ -304,17 +322,15 @@ def _backward_kernel(
         product = tl.zeros((ROWS, BLOCK), tl.float32)
         # One tile has the whole of its rows, so that the weight's gradient is one sum in one order.
         for start in tl.range(0, N, BLOCK):
-            mask = inside[:, None]
-            if N % BLOCK != 0:
-                mask = mask & (start + column < N)[None, :]
-            at = within[:, None] * (2 * N) + (start + column)[None, :] * STEP
+            mask = tile_mask(inside, start + column, N, BLOCK)
+            at = within[:, None] * WIDTH + (start + column)[None, :] * STEP
             narrow = row[:, None] * N + (start + column)[None, :]
             gate_at = aligned(source + at, WIDE, SPLIT)
             linear_at = aligned(source + at + HALF, WIDE, SPLIT)
             if PAGED:
                 if granted & (not in_expected):
                     held = (book, table, length, device_slab, host_slab)
-                    first = (within * (2 * N) + start * STEP) * SIZE
+                    first = (within * WIDTH + start * STEP) * SIZE
                     half = first + HALF * SIZE
                     gate_in = page_pointers(held, first, column * STEP, inside, h, PAGE, WIDE)
                     linear_in = page_pointers(held, half, column * STEP, inside, h, PAGE, WIDE)
@@ -331,9 +347,11 @@ def _backward_kernel(
             linear = linear.to(tl.float32)
             if EXPERTS:
                 of_row = (start + column) * STEP
-                gate = add_bias(gate, bias, offsets, row, of_row, mask, experts, N, EXPERTS)
-                linear = add_bias(linear, bias, offsets, row, of_row + HALF, mask, experts, N, EXPERTS)
-            act, slope, linear, passes_gate, passes_linear = activate(gate, linear, ACT)
+                gate = add_bias(gate, bias, offsets, row, of_row, mask, experts, WIDTH, EXPERTS)
+                linear = add_bias(linear, bias, offsets, row, of_row + HALF, mask, experts, WIDTH, EXPERTS)
+            act, slope, linear, passes_gate, passes_linear = activate(
+                gate, linear, HALF != 0, CURVE, SLOPE, LIMIT, SHIFT
+            )
             value = act * linear
             if WEIGHTED:
                 product += of_a * value
@@ -342,7 +360,8 @@ def _backward_kernel(
             gate_to = aligned(target + at, WIDE, SPLIT)
             linear_to = aligned(target + at + HALF, WIDE, SPLIT)
             tl.store(gate_to, (of_a * linear * slope * passes_gate).to(dh.dtype.element_ty), mask=mask)
-            tl.store(linear_to, (of_a * act * passes_linear).to(dh.dtype.element_ty), mask=mask)
+            if HALF:
+                tl.store(linear_to, (of_a * act * passes_linear).to(dh.dtype.element_ty), mask=mask)
             tl.store(a + narrow, value.to(a.dtype.element_ty), mask=mask)
         if WEIGHTED:
             tl.store(dweights + place, tl.sum(product, axis=1), mask=inside)
@@ -363,8 +382,9 @@ def _launch(
     activation: Activation,
     pages: Pages | None,
 ) -> None:
-    inner, size = h_RH.shape[1] // 2, h_RH.element_size()
-    step = 2 if info.interleaved else 1
+    inner, size = h_RH.shape[1] // activation.parts, h_RH.element_size()
+    interleaved = info.interleaved and activation.gated
+    step = 2 if interleaved else 1
     block = widest_block(inner, 256, size * step, pages)
     together = max(1, ELEMENTS // block)
     split = 0 if expected_SH is None else expected_SH.shape[0]
@@ -383,14 +403,14 @@ def _launch(
         *arguments(pages, h_RH),
         N=inner,
         STEP=step,
-        HALF=1 if info.interleaved else inner,
-        ACT=ACTIVATIONS.index(activation),
+        HALF=(1 if interleaved else inner) if activation.gated else 0,
+        **constants(activation),
         WEIGHTED=info.weights is not None,
         ORDERED=info.order is not None,
         EXPERTS=0 if info.bias is None else triton.next_power_of_2(info.bias.shape[0]),
         PAGED=pages is not None,
         PAGE=65536 if pages is None else pages.memory.page_bytes,
-        WIDE=not info.interleaved and is_wide(inner, block, size),
+        WIDE=not interleaved and is_wide(inner, block, size),
         SPLIT=split > 0,
         ROWS=together,
         BLOCK=block,

@@ -2,7 +2,7 @@
 
 R rows of capacity, of which the first S may be in a buffer of their own (the rows that were *expected*, the
 others are in *excess* of them), H = 2N columns: the gate in the first N, the linear part in the rest, or both in
-turn (`interleaved`). E experts.
+turn (`interleaved`). Without a gate H = N. E experts.
 Each question is answered twice, for the torch reference and in Triton.
 """
 
@@ -33,13 +33,20 @@ class RowInfo:
 # --- what: the torch reference ------------------------------------------------------------------------------
 
 
-def gate_and_linear(h_RH: torch.Tensor, info: RowInfo) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both halves [R, N] of the valid rows, in float32 (float64 for that), with their bias."""
+def gate_and_linear(
+    h_RH: torch.Tensor, info: RowInfo, *, gated: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both halves [R, N] of the valid rows, in float32 (float64 for that), with their bias.
+
+    Without a gate: the whole rows, and a 1 in the place of the linear part.
+    """
     wide = h_RH if h_RH.dtype == torch.float64 else h_RH.float()
     if info.bias is not None:
         assert info.offsets is not None
         row = torch.arange(h_RH.shape[0], device=h_RH.device, dtype=info.offsets.dtype)
         wide = wide + info.bias[torch.searchsorted(info.offsets, row, right=True)].to(wide.dtype)
+    if not gated:
+        return wide, wide.new_ones(())
     if info.interleaved:
         return wide[:, 0::2], wide[:, 1::2]
     gate, linear = wide.chunk(2, dim=1)
@@ -76,14 +83,14 @@ def add_bias(
     column,
     mask,
     experts,
-    N: tl.constexpr,
+    WIDTH: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
     """Add the bias, at `column`, of the expert each row belongs to: as many experts end at or before the row."""
     each = tl.arange(0, EXPERTS)
     end = tl.load(offsets + each, mask=each < experts, other=2147483647)
     expert = tl.sum((end[None, :] <= row[:, None]).to(tl.int32), axis=1).to(tl.int64)
-    at = expert[:, None] * (2 * N) + column[None, :]
+    at = expert[:, None] * WIDTH + column[None, :]
     return value + tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -110,6 +117,15 @@ def tile_rows(tile, expected_tiles, count, split, ROWS: tl.constexpr, SPLIT: tl.
     within = tile * ROWS + tl.arange(0, ROWS)
     row = before + within
     return within, row, row < end, in_expected
+
+
+@triton.jit
+def tile_mask(inside, column, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Which elements of a tile belong to valid rows, and to one of the N columns."""
+    mask = inside[:, None]
+    if N % BLOCK != 0:
+        mask = mask & (column < N)[None, :]
+    return mask
 
 
 @triton.jit

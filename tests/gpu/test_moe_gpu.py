@@ -18,6 +18,7 @@ from pagestash.kernels.pages.paged import Pages
 from pagestash.moe import MoE, MoEConfig
 from pagestash.moe import ops as moe_ops
 from pagestash.moe.block import routed_experts
+from pagestash.moe.projection import Weight
 from pagestash.moe.saving import BlockOptions, Saving
 from pagestash.pages.pool import PagePool
 
@@ -162,7 +163,7 @@ def test_received_rows_in_a_graph_with_any_pool(expected):
         routing = R.route(ids, experts, capacity=capacity)
         options = BlockOptions(x=Saving(pool=pool), h=Saving(pool=pool))
         received = {"received": True, "expected_rows": expected}
-        y = leaf + routed_experts(leaf, scale, up, down, None, None, ids, routing, options, **received)
+        y = leaf + routed_experts(leaf, scale, Weight(up), Weight(down), ids, routing, options, **received)
         y.backward(dy)
         return [y.detach(), leaf.grad, scale.grad, up.grad, down.grad]
 

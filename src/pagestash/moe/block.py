@@ -28,10 +28,15 @@ sum has another order than without expected rows: its bits do not depend on page
 expendable: where the pool has no pages, backward recomputes it by a product whose ends are zero unless the pages
 are missing. Under recompute the same product makes all of it. Rows off the wire cannot be recomputed: their pages
 are required.
+
+**Weights.** Those that require no gradient get none, and the tokens are saved only if backward asks for them.
+Low-rank updates (LoRA), whose factors are [E, K, I] and [E, O, K] for a rank K, save nothing more: see
+`projection.py`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -44,12 +49,15 @@ from pagestash.kernels.moe.permute import combine, permute, permute_split, weigh
 from pagestash.kernels.moe.route import Routing
 from pagestash.kernels.moe.row_info import RowInfo
 from pagestash.moe.lease import Lease, pages_of
+from pagestash.moe.projection import LowRank, Projection, Read, Weight
 from pagestash.moe.saving import BlockOptions
 from pagestash.saved.fused import claim, fused
 from pagestash.torch_internals import keeps_graph
 
 COLUMNS = 16
 """The narrowest operand that `grouped_mm`'s alignment allows on every backend."""
+OF_WEIGHTS = ("up", "down", "up_bias", "down_bias", "up_a", "up_b", "down_a", "down_b")
+"""The inputs that are weights: a pipeline schedule may ask for their gradients in a half of its own."""
 
 
 @dataclass(slots=True)
@@ -83,13 +91,22 @@ class Cut:
     """Whether the rows came off the wire, so that they must wait for backward; else they are permuted again."""
 
 
+class Form(NamedTuple):
+    """What a projection needs besides its tensors."""
+
+    scale: float
+    read: Read | None
+
+    def weight(self, stored: torch.Tensor, a_EKI: torch.Tensor | None, b_EOK: torch.Tensor | None) -> Weight:
+        update = None if a_EKI is None or b_EOK is None else LowRank(a_EKI, b_EOK, self.scale)
+        return Weight(stored, None, update, self.read)
+
+
 def routed_experts(
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor,
-    up_EHD: torch.Tensor,
-    down_EDN: torch.Tensor,
-    up_bias_EH: torch.Tensor | None,
-    down_bias_ED: torch.Tensor | None,
+    up: Weight,
+    down: Weight,
     ids_TK: torch.Tensor | None,
     routing: Routing,
     options: BlockOptions,
@@ -100,24 +117,28 @@ def routed_experts(
     """Tokens [T, D] through their experts, summed by token; or, if `received`, slots off the wire by slot.
 
     `weights_TK` and `ids_TK` belong to the choices; the ids count from this rank's first expert, and are read for
-    the sake of `down_bias_ED` alone. `expected_rows` is for received rows.
+    the sake of `down`'s bias alone. `expected_rows` is for received rows.
     """
     capacity = routing.order.numel()
     expected = min(max(expected_rows, 0), capacity) if received else 0
     ends = cut_ends(routing.offsets, expected) if expected else (None, None)
     cut = Cut(expected, capacity - expected, received)
-    with fused(up_EHD, up_bias_EH, down_EDN, down_bias_ED):
+    up_a, up_b, up_scale = up.update or (None, None, 1.0)
+    down_a, down_b, down_scale = down.update or (None, None, 1.0)
+    forms = Form(up_scale, up.read), Form(down_scale, down.read)
+    with fused(*up.tensors(), *down.tensors()):
         return RoutedExperts.apply(
-            x_TD, weights_TK, up_EHD, down_EDN, up_bias_EH, down_bias_ED, ids_TK, routing, *ends, cut, options
-        )
+            x_TD, weights_TK, up.stored, down.stored, up.bias_EO, down.bias_EO, up_a, up_b, down_a, down_b, ids_TK,
+            routing, *ends, cut, options, forms,
+        )  # fmt: skip
 
 
 class RoutedExperts(torch.autograd.Function):
     """See `routed_experts`, and the top of the file for what it saves."""
 
     inputs = (
-        "x", "weights", "up", "down", "up_bias", "down_bias", "ids", "routing", "expected_ends", "excess_ends",
-        "cut", "options",
+        "x", "weights", "up", "down", "up_bias", "down_bias", "up_a", "up_b", "down_a", "down_b", "ids", "routing",
+        "expected_ends", "excess_ends", "cut", "options", "forms",
     )  # fmt: skip
 
     @staticmethod
@@ -125,18 +146,26 @@ class RoutedExperts(torch.autograd.Function):
         ctx: Any,
         x_TD: torch.Tensor,
         weights_TK: torch.Tensor,
-        up_EHD: torch.Tensor,
-        down_EDN: torch.Tensor,
+        up_stored: torch.Tensor,
+        down_stored: torch.Tensor,
         up_bias_EH: torch.Tensor | None,
         down_bias_ED: torch.Tensor | None,
+        up_a_EKD: torch.Tensor | None,
+        up_b_EHK: torch.Tensor | None,
+        down_a_EKN: torch.Tensor | None,
+        down_b_EDK: torch.Tensor | None,
         ids_TK: torch.Tensor | None,
         routing: Routing,
         expected_ends_E: torch.Tensor | None,
         excess_ends_E: torch.Tensor | None,
         cut: Cut,
         options: BlockOptions,
+        forms: tuple[Form, Form],
     ) -> torch.Tensor:
-        up, down, up_bias, down_bias = in_dtype_of(x_TD, up_EHD, down_EDN, up_bias_EH, down_bias_ED)
+        up = Projection.of(forms[0].weight(up_stored, up_a_EKD, up_b_EHK), x_TD)
+        down = Projection.of(forms[1].weight(down_stored, down_a_EKN, down_b_EDK), x_TD)
+        up_bias, down_bias = in_dtype_of(x_TD, up_bias_EH, down_bias_ED)
+        h_columns, a_columns = up.weight_EOI.shape[1], down.weight_EOI.shape[2]
         order, inverse_TK, capacity = routing.order, routing.inverse, routing.order.numel()
         ends = Pair(expected_ends_E, routing.offsets if excess_ends_E is None else excess_ends_E)
         assert ends.excess is not None
@@ -151,22 +180,22 @@ class RoutedExperts(torch.autograd.Function):
                 # As large as `y_RD` will be, and let go after `a_RN` has its memory: one block then serves both.
                 x_excess_RD = x_TD.new_empty(capacity, x_TD.shape[1])[: cut.excess]
             # The blocks of what lives for this layer, before those of what stays, which would be cut out of them.
-            h_room = x_TD.new_empty(cut.excess, up.shape[1])
-            a_room = x_TD.new_empty(capacity, down.shape[2])
+            h_room = x_TD.new_empty(cut.excess, h_columns)
+            a_room = x_TD.new_empty(capacity, a_columns)
         x = Pair(
             *permute_split(
                 x_TD, inverse_TK, cut.expected, capacity, excess_RD=x_excess_RD, pages=pages_of(x_lease)
             )
         )
         del x_excess_RD
-        h = Pair(_product(x.expected, up.transpose(-2, -1), ends.expected), None)
+        h = Pair(_of(up.forward, x.expected, ends.expected), None)
         del h_room
-        h.excess = _product(x.excess, up.transpose(-2, -1), ends.excess)
+        h.excess = _of(up.forward, x.excess, ends.excess)
         if not cut.received:
             x = Pair(None, None)  # backward permutes them again
         h_lease = None
         if to_pages:
-            h_lease = options.h.lease((cut.excess, up.shape[1]), x_TD.dtype, excess_rows, expendable=True)
+            h_lease = options.h.lease((cut.excess, h_columns), x_TD.dtype, excess_rows, expendable=True)
         del a_room
         a_RN = gated.forward(h.excess, info, options.activation, pages_of(h_lease), expected_SH=h.expected)
         # What is not saved is dropped here. What the pool had no page for is left to autograd, as without a pool.
@@ -176,7 +205,7 @@ class RoutedExperts(torch.autograd.Function):
             h.excess = None
         if options.h.recompute:
             h.expected = None
-        y_RD = grouped_mm(a_RN, down.transpose(-2, -1), routing.offsets)
+        y_RD = down.forward(a_RN, routing.offsets)
         del a_RN
         y_TD = combine(
             y_RD,
@@ -185,7 +214,7 @@ class RoutedExperts(torch.autograd.Function):
             bias_ids_TK=ids_TK,
             bias_weights_TK=weights_TK if down_bias is not None else None,
         )
-        tokens_TD = None if cut.received else x_TD
+        tokens_TD = x_TD if not cut.received and _asks_for_rows(ctx, options) else None
         options.x.save(tokens_TD)
         for saving, rows in ((options.x, x), (options.h, h)):
             saving.save(rows.expected, sized=True)
@@ -195,24 +224,29 @@ class RoutedExperts(torch.autograd.Function):
         else:
             claim(None, order, rows=excess_rows, capacity=capacity)
         ctx.save_for_backward(
-            tokens_TD, weights_TK, up_EHD, down_EDN, up_bias_EH, down_bias_ED, ids_TK, routing.offsets, order,
-            inverse_TK, expected_ends_E, excess_ends_E, x.expected, x.excess, h.expected, h.excess,
+            tokens_TD, weights_TK, up_stored, down_stored, up_bias_EH, down_bias_ED, up_a_EKD, up_b_EHK,
+            down_a_EKN, down_b_EDK, ids_TK, routing.offsets, order, inverse_TK, expected_ends_E, excess_ends_E,
+            x.expected, x.excess, h.expected, h.excess,
         )  # fmt: skip
-        ctx.leases, ctx.cut, ctx.options, ctx.inputs = (x_lease, h_lease), cut, options, RoutedExperts.inputs
+        ctx.leases, ctx.cut, ctx.options, ctx.forms = (x_lease, h_lease), cut, options, forms
+        ctx.inputs = RoutedExperts.inputs
         return y_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (
-            tokens_TD, weights_TK, up, down, up_bias, down_bias, ids_TK, offsets, order, inverse_TK,
-            expected_ends_E, excess_ends_E, x_expected, x_excess, h_expected, h_excess,
+            tokens_TD, weights_TK, up_stored, down_stored, up_bias, down_bias, up_a, up_b, down_a, down_b, ids_TK,
+            offsets, order, inverse_TK, expected_ends_E, excess_ends_E, x_expected, x_excess, h_expected, h_excess,
         ) = ctx.saved_tensors  # fmt: skip
         # What is done with goes at once, not when this node ends; with `retain_graph` it stays.
         ctx.maybe_clear_saved_tensors()
         (x_lease, h_lease), cut, comes_again = ctx.leases, ctx.cut, keeps_graph()
         dy_TD = dy_TD.contiguous()
-        up, down, up_bias, down_bias = in_dtype_of(dy_TD, up, down, up_bias, down_bias)
+        up_weight = ctx.forms[0].weight(up_stored, up_a, up_b)
+        down_weight = ctx.forms[1].weight(down_stored, down_a, down_b)
+        up, down = Projection.of(up_weight, dy_TD), Projection.of(down_weight, dy_TD)
+        up_bias, down_bias = in_dtype_of(dy_TD, up_bias, down_bias)
         info = RowInfo(offsets[-1:], weights_TK, order, up_bias, offsets, ctx.options.interleaved)
         ends = Pair(expected_ends_E, offsets if excess_ends_E is None else excess_ends_E)
         x, h = Pair(x_expected, x_excess), Pair(h_expected, h_excess)
@@ -222,33 +256,43 @@ class RoutedExperts(torch.autograd.Function):
         in_place = not comes_again or (h.expected is None and h.excess is None)
         _recompute_missing(h, x, source, up, ends, h_lease)
         dy_RD = permute(dy_TD, inverse_TK, order.numel())
-        dh, a_RN, dweights_TK = _activation_gradient(
-            h, grouped_mm(dy_RD, down, offsets), info, ctx.options, h_lease, in_place=in_place
-        )
-        del h
+        dinner_RK = down.inner_gradient(dy_RD, offsets)
+        da_RN = down.input_gradient(dy_RD, dinner_RK, offsets)
+        dh, a_RN, dweights_TK = _activation_gradient(h, da_RN, info, ctx.options, h_lease, in_place=in_place)
+        del h, da_RN
         if h_lease is not None and not comes_again:
             h_lease.close()
         ddown = grouped_mm(dy_RD.t(), a_RN, offsets) if needs(ctx, "down") else None
-        del a_RN
+        ddown_a, ddown_b = None, None
+        if dinner_RK is not None and (needs(ctx, "down_a") or needs(ctx, "down_b")):
+            ddown_a, ddown_b = down.update_gradients(down_weight.update, a_RN, dy_RD, dinner_RK, offsets)
+        del a_RN, dinner_RK, down
         dup_bias, ddown_bias = None, None
         if down_bias is not None:
             assert dweights_TK is not None
-            more_TK, ddown_bias = down_bias_gradients(
-                dy_TD, dy_RD, weights_TK, down_bias, ids_TK, inverse_TK, offsets
-            )
-            dweights_TK = dweights_TK + more_TK
+            dweights_TK = dweights_TK + weights_gradient_of_bias(dy_TD, down_bias, ids_TK, inverse_TK)
+            if needs(ctx, "down_bias"):
+                ddown_bias = down_bias_gradient(dy_TD, dy_RD, weights_TK, inverse_TK, offsets)
         del dy_RD
-        if up_bias is not None:
+        if up_bias is not None and needs(ctx, "up_bias"):
             dup_bias = bias_gradient(dh.joined(), offsets)
         dup = _up_gradient(dh, x, source, ends) if needs(ctx, "up") else None
+        dinner = Pair(
+            _of(up.inner_gradient, dh.expected, ends.expected), _of(up.inner_gradient, dh.excess, ends.excess)
+        )
+        dup_a, dup_b = None, None
+        if up_weight.update is not None and (needs(ctx, "up_a") or needs(ctx, "up_b")):
+            dup_a, dup_b = _update_gradients(up, up_weight.update, dh, dinner, x, source, ends)
         del x
         if x_lease is not None and not comes_again:
             x_lease.close()
         dx_TD = None
         if needs(ctx, "x"):
-            dx_expected = _product(dh.take_expected(), up, ends.expected)
-            dx_TD = combine(_product(dh.excess, up, ends.excess), inverse_TK, expected_SD=dx_expected)
-        return dx_TD, dweights_TK, dup, ddown, dup_bias, ddown_bias, None, None, None, None, None, None
+            dx_expected = _of(up.input_gradient, dh.take_expected(), dinner.expected, ends.expected)
+            dx_excess = _of(up.input_gradient, dh.excess, dinner.excess, ends.excess)
+            dx_TD = combine(dx_excess, inverse_TK, expected_SD=dx_expected)
+        gradients = dx_TD, dweights_TK, dup, ddown, dup_bias, ddown_bias, dup_a, dup_b, ddown_a, ddown_b
+        return (*gradients, *[None] * 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,27 +314,27 @@ class _ExcessSource:
 
 
 def _recompute_missing(
-    h: Pair, x: Pair, source: _ExcessSource, up_EHD: torch.Tensor, ends: Pair, h_lease: Lease | None
+    h: Pair, x: Pair, source: _ExcessSource, up: Projection, ends: Pair, h_lease: Lease | None
 ) -> None:
     """Give `h` the parts that were not saved. (Where pages have the excess, a buffer that nobody reads.)"""
     if h.expected is None:
-        h.expected = _product(x.expected, up_EHD.transpose(-2, -1), ends.expected)
+        h.expected = _of(up.forward, x.expected, ends.expected)
     if h.excess is None:
         assert ends.excess is not None
         x_RD = source.rows() if x.excess is None else x.excess
-        h.excess = recomputed_projection(x_RD, up_EHD, h_lease, ends.excess)
+        h.excess = recomputed_projection(x_RD, up, h_lease, ends.excess)
         if source.lease is None or not source.cut.expected:
             # Else few rows are in one of the largest buffers: they come back twice rather than stay meanwhile.
             x.excess = x_RD
 
 
 def recomputed_projection(
-    x_RD: torch.Tensor, up_EHD: torch.Tensor, lease: Lease | None, ends_E: torch.Tensor
+    x_RD: torch.Tensor, up: Projection, lease: Lease | None, ends_E: torch.Tensor
 ) -> torch.Tensor:
     """The first projection in a buffer for all rows; of those in pages, nothing is computed."""
     if lease is not None:
         ends_E = missing_ends(ends_E, lease.pages)
-    return _product(x_RD, up_EHD.transpose(-2, -1), ends_E)
+    return up.forward(x_RD, ends_E)
 
 
 def _activation_gradient(
@@ -337,14 +381,34 @@ def _up_gradient(dh: Pair, x: Pair, source: _ExcessSource, ends: Pair) -> torch.
     return accumulate_(dup, dh.excess, x_RD, ends.excess)
 
 
-def _product(rows: torch.Tensor | None, matrices: torch.Tensor, ends_E: torch.Tensor | None) -> Any:
-    """`grouped_mm`, also of a buffer of no rows; None of none."""
-    if rows is None:
-        return None
-    if not rows.shape[0]:
-        return rows.new_empty(0, matrices.shape[2])
-    assert ends_E is not None
-    return grouped_mm(rows, matrices, ends_E)
+def _update_gradients(
+    up: Projection, update: LowRank, dh: Pair, dinner: Pair, x: Pair, source: _ExcessSource, ends: Pair
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of the factors of the first projection's update: the sums of both parts."""
+    x_RD = source.rows() if x.excess is None else x.excess
+    parts: Any = [
+        (x.expected, dh.expected, dinner.expected, ends.expected),
+        (x_RD, dh.excess, dinner.excess, ends.excess),
+    ]
+    found = [up.update_gradients(update, *part) for part in parts if part[1] is not None and part[1].shape[0]]
+    (da, db), *more = found
+    for more_a, more_b in more:
+        da, db = da + more_a, db + more_b
+    return da, db
+
+
+def _of(function: Callable[..., Any], rows: torch.Tensor | None, *more: Any) -> Any:
+    """What `function` makes of a buffer's rows; None of none."""
+    return None if rows is None else function(rows, *more)
+
+
+def _asks_for_rows(ctx: Any, options: BlockOptions) -> bool:
+    """Whether backward may ask for the input of the first projection.
+
+    By what was asked for alone, not by what the pool granted: a recomputed forward must save the same tensors.
+    """
+    wanted = (ctx.needs_input_grad[RoutedExperts.inputs.index(name)] for name in ("up", "up_a", "up_b"))
+    return options.h.pool is not None or options.h.recompute or any(wanted)
 
 
 def in_dtype_of(like: torch.Tensor, *weights: torch.Tensor | None) -> tuple[Any, ...]:
@@ -359,31 +423,37 @@ def in_dtype_of(like: torch.Tensor, *weights: torch.Tensor | None) -> tuple[Any,
 def needs(ctx: Any, name: str) -> bool:
     """Whether the running backward is to compute the gradient of the input `name`."""
     half = ctx.options.half
-    if half is not None and not (half.weights if name in ("up", "down") else half.inputs):
+    if half is not None and not (half.weights if name in OF_WEIGHTS else half.inputs):
         return False
     return ctx.needs_input_grad[ctx.inputs.index(name)]
 
 
-def down_bias_gradients(
+def weights_gradient_of_bias(
+    dy_TD: torch.Tensor, down_bias_ED: torch.Tensor, ids_TK: torch.Tensor, inverse_TK: torch.Tensor
+) -> torch.Tensor:
+    """What a bias that `combine` adds gives to the gradient of the weights [T, K].
+
+    A slot that is no choice's (padding) holds garbage, perhaps NaN, and is not read.
+    """
+    chosen_TK = torch.where(inverse_TK >= 0, ids_TK, -1).contiguous()
+    return weight_gradient(down_bias_ED.contiguous(), chosen_TK, dy_TD)
+
+
+def down_bias_gradient(
     dy_TD: torch.Tensor,
     dy_RD: torch.Tensor,
     weights_TK: torch.Tensor,
-    down_bias_ED: torch.Tensor,
-    ids_TK: torch.Tensor,
     inverse_TK: torch.Tensor,
     offsets_E: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a bias that `combine` adds gives to the gradient of the weights [T, K], and its own [E, D].
+) -> torch.Tensor:
+    """The gradient [E, D] of a bias that `combine` adds; `dy_RD` is `dy_TD` in expert order.
 
-    `dy_RD` is `dy_TD` in expert order. A slot that is no choice's (padding) holds garbage, perhaps NaN, and
-    neither sum reads it. The bias sums by row, so an expert that a token chose twice counts twice.
+    It sums by row, so an expert that a token chose twice counts twice. Padding is not read.
     """
-    chosen_TK = torch.where(inverse_TK >= 0, ids_TK, -1).contiguous()
-    of_weights_TK = weight_gradient(down_bias_ED.contiguous(), chosen_TK, dy_TD)
     # The weight of each row, as wide as `bias_gradient`'s column of ones.
     ones_TC = dy_TD.new_ones(dy_TD.shape[0], COLUMNS)
     column_RC = permute(ones_TC, inverse_TK, dy_RD.shape[0], weights_TK.contiguous())
-    return of_weights_TK, bias_gradient(dy_RD, offsets_E, column_RC)
+    return bias_gradient(dy_RD, offsets_E, column_RC)
 
 
 def bias_gradient(

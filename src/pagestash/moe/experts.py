@@ -60,7 +60,7 @@ class Experts(SelfSaving):
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         over = None if self.config.drop else self.over_capacity
         fc1, act, fc2 = self._parts
-        (up, up_bias), (down, down_bias) = fc1(), fc2()
+        up, down = fc1(), fc2()
         recomputed = in_recompute()
         x_saving = replace(self._saving_of(fc1), recompute=False)
         if recomputed:
@@ -71,13 +71,13 @@ class Experts(SelfSaving):
             interleaved=self._interleaved,
             x=x_saving,
             h=self._saving_of(act),
-            needs_backward=needs_backward(x, up, down),
+            needs_backward=needs_backward(x, *up.tensors(), *down.tensors()),
             half=self.backward_half,
         )
         dispatch = self.dispatch
         if dispatch is None:
             routing = once(lambda: self._route(ids, over))
-            return routed_experts(x, weights, up, down, up_bias, down_bias, ids, routing, options)
+            return routed_experts(x, weights, up, down, ids, routing, options)
 
         def send() -> Received:
             received = dispatch.send(x, ids, weights, over)
@@ -92,8 +92,6 @@ class Experts(SelfSaving):
             received.weights,
             up,
             down,
-            up_bias,
-            down_bias,
             received.ids,
             received.routing,
             options,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagestash.moe.projection import Weight
 from pagestash.moe.saving import Half, Saving
 from pagestash.pages.pool import PagePool
 
@@ -53,7 +54,7 @@ class SelfSaving(nn.Module):
 class ExpertLinear(SelfSaving):
     """A projection of each expert: `weight` [E, rows, columns] and perhaps `bias` [E, rows].
 
-    Calling it gives both, for the fused block to multiply with. It is a call, and not a look at attributes, so
+    Calling it gives what the fused block multiplies with. It is a call, and not a look at attributes, so
     that what hangs on a module's forward (FSDP2 brings the parameters there) happens.
     """
 
@@ -72,8 +73,8 @@ class ExpertLinear(SelfSaving):
         self.bias = nn.Parameter(torch.zeros(experts, rows, device=device, dtype=dtype)) if bias else None
         nn.init.normal_(self.weight, std=columns**-0.5)
 
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.weight, self.bias
+    def forward(self) -> Weight:
+        return Weight(self.weight, self.bias)
 
 
 class ExpertFC1(ExpertLinear):

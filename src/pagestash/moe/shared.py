@@ -20,6 +20,7 @@ from pagestash.moe.block import in_dtype_of, needs, recomputed_projection
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.lease import pages_of
 from pagestash.moe.parts import SelfSaving
+from pagestash.moe.projection import Projection
 from pagestash.moe.saving import BlockOptions
 from pagestash.saved.compiled import run_as_it_is
 from pagestash.saved.fused import needs_backward
@@ -86,7 +87,7 @@ class SharedBlock(torch.autograd.Function):
         dy_TD = dy_TD.contiguous()
         up, down = in_dtype_of(dy_TD, up_1HD, down_1DN)
         if recomputed:
-            h_TH = recomputed_projection(x_TD, up, lease, ends)
+            h_TH = recomputed_projection(x_TD, Projection(up), lease, ends)
         # Unless backward will want it again, the gradient of `h` takes the place of `h`.
         dh_TH, a_TN, _ = gated.backward(
             h_TH,

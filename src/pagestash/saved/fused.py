@@ -94,9 +94,13 @@ def has_rule(module: nn.Module) -> bool:
 
 
 @hidden
-def needs_backward(*tensors: torch.Tensor) -> bool:
+def needs_backward(*tensors: torch.Tensor | None) -> bool:
     """Whether this forward must put away what backward will ask for.
 
     Not in a replay: the first forward of the region has done so.
     """
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors) and not replaying()
+    return (
+        torch.is_grad_enabled()
+        and any(t is not None and t.requires_grad for t in tensors)
+        and not replaying()
+    )

@@ -20,11 +20,13 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from pagestash.integrations.hf.report import Report, patched_already
+from pagestash.integrations.hf.weights import UPDATES, unreadable, weight_of
 from pagestash.kernels.moe.activations import ACTIVATIONS, ActivationName
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.experts import Experts
 from pagestash.moe.ops import gated
 from pagestash.moe.parts import MoEAct
+from pagestash.moe.projection import Weight
 
 NAME = "pagestash"
 PARTS = ("expert_fc1", "moe_act", "expert_fc2")
@@ -41,7 +43,8 @@ def experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """What transformers calls in the place of `self.forward`."""
-    runs = _runs(self) if torch.is_grad_enabled() else None
+    # Without gradients, too, where adapters leave their update to the block.
+    runs = _runs(self) if torch.is_grad_enabled() or self.__dict__.get(UPDATES) else None
     if runs is None:
         if torch.is_grad_enabled():
             _say_once(self)
@@ -72,7 +75,8 @@ def _runs(module: Any) -> Experts | None:
 
 def _experts(module: Any, activation: str) -> tuple[Experts, tuple[nn.Module, ...]]:
     up, down = ExpertWeights(module, "gate_up_proj"), ExpertWeights(module, "down_proj")
-    (up_EHD, _), (down_EDN, _) = up(), down()
+    with torch.no_grad():
+        up_EHD, down_EDN = up().matrices(), down().matrices()
     config = MoEConfig(
         width=up_EHD.shape[2],
         expert_width=down_EDN.shape[2],
@@ -86,7 +90,7 @@ def _experts(module: Any, activation: str) -> tuple[Experts, tuple[nn.Module, ..
 
 
 class ExpertWeights(MoEAct):
-    """A projection of a module of transformers: calling it gives the weight [E, rows, columns] and the bias.
+    """A projection of a module of transformers: calling it gives what the block multiplies with.
 
     Like `MoEAct` it has no parameters of its own, and sees to its saved tensor where a keeper asks for it.
     """
@@ -96,11 +100,10 @@ class ExpertWeights(MoEAct):
         self._owner = (owner,)  # in a tuple, where it is no child
         self._name = name
 
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self) -> Weight:
         owner: Any = self._owner[0]
-        weight = getattr(owner, self._name)
         bias = getattr(owner, f"{self._name}_bias") if owner.has_bias else None
-        return weight.transpose(1, 2) if owner.is_transposed else weight, bias
+        return weight_of(owner, self._name, bias)
 
 
 # --- which modules our block can run ---
@@ -115,9 +118,9 @@ def activation_of(module: Any) -> str:
         return "it has a norm after its experts"
     if not module.has_gate:
         return "it has no gate"
-    weights = module.gate_up_proj, module.down_proj
-    if not all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in weights):
-        return "its weights are quantised"
+    for name in ("gate_up_proj", "down_proj"):
+        if (kind := unreadable(module, name)) is not None:
+            return f"its weights are quantised ({kind})"
     found = next((each for each in ACTIVATIONS if _activates(module, each)), None)
     return found or "its activation is none of " + ", ".join(ACTIVATIONS)
 

@@ -7,6 +7,7 @@ from torch import nn
 from pagestash.integrations.hf.attention import refuse_padding_in_graphs, replace_attention
 from pagestash.integrations.hf.experts import name_experts
 from pagestash.integrations.hf.head import replace_head
+from pagestash.integrations.hf.lora import take_adapters
 from pagestash.integrations.hf.norms import replace_norms
 from pagestash.integrations.hf.report import Report
 from pagestash.saved.names import plain_names
@@ -29,6 +30,7 @@ def optimize(
 
     Experts that run by `experts_implementation="pagestash"` get parts that rules can name: `expert_fc1`,
     `moe_act`, `expert_fc2`. With another implementation they are left as they are, and the report says so.
+    With LoRA on them (PEFT's `target_parameters`), the sum of weight and update is not formed.
     Attention gets a part `core_attn`: what queries, keys and values leave behind.
 
     Only this model's modules change, never their classes. What another library has replaced before stays. In
@@ -45,6 +47,7 @@ def optimize(
     try:
         if experts:
             name_experts(causal, modules, report)
+            take_adapters(modules, report)
         if norm:
             replace_norms(modules, report)
         if rope or attention:

@@ -34,6 +34,8 @@ EXPERTS, NORM, ALL, POLICED = (
     "and RoPE: optimize(model)",
     "optimize(model), huggingface.toml",
 )
+LORA_PLAIN, LORA_CHECKPOINTED = "LoRA: PEFT, grouped_mm", "LoRA: PEFT, gradient checkpointing"
+LORA, LORA_POLICED = "LoRA: PEFT, optimize(model)", "LoRA: optimize(model), huggingface.toml"
 EAGER_STEP, GRAPHED_STEP = "optimize(model), AdamW, eager", "optimize(model), AdamW, GraphedStep"
 
 
@@ -135,7 +137,7 @@ def measure(model: Any, keeper: Any, tokens: torch.Tensor, *, warm: int, repeats
     for _ in range(warm):  # gradients are there after the first, and a policy has its plan after the second
         loss = step(model, keeper, tokens)
     # Not what is allocated now: the pool of a policy counts as activations.
-    held = sum(each.nbytes + each.grad.nbytes for each in model.parameters())
+    held = sum(each.nbytes + (0 if each.grad is None else each.grad.nbytes) for each in model.parameters())
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -167,6 +169,74 @@ def compare(
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return rows
+
+
+def compare_lora(
+    shape: Slice, device: torch.device, dtype: torch.dtype, *, warm: int = 4, repeats: int = 10
+) -> list[dict[str, Any]]:
+    """LoRA of rank 16 on attention and experts, by PEFT: a row for each way; none where it is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        return []
+    import peft
+
+    def adapted(experts: str) -> Any:
+        model = build(shape, device, dtype, experts)
+        config = peft.LoraConfig(
+            r=16,
+            lora_alpha=32,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        )
+        model = peft.get_peft_model(model, config).train()
+        torch.manual_seed(2)
+        with torch.no_grad():  # B starts as zeros, and would hide its half
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.01)
+        return model
+
+    def theirs(checkpointed: bool) -> tuple[Any, Any]:
+        model = adapted("grouped_mm")
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model, None
+
+    def ours(policy: ps.Policy | None = None) -> tuple[Any, Any]:
+        model = adapted("pagestash")
+        pagestash.hf.optimize(model)
+        return model, None if policy is None else ps.Keeper(policy).attach(model)
+
+    found: dict[str, Callable[[], tuple[Any, Any]]] = {
+        LORA_PLAIN: lambda: theirs(False),
+        LORA_CHECKPOINTED: lambda: theirs(True),
+        LORA: ours,
+        LORA_POLICED: lambda: ours(ps.Policy.load(POLICY)),
+    }
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, shape.vocabulary, (shape.sequences, shape.sequence), generator=generator)
+    tokens = tokens.to(device)
+    rows = []
+    for name, make in found.items():
+        model, keeper = make()
+        rows.append({"way": name} | measure(model, keeper, tokens, warm=warm, repeats=repeats))
+        print("{way:<40}{ms:8.1f} ms{gib:7.2f} GiB  loss {loss:.5f}".format(**rows[-1]), flush=True)
+        del model, keeper
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def lora_claims(rows: list[dict[str, Any]], where: str) -> list[Claim]:
+    by = {row["way"]: row for row in rows}
+    if LORA not in by:
+        return []
+    ours, theirs = by[LORA], by[LORA_PLAIN]
+    what = f"{where}LoRA on attention and experts, over PEFT's own"
+    return [
+        Claim(what=f"{what}: time", value=ours["ms"] / theirs["ms"], bar=0.6, better="at most"),
+        Claim(what=f"{what}: peak", value=ours["gib"] / theirs["gib"], bar=0.35, better="at most"),
+    ]
 
 
 def compare_graphed(
@@ -213,6 +283,7 @@ def run(out: Path | None = None, quick: bool = False) -> Path:
     repeats = 3 if quick else 10
     rows = compare(shape, torch.device("cuda"), torch.bfloat16, repeats=repeats)
     rows += compare_graphed(shape, torch.device("cuda"), torch.bfloat16, repeats=repeats)
+    rows += compare_lora(shape, torch.device("cuda"), torch.bfloat16, repeats=repeats)
     by = {row["way"]: row for row in rows}
     graphed = by[GRAPHED_STEP]["ms"] / by[EAGER_STEP]["ms"]
     where = "Qwen3-30B-A3B in transformers, 8 layers, 2 × 4,096 tokens: "
@@ -222,6 +293,7 @@ def run(out: Path | None = None, quick: bool = False) -> Path:
         Claim(what=f"{where}under a policy", value=by[POLICED]["ms"], bar=100.0, better="at most", unit="ms"),
         Claim(what=f"{where}peak of that", value=by[POLICED]["gib"], bar=2.9, better="at most", unit="GiB"),
         Claim(what=f"{where}a graphed step over an eager one", value=graphed, bar=0.92, better="at most"),
+        *lora_claims(rows, where),
     ]
     return write("hf_step", config=asdict(shape), rows=rows, claims=[] if quick else claims, out=out)
 

@@ -25,6 +25,15 @@ def test_a_step_with_its_optimizer_gives_one_loss_both_ways():
     assert eager["loss"] == graphed["loss"]
 
 
+def test_all_ways_of_lora_give_one_loss():
+    pytest.importorskip("peft")
+    rows = B.compare_lora(TINY, torch.device("cpu"), torch.float32, warm=2, repeats=1)
+    assert [row["way"] for row in rows] == [B.LORA_PLAIN, B.LORA_CHECKPOINTED, B.LORA, B.LORA_POLICED]
+    assert [row["loss"] for row in rows] == pytest.approx([rows[0]["loss"]] * 4, rel=1e-5)
+    assert rows[2]["loss"] == rows[3]["loss"]
+    assert [claim.bar for claim in B.lora_claims([row | {"gib": 1.0} for row in rows], "")] == [0.6, 0.35]
+
+
 def test_all_ways_give_one_loss():
     rows = B.compare(TINY, torch.device("cpu"), torch.float32, warm=2, repeats=1)
     names = [row["way"] for row in rows]

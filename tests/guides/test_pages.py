@@ -169,6 +169,7 @@ def test_pipeline():
 def test_huggingface():
     transformers = pytest.importorskip("transformers", minversion="5.7")
     pytest.importorskip("accelerate")
+    pytest.importorskip("peft")
     config = transformers.Qwen3MoeConfig(**TINY_QWEN)
     transformers.Qwen3MoeForCausalLM(config).save_pretrained("tiny")
     (_, policy), *_ = blocks("docs/huggingface.md", "toml")
@@ -190,6 +191,8 @@ def test_huggingface():
     assert printed[0].split() == next(blocks("docs/huggingface.md", "text"))[1].split()
     assert int(printed[1].splitlines()[-1]) > 0
     assert names["keeper"].stats().homes["recompute"].peak > 0
+    assert [each.part for each in names["report"].replaced] == ["lora"] * 4
+    assert names["model"](**batch).loss.isfinite()
 
 
 TINY_QWEN = {

@@ -1,0 +1,157 @@
+"""LoRA on experts on a GPU: the kernel against float64, models against PEFT in bf16, saved bytes, a CUDA graph."""
+
+import pytest
+import torch
+from support import error, same
+
+from pagestash.kernels.moe.low_rank import add_product_, add_product_reference_
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("rank", [16, 48, 64, 160])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "experts"), [(5000, 1536, 128), (700, 200, 3), (300, 5760, 32)])
+def test_products_are_added_to_the_rows_of_their_experts(rank, turned, rows, columns, experts):
+    torch.manual_seed(0)
+    out, left = (torch.randn(rows, each, device=CUDA, dtype=torch.bfloat16) for each in (columns, rank))
+    shape = (experts, columns, rank) if turned else (experts, rank, columns)
+    right = torch.randn(shape, device=CUDA, dtype=torch.bfloat16)
+    right = right.transpose(1, 2) if turned else right
+    valid = rows - 37
+    ends = torch.randint(0, valid + 1, (experts,)).sort().values.to(CUDA, torch.int32)
+    ends[-1] = valid
+    left[valid:] = torch.nan
+    wanted = out.double()
+    add_product_reference_(wanted, left.double(), right.double(), ends)
+    before = out.clone()
+    got = add_product_(out, left, right, ends, backend="triton")
+    assert error(got[:valid], wanted[:valid]) < 3e-3
+    assert same(got[valid:], before[valid:])
+
+
+def adapted(experts, dtype=torch.bfloat16, attention="sdpa", **options):
+    transformers = pytest.importorskip("transformers", minversion="5.7")
+    peft = pytest.importorskip("peft")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=1024, hidden_size=256, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=4,
+        use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with CUDA:
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, experts_implementation=experts, attn_implementation=attention
+        )
+        given = {
+            "r": 16,
+            "lora_alpha": 24,
+            "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        }
+        model = peft.get_peft_model(model, peft.LoraConfig(**(given | options))).train()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_" in name:
+                value.copy_(0.05 * torch.randn(value.shape, generator=generator))
+    return model
+
+
+def run(model):
+    tokens = torch.randint(0, 1024, (2, 512), generator=torch.Generator().manual_seed(1)).to(CUDA)
+    model.zero_grad()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return loss.detach(), {
+        name: value.grad.clone() for name, value in model.named_parameters() if value.requires_grad
+    }
+
+
+@pytest.mark.parametrize("rank", [4, 16])
+def test_bf16_is_as_near_to_float32_as_peft_is(rank):
+    import pagestash.hf
+
+    exact = run(adapted("eager", torch.float32, r=rank))
+    theirs = run(adapted("grouped_mm", r=rank))
+    model = adapted("pagestash", r=rank)
+    report = pagestash.hf.optimize(model)
+    assert [each.part for each in report.replaced].count("lora") >= 6
+    got = run(model)
+    torch.testing.assert_close(got[0], exact[0], rtol=2e-3, atol=0)
+    for part in ("experts", "self_attn"):
+        flat = [
+            torch.cat([value.float().flatten() for name, value in found[1].items() if part in name])
+            for found in (exact, theirs, got)
+        ]
+        assert error(flat[2], flat[0]) <= 1.1 * error(flat[1], flat[0])
+
+
+def test_no_copy_of_a_weight_is_saved():
+    import pagestash.hf
+
+    model = adapted("pagestash")
+    pagestash.hf.optimize(model)
+    experts = model.get_base_model().model.layers[0].mlp.experts
+    x = torch.randn(64, 256, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.rand(64, 16, device=CUDA).argsort(1)[:, :4]
+    weights = torch.rand(64, 4, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.setdefault(tensor.untyped_storage().data_ptr(), tensor), lambda tensor: tensor
+    ):
+        experts(x, ids, weights)
+    own = {each.untyped_storage().data_ptr() for each in experts.parameters()}
+    large = sum(each.nbytes for at, each in saved.items() if at not in own and each.dtype == torch.bfloat16)
+    assert large == 2 * 64 * 256 + 4 * 64 * 4 * 128  # the tokens, and the first projection
+
+
+def test_a_policy_changes_no_bit():
+    import pagestash as ps
+    import pagestash.hf
+
+    model = adapted("pagestash", attention="eager")  # the gradient of the flash kernel is added up by atomics
+    pagestash.hf.optimize(model)
+    wanted = run(model)
+    assert same(run(model), wanted), "without a policy the step is deterministic"
+    for experts in ("stash", "recompute"):
+        rules = [
+            ps.Rule("model.layers.*.*_layernorm", "recompute", min_bytes=0),
+            ps.Rule("model.layers.*.mlp.experts.moe_act", experts, min_bytes=0),
+            ps.Rule("model.layers.*.self_attn.core_attn", "offload", min_bytes=0),
+        ]
+        keeper = ps.Keeper(ps.Policy(rules=rules)).attach(model)
+        for _ in range(4):
+            with keeper.step():
+                got = run(model)
+            assert same(got, wanted)
+        keeper.detach()
+
+
+def test_a_graphed_step_is_the_eager_one():
+    import pagestash as ps
+    import pagestash.hf
+
+    losses = []
+    for graph in (False, True):
+        model = adapted("pagestash")
+        pagestash.hf.optimize(model)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
+
+        def train_step(tokens, model=model, optimizer=optimizer):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        keeper = ps.Keeper(ps.Policy(rules=[ps.Rule("**.moe_act", "stash", min_bytes=0)])).attach(model)
+        step = ps.GraphedStep(train_step, keeper, optimizer=optimizer, graph=graph)
+        generator = torch.Generator().manual_seed(2)
+        batches = [torch.randint(0, 1024, (2, 512), generator=generator).to(CUDA) for _ in range(6)]
+        seen = [step(batch).clone() for batch in batches]
+        step.wait()
+        losses.append(torch.stack(seen))
+    torch.testing.assert_close(losses[1], losses[0], rtol=5e-3, atol=0)  # the flash kernel adds by atomics

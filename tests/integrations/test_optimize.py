@@ -197,6 +197,53 @@ def test_the_signature_stays_that_of_the_model():
 # --- beside others ---
 
 
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "Mixtral"])
+def test_undo_leaves_what_accelerate_has_wrapped_since(family):
+    """Mixed precision stays, and what it wraps is the model's own again."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def prepared(model):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # one for a process
+        return accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+
+    wanted, wanted_gradients = run(prepared(tiny(family)))
+    model = tiny(family)
+    report = pagestash.hf.optimize(model)
+    prepared(model)
+    assert run(model)[0].logits is None
+    theirs = model.forward
+    assert {each.why for each in pagestash.hf.optimize(model).left} >= {"optimised already"}
+    report.undo()
+    report.undo()
+    assert model.forward == theirs
+    got, found = run(model)
+    assert same((got.loss, got.logits, found), (wanted.loss, wanted.logits, wanted_gradients))
+    assert got.logits.dtype == torch.float32
+    again = pagestash.hf.optimize(model)
+    said = "accelerate has wrapped its forward; call optimize(model) before the model is prepared"
+    assert ("head", said) in {(each.part, each.why) for each in again.left}
+
+
+def test_undo_switches_off_what_others_have_wrapped_anywhere():
+    model = tiny("Qwen3-MoE")
+    wanted = run(model)
+    report = pagestash.hf.optimize(model)
+    called = []
+    for name, module in model.named_modules():
+        if "forward" in module.__dict__:
+            module.forward = lambda *args, inner=module.forward, name=name, **more: (
+                called.append(name) or inner(*args, **more)
+            )
+    run(model)
+    wrapped = set(called)
+    assert wrapped >= {"", "lm_head", "model.norm", "model.layers.0.self_attn"}
+    report.undo()
+    called.clear()
+    got = run(model)
+    assert set(called) == wrapped
+    assert same((got[0].loss, got[0].logits, got[1]), (wanted[0].loss, wanted[0].logits, wanted[1]))
+
+
 def test_what_another_library_has_replaced_stays():
     model = tiny("Qwen3-MoE")
     norm, attention = model.model.norm, model.model.layers[0].self_attn
@@ -378,6 +425,47 @@ def test_an_optimised_layer_compiles_to_the_same_numbers():
         torch.testing.assert_close(
             value, wanted_gradients[name.replace("_orig_mod.", "")], rtol=1e-5, atol=1e-6
         )
+
+
+def test_experts_in_fp8_are_left_and_the_report_says_why():
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    model = tiny("Qwen3-MoE", experts="pagestash")
+    replace_with_fp8_linear(
+        model, ["lm_head", "gate"], quantization_config=transformers.FineGrainedFP8Config()
+    )
+    report = pagestash.hf.optimize(model)
+    left = [each for each in report.left if each.part == "experts"]
+    assert [(each.kind, each.why) for each in left] == [
+        ("FP8Experts", "its weights are quantised (torch.float8_e4m3fn)")
+    ] * 2
+    assert "experts" not in {each.part for each in report.replaced}
+
+
+def test_experts_in_fp8_run_by_transformers_own_function(monkeypatch):
+    """Their registry is another one, and knows the name too."""
+    from transformers.integrations import finegrained_fp8
+
+    asked = []
+    monkeypatch.setattr(
+        finegrained_fp8, "fp8_grouped_mm_experts_forward", lambda *arguments: asked.append(arguments)
+    )
+    function = finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.get_interface("pagestash", None)
+    module = torch.nn.Module()
+    with pytest.warns(UserWarning, match="pagestash runs Module by transformers' grouped_mm"):
+        function(module, 1, 2, 3)
+    assert asked == [(module, 1, 2, 3)]
+
+
+def test_a_model_without_experts_to_run_is_told_so():
+    """transformers takes the name for any model, and asks nobody."""
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="pagestash")
+    report = pagestash.hf.optimize(model)
+    said = "none of its modules lets another implementation run it"
+    assert ("experts", "(the model)", said) in {(each.part, each.name, each.why) for each in report.left}
 
 
 @pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), torch.nn.Sequential()])

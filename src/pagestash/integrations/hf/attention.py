@@ -8,7 +8,7 @@ function the registry gave, so that what queries, keys and values leave behind f
 
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class CoreAttention(nn.Module):
 def refuse_padding_in_graphs(model: nn.Module, report: Report) -> None:
     """Let `model` raise where it is captured with a padding mask, whose bits would decide what is captured."""
     handle = model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
-    report.on_undo(lambda _: handle.remove(), model)
+    report.on_undo(handle.remove)
 
 
 def _refuse_padding(model: Any, args: Any, options: dict[str, Any]) -> None:
@@ -97,21 +97,16 @@ def replace_attention(
                 report.leave("rope", name, module, rotary)
             else:
                 ours |= rotary
-                report.note("rope", name, module, "the RoPE kernel")
+                report.replace("rope", name, module, "the RoPE kernel")
         if has_core:
             ours[REGISTRY] = _Registry(globals_used[REGISTRY])
             module.add_module(CORE, CoreAttention(module))
-            report.note("attention", name, module, f"a {CORE} that rules can name")
+            report.on_undo(partial(delattr, module, CORE))
+            report.replace("attention", name, module, f"a {CORE} that rules can name")
         if ours:
-            put: Any = module
-            put.forward = MethodType(_copy(type(module), ours), module)
-            report.on_undo(_restore, module)
-
-
-def _restore(module: Any) -> None:
-    del module.__dict__["forward"]
-    if isinstance(getattr(module, CORE, None), CoreAttention):
-        delattr(module, CORE)
+            copy = _copy(type(module), ours)
+            theirs = {each: globals_used[each] for each in ours}
+            report.put_forward(module, copy, partial(copy.__globals__.update, theirs))
 
 
 def _names_of(kind: type) -> tuple[str, ...]:
@@ -129,12 +124,13 @@ def _is_rotary(name: str) -> bool:
     return name.startswith("apply_") and "rotary" in name
 
 
-def _copy(kind: type, ours: dict[str, Any]) -> Callable[..., Any]:
+def _copy(kind: type, ours: dict[str, Any]) -> FunctionType:
     """A copy of the class's `forward` that finds `ours` in the place of what its file has."""
     forward: Any = kind.forward  # type: ignore[attr-defined]
     # A code object of its own: a compiler keeps what it compiled by code object.
     code = forward.__code__.replace(co_name="forward")
     found = {**forward.__globals__, **ours}
+    del found["__name__"]  # by which a compiler would find the file, and what it has in the place of `ours`
     copy = FunctionType(code, found, "forward", forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__, copy.__doc__ = forward.__kwdefaults__, forward.__doc__
     copy.__annotations__ = forward.__annotations__

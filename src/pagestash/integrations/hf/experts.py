@@ -13,13 +13,14 @@ Saved for backward in bf16: `2·T·d + 4·T·K·n` bytes and indices. Rules can 
 """
 
 import warnings
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from pagestash.integrations.hf.report import Report, patched_already
+from pagestash.integrations.hf.report import Report, is_liger, patched_already
 from pagestash.integrations.hf.weights import UPDATES, unreadable, weight_of
 from pagestash.kernels.moe.activations import ACTIVATIONS, ActivationName
 from pagestash.moe.config import MoEConfig
@@ -37,6 +38,19 @@ HIDDEN = "_pagestash_experts"
 def register() -> None:
     """Make the implementation known to transformers, in this process."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    try:
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS as QUANTISED
+    except ImportError:  # no such experts in this version
+        return
+    QUANTISED.register(NAME, _quantised_forward)
+
+
+def _quantised_forward(self: nn.Module, *arguments: Any) -> torch.Tensor:
+    """What transformers calls for experts in FP8, which have a registry of their own: its own function."""
+    from transformers.integrations.finegrained_fp8 import fp8_grouped_mm_experts_forward
+
+    _say_once(self)
+    return fp8_grouped_mm_experts_forward(self, *arguments)
 
 
 def experts_forward(
@@ -164,20 +178,37 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(type(module), "_apply_gate") and hasattr(module, "is_concatenated")
 
 
+def taken(module: nn.Module) -> str | None:
+    """Why `module`, experts that transformers' registry would run, does not come to it: another library has it."""
+    kind = type(module)
+    if not is_experts(module) and not (is_liger(kind) and kind.__name__.endswith("Experts")):
+        return None
+    why = patched_already(module)
+    if why is not None and why.startswith("Liger"):
+        why += (
+            f" (its swiglu), so experts_implementation={NAME!r} has no effect; leave it off with swiglu=False, "
+            "in a Trainer with liger_kernel_config={'swiglu': False}"
+        )
+    return why
+
+
 def name_experts(model: Any, modules: list[tuple[str, nn.Module]], report: Report) -> None:
     """Give the experts of `model`, among its `modules`, that are ours to run the parts that rules can name."""
-    found = [(name, module) for name, module in modules if is_experts(module)]
+    found = [(name, module) for name, module in modules if is_experts(module) or taken(module)]
     if not found and implementation(model) == NAME:
         # transformers takes the name for any model, and asks nobody where the class knows no registry.
         report.leave(
             "experts", "(the model)", model, "none of its modules lets another implementation run it"
         )
     for name, module in found:
-        chosen = implementation(module)
+        chosen = implementation(module) or implementation(model)
         if chosen != NAME:
             how = f"experts_implementation is {chosen!r}; model.set_experts_implementation({NAME!r}) makes it ours"
             report.leave("experts", name, module, how)
-        elif (why := patched_already(module)) is not None:
+        elif (why := taken(module)) is not None:
+            report.leave("experts", name, module, why)
+        elif getattr(getattr(module, "down_proj", None), "ndim", 3) != 3:
+            why = "FSDP has flattened its weights; call optimize(model) before the model is wrapped"
             report.leave("experts", name, module, why)
         elif _runs(module) is None:
             report.leave("experts", name, module, activation_of(module))
@@ -185,7 +216,8 @@ def name_experts(model: Any, modules: list[tuple[str, nn.Module]], report: Repor
             report.leave("experts", name, module, "optimised already")
         else:
             _add_parts(module)
-            report.replace("experts", name, module, "the expert block", undo=_remove_parts)
+            report.on_undo(partial(_remove_parts, module))
+            report.replace("experts", name, module, "the expert block")
 
 
 def _add_parts(module: Any) -> None:

@@ -11,7 +11,6 @@ import inspect
 import textwrap
 from dataclasses import replace
 from functools import wraps
-from types import MethodType
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ def replace_head(model: Any, report: Report) -> None:
         report.leave("head", "(the model)", model, why)
         return
     head, state = model.lm_head, _Fusing()
-    model.forward = MethodType(_model_forward(type(model).forward, state), model)
-    head.forward = MethodType(_head_forward(type(head).forward, state), head)
-    report.replace("head", "(the model)", model, "the loss by chunks of logits", head)
+    report.put_forward(model, _model_forward(type(model).forward, state), state.off)
+    report.put_forward(head, _head_forward(type(head).forward, state), state.off)
+    report.replace("head", "(the model)", model, "the loss by chunks of logits")
 
 
 def _why_not(model: Any) -> str | None:
@@ -39,7 +38,12 @@ def _why_not(model: Any) -> str | None:
     head = getattr(model, "lm_head", None)
     if head is None:
         return "it has no lm_head"
-    if type(head) is not nn.Linear or head.bias is not None:
+    # FSDP makes a subclass of a class that it shards.
+    if (
+        not isinstance(head, nn.Linear)
+        or type(head).forward is not nn.Linear.forward
+        or head.bias is not None
+    ):
         return f"its lm_head is {type(head).__name__}, not a linear layer without bias"
     if (already := patched_already(head)) is not None:
         return f"lm_head: {already}"
@@ -103,6 +107,10 @@ class _Fusing:
         self.options: dict[str, Any] = {}
         self.hidden: torch.Tensor | None = None
         self.loss: torch.Tensor | None = None
+        self.on = True
+
+    def off(self) -> None:
+        self.on = False
 
     def forget(self) -> None:
         self.labels = self.hidden = self.loss = None
@@ -160,7 +168,7 @@ def _model_forward(theirs: Any, state: _Fusing) -> Any:
         skip = options.pop("skip_logits", self.training)
         given = signature.bind(self, *args, **options).arguments
         keep, labels = given.get("logits_to_keep", 0), given.get("labels")
-        if labels is None or not skip or not isinstance(keep, int) or keep != 0:
+        if labels is None or not skip or not state.on or not isinstance(keep, int) or keep != 0:
             return theirs(self, *args, **options)
         as_tuple = not options.pop("return_dict", self.config.return_dict)
         before = self.__dict__.get("_loss_function")

@@ -10,6 +10,7 @@ little. But PEFT has computed the sum by then, to try its parametrization.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -40,7 +41,8 @@ def take_adapters(modules: list[tuple[str, nn.Module]], report: Report) -> None:
         runs = _runs(_experts_of(wrapper))
         for asked in ASKED:
             setattr(wrapper, asked, getattr(runs, asked))
-        report.replace("lora", name, wrapper, "x·W + s·(x·A)·B, no sum of weights", undo=_give_back)
+        report.on_undo(partial(_give_back, wrapper))
+        report.replace("lora", name, wrapper, "x·W + s·(x·A)·B, no sum of weights")
 
 
 def _give_back(wrapper: nn.Module) -> None:

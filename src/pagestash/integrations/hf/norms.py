@@ -5,7 +5,6 @@ kernel gives. That holds for classes of models that this file has never heard of
 """
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -42,19 +41,26 @@ def replace_norms(modules: list[tuple[str, nn.Module]], report: Report) -> None:
         if form is None:
             report.leave("norm", name, module, "it computes something else than the kernel")
             continue
-        put: Any = module
-        put.forward = MethodType(_norm(eps, *FORMS[form]), module)
+        report.put_forward(module, *_norm(eps, *FORMS[form]))
         report.replace("norm", name, module, f"the RMSNorm kernel, {form} rounding")
 
 
-def _norm(eps: float, offset: float, early: bool) -> Callable[..., torch.Tensor]:
+def _norm(eps: float, offset: float, early: bool) -> tuple[Callable[..., torch.Tensor], Callable[[], None]]:
+    """A `forward` by the kernel, and what makes it the class's again."""
+    on = True
+
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = getattr(self, "weight", None)
-        if weight is not None and type(weight) not in (nn.Parameter, torch.Tensor):
-            return type(self).forward(self, hidden_states)  # a DTensor, which kernels know nothing of
+        plain = weight is None or type(weight) in (nn.Parameter, torch.Tensor)
+        if not on or not plain:  # of DTensors kernels know nothing
+            return type(self).forward(self, hidden_states)
         return rms_norm(hidden_states, weight, eps, offset=offset, early=early)
 
-    return forward
+    def off() -> None:
+        nonlocal on
+        on = False
+
+    return forward, off
 
 
 def _form(module: nn.Module, eps: float) -> str | None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -30,9 +31,8 @@ class Left:
     why: str
 
 
-def _remove_forward(module: nn.Module) -> None:
-    """Take off a `forward` that stands on an instance: its class's holds again."""
-    del module.__dict__["forward"]
+MARK = "_pagestash_forward"
+"""The attribute of a module that has the `forward` that we gave it, wherever others have put it since."""
 
 
 @dataclass(slots=True)
@@ -41,29 +41,34 @@ class Report:
 
     replaced: list[Replaced] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
-    _undo: list[tuple[Callable[[Any], None], nn.Module]] = field(default_factory=list, repr=False)
+    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
-    def replace(
-        self,
-        part: str,
-        name: str,
-        module: nn.Module,
-        by: str,
-        *others: nn.Module,
-        undo: Callable[[Any], None] = _remove_forward,
-    ) -> None:
-        """Note that `module` runs `by` now, and that `undo` puts it and `others` back."""
-        self.note(part, name, module, by)
-        for each in (module, *others):
-            self.on_undo(undo, each)
-
-    def note(self, part: str, name: str, module: nn.Module, by: str) -> None:
+    def replace(self, part: str, name: str, module: nn.Module, by: str) -> None:
         """Note that `module` runs `by` now."""
         self.replaced.append(Replaced(part, name, type(module).__name__, by))
 
-    def on_undo(self, put_back: Callable[[Any], None], module: nn.Module) -> None:
-        """Let `put_back(module)` be a part of `undo`."""
-        self._undo.append((put_back, module))
+    def put_forward(self, module: nn.Module, ours: Callable[..., Any], off: Callable[[], None]) -> None:
+        """Let `module` run `ours` until `undo`.
+
+        Others may wrap it later: accelerate for mixed precision, TRL for its loss. `undo` leaves their wrapper
+        where it is, and calls `off`: from then on `ours`, inside it, does what the module's class does.
+        """
+        put: Any = module
+        put.forward = MethodType(ours, module)
+        module.__dict__[MARK] = ours
+
+        def take_off() -> None:
+            del module.__dict__[MARK]
+            if getattr(module.__dict__.get("forward"), "__func__", None) is ours:
+                del module.__dict__["forward"]
+            else:
+                off()
+
+        self._undo.append(take_off)
+
+    def on_undo(self, put_back: Callable[[], None]) -> None:
+        """Let `put_back()` be a part of `undo`."""
+        self._undo.append(put_back)
 
     def leave(self, part: str, name: str, module: nn.Module, why: str) -> None:
         """Note that `module` runs as before."""
@@ -72,8 +77,7 @@ class Report:
     def undo(self) -> None:
         """Put everything back as it was before. A second call does nothing."""
         while self._undo:
-            put_back, module = self._undo.pop()
-            put_back(module)
+            self._undo.pop()()
 
     def __str__(self) -> str:
         lines = ["replaced:", *_counted((each.part, each.kind, each.by) for each in self.replaced)]
@@ -88,20 +92,38 @@ def _counted(entries: Iterable[tuple[str, str, str]]) -> list[str]:
     return lines or ["  nothing"]
 
 
+PATCHERS = {
+    "liger_kernel": "Liger has replaced its forward",
+    "trl": "TRL has replaced its forward, and takes the loss by chunks itself",
+    "accelerate": "accelerate has wrapped its forward; call optimize(model) before the model is prepared",
+}
+"""What is said of a `forward` that stands on an instance, by the package that put it there."""
+
+
 def patched_already(module: nn.Module) -> str | None:
-    """Whose `forward` stands on the instance in the place of its class's; None: nobody's."""
-    if _is_liger(type(module)):
+    """Whose `forward` runs in the place of the one that the class came with; None: nobody's."""
+    kind: Any = type(module)
+    if is_liger(kind):
         return "Liger has replaced its class"
     forward = module.__dict__.get("forward")
     if forward is None:
-        return None
-    function = getattr(forward, "__func__", forward)
-    if getattr(function, "__module__", "").startswith("pagestash."):
+        return (
+            "Liger has replaced its class's forward" if _packages(kind.forward) & {"liger_kernel"} else None
+        )
+    packages = _packages(forward)
+    if MARK in module.__dict__ and "liger_kernel" not in packages:
         return "optimised already"
-    if (getattr(function, "__module__", None) or "").startswith("liger_kernel"):
-        return "Liger has replaced its forward"
-    return "another library has replaced its forward"
+    said = (text for package, text in PATCHERS.items() if package in packages)
+    return next(said, "another library has replaced its forward")
 
 
-def _is_liger(kind: type) -> bool:
-    return kind.__module__.startswith("liger_kernel")
+def is_liger(kind: Any) -> bool:
+    """Whether a class or a function is one of Liger's."""
+    return (kind.__module__ or "").startswith("liger_kernel.")
+
+
+def _packages(forward: Any) -> set[str]:
+    """Where a function was written: what it says of itself, which a decorator may have copied, and what is true."""
+    function = getattr(forward, "__func__", forward)
+    modules = getattr(function, "__module__", None), getattr(function, "__globals__", {}).get("__name__")
+    return {name.partition(".")[0] for name in modules if name}

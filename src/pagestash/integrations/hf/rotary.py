@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pagestash.integrations.hf.report import is_liger
 from pagestash.kernels.layer.rope import STYLES, Style, rope, rotate
 
 Form = tuple[Style, bool]
@@ -19,6 +20,8 @@ def rotary_by_kernel(theirs: dict[str, Callable[..., Any]]) -> dict[str, Callabl
     """Functions that do by our kernel what those of the same name do; or why there are none."""
     ours = {}
     for name, function in theirs.items():
+        if is_liger(function):
+            return f"Liger has replaced {name}"
         form = _form(function)
         if form is None:
             return f"{name} rotates in a way that the kernel does not"

@@ -4,7 +4,7 @@
 
 All ways run in one process, one after the other, from the same weights and tokens. Time is forward and backward
 without an optimizer; memory is the peak above weights and gradients. Ours are what `optimize` gives, in the order
-in which its parts are switched on, and then the policy file of `examples/`. Liger is run where it is installed.
+in which its parts are switched on, and then the policy file of `examples/`. Liger runs where it is installed.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def ways(shape: Slice, device: torch.device, dtype: torch.dtype) -> dict[str, Ca
         POLICED: lambda: ours(ps.Policy.load(POLICY)),
     }
     # Last: its experts are tuned at the first call, which takes minutes.
-    if importlib.util.find_spec("liger_kernel") is not None:
+    if device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
         found |= {LIGER: lambda: liger(False), LIGER_CHECKPOINTED: lambda: liger(True)}
     return found
 

@@ -203,7 +203,7 @@ def test_experts_that_another_library_has_taken_are_refused(tmp_path):
 def test_wrapping_twice_is_refused(tmp_path):
     trainer = trainer_of(model_of(), tmp_path)
     pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
-    with pytest.raises(ValueError, match="training_step of its own already"):
+    with pytest.raises(ValueError, match="wrapped already"):
         pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
 
 

@@ -1,23 +1,27 @@
 """`wrap`: a policy for the training steps of a `Trainer` of transformers, and of those of TRL that derive from it.
 
-A keeper's step is one `training_step`: the forward and backward of one microbatch. What the trainer does around it
+A keeper's step is one `training_step`: the forward and backward of one microbatch. TRL's trainers enter a context
+around it, in whose place ours is put; of other trainers the method is bracketed. What the trainer does around it
 (accumulation, clipping, the optimizer, evaluation, checkpoints) is no part of a step, and neither is
 `_prepare_inputs` inside it, where trainers of reinforcement learning generate.
 """
 
+import inspect
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 
-from pagestash.integrations.hf.experts import NAME, implementation, is_experts
-from pagestash.integrations.hf.report import patched_already
+from pagestash.integrations.hf.experts import NAME, implementation, is_experts, taken
 from pagestash.policy import Policy
 from pagestash.saved.keeper import Keeper
 from pagestash.saved.names import plain_names
 
 BRACKETED = ("training_step", "_prepare_inputs")
+CONTEXT = "maybe_activation_offload_context"
+"""The attribute of TRL's trainers that they enter around each `training_step`."""
 
 
 def wrap(trainer: Any, policy: Policy | str | Path) -> Keeper:
@@ -37,14 +41,12 @@ def wrap(trainer: Any, policy: Policy | str | Path) -> Keeper:
             f"wrap: expected a Trainer of transformers or one that derives from it, got {type(trainer).__name__}; "
             "in a loop of your own use ps.Keeper(policy).attach(model)"
         )
-    if "training_step" in trainer.__dict__:
-        raise ValueError(
-            "wrap: the trainer has a training_step of its own already; unwrap(trainer) takes ours off"
-        )
+    if "_prepare_inputs" in trainer.__dict__:
+        raise ValueError("wrap: the trainer is wrapped already; unwrap(trainer, keeper) takes ours off")
     policy = policy if isinstance(policy, Policy) else Policy.load(policy)
     _refuse_settings(trainer.args)
     model: Any = trainer.model
-    _refuse_replaced_experts(model)
+    _refuse_taken_experts(model, trainer.args)
     keeper = Keeper(policy).attach(model)
     theirs = {name: getattr(trainer, name) for name in BRACKETED}
 
@@ -57,15 +59,34 @@ def wrap(trainer: Any, policy: Policy | str | Path) -> Keeper:
             return theirs["_prepare_inputs"](*args, **options)
 
     for name, ours in zip(BRACKETED, (training_step, _prepare_inputs)):
-        setattr(trainer, name, MethodType(ours, trainer))
+        if name == "training_step" and hasattr(trainer, CONTEXT):
+            setattr(trainer, CONTEXT, _Steps(keeper))
+        else:
+            setattr(trainer, name, MethodType(ours, trainer))
     return keeper
 
 
 def unwrap(trainer: Any, keeper: Keeper) -> None:
     """Take off what `wrap` put on: the trainer runs as before, and the model has no hooks of `keeper`."""
     keeper.detach()
+    if isinstance(getattr(trainer, CONTEXT, None), _Steps):
+        setattr(trainer, CONTEXT, nullcontext())
     for name in BRACKETED:
         trainer.__dict__.pop(name, None)
+
+
+class _Steps(AbstractContextManager[None]):
+    """`keeper.step()` as a context that is entered again and again."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._open = ExitStack()
+
+    def __enter__(self) -> None:
+        self._open.enter_context(self._keeper.step())
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._open.__exit__(*raised)
 
 
 def _refuse_settings(args: Any) -> None:
@@ -87,13 +108,24 @@ def _refuse_settings(args: Any) -> None:
         )
 
 
-def _refuse_replaced_experts(model: torch.nn.Module) -> None:
-    """Experts that were to be ours and that another library has taken since."""
+def _refuse_taken_experts(model: torch.nn.Module, args: Any) -> None:
+    """Experts that were to be ours and that another library has taken, or takes when training begins."""
     for name, module in plain_names(model):
-        if is_experts(module) and implementation(module) == NAME:
-            why = patched_already(module)
-            if why is not None:
-                raise ValueError(
-                    f"wrap: {name}: {why}, so experts_implementation={NAME!r} has no effect; with Liger, set "
-                    "liger_kernel_config={'swiglu': False}"
-                )
+        if (why := taken(module)) is not None and NAME in (implementation(module), implementation(model)):
+            raise ValueError(f"wrap: {name}: {why}")
+        if is_experts(module) and implementation(module) == NAME and _liger_takes_experts(model, args):
+            raise ValueError(
+                f"wrap: use_liger_kernel=True replaces {name} when training begins (its swiglu), so "
+                f"experts_implementation={NAME!r} has no effect; set liger_kernel_config={{'swiglu': False}}"
+            )
+
+
+def _liger_takes_experts(model: Any, args: Any) -> bool:
+    """Whether Liger, which the trainer applies when training begins, is to replace the experts."""
+    if not getattr(args, "use_liger_kernel", False):
+        return False
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    applies = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.config.model_type)
+    swiglu = inspect.signature(applies).parameters.get("swiglu") if applies is not None else None
+    return swiglu is not None and (args.liger_kernel_config or {}).get("swiglu", swiglu.default)

@@ -32,9 +32,9 @@ test: $(VENV)/.test
 	$(PYTEST) -m "not gpu and not slow"
 
 # transformers' own tests of its MoE models, unmodified, with our experts; SRC is a checkout of it, and their test
-# requirements (parameterized, datasets, pytest-xdist; torchvision for gemma4) must be installed.
+# requirements (parameterized, pytest-xdist; torchvision for gemma4) must be installed.
 HF_MODELS ?= qwen3_moe mixtral olmoe deepseek_v3 gpt_oss gemma4 glm4_moe minimax
-HF_TESTS ?= eager_matches_batched_and_grouped or training or gradient_checkpointing
+HF_TESTS ?= eager_matches_batched_and_grouped or training or gradient_checkpointing or overfit
 hf-tests: $(VENV)/.test
 	cd $(SRC) && PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests/integrations $(abspath $(PY)) -m pytest -q -p hf_plugin \
 		$(foreach model,$(HF_MODELS),tests/models/$(model)/test_modeling_$(model).py) -k "$(HF_TESTS)"

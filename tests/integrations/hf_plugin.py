@@ -1,44 +1,68 @@
 """A pytest plugin that runs transformers' own model tests with our experts in the place of `grouped_mm`.
 
-    make hf-tests SRC=<a checkout of transformers of the installed version>
+    make hf-tests SRC=<a checkout of transformers>
 
 Their tests compare `grouped_mm` with eager, train with it and checkpoint it, by name; they run unmodified. At the
-end it says how often our block ran, so that tests that never came to it are not taken for passed ones.
+end it says for each model how often our block ran and how often it handed over. If our block never ran, the run
+fails: tests that never came to it are not taken for passed ones.
 """
 
+from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers.integrations.moe as registry
 
 from pagestash.integrations.hf import experts
 
-calls = {"by our block": 0, "handed over without gradients": 0, "handed over with gradients": 0}
+OURS = "by our block"
+calls: dict[str, Counter[str]] = defaultdict(Counter)
+"""How experts were run, by the folder of the test file."""
 theirs = registry.grouped_mm_experts_forward
+at: dict[str, Any] = {"model": "", "handed over": None}
 
 
 def experts_forward(self: Any, *arguments: Any) -> Any:
-    return experts.experts_forward(self, *arguments)
+    at["handed over"] = None
+    result = experts.experts_forward(self, *arguments)
+    calls[at["model"]][at["handed over"] or OURS] += 1
+    return result
 
 
 def counted(self: Any, *arguments: Any) -> Any:
-    calls[f"handed over {'with' if torch.is_grad_enabled() else 'without'} gradients"] += 1
+    at["handed over"] = f"handed over {'with' if torch.is_grad_enabled() else 'without'} gradients"
     return theirs(self, *arguments)
-
-
-def runs_counted(module: Any, inner: Any = experts._runs) -> Any:
-    found = inner(module)
-    calls["by our block"] += found is not None
-    return found
 
 
 # Before the tests import them by name.
 registry.grouped_mm_experts_forward = experts_forward
 registry.ALL_EXPERTS_FUNCTIONS.register("grouped_mm", experts_forward)
-experts.grouped_mm_experts_forward, experts._runs = counted, runs_counted
+experts.grouped_mm_experts_forward = counted
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    at["model"] = Path(item.path).parent.name
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    asked = session.testscollected and not session.config.option.collectonly
+    if asked and exitstatus == pytest.ExitCode.OK and not any(found[OURS] for found in calls.values()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    terminalreporter.write_line(
-        "calls of experts: " + ", ".join(f"{count} {how}" for how, count in calls.items())
+    for model, found in sorted(calls.items()):
+        terminalreporter.write_line(f"calls of experts, {model}: {_said(found)}")
+    total = sum(calls.values(), Counter())
+    terminalreporter.write_line(f"calls of experts: {_said(total)}")
+    if not total[OURS]:
+        terminalreporter.write_line("our block never ran: this run shows nothing")
+
+
+def _said(found: Counter[str]) -> str:
+    return ", ".join(
+        f"{found[how]:,} {how}"
+        for how in (OURS, "handed over without gradients", "handed over with gradients")
     )

@@ -54,8 +54,9 @@ class Slice:
     heads: int = 32
     key_heads: int = 4
     head_width: int = 128
+    attention: str = "sdpa"
 
-    def config(self) -> transformers.Qwen3MoeConfig:
+    def config(self) -> transformers.PreTrainedConfig:
         return transformers.Qwen3MoeConfig(
             vocab_size=self.vocabulary,
             hidden_size=self.width,
@@ -71,6 +72,41 @@ class Slice:
             use_cache=False,
         )
 
+    def tokens(self, device: torch.device) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        shape = (self.sequences, self.sequence)
+        return torch.randint(0, self.vocabulary, shape, generator=generator).to(device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssSlice(Slice):
+    """Layers of gpt-oss-20b, with a smaller vocabulary. Its attention has sinks, which only eager code runs."""
+
+    layers: int = 4
+    sequence: int = 2048
+    width: int = 2880
+    inner: int = 2880
+    experts: int = 32
+    top_k: int = 4
+    heads: int = 64
+    key_heads: int = 8
+    head_width: int = 64
+    attention: str = "eager"
+
+    def config(self) -> transformers.PreTrainedConfig:
+        return transformers.GptOssConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.width,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_heads,
+            head_dim=self.head_width,
+            num_local_experts=self.experts,
+            num_experts_per_tok=self.top_k,
+            use_cache=False,
+        )
+
 
 QUICK = Slice(layers=2, sequence=1024)
 
@@ -80,7 +116,7 @@ def build(shape: Slice, device: torch.device, dtype: torch.dtype, experts: str) 
     torch.manual_seed(0)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(
-            shape.config(), dtype=dtype, experts_implementation=experts, attn_implementation="sdpa"
+            shape.config(), dtype=dtype, experts_implementation=experts, attn_implementation=shape.attention
         )
     return model.train()
 
@@ -94,19 +130,12 @@ def ways(shape: Slice, device: torch.device, dtype: torch.dtype) -> dict[str, Ca
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model, None
 
-    def liger(checkpointed: bool) -> tuple[Any, Any]:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-        model, _ = theirs(checkpointed)
-        _apply_liger_kernel_to_instance(model=model)
-        return model, None
-
     def ours(policy: ps.Policy | None = None, **parts: bool) -> tuple[Any, Any]:
         model = build(shape, device, dtype, "pagestash")
         pagestash.hf.optimize(model, **parts)
         return model, None if policy is None else ps.Keeper(policy).attach(model)
 
-    found = {
+    return {
         PLAIN: lambda: theirs(False),
         CHECKPOINTED: lambda: theirs(True),
         EXPERTS: lambda: ours(norm=False, rope=False, attention=False),
@@ -114,10 +143,6 @@ def ways(shape: Slice, device: torch.device, dtype: torch.dtype) -> dict[str, Ca
         ALL: ours,
         POLICED: lambda: ours(ps.Policy.load(POLICY)),
     }
-    # Last: its experts are tuned at the first call, which takes minutes.
-    if device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
-        found |= {LIGER: lambda: liger(False), LIGER_CHECKPOINTED: lambda: liger(True)}
-    return found
 
 
 def step(model: Any, keeper: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -133,41 +158,80 @@ def step(model: Any, keeper: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 def measure(model: Any, keeper: Any, tokens: torch.Tensor, *, warm: int, repeats: int) -> dict[str, float]:
     """Milliseconds (the median), GiB above weights and gradients, and the loss."""
-    cuda = tokens.is_cuda
     for _ in range(warm):  # gradients are there after the first, and a policy has its plan after the second
         loss = step(model, keeper, tokens)
     # Not what is allocated now: the pool of a policy counts as activations.
     held = sum(each.nbytes + (0 if each.grad is None else each.grad.nbytes) for each in model.parameters())
-    if cuda:
-        torch.cuda.synchronize()
+    if tokens.is_cuda:
         torch.cuda.reset_peak_memory_stats()
+    ms = timed(lambda: step(model, keeper, tokens), tokens, repeats=repeats)
+    peak = torch.cuda.max_memory_allocated() - held if tokens.is_cuda else 0
+
+    def fresh() -> None:
+        model.zero_grad()
+        step(model, keeper, tokens)
+
+    fresh_ms = timed(fresh, tokens, warm=2, repeats=repeats)
+    return {"ms": ms, "gib": peak / GIB, "fresh_ms": fresh_ms, "loss": loss.item()}
+
+
+def timed(run: Callable[[], Any], tokens: torch.Tensor, *, repeats: int, warm: int = 0) -> float:
+    """The median in milliseconds."""
     times = []
-    for _ in range(repeats):
+    for _ in range(warm + repeats):
+        if tokens.is_cuda:
+            torch.cuda.synchronize()
         begin = time.perf_counter()
-        loss = step(model, keeper, tokens)
-        if cuda:
+        run()
+        if tokens.is_cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
-    peak = torch.cuda.max_memory_allocated() - held if cuda else 0
-    return {"ms": 1000 * statistics.median(times), "gib": peak / GIB, "loss": loss.item()}
+    return 1000 * statistics.median(times[warm:])
+
+
+def tidy(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def compare(
     shape: Slice, device: torch.device, dtype: torch.dtype, *, warm: int = 4, repeats: int = 10
 ) -> list[dict[str, Any]]:
     """A row for each way."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, shape.vocabulary, (shape.sequences, shape.sequence), generator=generator)
-    tokens = tokens.to(device)
+    return measured(ways(shape, device, dtype), shape.tokens(device), warm=warm, repeats=repeats)
+
+
+def compare_liger(
+    shape: Slice, device: torch.device, dtype: torch.dtype, *, warm: int = 4, repeats: int = 10
+) -> list[dict[str, Any]]:
+    """All that Liger has for this model, where it is installed. Its experts are tuned at the first call: minutes."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return []
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    def liger(checkpointed: bool) -> tuple[Any, Any]:
+        model = build(shape, device, dtype, "grouped_mm")
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _apply_liger_kernel_to_instance(model=model)
+        return model, None
+
+    found = {LIGER: lambda: liger(False), LIGER_CHECKPOINTED: lambda: liger(True)}
+    return measured(found, shape.tokens(device), warm=warm, repeats=repeats)
+
+
+def measured(
+    found: dict[str, Callable[[], tuple[Any, Any]]], tokens: torch.Tensor, *, warm: int, repeats: int
+) -> list[dict[str, Any]]:
     rows = []
-    for name, make in ways(shape, device, dtype).items():
+    for name, make in found.items():
         model, keeper = make()
         rows.append({"way": name} | measure(model, keeper, tokens, warm=warm, repeats=repeats))
-        print("{way:<36}{ms:8.1f} ms{gib:7.2f} GiB  loss {loss:.5f}".format(**rows[-1]), flush=True)
+        shown = "{way:<40}{ms:8.1f} ms{gib:7.2f} GiB  fresh {fresh_ms:.1f} ms  loss {loss:.5f}"
+        print(shown.format(**rows[-1]), flush=True)
         del model, keeper
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        tidy(tokens.device)
     return rows
 
 
@@ -212,19 +276,7 @@ def compare_lora(
         LORA: ours,
         LORA_POLICED: lambda: ours(ps.Policy.load(POLICY)),
     }
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, shape.vocabulary, (shape.sequences, shape.sequence), generator=generator)
-    tokens = tokens.to(device)
-    rows = []
-    for name, make in found.items():
-        model, keeper = make()
-        rows.append({"way": name} | measure(model, keeper, tokens, warm=warm, repeats=repeats))
-        print("{way:<40}{ms:8.1f} ms{gib:7.2f} GiB  loss {loss:.5f}".format(**rows[-1]), flush=True)
-        del model, keeper
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return rows
+    return measured(found, shape.tokens(device), warm=warm, repeats=repeats)
 
 
 def lora_claims(rows: list[dict[str, Any]], where: str) -> list[Claim]:
@@ -242,12 +294,10 @@ def lora_claims(rows: list[dict[str, Any]], where: str) -> list[Claim]:
 def compare_graphed(
     shape: Slice, device: torch.device, dtype: torch.dtype, *, repeats: int = 10
 ) -> list[dict[str, Any]]:
-    """A whole step with its optimizer, eagerly and in a CUDA graph (on a CPU: eagerly, too)."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, shape.vocabulary, (shape.sequences, shape.sequence), generator=generator)
-    tokens = tokens.to(device)
+    """A whole step with its optimizer, as a plain loop and in a CUDA graph (on a CPU: eagerly, too)."""
+    tokens = shape.tokens(device)
     rows = []
-    for name, graph in ((EAGER_STEP, False), (GRAPHED_STEP, None)):
+    for name in (EAGER_STEP, GRAPHED_STEP):
         model = build(shape, device, dtype, "pagestash")
         pagestash.hf.optimize(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -259,22 +309,14 @@ def compare_graphed(
             optimizer.zero_grad()
             return loss.detach()
 
-        keeper = ps.Keeper(ps.Policy()).attach(model)
-        whole = ps.GraphedStep(train_step, keeper, optimizer=optimizer, graph=graph)
-        times = []
-        for _ in range(4 + repeats):
-            begin = time.perf_counter()
-            loss = whole(tokens)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        whole.wait()
-        rows.append({"way": name, "ms": 1000 * statistics.median(times[4:]), "loss": loss.item()})
+        run: Callable[..., torch.Tensor] = train_step
+        if name == GRAPHED_STEP:
+            run = ps.GraphedStep(train_step, ps.Keeper(ps.Policy()).attach(model), optimizer=optimizer)
+        ms = timed(lambda run=run: run(tokens), tokens, warm=4, repeats=repeats)  # type: ignore[misc]
+        rows.append({"way": name, "ms": ms, "loss": run(tokens).item()})
         print("{way:<36}{ms:8.1f} ms  loss {loss:.5f}".format(**rows[-1]), flush=True)
-        del model, optimizer, keeper, whole, train_step
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        del model, optimizer, run, train_step
+        tidy(device)
     return rows
 
 
@@ -283,7 +325,12 @@ def run(out: Path | None = None, quick: bool = False) -> Path:
     repeats = 3 if quick else 10
     rows = compare(shape, torch.device("cuda"), torch.bfloat16, repeats=repeats)
     rows += compare_graphed(shape, torch.device("cuda"), torch.bfloat16, repeats=repeats)
+    if not quick:
+        print("gpt-oss-20b, 4 layers", flush=True)
+        for row in compare(GptOssSlice(), torch.device("cuda"), torch.bfloat16, repeats=repeats):
+            rows.append(row | {"way": f"gpt-oss-20b: {row['way']}"})
     rows += compare_lora(shape, torch.device("cuda"), torch.bfloat16, repeats=repeats)
+    rows += compare_liger(shape, torch.device("cuda"), torch.bfloat16, repeats=repeats)
     by = {row["way"]: row for row in rows}
     graphed = by[GRAPHED_STEP]["ms"] / by[EAGER_STEP]["ms"]
     where = "Qwen3-30B-A3B in transformers, 8 layers, 2 × 4,096 tokens: "

@@ -191,7 +191,7 @@ def test_huggingface():
     assert printed[0].split() == next(blocks("docs/huggingface.md", "text"))[1].split()
     assert int(printed[1].splitlines()[-1]) > 0
     assert names["keeper"].stats().homes["recompute"].peak > 0
-    assert [each.part for each in names["report"].replaced] == ["lora"] * 4
+    assert {each.part for each in names["report"].replaced} == {"lora"}
     assert names["model"](**batch).loss.isfinite()
 
 

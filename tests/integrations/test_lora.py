@@ -49,7 +49,7 @@ def lora(seed=3, name="default", model=None, family="Qwen3-MoE", experts="pagest
 def optimised(**options):
     model = lora(**options)
     report = pagestash.hf.optimize(model, norm=False, rope=False, attention=False, head=False)
-    assert [each.part for each in report.replaced].count("lora") == 4
+    assert [each.kind for each in report.replaced].count("ParamWrapper") == 4
     assert report.left == []
     return model
 
@@ -286,7 +286,7 @@ def test_undo_gives_everything_back():
     wrapper = model.get_base_model().model.layers[0].mlp.experts
     attributes = set(wrapper.__dict__)
     report = pagestash.hf.optimize(model)
-    assert {each.name for each in report.replaced if each.part == "lora"} == {
+    assert {each.name for each in report.replaced if each.kind == "ParamWrapper"} == {
         f"model.layers.{i}.mlp.experts{inner}" for i in range(2) for inner in ("", ".base_layer")
     }
     assert list(model.state_dict()) == state
@@ -319,14 +319,14 @@ def test_adapters_that_come_after_optimize_work_and_a_second_call_takes_them():
     wanted = run(lora(experts="eager"))
     close(run(model), wanted)
     report = pagestash.hf.optimize(model, norm=False, rope=False, attention=False, head=False)
-    assert [each.part for each in report.replaced] == ["lora"] * 4
+    assert [each.kind for each in report.replaced] == ["ParamWrapper"] * 4 + ["Linear"] * 2
     close(run(model), wanted)
 
 
 def test_experts_of_another_implementation_keep_pefts_way():
     model = lora(experts="grouped_mm")
     report = pagestash.hf.optimize(model, norm=False, rope=False, attention=False, head=False)
-    whys = {each.why for each in report.left if each.part == "lora"}
+    whys = {each.why for each in report.left if each.kind == "ParamWrapper"}
     assert whys == {"experts_implementation is 'grouped_mm'"}
     close(run(model), run(lora(experts="eager")))
 
@@ -344,6 +344,57 @@ def test_a_weight_that_something_else_makes_is_said_and_runs():
         got = experts(*inputs(torch.float32))
     wanted = ours.grouped_mm_experts_forward(experts, *inputs(torch.float32))
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+# --- adapters of linear layers ---
+
+
+def attention(**options):
+    modules = ["q_proj", "v_proj", "o_proj"]
+    return lora(dtype=torch.bfloat16, target_parameters=None, target_modules=modules, **options)
+
+
+def test_adapters_of_linear_layers_give_pefts_bits_and_keep_no_wide_input():
+    model = attention()
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    x = torch.randn(2, 9, 32, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn(2, 9, 32, dtype=torch.bfloat16)
+    parameters = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    wide, wanted = saved_by(layer, x)
+    wanted = [wanted, *torch.autograd.grad(wanted, [x, *parameters], gradient)]
+    report = pagestash.hf.optimize(model, experts=False, norm=False, rope=False, attention=False, head=False)
+    assert [each.by for each in report.replaced] == ["its input kept as it came"] * 6
+    saved, got = saved_by(layer, x)
+    got = [got, *torch.autograd.grad(got, [x, *parameters], gradient)]
+    assert same(got[0], wanted[0])
+    for a, b in zip(got, wanted):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-5)
+    own = {each.untyped_storage().data_ptr() for each in (x, *layer.parameters())}
+    assert any(each.numel() == x.numel() for at, each in wide.items() if at not in own)
+    assert {tuple(each.shape) for at, each in saved.items() if at not in own} == {(2, 9, 4)}
+
+
+def test_a_model_with_adapters_on_linear_layers_alone_trains_as_with_peft():
+    wanted, model = run(attention(experts="grouped_mm")), attention(experts="grouped_mm")
+    report = pagestash.hf.optimize(model, experts=False, norm=False, rope=False, attention=False, head=False)
+    got = run(model)
+    close(got, wanted, 2**-7)
+    report.undo()
+    assert same(run(model)[1], wanted[1])
+
+
+@pytest.mark.parametrize("options", [{"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True}])
+def test_adapters_of_linear_layers_that_are_not_plain_stay_pefts(options):
+    def seeded(model):
+        torch.manual_seed(5)
+        return run(model)
+
+    wanted, model = (
+        seeded(attention(experts="grouped_mm", **options)),
+        attention(experts="grouped_mm", **options),
+    )
+    pagestash.hf.optimize(model, experts=False, norm=False, rope=False, attention=False, head=False)
+    assert same(seeded(model)[1], wanted[1])
 
 
 # --- quantised weights ---

@@ -8,6 +8,7 @@ from pagestash.integrations.hf.attention import refuse_padding_in_graphs, replac
 from pagestash.integrations.hf.experts import name_experts
 from pagestash.integrations.hf.head import replace_head
 from pagestash.integrations.hf.lora import take_adapters
+from pagestash.integrations.hf.lora_linear import take_linear_adapters
 from pagestash.integrations.hf.norms import replace_norms
 from pagestash.integrations.hf.report import Report
 from pagestash.saved.names import plain_names
@@ -17,6 +18,7 @@ def optimize(
     model: nn.Module,
     *,
     experts: bool = True,
+    lora: bool = True,
     norm: bool = True,
     rope: bool = True,
     attention: bool = True,
@@ -30,7 +32,8 @@ def optimize(
 
     Experts that run by `experts_implementation="pagestash"` get parts that rules can name: `expert_fc1`,
     `moe_act`, `expert_fc2`. With another implementation they are left as they are, and the report says so.
-    With LoRA on them (PEFT's `target_parameters`), the sum of weight and update is not formed.
+    With LoRA on them (PEFT's `target_parameters`), the sum of weight and update is not formed, and adapters of
+    linear layers keep no float32 copy of their input.
     Attention gets a part `core_attn`: what queries, keys and values leave behind.
 
     Only this model's modules change, never their classes. What another library has replaced before stays. In
@@ -47,7 +50,9 @@ def optimize(
     try:
         if experts:
             name_experts(causal, modules, report)
+        if lora:
             take_adapters(modules, report)
+            take_linear_adapters(modules, report)
         if norm:
             replace_norms(modules, report)
         if rope or attention:

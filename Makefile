@@ -26,7 +26,7 @@ demo: $(VENV)/.base
 	$(PY) -m pagestash demo
 
 quick: $(VENV)/.test
-	$(PY) -m pytest -q -m quick --ignore=tests/jax --ignore=tests/gpu
+	$(PYTEST) -m quick --ignore=tests/jax --ignore=tests/gpu
 
 test: $(VENV)/.test
 	$(PYTEST) -m "not gpu and not slow"

@@ -21,6 +21,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # and several times the wall time beside other work. The variable is for the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+if not HAS_CUDA and hasattr(torch.random, "_manual_seed_impl"):
+    # It would also queue the seed for devices that are not there, each time with the formatted stack of the call:
+    # milliseconds, more than all else in many a test.
+    torch.random._manual_seed_impl = lambda seed: torch.default_generator.manual_seed(int(seed))
 
 HERE = Path(__file__).parent
 
@@ -106,8 +110,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
-def pytest_collection_finish():
-    """Hide what has been imported from the garbage collector: each look at it takes a third of a second."""
+@pytest.fixture(autouse=True, scope="module")
+def _hide_from_the_collector():
+    """Hide what has been imported and cached from the garbage collector: each look at it takes a third of a second.
+
+    For every file, as tests import and compile as well.
+    """
     gc.collect()
     gc.freeze()
 

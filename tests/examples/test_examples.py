@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,13 +17,17 @@ def run(monkeypatch, capsys):
     def run(name, *arguments):
         # On a CPU a user has the references; interpreted kernels are tested elsewhere.
         monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        module.main([str(argument) for argument in arguments])
+        load(EXAMPLES / f"{name}.py").main([str(argument) for argument in arguments])
         return capsys.readouterr().out.splitlines()
 
     return run
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def numbers(line):
@@ -73,10 +76,13 @@ def test_jax_scan_gives_the_gradients_of_the_plain_scan(run):
     assert equal == "gradients are those of the plain scan: True"
 
 
-def test_pipeline_moves_what_the_first_rank_holds_and_nothing_of_the_last():
-    command = [sys.executable, EXAMPLES / "pipeline.py", "--rows", "8", "--width", "16"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    first, last = done.stdout.splitlines()
+def test_pipeline_moves_what_the_first_rank_holds_and_nothing_of_the_last(monkeypatch, capfd):
+    script = EXAMPLES / "pipeline.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--rows", "8", "--width", "16"])
+    with pytest.raises(SystemExit) as ended:
+        load(script).main()  # it starts its ranks
+    printed = capfd.readouterr()
+    assert ended.value.code == 0, printed.err
+    first, last = printed.out.splitlines()
     assert numbers(first)[2] > 0
     assert last == "rank 1 of 2: 0 bytes waited on the host"

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -77,6 +77,7 @@ def loss(scan, layer, weights, x):
     return jnp.sum(y * y), jnp.sum(ys["balance"]), report
 
 
+@cache  # compiled once for all tests that run it
 def layer_maps(mesh, scan):
     def total(weights, x):
         square, balance, report = loss(scan, around(mesh), weights, x)
@@ -110,6 +111,11 @@ def policy(factor, on_overflow="recompute"):
 plain = partial(plain_scan, names=NAMES)
 
 
+@cache
+def stashing(policy, mesh=None):
+    return lambda layer, x, params: stash_scan(layer, x, params, policy=policy, mesh=mesh)
+
+
 def _without_report(step):
     (value, _), grads = step
     return value, grads
@@ -117,8 +123,7 @@ def _without_report(step):
 
 @pytest.mark.parametrize("factor", [1.25, 0.5, 0.0])
 def test_layers_that_map_themselves(mesh, factor):
-    stash = lambda f, x, p: stash_scan(f, x, p, policy=policy(factor), mesh=mesh)  # noqa: E731
-    stashed, wanted = layer_maps(mesh, stash), layer_maps(mesh, plain)
+    stashed, wanted = layer_maps(mesh, stashing(policy(factor), mesh)), layer_maps(mesh, plain)
     recomputed = {}
     for routing in ("balanced", "one hot", "disagree"):
         weights = weights_for(routing)
@@ -136,8 +141,7 @@ def test_layers_that_map_themselves(mesh, factor):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("factor", [0.5, pytest.param(1.25, marks=pytest.mark.slow)])
 def test_scans_inside_a_shard_map(mesh, factor, check_vma):
-    stash = lambda f, x, p: stash_scan(f, x, p, policy=policy(factor))  # noqa: E731
-    stashed, wanted = scan_is_mapped(mesh, stash, check_vma), scan_is_mapped(mesh, plain, check_vma)
+    stashed, wanted = (scan_is_mapped(mesh, scan, check_vma) for scan in (stashing(policy(factor)), plain))
     for routing in ("balanced", "disagree"):
         weights = weights_for(routing)
         (value, report), grads = stashed(weights, X)
@@ -146,8 +150,8 @@ def test_scans_inside_a_shard_map(mesh, factor, check_vma):
 
 
 def test_poison_reaches_every_shard_when_one_overflows(mesh):
-    stash = lambda f, x, p: stash_scan(f, x, p, policy=policy(1.25, "poison"), mesh=mesh)  # noqa: E731
-    (value, report), grads = layer_maps(mesh, stash)(weights_for("disagree"), X)
+    poisoning = stashing(policy(1.25, "poison"), mesh)
+    (value, report), grads = layer_maps(mesh, poisoning)(weights_for("disagree"), X)
     assert bool(report.overflowed)
     assert_all_nan((value, grads))
 
@@ -170,10 +174,8 @@ except jax.errors.JaxRuntimeError as error:
     assert done.stdout.strip() == "raised True", done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("routing", ["balanced", "disagree"])
-def test_expert_sharding_gives_what_one_device_gives(mesh, routing):
-    """All experts on one device, every assignment computed there: the same sums, in another order."""
-    weights = weights_for(routing)
+@cache
+def on_one_device():
     whole = RingConfig(width=32, expert_width=48, experts=16, top_k=4, shards=1)
 
     def one_device(weights, x):
@@ -184,10 +186,16 @@ def test_expert_sharding_gives_what_one_device_gives(mesh, routing):
         square, balance, _ = loss(plain, one_device, weights, x)
         return square + balance
 
-    value, grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(weights, X)
-    stash = lambda f, x, p: stash_scan(f, x, p, policy=policy(1.25), mesh=mesh)  # noqa: E731
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))
+
+
+@pytest.mark.parametrize("routing", ["balanced", "disagree"])
+def test_expert_sharding_gives_what_one_device_gives(mesh, routing):
+    """All experts on one device, every assignment computed there: the same sums, in another order."""
+    weights = weights_for(routing)
+    got = layer_maps(mesh, stashing(policy(1.25), mesh))(weights, X)
     # Another algorithm, not only another program: its errors need not cancel.
-    assert_close(_without_report(layer_maps(mesh, stash)(weights, X)), (value, grads), TERMS, worst_case=True)
+    assert_close(_without_report(got), on_one_device()(weights, X), TERMS, worst_case=True)
 
 
 def test_one_shard_alone_computes_its_part(mesh):

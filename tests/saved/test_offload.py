@@ -43,7 +43,8 @@ def test_losses_and_gradients_are_the_same_to_the_last_bit(fraction, prefetch):
 def test_valid_rows_are_split_at_a_fixed_row(backend, fraction, rows):
     model = Stack(depth=3)
     rule = ps.Rule("layers.*.experts", "offload", fraction=fraction, prefetch_bytes=0, **RULE)
-    policy = ps.Policy([rule], ps.PoolConfig(page=256, headroom=6.0))
+    # Rows of 384 bytes cross the borders of pages; more pages would only take the interpreter longer.
+    policy = ps.Policy([rule], ps.PoolConfig(page=1024, headroom=6.0))
     keeper = ps.Keeper(policy, backend=backend).attach(model)
     x, count = batch(24)
     assert same(run(model, x, count, keeper), run(model, x, count))

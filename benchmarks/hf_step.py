@@ -205,7 +205,7 @@ def compare(
 def compare_liger(
     shape: Slice, device: torch.device, dtype: torch.dtype, *, warm: int = 4, repeats: int = 10
 ) -> list[dict[str, Any]]:
-    """All that Liger has for this model, where it is installed. Its experts are tuned at the first call: minutes."""
+    """All that Liger has for this model, where it is installed. Its first call tunes its experts: minutes."""
     if importlib.util.find_spec("liger_kernel") is None:
         return []
     from liger_kernel.transformers import _apply_liger_kernel_to_instance

@@ -1,6 +1,7 @@
 """LoRA on experts, PEFT's `target_parameters`: PEFT's numbers, no copy of a weight, nothing of PEFT's changed."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -224,6 +225,13 @@ def test_a_policy_changes_no_bit(policy, family):
     assert same(run(model)[1], wanted[1])
 
 
+def test_gradient_checkpointing_changes_no_gradient():
+    model = optimised()
+    wanted = run(model)[1]
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert same(run(model)[1], wanted)
+
+
 # --- what PEFT does with adapters ---
 
 
@@ -331,6 +339,22 @@ def test_experts_of_another_implementation_keep_pefts_way():
     close(run(model), run(lora(experts="eager")))
 
 
+def test_what_the_block_cannot_run_is_said_once_under_adapters_too(monkeypatch):
+    model = lora()
+    experts = model.get_base_model().model.layers[0].mlp.experts.get_base_layer()
+    monkeypatch.setattr(ours, "_said", set())
+    monkeypatch.setattr(type(experts), "_apply_gate", lambda self, rows: rows.chunk(2, dim=-1)[0].sin())
+    with pytest.warns(UserWarning, match="runs Qwen3MoeExperts by transformers' grouped_mm"):
+        run(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(model)
+    report = pagestash.hf.optimize(model, norm=False, rope=False, attention=False, head=False)
+    assert {each.why for each in report.left if each.part == "lora"} == {
+        "Qwen3MoeExperts runs by transformers' grouped_mm"
+    }
+
+
 def test_a_weight_that_something_else_makes_is_said_and_runs():
     class Doubled(nn.Module):
         def forward(self, weight):
@@ -339,7 +363,7 @@ def test_a_weight_that_something_else_makes_is_said_and_runs():
     experts = tiny("Qwen3-MoE", experts="pagestash").model.layers[0].mlp.experts
     parametrize.register_parametrization(experts, "down_proj", Doubled())
     with pytest.warns(
-        UserWarning, match="Doubled makes down_proj of .*Qwen3MoeExperts, so backward keeps a copy"
+        UserWarning, match="Doubled makes down_proj of Qwen3MoeExperts, so backward keeps a copy"
     ):
         got = experts(*inputs(torch.float32))
     wanted = ours.grouped_mm_experts_forward(experts, *inputs(torch.float32))

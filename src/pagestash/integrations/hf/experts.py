@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from pagestash.integrations.hf.report import Report, is_liger, patched_already
@@ -158,7 +159,7 @@ _said: set[type] = set()
 
 
 def _say_once(module: nn.Module) -> None:
-    kind = type(module)
+    kind = type_before_parametrizations(module)  # PEFT makes another class for each forward
     if kind not in _said:
         _said.add(kind)
         why = activation_of(module)

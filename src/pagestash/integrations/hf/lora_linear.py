@@ -5,7 +5,7 @@ keeps that cast for the gradient of `A`: 4·T·d bytes for each adapter, so thre
 Here the input is kept as it came, which is one tensor for all three, and cast again in backward.
 """
 
-from types import MethodType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,18 +24,27 @@ def take_linear_adapters(modules: list[tuple[str, nn.Module]], report: Report) -
         if (why := patched_already(layer)) is not None:
             report.leave("lora", name, layer, why)
         else:
-            layer.forward = MethodType(_forward, layer)
+            report.put_forward(layer, *_forward())
             report.replace("lora", name, layer, "its input kept as it came")
 
 
-def _forward(self: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """In the place of PEFT's: another path for one plain adapter of another dtype than `x`; all else is PEFT's."""
-    adapter = None if args or options else _adapter(self, x)
-    if adapter is None:
-        return type(self).forward(self, x, *args, **options)
-    a, b, scale = adapter
-    result: torch.Tensor = _Adapted.apply(self.base_layer(x), x, a, b, scale)
-    return result
+def _forward() -> tuple[Callable[..., torch.Tensor], Callable[[], None]]:
+    """In the place of PEFT's: another path for one plain adapter of another dtype than `x`. And its way off."""
+    on = True
+
+    def forward(self: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        adapter = _adapter(self, x) if on and not args and not options else None
+        if adapter is None:
+            return type(self).forward(self, x, *args, **options)
+        a, b, scale = adapter
+        result: torch.Tensor = _Adapted.apply(self.base_layer(x), x, a, b, scale)
+        return result
+
+    def off() -> None:
+        nonlocal on
+        on = False
+
+    return forward, off
 
 
 def _adapter(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float] | None:

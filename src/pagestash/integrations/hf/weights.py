@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from pagestash.moe.projection import LowRank, Read, Weight
 
@@ -32,7 +33,8 @@ def weight_of(module: Any, name: str, bias: torch.Tensor | None = None) -> Weigh
     if steps:
         kinds = ", ".join(type(step).__name__ for step in steps)
         warnings.warn(
-            f"pagestash: {kinds} makes {name} of {type(module).__name__}, so backward keeps a copy of it",
+            f"pagestash: {kinds} makes {name} of {type_before_parametrizations(module).__name__}, "
+            "so backward keeps a copy of it",
             stacklevel=2,
         )
         stored, update = getattr(module, name), module.__dict__.get(UPDATES, {}).get(name)

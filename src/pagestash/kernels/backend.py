@@ -1,6 +1,7 @@
 """Which implementation of an operation runs: Triton where it can, else the torch reference."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -36,6 +37,8 @@ except ImportError:  # no GPU build of torch: kernels below stay plain functions
 
     triton = tl = _NoTriton()
 
+_NOWHERE_ELSE = nullcontext()
+
 HAS_TRITON = not isinstance(triton, type) and hasattr(triton, "__version__")
 
 
@@ -59,11 +62,18 @@ def choose(device: torch.device, backend: str = "auto") -> Backend:
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
     """Launches inside go to `device`, whichever is current: Triton takes the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOWHERE_ELSE
+    return torch.cuda.device(device)
 
 
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of `device`; 1 on a CPU, where the interpreter runs programs one by one."""
     if device.type != "cuda":
         return 1
+    return _multiprocessors(device)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

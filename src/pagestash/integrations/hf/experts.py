@@ -13,6 +13,7 @@ Saved for backward in bf16: `2·T·d + 4·T·K·n` bytes and indices. Rules can 
 """
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -66,11 +67,13 @@ def experts_forward(
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     device, dtype = hidden_states.device.type, hidden_states.dtype
     x = hidden_states
+    without_autocast: AbstractContextManager[Any] = nullcontext()
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
+        without_autocast = torch.autocast(device, enabled=False)
     if runs.over_capacity.device != x.device:
         runs.to(x.device)
-    with torch.autocast(device, enabled=False):
+    with without_autocast:
         return runs(x.contiguous(), top_k_weights.float().contiguous(), top_k_index).to(dtype)
 
 

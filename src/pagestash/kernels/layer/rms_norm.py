@@ -17,6 +17,7 @@ follows: no atomics, so the same input gives the same bits.
 What moves, a row in b-byte elements: forward reads b·d and writes b·d + 4; backward reads 2·b·d + 4 and writes b·d.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def forward(
     rows = _rows(x)
     out = torch.empty(x.shape, dtype=_result_dtype(x, weight, early), device=x.device)
     rstd = torch.empty(rows.shape[0], dtype=_wide(x.dtype), device=x.device)
-    together, block, warps = _tile(rows)
+    together, block, warps = _tile(rows.shape[1])
     with launching_on(x.device):
         _forward_kernel[(-(-rows.shape[0] // together),)](
             rows,
@@ -80,7 +81,7 @@ def backward(
         return backward_reference(gradient, x, weight, rstd, offset, early, need_weight=need_weight)
     rows, gradients = _rows(x), _rows(gradient)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    together, block, warps = _tile(rows)
+    together, block, warps = _tile(rows.shape[1])
     tiles = -(-rows.shape[0] // together)
     programs = min(tiles, PROGRAMS_PER_SM * multiprocessors(x.device))
     partial = rstd.new_empty(programs if need_weight else 0, rows.shape[1])
@@ -122,9 +123,10 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-def _tile(rows: Tensor) -> tuple[int, int, int]:
+@cache
+def _tile(width: int) -> tuple[int, int, int]:
     """Rows and columns of a tile, and its warps."""
-    block = triton.next_power_of_2(rows.shape[1])
+    block = triton.next_power_of_2(width)
     return max(1, ELEMENTS // block), block, min(16, max(4, block // 1024))
 
 

@@ -1,5 +1,5 @@
 """Hugging Face in three lines: `pagestash.integrations.hf` under a short name."""
 
-from pagestash.integrations.hf import Report, optimize, unwrap, wrap
+from pagestash.integrations.hf import OverCapacity, Report, expert_parallel, optimize, unwrap, wrap
 
-__all__ = ["Report", "optimize", "unwrap", "wrap"]
+__all__ = ["OverCapacity", "Report", "expert_parallel", "optimize", "unwrap", "wrap"]

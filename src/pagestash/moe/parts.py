@@ -14,6 +14,11 @@ from pagestash.moe.projection import Weight
 from pagestash.moe.saving import Half, Saving
 from pagestash.pages.pool import PagePool
 
+ROWS_OF_OTHERS = (
+    "home='recompute' for expert_fc1: its input came from other ranks and cannot be recomputed here; "
+    "use home='stash' or home='offload'"
+)
+
 
 class SelfSaving(nn.Module):
     """A module that sees to its saved tensor itself, where a keeper asks for it.
@@ -93,10 +98,7 @@ class ExpertFC1(ExpertLinear):
     def use_recompute(self, on: bool) -> None:
         """Nothing more than is done anyway; refused where the rows came from other ranks."""
         if on and self.wired:
-            raise ValueError(
-                "home='recompute' for expert_fc1: its input came from other ranks and cannot be recomputed here; "
-                "use home='stash' or home='offload'"
-            )
+            raise ValueError(ROWS_OF_OTHERS)
         super().use_recompute(on)
 
 

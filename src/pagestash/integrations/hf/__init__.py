@@ -1,6 +1,7 @@
 """Hugging Face transformers: our kernels in its models. Import it as `pagestash.hf`.
 
-Importing registers the experts implementation `"pagestash"`, and so imports transformers.
+Importing registers the experts implementation `"pagestash"` and the dispatch of its expert parallelism, and so
+imports transformers. Models with another implementation run as before.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -22,11 +23,14 @@ def _check_installed() -> None:
 
 _check_installed()
 
-from pagestash.integrations.hf.experts import register  # noqa: E402 (after the check, which says it better)
+from pagestash.integrations.hf import experts as _experts  # noqa: E402 (after the check, which says it better)
+from pagestash.integrations.hf.expert_parallel import OverCapacity, expert_parallel  # noqa: E402
+from pagestash.integrations.hf.expert_parallel import register as _register_dispatch  # noqa: E402
 from pagestash.integrations.hf.optimize import optimize  # noqa: E402
 from pagestash.integrations.hf.report import Report  # noqa: E402
 from pagestash.integrations.hf.trainer import unwrap, wrap  # noqa: E402
 
-register()
+_experts.register()
+_register_dispatch()
 
-__all__ = ["Report", "optimize", "unwrap", "wrap"]
+__all__ = ["OverCapacity", "Report", "expert_parallel", "optimize", "unwrap", "wrap"]

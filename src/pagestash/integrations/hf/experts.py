@@ -28,13 +28,16 @@ from pagestash.kernels.moe.activations import ACTIVATIONS, ActivationName
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.experts import Experts
 from pagestash.moe.ops import gated
-from pagestash.moe.parts import MoEAct
+from pagestash.moe.parts import ROWS_OF_OTHERS, MoEAct
 from pagestash.moe.projection import Weight
 
 NAME = "pagestash"
 PARTS = ("expert_fc1", "moe_act", "expert_fc2")
 HIDDEN = "_pagestash_experts"
 """The attribute of a module of transformers that has what runs it. It is no child: it has no name of its own."""
+
+AROUND = ("transformers.distributed.", "pagestash.integrations.hf.expert_parallel")
+"""Whose forwards, on a module of experts, do what expert parallelism needs around the module's own."""
 
 
 def register() -> None:
@@ -59,8 +62,7 @@ def experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """What transformers calls in the place of `self.forward`."""
-    # Without gradients, too, where adapters leave their update to the block.
-    runs = _runs(self) if torch.is_grad_enabled() or self.__dict__.get(UPDATES) else None
+    runs = runs_now(self)
     if runs is None:
         if torch.is_grad_enabled():
             _say_once(self)
@@ -77,7 +79,13 @@ def experts_forward(
         return runs(x.contiguous(), top_k_weights.float().contiguous(), top_k_index).to(dtype)
 
 
-def _runs(module: Any) -> Experts | None:
+def runs_now(module: nn.Module) -> Experts | None:
+    """What runs `module` in a call; None where transformers' grouped_mm does."""
+    # Without gradients, too, where adapters leave their update to the block.
+    return runs_of(module) if torch.is_grad_enabled() or module.__dict__.get(UPDATES) else None
+
+
+def runs_of(module: Any) -> Experts | None:
     """What runs `module`, made where it is met first; None where our block cannot."""
     if HIDDEN not in module.__dict__:
         found = activation_of(module)
@@ -117,6 +125,12 @@ class ExpertWeights(MoEAct):
         super().__init__()
         self._owner = (owner,)  # in a tuple, where it is no child
         self._name = name
+
+    def use_recompute(self, on: bool) -> None:
+        """Nothing more than is done anyway; refused where the rows came from other ranks."""
+        if on and self._name == "gate_up_proj" and hasattr(self._owner[0].__dict__.get("forward"), "wired"):
+            raise ValueError(ROWS_OF_OTHERS)
+        super().use_recompute(on)
 
     def forward(self) -> Weight:
         owner: Any = self._owner[0]
@@ -187,6 +201,9 @@ def taken(module: nn.Module) -> str | None:
     kind = type(module)
     if not is_experts(module) and not (is_liger(kind) and kind.__name__.endswith("Experts")):
         return None
+    put_by = getattr(module.__dict__.get("forward"), "__module__", None) or ""
+    if put_by.startswith(AROUND) and not is_liger(kind):
+        return None
     why = patched_already(module)
     if why is not None and why.startswith("Liger"):
         why += (
@@ -214,7 +231,7 @@ def name_experts(model: Any, modules: list[tuple[str, nn.Module]], report: Repor
         elif getattr(getattr(module, "down_proj", None), "ndim", 3) != 3:
             why = "FSDP has flattened its weights; call optimize(model) before the model is wrapped"
             report.leave("experts", name, module, why)
-        elif _runs(module) is None:
+        elif runs_of(module) is None:
             report.leave("experts", name, module, activation_of(module))
         elif hasattr(module, PARTS[0]):
             report.leave("experts", name, module, "optimised already")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagestash.integrations.hf.experts import NAME, _runs, implementation, is_experts
+from pagestash.integrations.hf.experts import NAME, implementation, is_experts, runs_of
 from pagestash.integrations.hf.report import Report
 from pagestash.integrations.hf.weights import UPDATES
 from pagestash.moe.projection import LowRank
@@ -38,7 +38,7 @@ def take_adapters(modules: list[tuple[str, nn.Module]], report: Report) -> None:
             report.leave("lora", name, wrapper, why)
             continue
         setattr(wrapper, HOOK, MethodType(_activate_lora, wrapper))
-        runs = _runs(_experts_of(wrapper))
+        runs = runs_of(_experts_of(wrapper))
         for asked in ASKED:
             setattr(wrapper, asked, getattr(runs, asked))
         report.on_undo(partial(_give_back, wrapper))
@@ -68,7 +68,7 @@ def _refusal(wrapper: Any) -> str | None:
     experts = _experts_of(wrapper)
     if implementation(experts) != NAME:
         return f"experts_implementation is {implementation(experts)!r}"
-    if _runs(experts) is None:
+    if runs_of(experts) is None:
         return f"{type(experts).__name__} runs by transformers' grouped_mm"
     if wrapper.parameter_name not in ("gate_up_proj", "down_proj"):
         return f"{wrapper.parameter_name} is no projection"

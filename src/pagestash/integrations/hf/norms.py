@@ -65,7 +65,8 @@ def _norm(eps: float, offset: float, early: bool) -> tuple[Callable[..., torch.T
 
 def _form(module: nn.Module, eps: float) -> str | None:
     """The form that `module` computes, found by running it on the CPU; None if it is none of them."""
-    probe = type(module).__new__(type(module))
+    # (A class that FSDP2 has made has a `__new__` that runs `__init__`.)
+    probe: Any = object.__new__(type(module))
     nn.Module.__init__(probe)
     children = ("_parameters", "_buffers", "_modules")
     probe.__dict__.update({key: value for key, value in module.__dict__.items() if key not in children})

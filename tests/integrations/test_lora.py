@@ -248,6 +248,36 @@ def test_adapters_trained_with_ours_give_plain_peft_the_same_logits(tmp_path):
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_a_trainer_gives_pefts_losses_under_a_policy(tmp_path):
+    """With accumulation and an evaluation in between; the adapters that it saves are plain PEFT's."""
+    transformers = pytest.importorskip("transformers")
+    rows = [torch.randint(3, 96, (11,), generator=torch.Generator().manual_seed(seed)) for seed in range(12)]
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    rules = [ps.Rule("**.moe_act", "stash", min_bytes=0), ps.Rule("**.self_attn", "offload", min_bytes=0)]
+    logs = []
+    for name, model in (("plain", lora(experts="eager")), ("kept", optimised())):
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path / name), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2,
+            gradient_accumulation_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=2,
+            save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:4])
+        if name == "kept":
+            pagestash.hf.wrap(trainer, ps.Policy(rules=rules))
+        trainer.train()
+        logs.append([each.get("loss", each.get("eval_loss")) for each in trainer.state.log_history[:-1]])
+        trainer.save_model(str(tmp_path / name))
+    assert logs[1] == pytest.approx(logs[0], rel=1e-3)
+    assert len(logs[0]) == 5
+    loaded = [
+        peft.PeftModel.from_pretrained(tiny("Qwen3-MoE"), tmp_path / name).eval()
+        for name in ("plain", "kept")
+    ]
+    with torch.no_grad():
+        wanted, got = (each(**batch()).logits for each in loaded)
+    assert error(got, wanted) < 1e-3
+
+
 def test_several_adapters_at_once_are_summed():
     models = [make(experts=kind) for make, kind in ((lora, "eager"), (optimised, "pagestash"))]
     for model in models:

@@ -32,7 +32,8 @@ test: $(VENV)/.test
 	$(PYTEST) -m "not gpu and not slow"
 
 # transformers' own tests of its MoE models, unmodified, with our experts; SRC is a checkout of it, and their test
-# requirements (parameterized, pytest-xdist; torchvision for gemma4) must be installed.
+# requirements (parameterized, pytest-xdist; torchvision for gemma4) must be installed. With EVERY_CALL=1 in the
+# environment our block runs without gradients, too.
 HF_MODELS ?= qwen3_moe mixtral olmoe deepseek_v3 gpt_oss gemma4 glm4_moe minimax
 HF_TESTS ?= eager_matches_batched_and_grouped or training or gradient_checkpointing or overfit
 hf-tests: $(VENV)/.test

@@ -3,10 +3,13 @@
     make hf-tests SRC=<a checkout of transformers>
 
 Their tests compare `grouped_mm` with eager, train with it and checkpoint it, by name; they run unmodified. At the
-end it says for each model how often our block ran and how often it handed over. If our block never ran, the run
-fails: tests that never came to it are not taken for passed ones.
+end the plugin says for each model how often our block ran and how often our function handed over. If our block
+never ran, the run fails: tests that never came to it are not taken for passed ones.
+
+Without gradients our function hands over to theirs. With EVERY_CALL=1 in the environment our block runs there, too.
 """
 
+import os
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -18,21 +21,25 @@ import transformers.integrations.moe as registry
 from pagestash.integrations.hf import experts
 
 OURS = "by our block"
+HANDED_OVER = {False: "handed over without gradients", True: "handed over with gradients"}
+EVERY_CALL = os.environ.get("EVERY_CALL") == "1"
 calls: dict[str, Counter[str]] = defaultdict(Counter)
 """How experts were run, by the folder of the test file."""
 theirs = registry.grouped_mm_experts_forward
-at: dict[str, Any] = {"model": "", "handed over": None}
+at: dict[str, Any] = {"model": "", "how": OURS}
 
 
 def experts_forward(self: Any, *arguments: Any) -> Any:
-    at["handed over"] = None
-    result = experts.experts_forward(self, *arguments)
-    calls[at["model"]][at["handed over"] or OURS] += 1
-    return result
+    at["how"] = OURS
+    grad = torch.is_grad_enabled()
+    with torch.set_grad_enabled(grad or (EVERY_CALL and not torch.is_inference_mode_enabled())):
+        result = experts.experts_forward(self, *arguments)
+    calls[at["model"]][at["how"]] += 1
+    return result if grad else result.detach()
 
 
 def counted(self: Any, *arguments: Any) -> Any:
-    at["handed over"] = f"handed over {'with' if torch.is_grad_enabled() else 'without'} gradients"
+    at["how"] = HANDED_OVER[torch.is_grad_enabled()]
     return theirs(self, *arguments)
 
 
@@ -62,7 +69,4 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def _said(found: Counter[str]) -> str:
-    return ", ".join(
-        f"{found[how]:,} {how}"
-        for how in (OURS, "handed over without gradients", "handed over with gradients")
-    )
+    return ", ".join(f"{found[how]:,} {how}" for how in (OURS, *HANDED_OVER.values()))

@@ -1,10 +1,11 @@
 """Fine-tune a Mixture-of-Experts model of transformers with its own Trainer, under a policy.
 
     python examples/hf_finetune.py                                      # a tiny random model, on a CPU or a GPU
-    python examples/hf_finetune.py --model Qwen/Qwen3-30B-A3B --text book.txt --sequence 4096
+    python examples/hf_finetune.py --model Qwen/Qwen3-30B-A3B --lora 16 --text book.txt --sequence 4096
 
 Trains twice from the same weights, the trainer alone and under the policy, and compares losses and bytes. A model
-that was named trains once, under the policy.
+that was named trains once, under the policy. `--lora` trains adapters of that rank on attention and experts: the
+weights, gradients and moments of all of Qwen3-30B-A3B do not fit into one GPU. PEFT must be installed for it.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import pagestash.hf
 POLICY = Path(__file__).with_name("huggingface.toml")
 
 
-def load(name: str | None) -> transformers.PreTrainedModel:
+def load(name: str | None, rank: int | None) -> torch.nn.Module:
     """The model, whose experts run by our block and the rest by our kernels as far as it can."""
     if name is not None:
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -34,6 +35,15 @@ def load(name: str | None) -> transformers.PreTrainedModel:
         )  # fmt: skip
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="pagestash")
+    if rank is not None:
+        import peft
+
+        adapters = peft.LoraConfig(
+            r=rank,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        )
+        model = peft.get_peft_model(model, adapters)
     print(pagestash.hf.optimize(model))
     return model
 
@@ -53,7 +63,7 @@ def tokens(model: str | None, text: str | None, sequence: int) -> list[dict[str,
 
 
 def train(policy: ps.Policy, arguments: argparse.Namespace) -> tuple[list[float], ps.Keeper]:
-    model = load(arguments.model)
+    model = load(arguments.model, arguments.lora)
     with tempfile.TemporaryDirectory() as folder:
         settings = transformers.TrainingArguments(
             output_dir=arguments.out or folder,
@@ -64,7 +74,7 @@ def train(policy: ps.Policy, arguments: argparse.Namespace) -> tuple[list[float]
             logging_steps=1,
             save_strategy="no",
             report_to=[],
-            disable_tqdm=True,
+            disable_tqdm=False,  # a bar of steps, and each step's loss
             bf16=arguments.model is not None,
         )
         data = tokens(arguments.model, arguments.text, arguments.sequence)
@@ -79,6 +89,9 @@ def train(policy: ps.Policy, arguments: argparse.Namespace) -> tuple[list[float]
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a model of the hub or a folder; without it, a tiny random one")
+    parser.add_argument(
+        "--lora", type=int, metavar="RANK", help="train adapters of this rank, not the weights"
+    )
     parser.add_argument("--text", help="a text file to train on; without it, random tokens")
     parser.add_argument("--policy", default=str(POLICY))
     parser.add_argument("--sequence", type=int, default=256)

@@ -60,10 +60,11 @@ def test_offload_by_profile_moves_bytes_and_changes_no_loss(run):
     assert numbers(host) > [0]
 
 
-def test_hf_finetune_gives_the_losses_of_the_trainer_alone(run):
+@pytest.mark.parametrize("adapters", [[], ["--lora", 2]], ids=["weights", "adapters"])
+def test_hf_finetune_gives_the_losses_of_the_trainer_alone(run, adapters):
     pytest.importorskip("transformers", minversion="5.7")
-    pytest.importorskip("accelerate")
-    printed = run("hf_finetune", "--steps", 2, "--sequence", 32)
+    pytest.importorskip("peft")
+    printed = run("hf_finetune", "--steps", 2, "--sequence", 32, *adapters)
     assert "losses equal to those of the trainer alone: True" in printed
     assert any(line.startswith("recompute: ") and numbers(line) > [0] for line in printed)
 

@@ -3,7 +3,10 @@
 import contextlib
 import io
 import re
+import sys
 import tomllib
+import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -166,33 +169,67 @@ def test_pipeline():
     assert names["rows"].untyped_storage().size() == names["sent"].untyped_storage().size() == 0
 
 
-def test_huggingface():
+def test_huggingface(monkeypatch):
     transformers = pytest.importorskip("transformers", minversion="5.7")
-    pytest.importorskip("accelerate")
-    pytest.importorskip("peft")
+    for needed in ("accelerate", "peft"):
+        pytest.importorskip(needed)
+    trl = pytest.importorskip("trl")
+    monkeypatch.setattr(trl, "SFTConfig", partial(trl.SFTConfig, use_cpu=True))  # bf16 wants that said
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+
     config = transformers.Qwen3MoeConfig(**TINY_QWEN)
     transformers.Qwen3MoeForCausalLM(config).save_pretrained("tiny")
     (_, policy), *_ = blocks("docs/huggingface.md", "toml")
     Path("policy.toml").write_text(policy)
     rows = [torch.randint(0, 64, (8,)) for _ in range(8)]
     batch = {"input_ids": rows[0][None], "labels": rows[0][None]}
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(64)}, unk_token="0"))
     names = {
         "name": "tiny",
         "data": [{"input_ids": row, "labels": row} for row in rows],
+        "dataset": Dataset.from_list([{"input_ids": row.tolist()} for row in rows]),
+        "tokenizer": transformers.PreTrainedTokenizerFast(
+            tokenizer_object=words, pad_token="0", eos_token="1"
+        ),
         "batches": [batch] * 2,
     }
+    axolotl = types.ModuleType("axolotl.integrations.base")  # not installed; its classes of hooks
+    axolotl.BasePlugin = object
+    for name in ("axolotl", "axolotl.integrations", axolotl.__name__):
+        monkeypatch.setitem(sys.modules, name, axolotl)
+    monkeypatch.setattr(transformers.Trainer, "train", transformers.Trainer.train)  # one block writes over it
+    seen = []
 
     def begin(number, names):
-        if number == 2:
-            pagestash = names["pagestash"]
-            pagestash.hf.unwrap(names["trainer"], names["keeper"])
+        if number in (2, 3):
+            seen.append(names["keeper"].stats().homes["recompute"].peak)
+            names["pagestash"].hf.unwrap(names["trainer"], names["keeper"])
 
     printed, names = run("docs/huggingface.md", names, begin)
     assert printed[0].split() == next(blocks("docs/huggingface.md", "text"))[1].split()
-    assert int(printed[1].splitlines()[-1]) > 0
+    assert all(seen)
     assert names["keeper"].stats().homes["recompute"].peak > 0
     assert {each.part for each in names["report"].replaced} == {"lora"}
     assert names["model"](**batch).loss.isfinite()
+
+    plugin = names["Pagestash"]()
+    for way in ("axolotl", "Trainer.train"):
+        model = transformers.AutoModelForCausalLM.from_pretrained("tiny", experts_implementation="pagestash")
+        settings = transformers.TrainingArguments(
+            output_dir="out", max_steps=1, report_to=[], disable_tqdm=True
+        )
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            if way == "axolotl":
+                plugin.post_model_load(None, model)
+            trainer = transformers.Trainer(model=model, args=settings, train_dataset=names["data"])
+            if way == "axolotl":
+                plugin.post_trainer_create(None, trainer)
+                names["train"](trainer)
+            else:
+                trainer.train()
+        assert "Qwen3MoeExperts: the expert block" in out.getvalue()
+        assert "training_step" in trainer.__dict__
 
 
 TINY_QWEN = {

@@ -43,7 +43,7 @@ def test_loss_logits_and_gradients_are_the_models_own(family):
         logits = model.eval()(**batch()).logits
     torch.testing.assert_close(logits, wanted.logits, rtol=1e-5, atol=1e-5)
     parts = {each.part for each in report.replaced}
-    assert parts == {"attention", "norm", *(() if family == "Gemma4" else ("rope", "head"))}
+    assert parts == {"router", "attention", "norm", *(() if family == "Gemma4" else ("rope", "head"))}
 
 
 @pytest.mark.parametrize("family", ["Qwen3-MoE", "gpt-oss"])
@@ -55,6 +55,31 @@ def test_bf16_differs_by_a_rounding_step(family):
         got = model(**batch(), skip_logits=False)
     torch.testing.assert_close(got.logits, wanted.logits, rtol=2**-6, atol=2**-6)
     torch.testing.assert_close(got.loss, wanted.loss, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "DeepSeek-V3", "gpt-oss"])
+def test_a_router_runs_once_where_its_layer_is_recomputed(family):
+    policy = ps.Policy([ps.Rule("model.layers.*", "recompute", min_bytes=0)])
+    calls, found = {}, {}
+    for optimized in (False, True):
+        model = tiny(family, experts="pagestash")
+        if optimized:
+            pagestash.hf.optimize(model, norm=False, rope=False, attention=False, head=False)
+        kept = ps.Keeper(policy).attach(model)
+        calls[optimized] = 0
+        with pytest.MonkeyPatch.context() as patch:
+            for kind in {type(each) for each in model.modules() if "Router" in type(each).__name__}:
+
+                def counted(self, *args, _theirs=kind.forward, _on=optimized, **options):
+                    calls[_on] += 1
+                    return _theirs(self, *args, **options)
+
+                patch.setattr(kind, "forward", counted)
+            with kept.step():
+                found[optimized] = run(model)[1]
+    routers = sum("Router" in type(each).__name__ for each in model.modules())
+    assert calls == {False: 2 * routers, True: routers}
+    assert same(found[True], found[False])
 
 
 def test_undo_gives_back_the_bits_and_the_instances():
@@ -88,7 +113,7 @@ def saved_bytes(model):
 
 def test_a_part_is_left_alone_where_it_is_not_asked_for():
     for part in ("norm", "rope", "attention", "head"):
-        options = {each: each == part for each in ("norm", "rope", "attention", "head")}
+        options = {each: each == part for each in ("experts", "norm", "rope", "attention", "head")}
         report = pagestash.hf.optimize(tiny("OLMoE"), **options)
         assert {each.part for each in report.replaced} == {part}
 

@@ -11,6 +11,7 @@ from pagestash.integrations.hf.lora import take_adapters
 from pagestash.integrations.hf.lora_linear import take_linear_adapters
 from pagestash.integrations.hf.norms import replace_norms
 from pagestash.integrations.hf.report import Report
+from pagestash.integrations.hf.router import route_once
 from pagestash.saved.names import plain_names
 
 
@@ -32,6 +33,7 @@ def optimize(
 
     Experts that run by `experts_implementation="pagestash"` get parts that rules can name: `expert_fc1`,
     `moe_act`, `expert_fc2`. With another implementation they are left as they are, and the report says so.
+    Routers run once, also where a layer is recomputed.
     With LoRA on them (PEFT's `target_parameters`), the sum of weight and update is not formed, and adapters of
     linear layers keep no float32 copy of their input.
     Attention gets a part `core_attn`: what queries, keys and values leave behind.
@@ -50,6 +52,7 @@ def optimize(
     try:
         if experts:
             name_experts(causal, modules, report)
+            route_once(modules, report)
         if lora:
             take_adapters(modules, report)
             take_linear_adapters(modules, report)

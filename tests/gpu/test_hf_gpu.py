@@ -126,6 +126,58 @@ def test_an_optimised_model_is_as_near_to_float32_as_the_plain_one():
     assert error(flat[2], flat[0]) <= 1.1 * error(flat[1], flat[0])
 
 
+LAYOUTS = {
+    "gpt-oss": ("clamp, slope, one more", {"transposed": True, "bias": True, "concatenated": False}),
+    "interleaved": ("clamped", {"concatenated": False}),
+    "privacy filter": ("clamped", {"transposed": True, "bias": True}),
+    "DeepSeek-V4": ("clamp, silu", {}),
+    "exact gelu": ("exact gelu", {}),
+    "Nemotron-H": ("relu2, no gate", {}),
+    "no gate, turned, biases": ("relu2, no gate", {"transposed": True, "bias": True}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("foreign", [False, True])
+def test_experts_of_any_layout_are_as_near_to_float32_as_grouped_mm(layout, foreign):
+    """With ids of other ranks (`foreign`) the tails of all buffers are garbage, which is NaN here."""
+    pytest.importorskip("transformers", minversion="5.7")
+    from support.activations import VARIANTS
+    from support.hf_experts import D, E, experts_of
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    import pagestash.hf  # noqa: F401
+
+    name, how = LAYOUTS[layout]
+    made = {
+        dtype: experts_of(VARIANTS[name], dtype=dtype, **how) for dtype in (torch.float32, torch.bfloat16)
+    }
+    torch.manual_seed(1)
+    tokens = torch.randn(300, D).bfloat16()
+    ids = torch.rand(300, E).argsort(1)[:, :2]
+    ids[torch.rand(ids.shape) < (0.7 if foreign else 0.0)] = E
+    weights, gradient = torch.rand(300, 2).masked_fill(ids == E, 0.0), torch.randn(300, D).bfloat16()
+
+    def run(experts, device, function=None):
+        experts = experts.to(device)
+        experts._is_expert_parallel = True
+        dtype = next(experts.parameters()).dtype
+        x = tokens.to(device, dtype, copy=True).requires_grad_()
+        given = weights.to(device, copy=True).requires_grad_()
+        torch.full((1 << 22,), torch.nan, device=device)  # what the next buffers are made of
+        y = (function or type(experts).forward)(experts, x, ids.to(device), given)
+        inputs = [x, given, *experts.parameters()]
+        return [y, *torch.autograd.grad(y, inputs, gradient.to(device, dtype))]
+
+    exact = run(made[torch.float32], "cpu", grouped_mm_experts_forward)
+    wide = run(made[torch.float32], CUDA)
+    theirs = run(made[torch.bfloat16], CUDA, grouped_mm_experts_forward)
+    got = run(made[torch.bfloat16], CUDA)
+    for one, two, ours, plain in zip(exact, wide, got, theirs):
+        assert error(two.cpu(), one) < 1e-5
+        assert error(ours.cpu(), one) <= 1.2 * error(plain.cpu(), one) + 2**-8
+
+
 def test_a_policy_changes_no_bit_of_an_optimised_model():
     import pagestash as ps
     import pagestash.hf

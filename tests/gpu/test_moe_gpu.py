@@ -12,6 +12,7 @@ from pagestash.kernels.moe import gated as S
 from pagestash.kernels.moe import permute as G
 from pagestash.kernels.moe import route as R
 from pagestash.kernels.moe.accumulate import accumulate_, accumulate_reference
+from pagestash.kernels.moe.activations import ACTIVATIONS
 from pagestash.kernels.moe.grouped import grouped_mm, grouped_mm_reference
 from pagestash.kernels.moe.topk import topk
 from pagestash.kernels.pages.paged import Pages
@@ -65,16 +66,24 @@ def test_rows_move_and_add_up_exactly(width, dtype):
     assert error(got, G.weight_gradient(rows, found.inverse, x, backend="torch")) < 1e-5
 
 
-@pytest.mark.parametrize("activation", VARIANTS)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(
-    ("n", "dtype"), [(768, torch.bfloat16), (1408, torch.bfloat16), (100, torch.float32)]
-)
-@pytest.mark.parametrize("page_bytes", [None, 1024, 65536, 65536 + 16])
+PAGES = (None, 1024, 65536, 65536 + 16)
+WIDE, ODD, NARROW = (768, torch.bfloat16), (1408, torch.bfloat16), (100, torch.float32)
+BY_NAME = [
+    (name, False, *size, page) for name in ACTIVATIONS for size in (WIDE, ODD, NARROW) for page in PAGES
+]
+"""Activation, interleaved, an expert's width, dtype, bytes of a page."""
+OTHERS = [
+    (name, interleaved, *size, page)
+    for name, activation in VARIANTS.items()
+    for interleaved in (False, True)
+    if (interleaved and activation.gated) or (not interleaved and name not in ACTIVATIONS)
+    for size, page in ((WIDE, None), (ODD, 65536), (NARROW, None))
+]
+
+
+@pytest.mark.parametrize(("activation", "interleaved", "n", "dtype", "page_bytes"), [*BY_NAME, *OTHERS])
 def test_the_activation_is_that_of_float64(activation, interleaved, n, dtype, page_bytes):
     activation = VARIANTS[activation]
-    if interleaved and not activation.gated:
-        pytest.skip("nothing to interleave")
     capacity, count, experts = 1000, 777, 9
     width = activation.parts * n
     h = (3 * torch.randn(capacity, width, device=CUDA)).to(dtype)

@@ -5,13 +5,11 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.7")
 
 from support.compare import error, same  # noqa: E402
-from tiny import FAMILIES, batch, gradients, tiny  # noqa: E402
-from transformers.integrations.moe import use_experts_implementation  # noqa: E402
+from tiny import FAMILIES, NEWER, batch, gradients, tiny  # noqa: E402
 
 import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
@@ -32,7 +30,7 @@ def run(model):
     return output, gradients(model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *NEWER])
 def test_logits_loss_and_gradients_are_those_of_eager(family):
     wanted, wanted_gradients = run(tiny(family))
     model = tiny(family, experts="pagestash")
@@ -47,7 +45,7 @@ def test_logits_loss_and_gradients_are_those_of_eager(family):
         torch.testing.assert_close(found[name], wanted_gradients[name], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *NEWER])
 def test_bf16_is_as_near_to_float32_as_grouped_mm_is(family):
     exact, exact_gradients = run(tiny(family))
     theirs, their_gradients = run(tiny(family, experts="grouped_mm", dtype=torch.bfloat16))
@@ -113,6 +111,25 @@ def test_a_policy_changes_no_bit(policy, optimised):
     assert same(run(model)[1], wanted[1])
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, *NEWER])
+def test_stashed_and_offloaded_experts_change_no_bit(family):
+    model = tiny(family, experts="pagestash")
+    pagestash.hf.optimize(model)
+    wanted = run(model)
+    rules = [
+        ps.Rule("**.moe_act", "stash", min_bytes=0),
+        ps.Rule("model.layers.*", "offload", min_bytes=0, prefetch_bytes=0),
+    ]
+    keeper = ps.Keeper(ps.Policy(rules=rules)).attach(model)
+    for _ in range(2):
+        with keeper.step():
+            got = run(model)
+        assert same((got[0].logits, got[0].loss, got[1]), (wanted[0].logits, wanted[0].loss, wanted[1]))
+    stats = keeper.stats()
+    assert stats.homes["stash"].peak > 0
+    assert stats.homes["offload"].peak > 0
+
+
 def test_the_parts_go_where_their_rules_send_them():
     model = tiny("Mixtral", experts="pagestash")
     pagestash.hf.optimize(model)
@@ -143,24 +160,6 @@ def test_saved_are_the_tokens_and_the_first_projection():
     assert large == 2 * tokens * width + 4 * tokens * choices * inner
 
 
-def test_ids_of_other_ranks_cost_no_row():
-    model = tiny("Qwen3-MoE", experts="pagestash")
-    experts = model.model.layers[0].mlp.experts
-    x = torch.randn(6, 32, requires_grad=True)
-    ids = torch.tensor([[0, 4], [4, 4], [3, 1], [4, 2], [1, 4], [4, 4]])
-    weights = torch.rand(6, 2).masked_fill(ids == 4, 0.0).requires_grad_()
-    got = experts(x, ids, weights)
-    wanted = ours.grouped_mm_experts_forward(experts, x, ids, weights)
-    torch.testing.assert_close(got, wanted)
-    gradient = torch.randn_like(got)
-    inputs = [x, weights, *experts.parameters()]
-    for a, b in zip(
-        torch.autograd.grad(got, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient)
-    ):
-        torch.testing.assert_close(a, b)
-    assert experts.__dict__[ours.HIDDEN][0]._route(ids, None).rows == 5
-
-
 def test_without_gradients_transformers_runs_its_own(monkeypatch):
     model = tiny("Qwen3-MoE", experts="pagestash")
     monkeypatch.setattr(ours, "runs_of", lambda module: pytest.fail("our block was asked for"))
@@ -179,114 +178,6 @@ def test_autocast_runs_the_experts_in_its_dtype():
     got.loss.backward()
     torch.testing.assert_close(got.loss, wanted.loss, rtol=2**-6, atol=0)
     assert all(value.dtype == torch.float32 for value in gradients(model).values())
-
-
-# --- layouts ---
-
-
-@use_experts_implementation(is_transposed=True, has_bias=True)
-class Turned(nn.Module):
-    """As transformers' privacy filter has them: [E, d, 2n], [E, n, d], biases, a clamp and one more."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.num_experts, self.limit, self.alpha = 4, 7.0, 1.702
-        self.gate_up_proj = nn.Parameter(torch.randn(4, 32, 32))
-        self.gate_up_proj_bias = nn.Parameter(torch.randn(4, 32))
-        self.down_proj = nn.Parameter(torch.randn(4, 16, 32))
-        self.down_proj_bias = nn.Parameter(torch.randn(4, 32))
-
-    def _apply_gate(self, gate_up):
-        gate, up = gate_up.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
-        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        raise AssertionError("the registry has another")
-
-
-def config(name="pagestash"):
-    made = transformers.Qwen3MoeConfig()
-    made._experts_implementation = name
-    return made
-
-
-def test_turned_weights_with_biases_run_without_a_copy():
-    torch.manual_seed(0)
-    experts = Turned(config())
-    x = torch.randn(9, 32, requires_grad=True)
-    ids, weights = torch.rand(9, 4).argsort(1)[:, :2], torch.rand(9, 2, requires_grad=True)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        got = experts(x, ids, weights)
-    wanted = ours.grouped_mm_experts_forward(experts, x, ids, weights)
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
-    gradient = torch.randn_like(got)
-    inputs = [x, weights, *experts.parameters()]
-    for a, b in zip(
-        torch.autograd.grad(got, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient)
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
-    held = {parameter.untyped_storage().data_ptr() for parameter in experts.parameters()}
-    copies = [each for each in saved if each.ndim == 3 and each.untyped_storage().data_ptr() not in held]
-    assert copies == []
-
-
-@pytest.mark.parametrize("home", ["stash", "offload", "recompute"])
-def test_interleaved_gates_go_where_their_rules_send_them(home):
-    model = tiny("gpt-oss", experts="pagestash")
-    pagestash.hf.optimize(model)
-    wanted = run(model)
-    keeper = ps.Keeper(ps.Policy(rules=[ps.Rule("**.moe_act", home, min_bytes=0)])).attach(model)
-    for _ in range(3):
-        with keeper.step():
-            got = run(model)
-        assert same((got[0].loss, got[1]), (wanted[0].loss, wanted[1]))
-
-
-def test_interleaved_weights_are_saved_without_a_copy():
-    experts = tiny("gpt-oss", experts="pagestash").model.layers[0].mlp.experts
-    x, ids = torch.randn(9, 32, requires_grad=True), torch.rand(9, 4).argsort(1)[:, :2]
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        experts(x, ids, torch.rand(9, 2))
-    held = {parameter.untyped_storage().data_ptr() for parameter in experts.parameters()}
-    copies = [each for each in saved if each.ndim == 3 and each.untyped_storage().data_ptr() not in held]
-    assert copies == []
-
-
-class Odd(Turned):
-    def _apply_gate(self, gate_up):
-        return super()._apply_gate(gate_up) * 2
-
-
-def test_what_the_block_cannot_run_is_said_once_by_name_and_runs():
-    experts = Odd(config())
-    ours._said.discard(Odd)
-    arguments = torch.randn(5, 32), torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1)
-    with pytest.warns(UserWarning, match=r"runs Odd by transformers' grouped_mm: its activation is none of"):
-        got = experts(*arguments)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Odd(config())(*arguments)
-    assert same(got, ours.grouped_mm_experts_forward(experts, *arguments))
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"has_gate": False}, "it has no gate"),
-        ({"is_concatenated": False}, "its activation is none of"),
-        ({"has_post_expert_norm": True}, "a norm after its experts"),
-        ({"gate_up_proj": nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)}, "quantised"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_why_a_layout_is_left(change, why):
-    experts = Turned(config())
-    for name, value in change.items():
-        setattr(experts, name, value)
-    assert why in ours.activation_of(experts)
 
 
 # --- reports ---
@@ -333,15 +224,6 @@ def test_a_copy_has_experts_of_its_own():
         for parameter in model.parameters():
             parameter.zero_()
     assert same(run(copied)[1], wanted)
-
-
-def test_experts_that_were_divided_after_the_first_forward_are_refused():
-    experts = Turned(config())
-    arguments = torch.randn(5, 32), torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1)
-    experts(*arguments)
-    experts.num_experts = 2
-    with pytest.raises(RuntimeError, match="Turned has 2 experts, and had 4 when it ran first"):
-        experts(*arguments)
 
 
 def test_attaching_says_that_no_module_asks_for_the_implementation():

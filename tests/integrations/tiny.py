@@ -61,15 +61,77 @@ FAMILIES = {
     ),
 }
 
+INDEXED = {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 2}
+NEWER = {
+    "DeepSeek-V4": (
+        "DeepseekV4",
+        {
+            **ROUTED,
+            **INDEXED,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "q_lora_rank": 16,
+            "o_groups": 2,
+            "o_lora_rank": 8,
+            "hc_mult": 2,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention"] * 2,
+            "mlp_layer_types": ["moe"] * 2,
+            "swiglu_limit": 0.2,
+        },
+    ),
+    "HY-V4": (
+        "HYV4",
+        {**ROUTED, **LATENT, **INDEXED, "hc_mult": 2, "swiglu_limit": 0.2, "mlp_layer_types": ["sparse"] * 2},
+    ),
+    "MiniMax-M3": (
+        "MiniMaxM3VLText",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 16,
+            "dense_intermediate_size": 48,
+            "shared_intermediate_size": 16,
+            "head_dim": 8,
+            "rotary_dim": 4,
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 0.2,
+        },
+    ),
+    "Nemotron-H": (
+        "NemotronH",
+        {
+            **ROUTED,
+            "head_dim": 8,
+            "layers_block_type": ["attention", "moe"],
+            "moe_shared_expert_intermediate_size": 16,
+            "n_groups": 1,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "use_mamba_kernels": False,
+        },
+    ),
+}
+NEWER |= {
+    "exact gelu": ("Qwen3Moe", {**FAMILIES["Qwen3-MoE"][1], "hidden_act": "gelu"}),
+    "gpt-oss, other limits": FAMILIES["gpt-oss"],
+}
+NEWER = {family: made for family, made in NEWER.items() if hasattr(transformers, f"{made[0]}Config")}
+"""Families whose activation has limits that are met, or no gate. Not all versions of transformers have them."""
+
 
 def tiny(family, *, experts="eager", attention="eager", dtype=torch.float32, **changes):
     """A model of `family`, the same weights each time."""
-    name, options = FAMILIES[family]
+    name, options = {**FAMILIES, **NEWER}[family]
     config = getattr(transformers, f"{name}Config")(**{**SMALL, **options, **changes})
     config._attn_implementation, config._experts_implementation = attention, experts
     torch.manual_seed(0)
-    kind = {"Gemma4Text": "Gemma4"}.get(name, name)
+    kind = name.removesuffix("Text")
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    for module in model.modules():
+        if family == "gpt-oss, other limits" and hasattr(module, "limit"):  # its config has none before 5.22
+            module.alpha, module.limit = 1.3, 0.2
     with torch.no_grad():
         for parameter in model.parameters():  # routers and biases start as zeros, norms as ones
             parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.ndim > 1 else 0.5))

@@ -120,6 +120,17 @@ def test_an_expert_chosen_twice_counts_twice():
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("both")
+def test_ids_and_weights_may_be_columns_of_a_wider_tensor():
+    torch.manual_seed(0)
+    moe = MoE(config(bias=True))
+    moe.expert_fc2.bias.data.normal_()
+    x, wide_weights, wide_ids = torch.randn(T, D), torch.rand(T, E), torch.rand(T, E).argsort(1)
+    weights, ids = wide_weights[:, :K], wide_ids[:, :K]
+    got, wanted = moe.experts(x, weights, ids), moe.experts(x, weights.contiguous(), ids.contiguous())
+    assert torch.equal(got, wanted)
+
+
 @pytest.mark.usefixtures("reference")
 def test_experts_without_rows_get_zero_gradients():
     moe = MoE(config(top_k=1))

@@ -119,6 +119,8 @@ def routed_experts(
     `weights_TK` and `ids_TK` belong to the choices; the ids count from this rank's first expert, and are read for
     the sake of `down`'s bias alone. `expected_rows` is for received rows.
     """
+    # The kernels read both by choice, one after the other.
+    weights_TK, ids_TK = weights_TK.contiguous(), None if ids_TK is None else ids_TK.contiguous()
     capacity = routing.order.numel()
     expected = min(max(expected_rows, 0), capacity) if received else 0
     ends = cut_ends(routing.offsets, expected) if expected else (None, None)

@@ -3,31 +3,31 @@
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="pagestash")
 
 The registry hands each call a module of any model, tokens [T, d], chosen experts [T, K] and their weights [T, K].
-The module's flags say how its weights are laid out, and its `_apply_gate`, tried on random rows, which activation
-it has. What the block cannot run goes to transformers' `grouped_mm`, and a warning says so once for each class;
-without gradients (evaluation, `generate`) all of it does. An id that is no expert's (transformers marks the choices
-of other ranks so) costs no row.
+What the block cannot run (`layouts.py` decides) goes to transformers' `grouped_mm`, and a warning says so once for
+each class; without gradients (evaluation, `generate`) all of it does. An id that is no expert's (transformers marks
+the choices of other ranks so) costs no row.
 
-Saved for backward in bf16: `2·T·d + 4·T·K·n` bytes and indices. Rules can name the module, and in it `expert_fc1`,
-`moe_act` and `expert_fc2`, as in `pagestash.moe`, once `optimize(model)` has put them there.
+Saved for backward in bf16: `2·T·d + 4·T·K·n` bytes and indices; without a gate, `2·T·d + 2·T·K·n`. Rules can name
+the module, and in it `expert_fc1`, `moe_act` and `expert_fc2`, as in `pagestash.moe`, once `optimize(model)` has
+put them there.
 """
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from pagestash.integrations.hf.layouts import activation_of, first_projection
 from pagestash.integrations.hf.report import Report, is_liger, patched_already
-from pagestash.integrations.hf.weights import UPDATES, unreadable, weight_of
-from pagestash.kernels.moe.activations import ACTIVATIONS, ActivationName
+from pagestash.integrations.hf.weights import UPDATES, weight_of
+from pagestash.kernels.moe.activations import Activation
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.experts import Experts
-from pagestash.moe.ops import gated
 from pagestash.moe.parts import ROWS_OF_OTHERS, MoEAct
 from pagestash.moe.projection import Weight
 
@@ -89,7 +89,7 @@ def runs_of(module: Any) -> Experts | None:
     """What runs `module`, made where it is met first; None where our block cannot."""
     if HIDDEN not in module.__dict__:
         found = activation_of(module)
-        module.__dict__[HIDDEN] = _experts(module, found) if found in ACTIVATIONS else (None, ())
+        module.__dict__[HIDDEN] = (None, ()) if isinstance(found, str) else _experts(module, found)
     runs: Experts | None = module.__dict__[HIDDEN][0]
     if runs is not None and runs.config.experts != module.num_experts:
         raise RuntimeError(
@@ -99,8 +99,8 @@ def runs_of(module: Any) -> Experts | None:
     return runs
 
 
-def _experts(module: Any, activation: str) -> tuple[Experts, tuple[nn.Module, ...]]:
-    up, down = ExpertWeights(module, "gate_up_proj"), ExpertWeights(module, "down_proj")
+def _experts(module: Any, activation: Activation) -> tuple[Experts, tuple[nn.Module, ...]]:
+    up, down = ExpertWeights(module, first_projection(module)), ExpertWeights(module, "down_proj")
     with torch.no_grad():
         up_EHD, down_EDN = up().matrices(), down().matrices()
     config = MoEConfig(
@@ -108,7 +108,7 @@ def _experts(module: Any, activation: str) -> tuple[Experts, tuple[nn.Module, ..
         expert_width=down_EDN.shape[2],
         experts=module.num_experts,
         top_k=1,  # of no use here: the router is the model's
-        activation=cast(ActivationName, activation),
+        activation=activation,
         bias=module.has_bias,
     )
     parts: Any = (up, MoEAct(), down)
@@ -128,7 +128,7 @@ class ExpertWeights(MoEAct):
 
     def use_recompute(self, on: bool) -> None:
         """Nothing more than is done anyway; refused where the rows came from other ranks."""
-        if on and self._name == "gate_up_proj" and hasattr(self._owner[0].__dict__.get("forward"), "wired"):
+        if on and self._name != "down_proj" and hasattr(self._owner[0].__dict__.get("forward"), "wired"):
             raise ValueError(ROWS_OF_OTHERS)
         super().use_recompute(on)
 
@@ -138,39 +138,7 @@ class ExpertWeights(MoEAct):
         return weight_of(owner, self._name, bias)
 
 
-# --- which modules our block can run ---
-
-
-def activation_of(module: Any) -> str:
-    """The activation of an experts module that our block can run; else a sentence that says why it cannot."""
-    flags = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
-    if not all(hasattr(module, flag) for flag in flags):
-        return "it is not a module that transformers lets another implementation run"
-    if getattr(module, "has_post_expert_norm", False):
-        return "it has a norm after its experts"
-    if not module.has_gate:
-        return "it has no gate"
-    for name in ("gate_up_proj", "down_proj"):
-        if (kind := unreadable(module, name)) is not None:
-            return f"its weights are quantised ({kind})"
-    found = next((each for each in ACTIVATIONS if _activates(module, each)), None)
-    return found or "its activation is none of " + ", ".join(ACTIVATIONS)
-
-
-def _activates(module: Any, activation: ActivationName) -> bool:
-    """Whether `module` makes of random rows what our kernel makes of them."""
-    generator = torch.Generator().manual_seed(0)
-    rows = 5 * torch.randn(64, 32, generator=generator)  # wide enough to meet a clamp
-    try:
-        with torch.no_grad():
-            got = module._apply_gate(rows)  # noqa: SLF001 (the hook that transformers has for this)
-    except Exception:  # written for other rows
-        return False
-    if not module.is_concatenated:
-        rows = torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
-    wanted = gated(rows, torch.tensor([64]), None, None, activation)
-    return got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-5, atol=1e-5)
-
+# --- what our block cannot run ---
 
 _said: set[type] = set()
 
@@ -232,7 +200,7 @@ def name_experts(model: Any, modules: list[tuple[str, nn.Module]], report: Repor
             why = "FSDP has flattened its weights; call optimize(model) before the model is wrapped"
             report.leave("experts", name, module, why)
         elif runs_of(module) is None:
-            report.leave("experts", name, module, activation_of(module))
+            report.leave("experts", name, module, str(activation_of(module)))
         elif hasattr(module, PARTS[0]):
             report.leave("experts", name, module, "optimised already")
         else:

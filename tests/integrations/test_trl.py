@@ -47,27 +47,27 @@ def data(count=8):
     return datasets.Dataset.from_list([{"input_ids": row.tolist()} for row in rows])
 
 
-def trainer_of(model, tokenizer, folder, **settings):
-    peft_config = settings.pop("peft_config", None)
-    defaults = {
-        "output_dir": str(folder),
-        "max_steps": 2,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_checkpointing": False,  # TRL has it on
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-    }
+DEFAULTS = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "gradient_checkpointing": False,  # TRL has it on
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "bf16": False,
+    "disable_tqdm": True,
+}
+
+
+def trainer_of(model, tokenizer, folder, peft_config=None, **settings):
     return trl.SFTTrainer(
         model=model,
-        args=trl.SFTConfig(**{**defaults, **settings}),
+        args=trl.SFTConfig(**{**DEFAULTS, "output_dir": str(folder), **settings}),
         train_dataset=data(),
         eval_dataset=data(4),
         processing_class=tokenizer,
@@ -90,7 +90,12 @@ def figures(trainer):
 
 def lora():
     peft = pytest.importorskip("peft")
-    return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.LoraConfig(
+        r=2,
+        target_modules=["q_proj", "v_proj"],
+        target_parameters=["mlp.experts.down_proj"],
+        init_lora_weights=False,
+    )
 
 
 @pytest.mark.parametrize("setting", ["plain", "bf16", "lora"])
@@ -100,6 +105,8 @@ def test_losses_and_weights_are_those_of_the_trainer_alone(tmp_path, tokenizer, 
         torch.manual_seed(5)
         more = {"bf16": {"bf16": True}, "lora": {"peft_config": lora()}}.get(setting, {})
         trainer = trainer_of(model_of(), tokenizer, tmp_path / name, **more)
+        if setting == "lora":  # the trainer has put the adapters there
+            assert {each.part for each in pagestash.hf.optimize(trainer.model).replaced} == {"lora"}
         if name == "kept":
             method = trainer.training_step
             keeper = pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
@@ -110,6 +117,38 @@ def test_losses_and_weights_are_those_of_the_trainer_alone(tmp_path, tokenizer, 
     assert runs["kept"][0] == runs["plain"][0]
     assert same(runs["kept"][1], runs["plain"][1])
     assert all(keeper.stats().homes[home].peak for home in ("stash", "recompute"))
+
+
+def test_preferences_beside_a_reference_model(tmp_path, tokenizer):
+    """DPO's step runs the reference without gradients; what that computes is no part of the policy's."""
+
+    def words(seed, count):
+        generator = torch.Generator().manual_seed(seed)
+        return "".join(
+            f" w{number}" for number in torch.randint(3, 96, (count,), generator=generator).tolist()
+        )
+
+    rows = [
+        {"prompt": words(row, 3), "chosen": words(100 + row, 4), "rejected": words(200 + row, 5)}
+        for row in range(4)
+    ]
+    runs = {}
+    for name in ("plain", "kept"):
+        settings = trl.DPOConfig(**{**DEFAULTS, "output_dir": str(tmp_path / name), "eval_strategy": "no"})
+        trainer = trl.DPOTrainer(
+            model=model_of(),
+            ref_model=model_of(),
+            args=settings,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer,
+        )
+        if name == "kept":
+            keeper = pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
+        trainer.train()
+        runs[name] = figures(trainer), trainer.model.state_dict()
+    assert same(runs["kept"][1], runs["plain"][1])
+    assert runs["kept"][0] == runs["plain"][0]
+    assert keeper.stats().homes["stash"].peak
 
 
 def test_a_checkpoint_of_a_wrapped_trainer_goes_on_without_it(tmp_path, tokenizer):

@@ -35,7 +35,7 @@ def test_logits_loss_and_gradients_are_those_of_eager(family):
     wanted, wanted_gradients = run(tiny(family))
     model = tiny(family, experts="pagestash")
     report = pagestash.hf.optimize(model, norm=False, rope=False, attention=False, head=False)
-    assert [each.part for each in report.replaced] in (["experts"], ["experts"] * 2)
+    assert [each.part for each in report.replaced if each.part != "router"] in (["experts"], ["experts"] * 2)
     assert report.left == []
     got, found = run(model)
     torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-5, atol=1e-5)

@@ -103,24 +103,29 @@ class Rank:
     def __init__(self, rank, world, folder):
         self.rank, self.world, self.folder = rank, world, folder
 
-    def load(self, kind, implementation="pagestash", **changes):
+    def load(self, degrees, implementation="pagestash", *, kind=None, folder=None):
+        """A model, divided as `degrees` says, and this rank's batch."""
         from transformers.distributed import DistributedConfig
 
-        if kind == "own":
-            degrees = {"fsdp_size": self.world, "ep_size": self.world}
-        elif kind == "shared" or DISPATCHES:
-            degrees = {"tp_size": self.world, "ep_size": self.world, "tp_plan": {}}
-            degrees |= {"ep_plan": MARKED} if kind == "marked" else {}
+        if degrees == "own":
+            ranks = {"fsdp_size": self.world, "ep_size": self.world}
+        elif degrees == "shared" or DISPATCHES:
+            ranks = {"tp_size": self.world, "ep_size": self.world, "tp_plan": {}}
+            ranks |= {"ep_plan": MARKED} if degrees == "marked" else {}
         else:
-            degrees = {"tp_size": self.world, "enable_expert_parallel": True}
-        model = transformers.Qwen3MoeForCausalLM.from_pretrained(
-            changes.pop("folder", self.folder),
-            experts_implementation=implementation,
-            attn_implementation="eager",
-            dtype=torch.float32,
-            distributed_config=DistributedConfig(**degrees),
-        ).train()
-        return model, batch_of(self.rank) if kind == "own" else batch(**BATCH)
+            ranks = {"tp_size": self.world, "enable_expert_parallel": True}
+        model = (
+            (kind or transformers.Qwen3MoeForCausalLM)
+            .from_pretrained(
+                folder or self.folder,
+                experts_implementation=implementation,
+                attn_implementation="eager",
+                dtype=torch.float32,
+                distributed_config=DistributedConfig(**ranks),
+            )
+            .train()
+        )
+        return model, batch_of(self.rank) if degrees == "own" else batch(**BATCH)
 
     def case(self, name):
         model, given = self.load("shared")
@@ -144,14 +149,22 @@ class Rank:
             assert Counter(each.part for each in report.replaced)["norm"] == 9
         return whole(run(model, given))
 
+    def biases(self):
+        """gpt-oss: gates and linear parts in turns, transposed weights, biases."""
+        model, given = self.load(
+            "shared", kind=transformers.GptOssForCausalLM, folder=f"{self.folder}/gpt-oss"
+        )
+        pagestash.hf.expert_parallel(model, max_tokens=TOKENS)
+        return whole(run(model, given))
+
     def rows(self, model):
         """What the first layer's experts got in a gradient of theirs: whether there were any rows."""
         gradient = model.model.layers[0].mlp.experts.gate_up_proj.grad
         return gradient._local_tensor.any()
 
-    def policies(self, kind, room=None):
+    def policies(self, room=None):
         """Local gradients without a policy and with each."""
-        model, given = self.load(kind)
+        model, given = self.load("shared")
         if room is not None:
             pagestash.hf.expert_parallel(model, **room)
         pagestash.hf.optimize(model)
@@ -302,9 +315,9 @@ def work(number, folder):
                     found[name] = me.case(name)
                 for room in ("exact", "padded", "transformers"):
                     found["own", room] = me.own(room)
-                found["policies"] = me.policies("shared", {"max_tokens": TOKENS})
-                found["policies exact"] = me.policies("shared")
-                for name in ("short", "other_implementation", "without_gradients", "refused"):
+                found["policies"] = me.policies({"max_tokens": TOKENS})
+                found["policies exact"] = me.policies()
+                for name in ("short", "other_implementation", "without_gradients", "refused", "biases"):
                     found[name] = getattr(me, name)()
                 found["steps"] = me.steps()
                 found["steps short"] = me.steps(pair_capacity=3)
@@ -319,6 +332,7 @@ def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("ranks")
     reference().save_pretrained(made / "model")
     tiny(FAMILY, **WIDE).save_pretrained(made / "model" / "wide")
+    tiny("gpt-oss").save_pretrained(made / "model" / "gpt-oss")
     start_ranks(work, (str(made),), max(WORLDS))
     return made
 
@@ -364,6 +378,13 @@ def test_where_each_rank_has_a_batch_of_its_own_gradients_are_their_mean(ranks, 
         check(got, wanted | {"loss": own["loss"]})
         for name in wanted:
             assert error(got[name] / got[name].norm(), mean[name] / mean[name].norm()) < 2e-6, name
+
+
+@dispatched
+def test_biases_and_gates_in_turns_give_what_one_process_gives(ranks):
+    wanted = run(tiny("gpt-oss"), batch(**BATCH))
+    for rank in ranks:
+        check(rank["biases"], wanted)
 
 
 def test_marked_choices_of_other_ranks_give_what_one_process_gives(ranks):

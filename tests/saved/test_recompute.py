@@ -5,6 +5,7 @@ import torch
 from recomputed import MLP, ROWS, WIDTH, Batch, Counted, Norm, Square, X, empty, keep, step
 from support import same
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import pagestash as ps
 from pagestash.saved.storage import checksum
@@ -26,6 +27,19 @@ def test_losses_and_gradients_are_the_same_to_the_last_bit(dropout):
         assert same(step(model, X, keeper), plain)
         assert [layer.forwards for layer in model] == [2 * number, number, 2 * number]
     assert empty(keeper)
+
+
+def test_the_inputs_of_a_region_die_when_its_backward_is_over():
+    """Not at the end of the step, though a later region saved the output that they were held for."""
+    model = nn.Sequential(Square(), MLP(), Square())
+    keeper = keep(model, "1")
+    inputs = []
+    model[1].register_forward_hook(
+        lambda module, args, out: inputs.append(StorageWeakRef(args[0].untyped_storage()))
+    )
+    with keeper.step():
+        model(X.clone().requires_grad_()).sum().backward()
+        assert [weak.expired() for weak in inputs] == [True]
 
 
 def test_what_the_region_saved_and_its_output_die_in_forward():

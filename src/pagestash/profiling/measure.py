@@ -1,7 +1,7 @@
 """`profile`: run a step several times and report what it saves and how long its regions take."""
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -10,13 +10,16 @@ from torch import nn
 
 from pagestash.policy import Policy
 from pagestash.profiling.link import Link, find_link
+from pagestash.profiling.memory import MemoryMeter
 from pagestash.profiling.recorder import TensorRecorder
 from pagestash.profiling.records import Segment
 from pagestash.profiling.regions import make_regions
 from pagestash.profiling.result import Profile
 from pagestash.profiling.timeline import MODEL, Clock, EventClock, HostClock, NoClock, Timeline
 from pagestash.profiling.tracker import RegionTracker
+from pagestash.saved.compiled import is_compiled
 from pagestash.saved.region import frames
+from pagestash.torch_internals import LOCAL_PART
 
 LEAD = 2.0
 """Head start of the host in an observed step, in step times: the host launches about half as fast there."""
@@ -91,9 +94,11 @@ def profile(
     run(Timeline(NoClock()))
 
     tell("recording what is saved", 1)
-    order = Timeline(NoClock())
+    meter = None if any(map(is_compiled, model.modules())) else MemoryMeter(device)
+    order = Timeline(meter or NoClock())
     recorder = TensorRecorder(model, (args, kwargs), order, device)
-    run(order, recorder.forward(), recorder.look_around)
+    with meter or nullcontext():
+        run(order, recorder.forward(), recorder.look_around)
     tensors = recorder.tensors()
     if policy is not None:
         policy.check([*(name for name, _ in model.named_modules()), *(t.region for t in tensors)])
@@ -111,9 +116,10 @@ def profile(
                 "the model took another path when the same batch ran again; ps.profile() needs a repeatable step"
             )
     tell("measuring the link", repeats + 3)
+    memory = [(None, None)] * len(order.paths) if meter is None else meter.readings
     segments = [
-        Segment(path, "forward" if index < order.turn else "backward", statistics.median(seconds))
-        for index, (path, seconds) in enumerate(zip(order.paths, zip(*times)))
+        Segment(path, "forward" if index < order.turn else "backward", statistics.median(seconds), *reading)
+        for index, (path, seconds, reading) in enumerate(zip(order.paths, zip(*times), memory))
     ]
     speed = find_link(device, link)
     tell("done", repeats + 4)
@@ -126,6 +132,8 @@ def profile(
         plain_seconds=sum(plain),
         allocated_bytes=recorder.allocated_bytes,
         policy=policy,
+        model_bytes=_bytes((*model.parameters(), *model.buffers()), device),
+        gradient_bytes=_bytes((p for p in model.parameters() if p.requires_grad), device),
     )
 
 
@@ -212,6 +220,12 @@ def _check_loss(value: Any) -> None:
         raise ValueError(
             "the loss has no graph: no parameter requires a gradient, or forward ran under no_grad"
         )
+
+
+def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
+    """Bytes of these tensors on the device, each once."""
+    local = (getattr(tensor, LOCAL_PART, tensor) for tensor in tensors)
+    return sum(tensor.nbytes for tensor in dict.fromkeys(local) if tensor.device == device)
 
 
 def _device_of(model: nn.Module, args: Any, kwargs: Any) -> torch.device:

@@ -32,6 +32,10 @@ class ProfiledStep:
     allocated_bytes: int | None = None
     """On a GPU: the bytes that forward left allocated, without the model's output."""
     policy: Policy | None = None
+    model_bytes: int | None = None
+    """Parameters and buffers on the device; None in a file of an earlier version."""
+    gradient_bytes: int | None = None
+    """Gradients of all parameters that require one. The profiled step starts without any."""
 
     # --- sums ---
 
@@ -98,6 +102,8 @@ class ProfiledStep:
             "forward_seconds": self.forward_seconds,
             "backward_seconds": self.backward_seconds,
             "plain_seconds": self.plain_seconds,
+            "model_bytes": self.model_bytes,
+            "gradient_bytes": self.gradient_bytes,
             "home_bytes": self.home_bytes(),
             "policy": None if self.policy is None else self.policy.to_toml(),
             "link": asdict(self.link),
@@ -128,6 +134,8 @@ class ProfiledStep:
                 plain_seconds=data["plain_seconds"],
                 allocated_bytes=data["allocated_bytes"],
                 policy=None if policy is None else Policy.from_dict(tomllib.loads(policy)),
+                model_bytes=data.get("model_bytes"),
+                gradient_bytes=data.get("gradient_bytes"),
             )
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}") from error
@@ -143,4 +151,5 @@ def _tuples(item: Mapping[str, Any], leave: str = "") -> dict[str, Any]:
 
 def _region(item: Mapping[str, Any]) -> Region:
     homes = {name: HomeEstimate(**values) for name, values in item["homes"].items()}
-    return Region(**{**_tuples(item), "homes": homes})
+    unsaved = tuple((storage, size) for storage, size in item.get("unsaved_inputs", ()))
+    return Region(**{**_tuples(item), "homes": homes, "unsaved_inputs": unsaved})

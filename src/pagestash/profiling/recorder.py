@@ -128,6 +128,13 @@ class TensorRecorder:
         self._note_weights(module.parameters(recurse=False))
         self.inputs.setdefault(name, set()).update(self._storage(t).number for t in _tensors(given))
 
+    def unsaved_inputs(self, name: str, saved: set[int]) -> tuple[tuple[int, int], ...]:
+        """A region's inputs that nobody saves and that the step made: storage and bytes."""
+        own = self.inputs.get(name, set()) - saved
+        there = self._buffers | self._batch | self._weights.keys()
+        made = (s for s in self._storages.values() if s.number in own and s.weak.cdata not in there)
+        return tuple((storage.number, storage.size) for storage in made)
+
     def left(self, name: str, result: Any) -> None:
         for tensor in _tensors(result):
             storage = self._storage(tensor)

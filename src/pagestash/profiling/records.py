@@ -91,6 +91,9 @@ class Region:
     inputs: tuple[int, ...] = ()
     """Saved storages that are inputs of the region."""
     outputs: tuple[int, ...] = ()
+    """Saved storages that are outputs of the region."""
+    unsaved_inputs: tuple[tuple[int, int], ...] = ()
+    """Inputs that no operation saves, and that only `recompute` would hold: storage and bytes."""
     homes: dict[str, HomeEstimate] = field(default_factory=dict)
     """By home. `recompute` includes inner regions, the others do not."""
 
@@ -102,6 +105,10 @@ class Segment:
     path: tuple[str, ...]
     way: Way
     seconds: float
+    end_bytes: int | None = None
+    """Bytes allocated at its end, relative to the start of the step; None if memory was not read."""
+    peak_bytes: int | None = None
+    """The most bytes allocated in it, relative to the start of the step."""
 
     @property
     def region(self) -> str:

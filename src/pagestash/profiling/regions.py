@@ -32,6 +32,7 @@ def make_regions(
         total = _seconds([segment for segment in segments if name in segment.path])
         inputs = tuple(sorted(recorder.inputs.get(name, set()) & saved))
         outputs = tuple(sorted(recorder.outputs.get(name, set()) & saved))
+        unsaved = recorder.unsaved_inputs(name, saved)
         within = name
         if own and not any(name in segments[tensor.saved_at].path for tensor in own):
             within = segments[own[0].saved_at].region  # a fused operation saved for it
@@ -57,6 +58,7 @@ def make_regions(
                 hidden_bytes=hidden_bytes(*seconds[within], link),
                 inputs=inputs,
                 outputs=outputs,
+                unsaved_inputs=unsaved,
                 homes=homes,
             )
         )

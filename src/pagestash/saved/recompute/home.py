@@ -14,19 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pagestash.policy import HomeName
 from pagestash.saved.homes import Home
 from pagestash.saved.lost import give_up
+from pagestash.saved.recompute.chain import discards
 from pagestash.saved.recompute.packed import Output
 from pagestash.saved.recompute.recipe import Learned
 from pagestash.saved.recompute.recomputed import Recomputed
 from pagestash.saved.recompute.value_checks import Checks
 from pagestash.saved.storage import Entry, plain_storage
-
-CHAIN = 8
-"""An output that is the input of another recomputed region is discarded if
-
-    replay_bytes ≤ CHAIN × its bytes,
-
-where `replay_bytes` is what a replay brings back. Those bytes wait through the other region's backward: nothing for
-a norm or a projection, but more than was saved for a whole layer, and everything for a chain of layers."""
 
 
 class _KnownOutput(NamedTuple):
@@ -66,7 +59,8 @@ class Recompute(Home):
         known = self._outputs.get(key)
         if known is None or known.storage.expired() or known.version != tensor._version:
             return None
-        if chained and known.output.recomputed.replay_bytes > CHAIN * tensor.untyped_storage().nbytes():
+        replay_bytes = known.output.recomputed.replay_bytes
+        if chained and not discards(replay_bytes, tensor.untyped_storage().nbytes()):
             return None
         return known.output
 

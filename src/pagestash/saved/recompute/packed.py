@@ -94,3 +94,6 @@ class Output:
 
     def drop(self, entry: Entry) -> None:
         self.recomputed.forget_output(self.number)
+        entry.place = (
+            None  # the home lists the step's entries to its end, and must not hold a region's inputs
+        )

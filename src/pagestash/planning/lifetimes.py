@@ -1,0 +1,108 @@
+"""A profile as a planner reads it: the life of each saved storage, and what else takes memory in each segment."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+
+from pagestash.profiling.profiled import ProfiledStep
+from pagestash.profiling.records import ALLOCATED, SavedTensor, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One storage that the step allocates and holds for backward; segments as in `SavedTensor`."""
+
+    path: tuple[str, ...]
+    """Of the first tensor in it."""
+    bytes: int
+    valid_bytes: int
+    saved_at: int
+    last_saved_at: int
+    needed_at: int
+    freed_at: int
+
+
+class MeasuredStep:
+    """The measured step without a policy. See `predict.py` for `extra` and `floor`."""
+
+    def __init__(self, profile: ProfiledStep, base_bytes: int = 0) -> None:
+        check(profile)
+        self.profile = profile
+        self.base_bytes = base_bytes
+        self.count = len(profile.segments)
+        self.turn = sum(segment.way == "forward" for segment in profile.segments)
+        # The unobserved step: observing costs time on a CPU, and launches are not in the sum on a GPU.
+        self.seconds = scaled(profile.segments, profile.plain_seconds)
+        self.lives = _lives(profile.tensors)
+        self.knows_memory = all(segment.peak_bytes is not None for segment in profile.segments)
+        self.reads_allocator = self.knows_memory and profile.device.startswith("cuda")
+        changes, after = [0] * (self.count + 1), [0] * (self.count + 1)
+        for life in self.lives.values():
+            changes[life.saved_at] += life.bytes
+            changes[life.freed_at + 1] -= life.bytes
+            after[life.saved_at] += life.bytes
+            after[life.freed_at] -= life.bytes
+        self.extra = [0] * self.count
+        self.floor = [0] * self.count
+        if self.knows_memory:
+            for at, (segment, alive, left) in enumerate(
+                zip(profile.segments, accumulate(changes), accumulate(after))
+            ):
+                self.extra[at] = max(0, (segment.peak_bytes or 0) - alive)
+                self.floor[at] = max(0, (segment.end_bytes or 0) - left)
+        self.forward_of = cache(self._forward_of)
+        self.span = cache(self._span)
+
+    def _forward_of(self, name: str) -> Sequence[int]:
+        """The segments of forward in which the region runs."""
+        return [at for at in range(self.turn) if name in self.profile.segments[at].path]
+
+    def _span(self, name: str) -> tuple[int, int] | None:
+        """The first and the last segment in which the region runs, in forward or backward."""
+        found = [at for at, segment in enumerate(self.profile.segments) if name in segment.path]
+        return (found[0], found[-1]) if found else None
+
+
+def check(profile: ProfiledStep) -> None:
+    """Refuse a profile whose parts do not belong together."""
+    if not profile.segments or all(segment.way == "backward" for segment in profile.segments):
+        raise ValueError("the profile has no segment of a forward: it was not written by ps.profile")
+    last = len(profile.segments) - 1
+    names = {region.name for region in profile.regions}
+    for tensor in profile.tensors:
+        if not 0 <= tensor.saved_at <= tensor.needed_at <= tensor.freed_at <= last:
+            raise ValueError(
+                f"the profile's tensor of region {tensor.region!r} is saved, needed and freed in segments "
+                f"{tensor.saved_at}, {tensor.needed_at}, {tensor.freed_at} of {last + 1}: expected that order"
+            )
+        if tensor.region not in names:
+            raise ValueError(f"the profile's tensor of region {tensor.region!r} has no such region beside it")
+    if any(not segment.seconds >= 0 for segment in profile.segments):
+        raise ValueError("the profile has a segment of negative or unknown time")
+
+
+def _lives(tensors: Sequence[SavedTensor]) -> dict[int, Life]:
+    lives: dict[int, Life] = {}
+    for tensor in tensors:
+        known = lives.get(tensor.storage)
+        if known is not None:
+            lives[tensor.storage] = replace(known, last_saved_at=max(known.last_saved_at, tensor.saved_at))
+        elif tensor.counted and tensor.kind in ALLOCATED:
+            lives[tensor.storage] = Life(
+                path=tensor.path,
+                bytes=tensor.storage_bytes,
+                valid_bytes=tensor.valid_bytes,
+                saved_at=tensor.saved_at,
+                last_saved_at=tensor.saved_at,
+                needed_at=tensor.needed_at,
+                freed_at=tensor.freed_at,
+            )
+    return lives
+
+
+def scaled(segments: Sequence[Segment], seconds: float) -> list[float]:
+    """The segments' times, scaled so that their sum is `seconds`."""
+    whole = sum(segment.seconds for segment in segments)
+    factor = seconds / whole if whole > 0 and seconds > 0 else 1.0
+    return [factor * segment.seconds for segment in segments]

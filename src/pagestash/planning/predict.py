@@ -1,0 +1,391 @@
+"""What a step would take under a policy: time, memory in every segment, waits, use of the link.
+
+Nothing runs. The measured segments of a profile are played with the decisions that a keeper would make: homes by
+`profiling/assign.py`, offload by the keeper's own window (`profiling/copies.py`). With, for segment s,
+
+    alive(s)      bytes of saved tensors without a policy: saved in s or before, freed in s or later
+    extra(s)      = peak(s) - alive(s): workspace, gradients, what else lives; 0 where the profile has no memory
+    floor(s)      = end(s) - bytes of saved tensors alive after s: what of that is left at the segment's end
+
+memory in s under a policy is `base + extra(s) + bytes of each home(s)`. A recomputed region R is replayed when
+backward first asks for something of it, in segment j. That takes its forward's time again, up to the last tensor
+that is wanted, and memory is then at most
+
+    base + max(floor(j - 1), floor(j)) + bytes of each home(j) without R's  +  max over R's forward segments f of
+        (R's bytes that are back by f  +  extra(f) - floor(before R's forward))
+
+What was recomputed stays until backward is done with it. So do the inputs of R, which are held for the replay.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from pagestash.planning.lifetimes import Life, MeasuredStep
+from pagestash.policy import HOMES, HomeName, Policy, PoolConfig, Rule
+from pagestash.profiling.assign import Recomputing, assign_when_saved, rule_of
+from pagestash.profiling.copies import Move, Played, moves_of, plan_of, play
+from pagestash.profiling.profiled import ProfiledStep
+from pagestash.profiling.records import Region
+from pagestash.saved.offload.plan import Event, Key, OffloadPlan
+
+FUSED_SHARE = 2 / 3
+"""Part of its forward that a fused region repeats for one tensor of its own: of three products of gated experts,
+the first two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One step under a policy."""
+
+    seconds: float
+    recompute_seconds: float
+    stash_seconds: float
+    wait_seconds: float
+    """How long compute waits for copies."""
+    waits: Sequence[tuple[int, float]]
+    """The segment before which it waits, and for how long."""
+    out_seconds: float
+    back_seconds: float
+    """How long the link is busy each way."""
+    moved_bytes: int
+    host_bytes: int
+    """The most that is on the host at one time."""
+    peak_bytes: int
+    """The most device memory at one time, with `base`."""
+    peak_at: int
+    """The segment in which that is."""
+    starts: Sequence[float]
+    """When each segment begins."""
+    memory: dict[str, Sequence[int]]
+    """Device bytes in each segment: of each home, `base`, and `other`: workspace and gradients."""
+    held_bytes: dict[HomeName, int]
+    """Saved bytes by their home: of `recompute` and `offload`, what is dropped or leaves."""
+
+    def at_peak(self) -> dict[str, int]:
+        """Device bytes by what holds them, where memory peaks."""
+        return {name: sizes[self.peak_at] for name, sizes in self.memory.items()}
+
+
+class RuleTable:
+    """Rules by region, looked up once."""
+
+    def __init__(self, rules: dict[str, Rule], pool: PoolConfig) -> None:
+        self.rules, self.pool = rules, pool
+
+    @classmethod
+    def of(cls, policy: Policy, regions: Iterable[Region]) -> "RuleTable":
+        found = ((region.name, policy.rule_for(region.name)) for region in regions if region.name)
+        return cls({name: rule for name, rule in found if rule is not None}, policy.pool)
+
+    def rule_for(self, name: str) -> Rule | None:
+        return self.rules.get(name)
+
+
+def predict(profile: ProfiledStep, policy: Policy, *, base_bytes: int = 0) -> Prediction:
+    """The profiled step under `policy`; `base_bytes` is what the device holds before it: weights and so on."""
+    policy.check(region.name for region in profile.regions)
+    step = MeasuredStep(profile, base_bytes)
+    return Predictor(step).predict(RuleTable.of(policy, profile.regions))
+
+
+class Predictor:
+    """Predicts many policies for one measured step."""
+
+    def __init__(self, step: MeasuredStep) -> None:
+        self.step = step
+        self.count = 0
+        """Predictions so far."""
+
+    def predict(self, rules: RuleTable) -> Prediction:
+        self.count += 1
+        return _Playing(self.step, rules).play()
+
+
+@dataclass(slots=True)
+class _Replay:
+    """One recomputed region: when it is replayed, and what that brings back."""
+
+    region: Region
+    forward: Sequence[int]
+    """Segments that run again."""
+    storages: list[int]
+    first: int
+    seconds: float
+
+
+class _Playing:
+    """One policy on one measured step."""
+
+    def __init__(self, step: MeasuredStep, rules: RuleTable) -> None:
+        self.step, self.rules = step, rules
+        profile = step.profile
+        self.when_saved = assign_when_saved(rules, profile.tensors, profile.regions)
+        self.recomputing = Recomputing(rules, profile.tensors, profile.regions)
+        self.homes = self._homes()
+        self.changes: dict[HomeName, list[int]] = {home: [0] * (step.count + 1) for home in HOMES}
+        self.spikes: list[tuple[int, int, int]] = []
+        """Segment, bytes of a replay at its most, and bytes of it that are there afterwards."""
+
+    def play(self) -> Prediction:
+        step = self.step
+        replays = self._replays()
+        seconds = list(step.seconds)
+        for replay in replays:
+            seconds[replay.first] += replay.seconds
+        stash_seconds, pool = self._stash(seconds)
+        segments = [
+            segment if segment.seconds == own else replace(segment, seconds=own)
+            for segment, own in zip(step.profile.segments, seconds)
+        ]
+        moves = moves_of(self.rules, step.profile.tensors, self.when_saved, segments)
+        self._keep()
+        for replay in replays:
+            self._come_back(replay)
+        plan = plan_of(moves)
+        plan.headroom = self._headroom(moves, plan, pool)
+        played = play(moves, plan, segments, step.profile.link)
+        host = self._offload(moves, played)
+        return self._result(replays, moves, plan, played, seconds, stash_seconds, pool, host)
+
+    def _homes(self) -> dict[int, HomeName]:
+        """Where the bytes of each storage are in the end."""
+        homes: dict[int, HomeName] = {}
+        for tensor, home in zip(self.step.profile.tensors, self.when_saved):
+            if tensor.storage not in self.step.lives:
+                continue
+            known = homes.get(tensor.storage, home)
+            if "keep" in (known, home) or tensor.elsewhere or tensor.storage in self.recomputing.kept_inputs:
+                homes[tensor.storage] = "keep"
+            else:
+                homes[tensor.storage] = "recompute" if "recompute" in (known, home) else known
+        return homes
+
+    def _add(self, home: HomeName, first: int, last: int, size: int) -> None:
+        """So many bytes are there from segment `first` to `last`."""
+        if last >= first:
+            self.changes[home][first] += size
+            self.changes[home][last + 1] -= size
+
+    # --- keep and stash ---
+
+    def _keep(self) -> None:
+        for storage, home in self.homes.items():
+            life = self.step.lives[storage]
+            if home == "keep":
+                self._add("keep", life.saved_at, life.freed_at, life.bytes)
+        for storage, size, first, last in self._unsaved_inputs():
+            if storage not in self.homes:
+                self._add("keep", first, last, size)
+
+    def _unsaved_inputs(self) -> Iterable[tuple[int, int, int, int]]:
+        """Inputs that are held for replays alone: storage, bytes, and from when to when."""
+        seen: set[int] = set()
+        for region in self.recomputing.regions.values():
+            span = self.step.span(region.name)
+            for storage, size in region.unsaved_inputs:
+                if storage not in seen and span is not None:
+                    seen.add(storage)
+                    yield storage, size, *span
+
+    def _stash(self, seconds: list[float]) -> tuple[float, int]:
+        """Seconds that copies on the device take, which are added to the segments, and bytes of the pool."""
+        pages = [0] * (self.step.count + 1)
+        took = 0.0
+        page = self.rules.pool.page_bytes
+        for storage, home in self.homes.items():
+            if home != "stash":
+                continue
+            life = self.step.lives[storage]
+            copy = life.valid_bytes / self.step.profile.link.copy
+            seconds[life.last_saved_at] += copy
+            seconds[life.needed_at] += copy
+            took += 2 * copy
+            self._add("stash", life.saved_at, life.last_saved_at, life.bytes)
+            self._add("stash", life.needed_at, life.freed_at, life.bytes)
+            pages[life.last_saved_at] += -(-life.valid_bytes // page)
+            pages[life.freed_at + 1] -= -(-life.valid_bytes // page)
+        most = max(accumulate(pages))
+        fixed = self.rules.pool.device_bytes
+        size = int(self.rules.pool.headroom * most) * page if fixed is None else fixed
+        return took, size if most else 0
+
+    # --- recompute ---
+
+    def _replays(self) -> list[_Replay]:
+        owned: dict[str, list[int]] = {}
+        for storage, home in self.homes.items():
+            if home == "recompute":
+                owned.setdefault(self._owner(storage), []).append(storage)
+        found: dict[str, _Replay] = {}
+        for name, storages in owned.items():
+            region = self.recomputing.regions[name]
+            first = min(self.step.lives[storage].needed_at for storage in storages)
+            forward, seconds = self._repeated(region, storages)
+            found[name] = _Replay(region, forward, storages, first, seconds)
+        # A replay needs its inputs: those that are themselves recomputed come back with it.
+        for replay in sorted(found.values(), key=lambda item: min(item.forward, default=0), reverse=True):
+            for storage in replay.region.inputs:
+                maker = self.recomputing.makers.get(storage)
+                if maker is not None and self.homes.get(storage) == "recompute" and maker.name in found:
+                    chained = found[maker.name]
+                    chained.first = min(chained.first, replay.first)
+        return list(found.values())
+
+    def _owner(self, storage: int) -> str:
+        """The region whose replay brings the storage back."""
+        maker = self.recomputing.makers.get(storage)
+        if maker is not None:
+            return maker.name
+        return rule_of(self.rules, self.step.lives[storage].path)[1]
+
+    def _repeated(self, region: Region, storages: Sequence[int]) -> tuple[Sequence[int], float]:
+        """The forward segments that run again for these storages, and their seconds."""
+        forward = self.step.forward_of(region.within)
+        seconds = self.step.seconds
+        if region.within != region.name:
+            return forward, FUSED_SHARE * sum(seconds[at] for at in forward)
+        if not any(storage in region.outputs for storage in storages):
+            last = max(self.step.lives[storage].saved_at for storage in storages)
+            forward = [at for at in forward if at <= last]
+        return forward, sum(seconds[at] for at in forward)
+
+    def _come_back(self, replay: _Replay) -> None:
+        lives = [self.step.lives[storage] for storage in replay.storages]
+        for life in lives:
+            self._add("recompute", life.saved_at, life.last_saved_at, life.bytes)
+            self._add("recompute", replay.first, max(replay.first, life.freed_at), life.bytes)
+        back = sum(life.bytes for life in lives)
+        self.spikes.append((replay.first, self._replay_peak(replay, lives), back))
+
+    def _replay_peak(self, replay: _Replay, lives: Sequence[Life]) -> int:
+        """The most bytes that the replay takes."""
+        step, forward = self.step, replay.forward
+        if not forward:
+            return 0
+        before = step.floor[forward[0] - 1] if forward[0] else 0
+        most = 0
+        for at in forward:
+            back = sum(life.bytes for life in lives if life.saved_at <= at or at == forward[-1])
+            most = max(most, back + max(0, step.extra[at] - before))
+        return most
+
+    # --- offload ---
+
+    def _headroom(self, moves: Sequence[Move], plan: OffloadPlan, pool: int) -> dict[Event, int]:
+        """How far the keeper's measured step is from its peak after each put; see `offload/headroom.py`.
+
+        In that step what leaves is gone at once. Gradients are what `floor` grows by in backward.
+        """
+        step = self.step
+        if not step.reads_allocator or not moves:
+            return {}
+        changes = list(self.changes["keep"])
+        for home in ("stash", "recompute"):
+            changes = [one + other for one, other in zip(changes, self.changes[home])]
+        for move in moves:
+            for storage in move.storages:
+                life = step.lives.get(storage)
+                if life is not None and self.homes[storage] == "offload":
+                    for first, last in ((life.saved_at, move.put_at - 1), (life.needed_at, life.freed_at)):
+                        changes[first] += life.bytes
+                        changes[last + 1] -= life.bytes
+        level = [alive + extra for alive, extra in zip(accumulate(changes), step.extra)]
+        turn = step.turn
+        beside = max(
+            [*level[:turn], *(level[at] - step.floor[at - 1] for at in range(max(1, turn), step.count))]
+        )
+        most = max(level)
+        puts = sorted((move.put_at, move.key) for move in moves)
+        ends = [at for at, _ in puts[1:]] + [min(move.asked_at[0] for move in moves)]
+        found: dict[Event, int] = {}
+        for (at, key), end in zip(puts, ends):
+            peak = max(level[at : max(at + 1, end)])
+            found["put", key] = max(0, min(most, beside) - peak - pool)
+        return found
+
+    def _offload(self, moves: Sequence[Move], played: Played) -> int:
+        """Count what offloaded groups take; returns the most bytes on the host."""
+        by_key = {move.key: move for move in moves}
+        for move in moves:
+            for storage in move.storages:
+                if self.homes.get(storage) == "offload":
+                    life = self.step.lives[storage]
+                    self._add("offload", life.saved_at, move.put_at - 1, life.bytes)
+        fetched: set[Key] = set()
+        changes = self.changes["offload"]
+        host = most_host = 0
+        away: dict[Key, int] = {}
+        for at, what, key in played.changes:
+            move = by_key[key]
+            own = sum(self.step.lives[s].bytes for s in move.storages if self.homes.get(s) == "offload")
+            leaves = int(move.fraction * own)
+            if what == "put":
+                changes[at] += own
+            elif what == "left":
+                changes[at] -= leaves
+                away[key] = int(move.bytes)
+            elif what == "fetched":
+                changes[at] += int(move.fraction * move.device_bytes)
+                fetched.add(key)
+            else:
+                changes[at] -= own
+                if key in fetched:
+                    changes[at] -= int(move.fraction * move.device_bytes) - leaves
+                elif key in away:
+                    changes[at] += leaves
+        for _, what, key in played.changes:  # host memory is taken when a copy out begins
+            if key in away and what in ("put", "dropped"):
+                host += away[key] if what == "put" else -away[key]
+                most_host = max(most_host, host)
+        return most_host
+
+    # --- all together ---
+
+    def _result(
+        self,
+        replays: Sequence[_Replay],
+        moves: Sequence[Move],
+        plan: OffloadPlan,
+        played: Played,
+        seconds: Sequence[float],
+        stash_seconds: float,
+        pool: int,
+        host: int,
+    ) -> Prediction:
+        step = self.step
+        memory: dict[str, Sequence[int]] = {"base": [step.base_bytes] * step.count, "other": step.extra}
+        for home in HOMES:
+            memory[home] = list(accumulate(self.changes[home][: step.count]))
+        memory["stash"] = [size + pool for size in memory["stash"]]
+        total = [sum(sizes) for sizes in zip(*memory.values())]
+        for at, most, back in self.spikes:
+            floor = max(step.floor[at - 1 : at + 1])
+            spike = total[at] - step.extra[at] + floor - back + most
+            if spike > total[at]:
+                memory["recompute"][at] += spike - total[at]  # type: ignore[index]
+                total[at] = spike
+        peak_at = max(range(step.count), key=total.__getitem__)
+        waits = dict.fromkeys(range(step.count + 1), 0.0)
+        for at, wait in played.waits:
+            waits[at] += wait
+        spent = [waits[at] + own for at, own in enumerate(seconds)]
+        held = dict.fromkeys(HOMES, 0)
+        for storage, home in self.homes.items():
+            held[home] += step.lives[storage].bytes
+        return Prediction(
+            seconds=sum(seconds) + played.waited,
+            recompute_seconds=sum(replay.seconds for replay in replays),
+            stash_seconds=stash_seconds,
+            wait_seconds=played.waited,
+            waits=played.waits,
+            out_seconds=played.out_seconds,
+            back_seconds=played.back_seconds,
+            moved_bytes=round(sum(move.bytes for move in moves if move.key not in plan.stays)),
+            host_bytes=host,
+            peak_bytes=total[peak_at],
+            peak_at=peak_at,
+            starts=[0.0, *accumulate(spent)][: step.count],
+            memory=memory,
+            held_bytes=held,
+        )

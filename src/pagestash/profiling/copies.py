@@ -1,0 +1,224 @@
+"""The copies of a policy's offload, on the timeline of a measured step.
+
+The step is simulated by the keeper's own rules: its plan (`saved/offload/plan.py`) decides which groups stay,
+its window (`saved/offload/window.py`) what leaves and what is fetched at which event. Only time is modelled
+here: compute takes its measured time, the link moves one copy at a time in each direction, and compute waits
+when the window says so. `Profile.fits` asks how long compute waits; a plan also where the bytes are meanwhile.
+
+A keeper may differ from this in three points, which a profile does not know:
+
+- The headroom: where memory is far below its peak, a keeper lets copies out take longer, so it waits no longer.
+- Which part of a storage a tensor covers. Here the whole storage counts, once; a keeper moves the range that a
+  region's tensors cover, and each thin slice (less than half of what it spans) by itself.
+- With a `fraction` below 1, which tensors leave: here that part of each tensor does.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal
+
+from pagestash.policy import HomeName
+from pagestash.profiling.assign import Rules, rule_of
+from pagestash.profiling.link import Link
+from pagestash.profiling.records import SavedTensor, Segment
+from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, make_plan
+from pagestash.saved.offload.window import Decision, Window, WindowGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One group: when its region ends, when backward first needs it, and when backward is done with it."""
+
+    key: Key
+    ready: float
+    needed: float
+    bytes: float
+    """Bytes copied each way."""
+    device_bytes: int
+    window: int | None
+    """Its rule's `prefetch_bytes`."""
+    fraction: float
+    """The part of its bytes that leaves."""
+    storages: tuple[int, ...]
+    put_at: int
+    """The segment that begins when its region ends."""
+    asked_at: tuple[int, ...]
+    """The segments of backward that begin by asking for one of its tensors, in order."""
+    dropped_at: int
+    """The segment that begins when backward is done with it."""
+
+
+def moves_of(
+    policy: Rules, tensors: Sequence[SavedTensor], homes: Sequence[HomeName], segments: Sequence[Segment]
+) -> list[Move]:
+    """The groups that leave, each storage once. A region's tensors leave when it ends, and return together."""
+    ends = list(accumulate(segment.seconds for segment in segments))
+    groups: dict[tuple[str, int], list[SavedTensor]] = {}
+    seen: set[int] = set()
+    for tensor, home in zip(tensors, homes):
+        if home == "offload" and tensor.storage not in seen:
+            seen.add(tensor.storage)
+            _, name = rule_of(policy, tensor.path)
+            groups.setdefault((name, _last_segment(segments, tensor.saved_at, name)), []).append(tensor)
+    moves = []
+    for (name, last), group in groups.items():
+        rule = policy.rule_for(name)
+        assert rule is not None
+        asked = tuple(sorted(tensor.needed_at for tensor in group))
+        moves.append(
+            Move(
+                key=(name, last),
+                ready=ends[last],
+                needed=ends[asked[0] - 1],
+                bytes=rule.fraction * sum(tensor.valid_bytes for tensor in group),
+                device_bytes=sum(tensor.storage_bytes for tensor in group),
+                window=rule.prefetch_bytes,
+                fraction=rule.fraction,
+                storages=tuple(tensor.storage for tensor in group),
+                put_at=last + 1,
+                asked_at=asked,
+                dropped_at=1 + max(tensor.freed_at for tensor in group),
+            )
+        )
+    return moves
+
+
+def _last_segment(segments: Sequence[Segment], start: int, name: str) -> int:
+    """The last segment of the region that was running in segment `start`."""
+    if name not in segments[start].path:
+        name = segments[start].region  # claimed by a fused operation: both regions end together
+    last = start
+    while (
+        last + 1 < len(segments) and segments[last + 1].way == "forward" and name in segments[last + 1].path
+    ):
+        last += 1
+    return last
+
+
+def plan_of(moves: Sequence[Move]) -> OffloadPlan:
+    groups = {move.key: GroupBytes(max(1, int(move.bytes)), move.device_bytes, move.window) for move in moves}
+    puts: list[Event] = [("put", move.key) for move in sorted(moves, key=lambda move: move.put_at)]
+    gets: list[Event] = [("get", move.key) for move in sorted(moves, key=lambda move: move.asked_at[0])]
+    return make_plan([*puts, *gets], groups)
+
+
+Change = Literal["put", "left", "fetched", "dropped"]
+
+
+@dataclass(slots=True)
+class Played:
+    """What became of the copies of one step. A moment is given as the segment that begins then."""
+
+    waited: float = 0.0
+    """Seconds that compute waits."""
+    waits: list[tuple[int, float]] = field(default_factory=list)
+    """When, and for how long."""
+    changes: list[tuple[int, Change, Key]] = field(default_factory=list)
+    """When a group was put, when its memory on the device was free, when it was fetched, and dropped."""
+    out_seconds: float = 0.0
+    back_seconds: float = 0.0
+    """How long the link is busy each way."""
+
+
+def play(
+    moves: Sequence[Move], plan: OffloadPlan, segments: Sequence[Segment], link: Link, fraction: float = 1.0
+) -> Played:
+    """One step in which `fraction` of the bytes are copied."""
+    starts = [0.0, *accumulate(segment.seconds for segment in segments)]
+    return _Step(plan, link, fraction).play(moves, starts)
+
+
+class _Step:
+    """The window decides, this class keeps the time."""
+
+    def __init__(self, plan: OffloadPlan, link: Link, fraction: float) -> None:
+        self._window = Window(plan)
+        self._link = link
+        self._fraction = fraction
+        self._now = 0.0
+        self._at = 0  # the segment that begins now
+        self._found = Played()
+        self._out_free = self._back_free = 0.0
+        self._copies: dict[Key, float] = {}  # bytes
+        self._gone: dict[Key, float] = {}  # when the copy out ends
+        self._here: dict[Key, float] = {}  # when the copy back ends
+        self._leaving: list[WindowGroup] = []
+
+    def play(self, moves: Sequence[Move], starts: Sequence[float]) -> Played:
+        self._copies = {move.key: self._fraction * move.bytes for move in moves}
+        held: dict[Key, WindowGroup] = {}
+        for at, kind, move in _events(moves):
+            self._at, self._now = at, starts[at] + self._found.waited
+            if kind == "put":
+                group = held[move.key] = self._put(move)
+                self._see_what_has_left()
+                self._carry_out(self._window.after_put(group))
+            elif kind == "get":
+                group = held[move.key]
+                self._see_what_has_left()
+                self._carry_out(self._window.get(group, kept=not group.away_bytes))
+            else:
+                self._drop(held[move.key])
+        return self._found
+
+    def _put(self, move: Move) -> WindowGroup:
+        size, key = move.device_bytes, move.key
+        self._found.changes.append((self._at, "put", key))
+        if self._window.stays(key):
+            group = WindowGroup(key, size, kept_bytes=size)
+        else:
+            group = WindowGroup(key, size, away_bytes=size, travelling_bytes=size, leaving_bytes=size)
+            seconds = self._copies[key] / self._link.out
+            self._out_free = max(self._out_free, self._now) + seconds
+            self._gone[key] = self._out_free
+            self._leaving.append(group)
+            self._found.out_seconds += seconds
+        self._window.put(group)
+        return group
+
+    def _drop(self, group: WindowGroup) -> None:
+        self._found.changes.append((self._at, "dropped", group.key))
+        self._window.drop(group)
+
+    def _see_what_has_left(self) -> None:
+        while self._leaving and self._gone[self._leaving[0].key] <= self._now:
+            self._left()
+            self._window.gone()
+
+    def _left(self) -> WindowGroup:
+        """The oldest copy out is over, and its source is freed."""
+        group = self._leaving.pop(0)
+        self._found.changes.append((self._at, "left", group.key))
+        return group
+
+    def _carry_out(self, decisions: Iterator[Decision]) -> None:
+        for what, group in decisions:
+            key = group.key
+            if what == "let go":
+                self._wait_until(self._gone[self._left().key])
+            elif what == "fetch":
+                seconds = self._copies[key] / self._link.back
+                begins = max(self._now, self._gone[key], self._back_free)
+                self._here[key] = self._back_free = begins + seconds
+                self._found.back_seconds += seconds
+                self._found.changes.append((self._at, "fetched", key))
+            else:
+                self._wait_until(self._here[key])
+
+    def _wait_until(self, then: float) -> None:
+        wait = max(0.0, then - self._now)
+        if wait:
+            self._found.waits.append((self._at, wait))
+        self._found.waited += wait
+        self._now += wait
+
+
+def _events(moves: Sequence[Move]) -> list[tuple[int, Literal["put", "get", "drop"], Move]]:
+    """The events of all groups in time; at the same time first puts, then drops, then gets."""
+    found: list[tuple[int, int, Literal["put", "get", "drop"], Move]] = []
+    for move in moves:
+        found.append((move.put_at, 0, "put", move))
+        found += [(at, 2, "get", move) for at in move.asked_at]
+        found.append((move.dropped_at, 1 if move.dropped_at > move.asked_at[-1] else 3, "drop", move))
+    return [(at, kind, move) for at, _, kind, move in sorted(found, key=lambda event: event[:2])]

@@ -1,4 +1,4 @@
-"""Tables of results, made from the claims in `benchmarks/results`: all of them, and the README's six."""
+"""Tables of results, made from `benchmarks/results`: all claims, the README's six, and the ways of Hugging Face."""
 
 import json
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from benchmarks.harness import RESULTS
 
 ROOT = Path(__file__).parent.parent
 PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
+HUGGING_FACE = ROOT / "docs" / "huggingface.md"
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 SIGNS = {"at most": "≤", "at least": "≥"}
 NONE_YET = "No results yet: `make bench` on a machine with a GPU."
@@ -39,10 +40,11 @@ HEADLINES = (
         "everything kept on the device",
     ),
     (
-        "pipeline_gpu",
-        "offload under 1F1B, first of 4 ranks",
-        "fall of peak memory by offload under 1F1B, first of 4 ranks",
-        "the fall that the schedule allows",
+        "hf_step",
+        "Qwen3-30B-A3B in transformers, 8 layers, 2 × 4,096 tokens: LoRA on attention and experts, over "
+        "PEFT's own: peak",
+        "peak of activations of Qwen3-30B-A3B in Transformers, LoRA on attention and experts, `optimize(model)`",
+        "PEFT alone",
     ),
     (
         "jax_stash",
@@ -73,6 +75,24 @@ def headlines(results: Path = RESULTS) -> str:
                 lines.append(f"| {what} | {over} | **{_seen(claim)}** | {machine} |")
                 break
     return "\n".join(lines) if len(lines) > 2 else NONE_YET
+
+
+def hugging_face(results: Path = RESULTS) -> str:
+    """A line for each way of `benchmarks.hf_step`, and where it ran."""
+    path = results / "hf_step.json"
+    if not path.exists():
+        return NONE_YET
+    body = json.loads(path.read_text())
+    lines = ["| | ms | ms, fresh gradients | peak, GiB |", "| --- | --- | --- | --- |"]
+    for row in body["rows"]:
+        fresh, gib = (
+            f"{row[key]:.{digits}f}" if key in row else "" for key, digits in (("fresh_ms", 1), ("gib", 2))
+        )
+        lines.append(f"| {_cell(row['way'])} | {row['ms']:.1f} | {fresh} | {gib} |")
+    versions = body["environment"]["versions"]
+    return "\n".join(
+        [*lines, "", f"{_machine(body['environment'], 'torch')}, transformers {versions['transformers']}."]
+    )
 
 
 def replaced(text: str, table: str) -> str:

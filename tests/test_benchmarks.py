@@ -19,7 +19,7 @@ def results(tmp_path, monkeypatch):
     """A README, a page and a folder of results of its own."""
     folder = tmp_path / "results"
     write("speed", config={"size": 3}, rows=[{"seconds": 0.5}], claims=[FAST, SMALL], out=folder)
-    for name in ("README", "PAGE"):
+    for name in ("README", "PAGE", "HUGGING_FACE"):
         text = tmp_path / f"{name}.md"
         text.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
         monkeypatch.setattr(tables, name, text)
@@ -66,6 +66,23 @@ def test_the_headlines_are_the_chosen_claims_with_their_misses(results):
     assert head == "| what | relative to | ratio | machine |"
     assert rule.count("|") == head.count("|") == line.count("|")
     assert line.startswith("| bytes | half | **0.5 GiB (missed)** | ")
+
+
+def test_the_ways_of_hugging_face_have_a_line_each(results):
+    assert tables.hugging_face(results) == tables.NONE_YET
+    rows = [
+        {"way": "plain", "ms": 158.94, "gib": 15.071, "fresh_ms": 152.4},
+        {"way": "graphed", "ms": 104.46},
+    ]
+    path = write("hf_step", config={}, rows=rows, claims=[], out=results)
+    body = json.loads(path.read_text())
+    body["environment"]["versions"]["transformers"] = "5.17.0"
+    path.write_text(json.dumps(body))
+    head, rule, plain, graphed, blank, machine = tables.hugging_face(results).splitlines()
+    assert (plain, graphed) == ("| plain | 158.9 | 152.4 | 15.07 |", "| graphed | 104.5 |  |  |")
+    assert machine.endswith("transformers 5.17.0.")
+    assert not blank
+    assert rule.count("|") == head.count("|") == plain.count("|")
 
 
 def test_only_what_stands_between_the_markers_is_replaced(results):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
-from pagestash.moe import MoE, MoEConfig, block, shared
+from pagestash.moe import MoE, MoEConfig, block, projection, shared
 from pagestash.moe.saving import Half
 from pagestash.pages.pool import PagePool
 from pagestash.pipeline import Action
@@ -42,7 +42,7 @@ def products(monkeypatch):
         count[0] += 1
         return inner(*args)
 
-    for module in (block, shared):
+    for module in (block, projection, shared):
         monkeypatch.setattr(module, "grouped_mm", counted)
     return count
 

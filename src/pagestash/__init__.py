@@ -11,6 +11,8 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from pagestash.pages.pool import PagePool as PagePool
+    from pagestash.planning.make import plan as plan
+    from pagestash.planning.result import Plan as Plan
     from pagestash.policy import Policy as Policy
     from pagestash.policy import PoolConfig as PoolConfig
     from pagestash.policy import Rule as Rule
@@ -27,18 +29,20 @@ _FOUND_IN = {
     "GraphedStep": "pagestash.step.graphed",
     "Keeper": "pagestash.saved.keeper",
     "PagePool": "pagestash.pages.pool",
+    "Plan": "pagestash.planning.result",
     "Policy": "pagestash.policy",
     "PoolConfig": "pagestash.policy",
     "PoolOverflow": "pagestash.saved.overflow",
     "Profile": "pagestash.profiling.result",
     "Rule": "pagestash.policy",
     "once": "pagestash.saved.recompute.once",
+    "plan": "pagestash.planning.make",
     "profile": "pagestash.profiling.measure",
     "region": "pagestash.saved.region",
     "rows": "pagestash.saved.rows",
 }
 
-_SUBPACKAGES = ("models", "moe", "pipeline", "profiling")
+_SUBPACKAGES = ("models", "moe", "pipeline", "planning", "profiling")
 
 __all__ = ["__version__", *sorted(_FOUND_IN), *_SUBPACKAGES]
 

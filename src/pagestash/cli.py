@@ -162,6 +162,65 @@ def profile(
 
 
 @app.command()
+def plan(
+    budget: Annotated[
+        str,
+        typer.Option(
+            help="Device memory at the peak, like 40GiB; 0.5: half of the saved bytes; auto: of this GPU."
+        ),
+    ],
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plan for what `pagestash profile --json` measured.")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help=f"A model's published shape: {_PRESETS}.  [default: tiny]")
+    ] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(metavar="PKG:NAME", help="A function that returns a model, or a model and its batch."),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Cut the preset to this many layers.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 2,
+    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the weights.  [default: bfloat16 on a GPU, float32 on a CPU]")
+    ] = None,
+    autocast: Annotated[str | None, typer.Option(help="Run forward under autocast to this dtype.")] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(help="Bytes per second to the host, like 50GB; on a GPU measured by default."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Timed steps.")] = 3,
+    optimizer: Annotated[
+        str, typer.Option(help="Whose state is on the device, too: none, sgd, momentum or adamw.")
+    ] = "none",
+    host: Annotated[
+        str, typer.Option(help="Pinned memory for offload, like 64GiB; auto: half of this machine's.")
+    ] = "auto",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the policy as TOML.")] = None,
+) -> None:
+    """Find the fastest policy whose step is predicted to fit a budget of memory, and print what it takes."""
+    from pagestash.commands.plan import PlanAsked, run
+    from pagestash.commands.profile import Asked
+
+    step = Asked(
+        preset=preset,
+        module=module,
+        layers=layers,
+        batch=batch,
+        seq=seq,
+        device=device,
+        dtype=dtype,
+        autocast=autocast,
+        link=link,
+        repeats=repeats,
+    )
+    asked = PlanAsked(budget=budget, step=step, profile=profile, optimizer=optimizer, host=host, out=out)
+    raise typer.Exit(run(asked))
+
+
+@app.command()
 def partition(
     stages: Annotated[int, typer.Option(help="Stages of the pipeline, over all ranks.")],
     schedule: Annotated[str, typer.Option(help=f"Of torch.distributed.pipelining: {_SCHEDULES}.")] = "1F1B",

@@ -22,6 +22,8 @@ MOST_BYTES = 2**63 - 1
 """Sizes are counted in int64 on the device."""
 
 MOST_PAGE = 1 << 30
+MOST_NUMBERS = 10_000
+"""Of a range in a pattern."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     f"{letter}iB": 1 << (10 * power) for power, letter in enumerate("KMGT", start=1)
@@ -77,6 +79,7 @@ Check = Callable[[Any, str], Any]
 def _pattern_text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{what}={value!r}: expected a pattern like 'layers.*.moe.experts'")
+    _pattern(value)  # refuses what it cannot read
     return value
 
 
@@ -129,7 +132,7 @@ class Rule:
     """Saved tensors of the regions that `match` names go to `home`.
 
     `*` matches one part of a dotted name, `**` any number of parts: `layers.*.experts` matches
-    `layers.3.experts` and not `layers.3.experts.act`; `layers.**` matches both.
+    `layers.3.experts` and not `layers.3.experts.act`; `layers.**` matches both. `{0-5,8}` matches these numbers.
 
     Tensors below `min_bytes` stay where they are, because moving them costs more than it frees. The default is
     64 KiB, 1 MiB for `offload` (smaller copies use the link badly), and 0 for `recompute`.
@@ -330,6 +333,10 @@ class Policy:
                     raise ValueError(f"[[rule]] {number}: {needed!r} is missing")
         return cls(rules=[Rule(**rule) for rule in rules], pool=PoolConfig(**pool))
 
+    def save(self, path: str | Path) -> None:
+        """Write `to_toml()` to a file."""
+        Path(path).write_text(self.to_toml(), encoding="utf-8")
+
     def to_toml(self) -> str:
         """The policy as TOML; `load` reads it back to an equal policy."""
         lines = ["[pool]"]
@@ -365,6 +372,20 @@ def _matches(match: str, name: str) -> bool:
 
 def _pattern(match: str) -> str:
     """A rule's pattern as a regular expression over a dotted name."""
-    parts = re.split(r"(\*\*|\*)", match)
+    parts = re.split(r"(\*\*|\*|\{\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\})", match)
     meaning = {"**": ".*", "*": r"[^.]+"}
-    return "".join(meaning.get(part, re.escape(part)) for part in parts)
+    return "".join(
+        meaning.get(part) or (_numbers(part) if number % 2 else re.escape(part))
+        for number, part in enumerate(parts)
+    )
+
+
+def _numbers(text: str) -> str:
+    """`{0-2,5}` as a regular expression."""
+    found: list[int] = []
+    for item in text[1:-1].split(","):
+        first, _, last = item.partition("-")
+        if int(last or first) - int(first) > MOST_NUMBERS:
+            raise ValueError(f"rule match {text!r}: expected at most {MOST_NUMBERS} numbers in a range")
+        found += range(int(first), int(last or first) + 1)
+    return f"(?:{'|'.join(map(str, found))})" if found else r"(?!)"

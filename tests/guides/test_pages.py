@@ -71,6 +71,15 @@ def test_every_file_that_the_glossary_names_is_there():
     assert [path for path in sorted(named) if not (ROOT / "src" / "pagestash" / path).exists()] == []
 
 
+def test_the_plan_page():
+    printed, names = run("docs/plan.md")
+    assert "planned" in printed[0]
+    plan = names["plan"]
+    assert plan.predicted.peak_bytes <= plan.budget_bytes
+    assert ps.Policy.load("policy.toml") == plan.policy
+    assert names["keeper"].stats().homes["keep"].bytes == 0
+
+
 def test_the_readme():
     def begin(number, names):
         if number == 3:  # the models of our own have run; Hugging Face's is next

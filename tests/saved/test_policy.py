@@ -278,3 +278,33 @@ def test_rules_do_not_change_with_the_list_they_came_in():
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"none\.toml"):
         Policy.load(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("match", "matched"),
+    [
+        ("layers.{0-2,5}.a", [0, 1, 2, 5]),
+        ("layers.{11}.a", [11]),
+        ("layers.{1,10-11}.*", [1, 10, 11]),
+        ("layers.{3-1}.a", []),
+    ],
+)
+def test_numbers_in_braces_match_these_numbers(match, matched):
+    rule = Rule(match, "stash")
+    assert [number for number in range(20) if rule.matches(f"layers.{number}.a")] == matched
+
+
+def test_braces_without_numbers_are_plain_text():
+    assert Rule("a.{x}.b", "stash").matches("a.{x}.b")
+    assert not Rule("a.{x}.b", "stash").matches("a.x.b")
+
+
+def test_a_range_of_too_many_numbers_is_refused():
+    with pytest.raises(ValueError, match="at most 10000 numbers"):
+        Rule("layers.{0-999999999}.a", "stash")
+
+
+def test_a_saved_policy_is_loaded_as_it_was(tmp_path):
+    policy = Policy([Rule("layers.{0-3}.a", "offload", min_bytes=7), Rule("**.b", "recompute")])
+    policy.save(tmp_path / "policy.toml")
+    assert Policy.load(tmp_path / "policy.toml") == policy

@@ -54,7 +54,7 @@ def run(asked: Asked) -> int:
     # A pipe has no width, and rich would assume 80 columns.
     console = Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)
     try:
-        found = _measure(asked)
+        found = measure(asked)
         console.print(found.table(depth=asked.depth, narrow=console.width < WIDE_COLUMNS))
         if asked.tensors is not None:
             console.print(found.tensor_table(asked.tensors))
@@ -73,7 +73,8 @@ def run(asked: Asked) -> int:
     return 0
 
 
-def _measure(asked: Asked) -> Profile:
+def measure(asked: Asked) -> Profile:
+    """Profile what the options name."""
     _check(asked)
     device = find_device(asked.device, f"--device {asked.device}")
     policy = None if asked.policy is None else Policy.load(asked.policy)

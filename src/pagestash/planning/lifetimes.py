@@ -34,6 +34,7 @@ class MeasuredStep:
         self.turn = sum(segment.way == "forward" for segment in profile.segments)
         # The unobserved step: observing costs time on a CPU, and launches are not in the sum on a GPU.
         self.seconds = scaled(profile.segments, profile.plain_seconds)
+        self.segments = [replace(old, seconds=new) for old, new in zip(profile.segments, self.seconds)]
         self.lives = _lives(profile.tensors)
         self.knows_memory = all(segment.peak_bytes is not None for segment in profile.segments)
         self.reads_allocator = self.knows_memory and profile.device.startswith("cuda")

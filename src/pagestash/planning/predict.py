@@ -20,6 +20,7 @@ What was recomputed stays until backward is done with it. So do the inputs of R,
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from pagestash.planning.lifetimes import Life, MeasuredStep
 from pagestash.policy import HOMES, HomeName, Policy, PoolConfig, Rule
@@ -59,12 +60,27 @@ class Prediction:
     """When each segment begins."""
     memory: dict[str, Sequence[int]]
     """Device bytes in each segment: of each home, `base`, and `other`: workspace and gradients."""
+    staying: frozenset[str]
+    """Regions under an offload rule of which all groups stay on the device."""
     held_bytes: dict[HomeName, int]
     """Saved bytes by their home: of `recompute` and `offload`, what is dropped or leaves."""
 
     def at_peak(self) -> dict[str, int]:
         """Device bytes by what holds them, where memory peaks."""
         return {name: sizes[self.peak_at] for name, sizes in self.memory.items()}
+
+
+class Cost(NamedTuple):
+    """What a policy takes of one part of a step, as sums; what matters most comes first."""
+
+    kept_bytes: int
+    """On the device at the end of forward."""
+    moved_bytes: int
+    """Over the link, each way."""
+    seconds: float
+    """Of replays and copies on the device."""
+    recomputed_bytes: int
+    """The most that one replay brings back."""
 
 
 class RuleTable:
@@ -101,6 +117,10 @@ class Predictor:
         self.count += 1
         return _Playing(self.step, rules).play()
 
+    def cost(self, rules: RuleTable) -> Cost:
+        """The policy's sums, which are faster to find."""
+        return _Playing(self.step, rules).cost()
+
 
 @dataclass(slots=True)
 class _Replay:
@@ -120,15 +140,16 @@ class _Playing:
     def __init__(self, step: MeasuredStep, rules: RuleTable) -> None:
         self.step, self.rules = step, rules
         profile = step.profile
-        self.when_saved = assign_when_saved(rules, profile.tensors, profile.regions)
         self.recomputing = Recomputing(rules, profile.tensors, profile.regions)
+        self.when_saved = assign_when_saved(rules, profile.tensors, profile.regions, self.recomputing)
         self.homes = self._homes()
-        self.changes: dict[HomeName, list[int]] = {home: [0] * (step.count + 1) for home in HOMES}
+        self.changes: dict[HomeName, list[int]] = {}
         self.spikes: list[tuple[int, int, int]] = []
         """Segment, bytes of a replay at its most, and bytes of it that are there afterwards."""
 
     def play(self) -> Prediction:
         step = self.step
+        self.changes = {home: [0] * (step.count + 1) for home in HOMES}
         replays = self._replays()
         seconds = list(step.seconds)
         for replay in replays:
@@ -136,7 +157,7 @@ class _Playing:
         stash_seconds, pool = self._stash(seconds)
         segments = [
             segment if segment.seconds == own else replace(segment, seconds=own)
-            for segment, own in zip(step.profile.segments, seconds)
+            for segment, own in zip(step.segments, seconds)
         ]
         moves = moves_of(self.rules, step.profile.tensors, self.when_saved, segments)
         self._keep()
@@ -147,6 +168,28 @@ class _Playing:
         played = play(moves, plan, segments, step.profile.link)
         host = self._offload(moves, played)
         return self._result(replays, moves, plan, played, seconds, stash_seconds, pool, host)
+
+    def cost(self) -> "Cost":
+        """Sums alone, without a timeline."""
+        held = dict.fromkeys(HOMES, 0)
+        for storage, home in self.homes.items():
+            life = self.step.lives[storage]
+            held[home] += life.valid_bytes if home == "stash" else life.bytes
+        moved = {
+            tensor.storage: tensor.valid_bytes
+            for tensor, home in zip(self.step.profile.tensors, self.when_saved)
+            if home == "offload"
+        }
+        unsaved = sum(size for _, size, _, _ in self._unsaved_inputs())
+        replays = self._replays()
+        back = [sum(self.step.lives[storage].bytes for storage in replay.storages) for replay in replays]
+        return Cost(
+            kept_bytes=held["keep"] + unsaved + int(self.rules.pool.headroom * held["stash"]),
+            moved_bytes=sum(moved.values()),
+            seconds=sum(replay.seconds for replay in replays)
+            + 2 * held["stash"] / self.step.profile.link.copy,
+            recomputed_bytes=max(back, default=0),
+        )
 
     def _homes(self) -> dict[int, HomeName]:
         """Where the bytes of each storage are in the end."""
@@ -387,5 +430,7 @@ class _Playing:
             peak_at=peak_at,
             starts=[0.0, *accumulate(spent)][: step.count],
             memory=memory,
+            staying=frozenset(str(move.key[0]) for move in moves if move.key in plan.stays)
+            - {str(move.key[0]) for move in moves if move.key not in plan.stays},
             held_bytes=held,
         )

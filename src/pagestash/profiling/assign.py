@@ -19,8 +19,10 @@ class Rules(Protocol):
 
 def assign(policy: Rules, tensors: Sequence[SavedTensor], regions: Sequence[Region]) -> list[HomeName]:
     """Where the bytes of each tensor are. If one tensor of a storage is kept, all of them are."""
-    rules = _rules(policy, tensors)
-    recomputed = Recomputing(policy, tensors, regions)
+    return _assign(tensors, _rules(policy, tensors), Recomputing(policy, tensors, regions))
+
+
+def _assign(tensors: Sequence[SavedTensor], rules: "PathRules", recomputed: "Recomputing") -> list[HomeName]:
     homes: list[HomeName] = []
     for tensor in tensors:
         found, name = rules[tensor.path]
@@ -38,7 +40,10 @@ def assign(policy: Rules, tensors: Sequence[SavedTensor], regions: Sequence[Regi
 
 
 def assign_when_saved(
-    policy: Rules, tensors: Sequence[SavedTensor], regions: Sequence[Region]
+    policy: Rules,
+    tensors: Sequence[SavedTensor],
+    regions: Sequence[Region],
+    recomputing: "Recomputing | None" = None,
 ) -> list[HomeName]:
     """The home that a keeper gives each tensor when it is saved, which is what it moves.
 
@@ -50,10 +55,11 @@ def assign_when_saved(
     Their bytes stay on the device in any case: `assign` says `keep`. What an earlier region keeps is not moved.
     """
     rules = _rules(policy, tensors)
-    made = Recomputing(policy, tensors, regions).makers
+    recomputed = recomputing or Recomputing(policy, tensors, regions)
+    made = recomputed.makers
     kept: set[int] = set()
     homes: list[HomeName] = []
-    for tensor, final in zip(tensors, assign(policy, tensors, regions)):
+    for tensor, final in zip(tensors, _assign(tensors, rules, recomputed)):
         rule, _ = rules[tensor.path]
         moves = rule is not None and rule.home in ("stash", "offload") and tensor.bytes >= rule.least_bytes
         home: HomeName = "keep"
@@ -147,6 +153,9 @@ class Recomputing:
         return discards(self._replay_bytes[self.makers[storage].name], self._bytes[storage])
 
 
-def _rules(policy: Rules, tensors: Sequence[SavedTensor]) -> dict[tuple[str, ...], tuple[Rule | None, str]]:
+PathRules = dict[tuple[str, ...], tuple[Rule | None, str]]
+
+
+def _rules(policy: Rules, tensors: Sequence[SavedTensor]) -> PathRules:
     """By path: its rule, and the region that has it."""
     return {path: rule_of(policy, path) for path in {tensor.path for tensor in tensors}}

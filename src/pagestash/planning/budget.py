@@ -1,0 +1,124 @@
+"""How many bytes a step may take, and what the device holds beside it."""
+
+import inspect
+import math
+from typing import Any
+
+import torch
+
+from pagestash.planning.predict import Prediction
+from pagestash.policy import HOMES, format_bytes, machine_memory, parse_bytes
+from pagestash.profiling.profiled import ProfiledStep
+
+SPARE = 0.03
+"""Part of the device that `"auto"` leaves free: the allocator cannot use every byte."""
+
+
+def parse_budget(budget: str | float, unplanned: Prediction, device: str) -> int:
+    """Bytes that the device may hold at a step's peak, weights included.
+
+    `"40GiB"` or an int: bytes. A float up to 1: that part of the saved bytes at the unplanned peak, and all else
+    that is there then. `"auto"`: what this process can have of its GPU.
+    """
+    if budget == "auto":
+        return _device_budget(device)
+    part = _part(budget)
+    if part is not None:
+        saved = sum(unplanned.at_peak()[home] for home in HOMES)
+        return unplanned.peak_bytes - int((1 - part) * saved)
+    if isinstance(budget, float):
+        raise ValueError(f"budget={budget!r}: expected a part from 0 to 1, bytes like '40GiB', or 'auto'")
+    size = parse_bytes(budget, "budget")
+    if not size:
+        raise ValueError(f"budget={budget!r}: a step takes more than 0 bytes")
+    return size
+
+
+def _part(budget: Any) -> float | None:
+    """The budget as a part of the saved bytes; None if it is something else."""
+    value = budget
+    if isinstance(budget, str):
+        try:
+            value = float(budget) if "." in budget else None
+        except ValueError:
+            return None
+    if not isinstance(value, float) or not math.isfinite(value) or not 0 < value <= 1:
+        return None
+    return value
+
+
+def _device_budget(device: str) -> int:
+    if not device.startswith("cuda"):
+        raise ValueError(
+            f"budget='auto': {device} has no memory of its own; expected bytes, like '40GiB', or a part"
+        )
+    if not torch.cuda.is_available():
+        raise ValueError("budget='auto': the GPU of the profile is not here; expected bytes, like '40GiB'")
+    free, _ = torch.cuda.mem_get_info(device)
+    return int((1 - SPARE) * (free + torch.cuda.memory_reserved(device)))
+
+
+def parse_host(host: str | int) -> int:
+    """Bytes of pinned memory that offload may take; `"auto"` is half of this machine's, as in a policy."""
+    return machine_memory() // 2 if host == "auto" else parse_bytes(host, "host")
+
+
+def base_bytes(profile: ProfiledStep, optimizer_bytes: int) -> int:
+    """What the device holds before the step: weights, buffers and the optimizer's state."""
+    return (profile.model_bytes or 0) + optimizer_bytes
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the optimizer's state on the parameters' devices, also before its first step.
+
+    A parameter without a state yet gets what one step of the same optimizer gives a small one, scaled to its size.
+    """
+    known = sum(_state_bytes(state) for state in optimizer.state.values())
+    for group in optimizer.param_groups:
+        fresh = [p for p in group["params"] if p not in optimizer.state and p.requires_grad]
+        per_element: dict[torch.dtype, float] = {}
+        for parameter in fresh:
+            if parameter.dtype not in per_element:
+                per_element[parameter.dtype] = _probe(optimizer, group, parameter)
+            known += int(per_element[parameter.dtype] * parameter.numel())
+    return known
+
+
+def _probe(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> float:
+    """State bytes of one element: of a small parameter after one step."""
+    small = torch.nn.Parameter(torch.zeros(64, 64, dtype=parameter.dtype, device=parameter.device))
+    small.grad = torch.zeros_like(small)
+    taken = inspect.signature(type(optimizer)).parameters
+    options = {key: value for key, value in group.items() if key in taken and key != "params"}
+    try:
+        trial = type(optimizer)([small], **options)
+        trial.step()
+    except Exception as error:
+        raise ValueError(
+            f"optimizer: the state of {type(optimizer).__name__} is not known before its first step ({error}); "
+            "run one step before the plan"
+        ) from error
+    return _state_bytes(trial.state[small]) / small.numel()
+
+
+def _state_bytes(state: dict[str, Any]) -> int:
+    # A step count of one element is not worth a byte of a parameter.
+    return sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor) and v.numel() > 1)
+
+
+def missing(profile: ProfiledStep) -> list[str]:
+    """What a profile of an earlier version, or of a compiled model, does not say."""
+    found = []
+    if profile.model_bytes is None:
+        found.append("weights are not in this profile: the budget is for the step alone")
+    if any(segment.peak_bytes is None for segment in profile.segments):
+        found.append("workspace and gradients are not in this profile: the peak is that of saved tensors")
+    return found
+
+
+def describe(prediction: Prediction) -> str:
+    """What holds the memory at a prediction's peak, largest first."""
+    names = {"base": "weights and optimizer", "other": "workspace and gradients", "keep": "kept tensors"}
+    names |= {"offload": "the offload window", "recompute": "recomputed tensors", "stash": "the pool"}
+    sizes = sorted(prediction.at_peak().items(), key=lambda item: -item[1])
+    return ", ".join(f"{names[name]} {format_bytes(size)}" for name, size in sizes if size)

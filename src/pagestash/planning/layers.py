@@ -1,0 +1,225 @@
+"""Groups of alike layers, and what can be done with one layer of each.
+
+A *unit* is what has one number in its name: `layers.3` with all regions inside, or a region that is in none, like
+`norm`. Units are alike if they have the same regions with the same saved bytes, and times within a factor of
+`LIKE_TIME`. A *choice* gives some regions of a unit a home; the others keep. All units of a group have the same
+choices.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from operator import le
+
+from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.predict import Cost, Predictor, RuleTable
+from pagestash.policy import MIN_BYTES, HomeName, PoolConfig, Rule
+from pagestash.profiling.link import Link
+from pagestash.profiling.profiled import ProfiledStep
+from pagestash.profiling.records import Region
+
+LIKE_TIME = 2.0
+MOST_CHOICES = 24
+"""Choices of a group; of more, those on the lower hull of time over bytes are considered."""
+FEW_CHOICES = 12
+"""So many are all considered: one may be worse by its sums, and better at the moment that counts."""
+PRICES = (0.0, 0.3, 1.0, 3.0, 30.0)
+"""What a moved byte may cost, as a part of its time on the link: that depends on what else is moved."""
+WORTH = 0.01
+"""Part of a unit's bytes: a home that frees less of it is not considered."""
+
+Choice = tuple[tuple[str, HomeName], ...]
+"""Names of regions within the unit ("" is the unit itself), and their homes; others keep."""
+
+
+@dataclass(slots=True)
+class Unit:
+    """One layer, or a region outside all layers."""
+
+    name: str
+    regions: list[Region] = field(default_factory=list)
+
+    def inner(self, region: Region) -> str:
+        """The region's name within the unit."""
+        return region.name.removeprefix(self.name).removeprefix(".")
+
+    @property
+    def seconds(self) -> float:
+        return sum(region.forward_seconds for region in self.regions)
+
+
+@dataclass(slots=True)
+class Group:
+    """Alike units in the order of forward, and their choices: the first one keeps all."""
+
+    units: list[Unit]
+    choices: list[Choice] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+
+
+def find_groups(step: MeasuredStep, *, host: bool, least_bytes: int) -> list[Group]:
+    """All groups that have a choice. Without `host` memory nothing is offloaded."""
+    found: dict[object, list[Group]] = {}
+    for unit in _units(step.profile.regions):
+        alike = found.setdefault(_signature(unit), [])
+        fits = (group for group in alike if _like(group.units[0].seconds, unit.seconds))
+        group = next(fits, None)
+        if group is None:
+            alike.append(Group([unit]))
+        else:
+            group.units.append(unit)
+    groups = [group for alike in found.values() for group in alike]
+    for group in groups:
+        _choose(step, group, host=host, least_bytes=least_bytes)
+    return [group for group in groups if len(group.choices) > 1]
+
+
+def least_bytes_of(profile: ProfiledStep) -> int:
+    """Smaller tensors are not worth a copy: 1 MiB, and less only in a step that saves less than 1 GiB."""
+    return max(1, min(MIN_BYTES["offload"], profile.total_bytes >> 10))
+
+
+def rules_of(unit: Unit, choice: Choice, least_bytes: int) -> dict[str, Rule]:
+    """The choice's rules by region."""
+    names = {unit.inner(region): region.name for region in unit.regions}
+    return {names[inner]: rule(names[inner], home, least_bytes) for inner, home in choice}
+
+
+def rule(match: str, home: HomeName, least_bytes: int) -> Rule:
+    """A rule of a plan."""
+    return Rule(match, home, min_bytes=None if home == "recompute" else least_bytes)
+
+
+def _units(regions: Iterable[Region]) -> list[Unit]:
+    units: dict[str, Unit] = {}
+    for region in regions:
+        numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", region.name)
+        if numbered:
+            units.setdefault(numbered[0], Unit(numbered[0])).regions.append(region)
+        elif region.name and region.bytes:
+            units[region.name] = Unit(region.name, [region])
+    return list(units.values())
+
+
+def _signature(unit: Unit) -> object:
+    return re.sub(r"\d+", "*", unit.name), tuple(
+        (unit.inner(region), region.bytes, region.within == region.name, tuple(sorted(region.homes)))
+        for region in unit.regions
+    )
+
+
+def _like(one: float, other: float) -> bool:
+    return max(one, other) <= LIKE_TIME * min(one, other)
+
+
+def _choose(step: MeasuredStep, group: Group, *, host: bool, least_bytes: int) -> None:
+    """Find the group's choices: combinations of single homes, without those that another beats in all respects."""
+    unit = group.units[len(group.units) // 2]
+    names = {region.name for region in unit.regions}
+    own = replace(
+        step.profile,
+        tensors=[tensor for tensor in step.profile.tensors if names & set(tensor.path)],
+        regions=[region for region in step.profile.regions if region.name in names],
+    )
+    predictor = Predictor(MeasuredStep(own))
+
+    def cost(choice: Choice) -> Cost:
+        return predictor.cost(RuleTable(rules_of(unit, choice, least_bytes), PoolConfig()))
+
+    known: dict[Choice, Cost] = {(): cost(())}
+    whole = known[()].kept_bytes
+    steps = [item for item in _steps(unit, own, host=host) if cost(item).kept_bytes <= (1 - WORTH) * whole]
+    front: list[Choice] = [()]
+    for item in steps:
+        for before in front:
+            joined = _join(before, item)
+            if joined is not None and joined not in known:
+                known[joined] = cost(joined)
+        front = _best(known, step.profile.link)
+    group.choices, group.costs = front, [known[choice] for choice in front]
+
+
+def _steps(unit: Unit, own: ProfiledStep, *, host: bool) -> list[Choice]:
+    """Single homes, and offload for regions that share a storage: it leaves only with all of them."""
+    found: list[Choice] = []
+    sharing: dict[int, set[str]] = {}
+    for tensor in own.tensors:
+        if tensor.kind == "activation":
+            sharing.setdefault(tensor.storage, set()).add(tensor.region)
+    inner = {region.name: unit.inner(region) for region in unit.regions}
+    for region in unit.regions:
+        if "recompute" in region.homes:
+            found.append(((inner[region.name], "recompute"),))
+        if region.homes["stash"].saved_bytes > WORTH * region.bytes:
+            found.append(((inner[region.name], "stash"),))
+    if host:
+        savers = {frozenset(names & inner.keys()) for names in sharing.values()} - {frozenset()}
+        savers |= {frozenset((name,)) for names in savers for name in names}
+        joined = frozenset().union(*(names for names in savers if len(names) > 1))
+        for names in sorted({*savers, joined} - {frozenset()}, key=lambda names: (len(names), sorted(names))):
+            found.append(tuple((inner[name], "offload") for name in sorted(names)))
+    return found
+
+
+def _join(before: Choice, item: Choice) -> Choice | None:
+    """Both together; None where one is inside a region that the other recomputes, or they name the same region."""
+    for name, home in before:
+        for other, new in item:
+            around = (home == "recompute" and _around(name, other)) or (
+                new == "recompute" and _around(other, name)
+            )
+            if around or (name == other and home != new):
+                return None
+    return tuple(sorted({*before, *item}))
+
+
+def _around(outer: str, inner: str) -> bool:
+    return outer != inner and (not outer or inner.startswith(outer + "."))
+
+
+def _best(known: dict[Choice, Cost], link: Link) -> list[Choice]:
+    """A few choices, or those that no other beats in all respects; the one that keeps all comes first."""
+    order = sorted(
+        known, key=lambda choice: (known[choice].kept_bytes, known[choice].seconds, len(choice), choice)
+    )
+    front = order if len(order) <= FEW_CHOICES else _unbeaten(order, known, 4)
+    if len(front) > MOST_CHOICES:
+        front = _unbeaten(front, known, 3)
+    if len(front) > MOST_CHOICES:
+        chosen = {
+            choice
+            for price in PRICES
+            for choice in _hull(front, known, price * (1 / link.out + 1 / link.back))
+        }
+        front = [choice for choice in front if choice in chosen]
+    return [(), *(choice for choice in reversed(front) if choice)]
+
+
+def _unbeaten(order: Sequence[Choice], known: dict[Choice, Cost], measures: int) -> list[Choice]:
+    """Choices that no earlier one beats in the first so many measures."""
+    front: list[Choice] = []
+    for choice in order:
+        own = known[choice][:measures]
+        if not any(all(map(le, known[other][:measures], own)) for other in front):
+            front.append(choice)
+    return front
+
+
+def _hull(front: Sequence[Choice], known: dict[Choice, Cost], price: float) -> list[Choice]:
+    """The lower convex hull of seconds over kept bytes, where a moved byte costs `price` seconds."""
+
+    def point(choice: Choice) -> tuple[int, float]:
+        return known[choice].kept_bytes, known[choice].seconds + price * known[choice].moved_bytes
+
+    hull: list[Choice] = []
+    for choice in sorted(front, key=point):
+        x, y = point(choice)
+        if hull and y >= point(hull[-1])[1]:
+            continue
+        while len(hull) > 1:
+            (x1, y1), (x2, y2) = point(hull[-2]), point(hull[-1])
+            if (y2 - y1) * (x - x2) < (y - y2) * (x2 - x1):
+                break
+            hull.pop()
+        hull.append(choice)
+    return hull

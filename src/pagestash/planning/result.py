@@ -1,0 +1,162 @@
+"""`Plan`: a policy for a budget, what it is predicted to take, and why."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pagestash.planning.budget import describe
+from pagestash.planning.predict import Prediction
+from pagestash.policy import HomeName, Policy, Rule, format_bytes
+from pagestash.profiling.assign import rule_of
+from pagestash.profiling.profiled import ProfiledStep
+from pagestash.profiling.records import Region
+
+
+class NothingFits(ValueError):
+    """No policy fits the budget; `smallest` is the prediction of the one that comes nearest."""
+
+    def __init__(self, budget_bytes: int, smallest: Prediction, region: str, without_host: bool) -> None:
+        self.budget_bytes, self.smallest = budget_bytes, smallest
+        host = " Offload had no host memory." if without_host else ""
+        super().__init__(
+            f"nothing fits {format_bytes(budget_bytes)}: the smallest plan takes "
+            f"{format_bytes(smallest.peak_bytes)}, {format_bytes(smallest.peak_bytes - budget_bytes)} too much. "
+            f"At its peak, in {region}: {describe(smallest)}.{host}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """A rule of a plan: how many layers it is for, what they save, and the time of their replays."""
+
+    match: str
+    home: HomeName
+    layers: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The fastest policy that was found for a budget; `str(plan)` is a table."""
+
+    policy: Policy
+    predicted: Prediction
+    unplanned: Prediction
+    """The same step without a policy."""
+    budget_bytes: int
+    rows: Sequence[PlanRow] = ()
+    limit: str = ""
+    """What keeps the plan from being faster."""
+    notes: Sequence[str] = ()
+    curve: Sequence[tuple[int, float]] = field(default_factory=tuple)
+    """Predicted peaks and seconds of all plans that no other beats, the fastest first."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the step fits without a policy."""
+        return not self.policy.rules
+
+    def __str__(self) -> str:
+        if self.is_empty:
+            lines = [
+                f"The step fits without a policy: {format_bytes(self.unplanned.peak_bytes)} of "
+                f"{format_bytes(self.budget_bytes)}, {_ms(self.unplanned.seconds)}."
+            ]
+            return "\n".join([*lines, *self.notes])
+        cells = [("region", "home", "layers", "bytes", "forward again")]
+        cells += [
+            (
+                row.match,
+                row.home,
+                str(row.layers),
+                format_bytes(row.bytes),
+                _ms(row.seconds) if row.seconds else "–",
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(row[at]) for row in cells) for at in range(5)]
+        lines = [
+            f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  "
+            + "  ".join(f"{row[at]:>{widths[at]}}" for at in range(2, 5))
+            for row in cells
+        ]
+        lines.insert(1, "-" * len(lines[0]))
+        before, after = self.unplanned, self.predicted
+        lines += [
+            "",
+            f"budget     {format_bytes(self.budget_bytes)}",
+            f"unplanned  {format_bytes(before.peak_bytes)}, {_ms(before.seconds)}",
+            f"planned    {format_bytes(after.peak_bytes)}, {_ms(after.seconds)} "
+            f"({after.seconds / before.seconds:.3f} of unplanned): replays {_ms(after.recompute_seconds)}, "
+            f"waits {_ms(after.wait_seconds)}",
+            f"link       {format_bytes(after.moved_bytes)} each way: busy {_ms(after.out_seconds)} out, "
+            f"{_ms(after.back_seconds)} back; {format_bytes(after.host_bytes)} on the host",
+            f"at peak    {describe(after)}",
+            f"limit      {self.limit}",
+        ]
+        return "\n".join([*lines, *self.notes])
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
+
+
+_NUMBER = r"(?<![^.])\d+(?![^.])"
+"""A part of a dotted name that is a number."""
+
+
+def policy_of(rules: Mapping[str, Rule], regions: Iterable[Region]) -> Policy:
+    """Rules of single regions as few patterns: `layers.*.norm`, or `layers.{0-3}.norm` if not all have it."""
+    known: dict[str, set[str]] = {}
+    for region in regions:
+        known.setdefault(_pattern(region.name), set()).add(region.name)
+    grouped: dict[tuple[str, Rule], list[str]] = {}
+    for name, rule in rules.items():
+        grouped.setdefault((_pattern(name), replace(rule, match=_pattern(name))), []).append(name)
+    found = []
+    for (pattern, rule), names in sorted(grouped.items(), key=lambda item: (item[0][0], item[0][1].home)):
+        if known[pattern] != set(names):
+            numbers = sorted(int(match[0]) for name in names if (match := re.search(_NUMBER, name)))
+            listed = pattern.replace("*", f"{{{_ranges(numbers)}}}", 1)
+            rule = replace(rule, match=names[0] if len(names) == 1 else listed)
+        found.append(rule)
+    return Policy(found)
+
+
+def _pattern(name: str) -> str:
+    """The name with its first number as `*`."""
+    return re.sub(_NUMBER, "*", name, count=1)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text.
+
+    >>> _ranges([0, 1, 2, 5])
+    '0-2,5'
+    """
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[1]}" for part in parts)
+
+
+def rows_of(policy: Policy, profile: ProfiledStep, scale: float) -> list[PlanRow]:
+    """What each rule of the policy is for."""
+    moved: dict[Rule, int] = {}
+    for tensor, home in zip(profile.tensors, profile.homes(policy)):
+        rule, _ = rule_of(policy, tensor.path)
+        if rule is not None and rule.home == home:
+            moved[rule] = moved.get(rule, 0) + tensor.counted
+    rows = []
+    for rule in policy.rules:
+        regions = [region for region in profile.regions if region.name and rule.matches(region.name)]
+        size, seconds = moved.get(rule, 0), 0.0
+        if rule.home == "recompute":  # its output, too, which another region saves
+            size = sum(region.homes["recompute"].saved_bytes for region in regions)
+            seconds = scale * sum(region.homes["recompute"].seconds for region in regions)
+        rows.append(PlanRow(rule.match, rule.home, len(regions), size, seconds))
+    return rows

@@ -1,0 +1,338 @@
+"""`ps.plan`: the fastest policy that fits, or a sentence that says why there is none."""
+
+import json
+import sys
+import tomllib
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pagestash as ps
+from pagestash.models import Decoder, preset
+from pagestash.planning import NothingFits, plan_profile, predict
+from pagestash.planning.budget import optimizer_state, parse_budget
+from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.predict import Predictor, RuleTable
+from pagestash.planning.solve import Problem, candidates
+from pagestash.profiling import HomeEstimate, Link, Region, SavedTensor, Segment
+
+MB, MS = 10**6, 1e-3
+QUICK = settings(max_examples=10, deadline=None, derandomize=True)
+
+
+# --- a profile that is made up: layers of two regions, which save a tensor each ---
+
+
+def made_up(layers, first, second, *, head=5 * MB, link=1e9, workspace=0):
+    """Layers of two regions, `a` and `b`, of (bytes saved, forward ms) each; backward takes twice as long."""
+    forward, backward = [], []
+    names = [(f"layers.{n}", part, own) for n in range(layers) for part, own in (("a", first), ("b", second))]
+    for layer, part, (_, ms) in names:
+        forward.append(Segment(("", layer, f"{layer}.{part}"), "forward", ms * MS))
+        backward.insert(0, Segment(("", layer, f"{layer}.{part}"), "backward", 2 * ms * MS))
+    segments = [
+        *forward,
+        Segment(("", "head"), "forward", MS),
+        Segment(("", "head"), "backward", MS),
+        *backward,
+    ]
+    last = len(segments) - 1
+    tensors, regions = [], [region("", ("",), 0, 0.0)]
+    for at, (layer, part, (size, ms)) in enumerate(names):
+        path = ("", layer, f"{layer}.{part}")
+        tensors.append(saved(path, at, size, at, last - at))
+        if part == "a":
+            regions.append(region(layer, path[:2], 0, 0.0, first[0] + second[0], (first[1] + second[1]) * MS))
+        regions.append(region(path[-1], path, size, ms * MS, size, ms * MS))
+    tensors.append(saved(("", "head"), len(names), head, len(forward), len(forward) + 1))
+    regions.append(region("head", ("", "head"), head, MS))
+    alive = [[t for t in tensors if t.saved_at <= at <= t.freed_at] for at in range(last + 1)]
+    segments = [
+        replace(
+            segment,
+            end_bytes=sum(t.counted for t in there if t.freed_at > at),
+            peak_bytes=sum(t.counted for t in there) + workspace,
+        )
+        for at, (segment, there) in enumerate(zip(segments, alive))
+    ]
+    return ps.Profile(
+        device="cpu",
+        link=Link(out=link, back=link),
+        tensors=tensors,
+        regions=regions,
+        segments=segments,
+        plain_seconds=sum(segment.seconds for segment in segments),
+        model_bytes=0,
+        gradient_bytes=0,
+    )
+
+
+def saved(path, storage, size, at, needed):
+    return SavedTensor(
+        region=path[-1],
+        path=path,
+        shape=(size,),
+        dtype="float32",
+        device="cpu",
+        kind="activation",
+        bytes=size,
+        storage=storage,
+        storage_bytes=size,
+        counted=size,
+        valid_bytes=size,
+        held_by=(),
+        saved_at=at,
+        needed_at=needed,
+        freed_at=needed,
+    )
+
+
+def region(name, path, size, seconds, freed=0, cost=0.0):
+    homes = {
+        home: HomeEstimate(size if home == "offload" else 0, 0.0) for home in ("keep", "stash", "offload")
+    }
+    if freed:
+        homes["recompute"] = HomeEstimate(freed, cost)
+    return Region(
+        name=name,
+        path=path,
+        calls=1,
+        within=name,
+        tensors=int(size > 0),
+        bytes=size,
+        forward_seconds=seconds,
+        backward_seconds=2 * seconds,
+        total_bytes=size,
+        total_forward_seconds=seconds,
+        total_backward_seconds=2 * seconds,
+        hidden_bytes=0,
+        homes=homes,
+    )
+
+
+def all_policies(profile, layers):
+    """Every way to give each region of each layer a home, and to recompute whole layers."""
+    found = [{}]
+    for number in range(layers):
+        layer = f"layers.{number}"
+        ways = [{layer: "recompute"}]
+        for a in ("keep", "offload", "recompute"):
+            ways += [{f"{layer}.a": a, f"{layer}.b": b} for b in ("keep", "offload", "recompute")]
+        found = [{**before, **way} for before in found for way in ways]
+    predictor = Predictor(MeasuredStep(profile))
+    for homes in found:
+        rules = {name: ps.Rule(name, home, min_bytes=0) for name, home in homes.items() if home != "keep"}
+        yield predictor.predict(RuleTable(rules, ps.PoolConfig()))
+
+
+sizes = st.tuples(st.integers(1, 20).map(lambda n: n * MB), st.integers(1, 12))
+
+
+@QUICK
+@given(sizes, sizes, st.sampled_from([2e8, 1e9, 2e10]), st.sampled_from([0.35, 0.6, 0.8]))
+def test_a_plan_is_as_good_as_the_best_of_all_policies(first, second, link, part):
+    profile = made_up(2, first, second, link=link)
+    best = list(all_policies(profile, 2))
+    budget = parse_budget(part, predict(profile, ps.Policy()), "cpu")
+    fastest = min((item.seconds for item in best if item.peak_bytes <= budget), default=None)
+    if fastest is None:
+        with pytest.raises(NothingFits):
+            plan_profile(profile, budget=part)
+    else:
+        assert plan_profile(profile, budget=part).predicted.seconds <= fastest * (1 + 1e-9)
+
+
+@QUICK
+@given(sizes, sizes, st.integers(2, 9), st.sampled_from([2e8, 1e9, 2e10]))
+def test_more_memory_is_never_slower(first, second, layers, link):
+    profile = made_up(layers, first, second, link=link)
+    times = []
+    for part in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
+        try:
+            found = plan_profile(profile, budget=part)
+        except NothingFits:
+            assert not times
+            continue
+        assert found.predicted.peak_bytes <= found.budget_bytes
+        times.append(found.predicted.seconds)
+    assert times == sorted(times, reverse=True)
+
+
+def test_the_policy_of_a_plan_is_predicted_as_the_plan_says():
+    """Patterns with numbers name the same regions as the rules they stand for."""
+    profile = made_up(12, (8 * MB, 2), (5 * MB, 6), link=5e8)
+    for part in (0.3, 0.5, 0.8):
+        found = plan_profile(profile, budget=part)
+        again = predict(profile, found.policy)
+        assert again == found.predicted
+        assert ps.Policy.from_dict(tomllib.loads(found.policy.to_toml())) == found.policy
+
+
+def test_a_plan_is_the_same_each_time_also_from_a_file(tmp_path):
+    profile = made_up(10, (8 * MB, 2), (5 * MB, 6), link=5e8)
+    profile.save(tmp_path / "profile.json")
+    plans = [
+        plan_profile(one, budget=0.5)
+        for one in (profile, profile, ps.Profile.load(tmp_path / "profile.json"))
+    ]
+    assert plans[0] == plans[1] == plans[2]
+    assert str(plans[0]) == str(plans[2])
+
+
+def test_without_scipy_a_plan_says_how_far_it_may_be_off(monkeypatch):
+    profile = made_up(12, (8 * MB, 2), (5 * MB, 6), link=5e8)
+    exact = plan_profile(profile, budget=0.5)
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    greedy = plan_profile(profile, budget=0.5)
+    assert greedy.predicted.peak_bytes <= greedy.budget_bytes
+    assert "at most" in greedy.notes[-1]
+    assert not exact.notes
+    assert greedy.predicted.seconds <= 1.1 * exact.predicted.seconds
+
+
+def test_early_layers_move_and_late_ones_keep():
+    found = plan_profile(made_up(12, (8 * MB, 20), (5 * MB, 20), link=1e9), budget=0.7)
+    offload = [rule for rule in found.policy.rules if rule.home == "offload"]
+    names = {number: (f"layers.{number}.a", f"layers.{number}.b") for number in range(12)}
+    moved = {
+        number for number in names if any(rule.matches(name) for rule in offload for name in names[number])
+    }
+    assert moved
+    assert moved == set(range(len(moved)))
+
+
+def test_a_step_that_fits_needs_no_policy():
+    profile = made_up(4, (8 * MB, 2), (5 * MB, 6))
+    found = plan_profile(profile, budget="1GiB")
+    assert found.is_empty
+    assert found.predicted == found.unplanned
+    assert str(found).startswith("The step fits without a policy: ")
+    assert plan_profile(profile, budget=1.0).is_empty
+
+
+def test_if_nothing_fits_the_error_says_by_how_much_and_what_holds_the_memory():
+    profile = made_up(4, (8 * MB, 2), (5 * MB, 6), workspace=50 * MB)
+    with pytest.raises(NothingFits) as refused:
+        plan_profile(profile, budget=50 * MB)
+    text = str(refused.value)
+    assert text.startswith("nothing fits 47.7 MiB: the smallest plan takes ")
+    assert "workspace and gradients 47.7 MiB" in text
+    assert refused.value.smallest.peak_bytes > 50 * MB
+
+
+def test_without_host_memory_nothing_is_offloaded():
+    profile = made_up(6, (8 * MB, 2), (5 * MB, 6), link=1e12)
+    assert plan_profile(profile, budget=0.6).predicted.host_bytes > 0
+    found = plan_profile(profile, budget=0.6, host=0)
+    assert found.predicted.host_bytes == 0
+    assert {rule.home for rule in found.policy.rules} == {"recompute"}
+    little = plan_profile(profile, budget=0.6, host=9 * MB)
+    assert little.predicted.host_bytes <= 9 * MB
+    with pytest.raises(NothingFits, match="Offload had no host memory"):
+        plan_profile(profile, budget=1000, host=0)
+
+
+@pytest.mark.parametrize(
+    ("budget", "says"),
+    [
+        (-1, "budget=-1: expected 0 or more"),
+        (0, "more than 0 bytes"),
+        (0.0, "expected a part from 0 to 1"),
+        (-0.5, "expected a part from 0 to 1"),
+        (1.5, "expected a part from 0 to 1"),
+        (float("nan"), "expected a part from 0 to 1"),
+        (True, "expected a number with a unit"),
+        ("much", "expected a number with a unit"),
+        ("99999999999TiB", "expected less than"),
+        ("auto", "has no memory of its own"),
+    ],
+)
+def test_a_budget_that_means_nothing_is_refused(budget, says):
+    with pytest.raises(ValueError, match=says):
+        plan_profile(made_up(2, (8 * MB, 2), (5 * MB, 6)), budget=budget)
+
+
+def test_a_part_is_of_the_saved_bytes_at_the_peak():
+    profile = made_up(4, (8 * MB, 2), (5 * MB, 6), head=8 * MB, workspace=7 * MB)
+    found = plan_profile(profile, budget="0.5", optimizer_bytes=3 * MB)
+    assert found.unplanned.peak_bytes == (4 * 13 + 8 + 7 + 3) * MB
+    assert found.budget_bytes == (2 * 13 + 4 + 7 + 3) * MB
+
+
+def test_a_profile_that_is_none_is_refused(tmp_path):
+    profile = made_up(2, (8 * MB, 2), (5 * MB, 6))
+    with pytest.raises(ValueError, match="no segment of a forward"):
+        plan_profile(replace(profile, segments=[]), budget=0.5)
+    late = [replace(profile.tensors[0], freed_at=10**6), *profile.tensors[1:]]
+    with pytest.raises(ValueError, match="saved, needed and freed in segments"):
+        plan_profile(replace(profile, tensors=late), budget=0.5)
+    with pytest.raises(ValueError, match="has no such region"):
+        plan_profile(replace(profile, regions=profile.regions[:1]), budget=0.5)
+    (tmp_path / "none.json").write_text(json.dumps({"format": 1}))
+    with pytest.raises(ValueError, match=r"none\.json: "):
+        ps.Profile.load(tmp_path / "none.json")
+
+
+def test_64_layers_need_few_predictions():
+    profile = made_up(64, (8 * MB, 2), (5 * MB, 6), link=5e8)
+    problem = Problem(MeasuredStep(profile), 1 << 40)
+    found = candidates(problem)
+    assert len(problem.groups) == 2
+    assert len(found) <= 40
+
+
+# --- a model ---
+
+
+@cache
+def decoder():
+    model = Decoder(preset("tiny", layers=3))
+    model.initialise(0)
+    tokens = torch.randint(0, 256, (4, 129), generator=torch.Generator().manual_seed(0))
+    return model, (tokens[:, :-1], tokens[:, 1:])
+
+
+def trained(model, batch, policy=None):
+    """Loss and gradients of the third step under a policy."""
+    keeper = None if policy is None else ps.Keeper(policy, backend="torch").attach(model)
+    for _ in range(1 if keeper is None else 3):
+        model.zero_grad(set_to_none=True)
+        if keeper is None:
+            loss = sum(model(*batch))
+            loss.backward()
+        else:
+            with keeper.step():
+                loss = sum(model(*batch))
+                loss.backward()
+    if keeper is not None:
+        keeper.detach()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("part", [0.85, 0.7])
+def test_losses_and_gradients_under_a_plan_are_those_without_bit_for_bit(part):
+    model, batch = decoder()
+    found = ps.plan(model, batch, budget=part, repeats=1, link=1e9)
+    assert not found.is_empty
+    assert found.predicted.peak_bytes <= found.budget_bytes < found.unplanned.peak_bytes
+    plain, planned = trained(model, batch), trained(model, batch, found.policy)
+    assert len(plain) == len(planned)
+    assert all(torch.equal(one, other) for one, other in zip(plain, planned))
+
+
+def test_the_state_of_an_optimizer_counts_before_its_first_step():
+    model = torch.nn.Linear(100, 100)
+    elements = sum(p.numel() for p in model.parameters())
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    assert optimizer_state(adam) == 2 * 4 * elements
+    model(torch.ones(1, 100)).sum().backward()
+    adam.step()
+    assert optimizer_state(adam) == 2 * 4 * elements
+    assert optimizer_state(torch.optim.SGD(model.parameters(), lr=0.1)) == 0
+    x = torch.randn(64, 100)
+    bare, stateful = (ps.plan(model, x, budget="1GiB", optimizer=o, repeats=1) for o in (None, adam))
+    assert stateful.predicted.peak_bytes - bare.predicted.peak_bytes == 2 * 4 * elements

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from pagestash.torch_internals import TorchDispatchMode, key_of_storage, tree_leaves
+from pagestash.torch_internals import LOCAL_PART, TorchDispatchMode, key_of_storage, tree_leaves
 
 
 class Reading(NamedTuple):
@@ -96,8 +96,5 @@ class _LiveStorages(TorchDispatchMode):
 
 
 def _plain_tensors(tree: Any) -> list[torch.Tensor]:
-    return [
-        leaf
-        for leaf in tree_leaves(tree)
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.device.type == "cpu"
-    ]
+    found = (getattr(leaf, LOCAL_PART, leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return [tensor for tensor in found if tensor.layout == torch.strided and tensor.device.type == "cpu"]

@@ -1,0 +1,22 @@
+"""`benchmarks.plan`: every way computes the same loss, and a plan keeps its budget."""
+
+import json
+
+import pytest
+
+from benchmarks import plan as B
+
+
+def test_all_ways_give_one_loss_and_plans_keep_their_budgets(tmp_path, monkeypatch):
+    monkeypatch.setattr(B, "PARTS", (0.8, 0.01))
+    body = json.loads(B.run(tmp_path, quick=True).read_text())
+    rows = body["rows"]
+    planned = [row for row in rows if row["way"] == "plan"]
+    assert len({row["loss"] for row in rows if "loss" in row}) == 1
+    assert planned[0]["peak_bytes"] <= planned[0]["budget_bytes"]
+    assert planned[0]["predicted_peak_bytes"] == pytest.approx(planned[0]["peak_bytes"], rel=0.05)
+    assert planned[1]["refused"].startswith("nothing fits ")
+    assert {claim["what"].split(",")[0] for claim in body["claims"]} >= {
+        "plan: predicted peak",
+        "plan: predicted step time",
+    }

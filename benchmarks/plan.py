@@ -1,9 +1,9 @@
 """Plans: what is predicted against what is measured, and planned policies against those that one writes by hand.
 
 For each preset a step (forward and backward) is profiled once and planned for parts of its saved bytes. Then it
-runs under each plan, and under each policy by hand. Time is the median of steady steps; the peak is the allocator's,
-less what was allocated before the model. Without a GPU, or quick, a tiny preset runs, and a CPU's memory is counted
-by live storages.
+runs under each plan, and under each policy by hand. Time is the median of steady steps; the peak is the
+allocator's, less what was allocated before the model. Without a GPU, or quick, a tiny preset runs, and a CPU's
+memory is counted by live storages.
 """
 
 import gc

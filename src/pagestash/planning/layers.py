@@ -56,22 +56,30 @@ class Group:
     choices: list[Choice] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
 
+    @property
+    def seconds(self) -> float:
+        """The mean forward of its units."""
+        return sum(unit.seconds for unit in self.units) / len(self.units)
+
 
 def find_groups(step: MeasuredStep, *, host: bool, least_bytes: int) -> list[Group]:
     """All groups that have a choice. Without `host` memory nothing is offloaded."""
     found: dict[object, list[Group]] = {}
     for unit in _units(step.profile.regions):
         alike = found.setdefault(_signature(unit), [])
-        fits = (group for group in alike if _like(group.units[0].seconds, unit.seconds))
+        fits = (group for group in alike if _like(group.seconds, unit.seconds))
         group = next(fits, None)
         if group is None:
             alike.append(Group([unit]))
         else:
             group.units.append(unit)
-    groups = [group for alike in found.values() for group in alike]
-    for group in groups:
-        _choose(step, group, host=host, least_bytes=least_bytes)
-    return [group for group in groups if len(group.choices) > 1]
+    for first, *others in found.values():
+        _choose(step, first, host=host, least_bytes=least_bytes)
+        for group in others:  # they differ in time alone
+            ratio = group.seconds / first.seconds if first.seconds else 1.0
+            group.choices = first.choices
+            group.costs = [cost._replace(seconds=ratio * cost.seconds) for cost in first.costs]
+    return [group for alike in found.values() for group in alike if len(group.choices) > 1]
 
 
 def least_bytes_of(profile: ProfiledStep) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 
 from pagestash.profiling.profiled import ProfiledStep
@@ -52,16 +51,24 @@ class MeasuredStep:
             ):
                 self.extra[at] = max(0, (segment.peak_bytes or 0) - alive)
                 self.floor[at] = max(0, (segment.end_bytes or 0) - left)
-        self.forward_of = cache(self._forward_of)
-        self.span = cache(self._span)
+        self._forward: dict[str, list[int]] = {}
+        self._backward: dict[str, list[int]] = {}
+        for at, segment in enumerate(profile.segments):
+            runs = self._forward if segment.way == "forward" else self._backward
+            for name in segment.path:
+                runs.setdefault(name, []).append(at)
 
-    def _forward_of(self, name: str) -> Sequence[int]:
+    def forward_of(self, name: str) -> Sequence[int]:
         """The segments of forward in which the region runs."""
-        return [at for at in range(self.turn) if name in self.profile.segments[at].path]
+        return self._forward.get(name, ())
 
-    def _span(self, name: str) -> tuple[int, int] | None:
+    def backward_of(self, name: str) -> Sequence[int]:
+        """The segments of its backward."""
+        return self._backward.get(name, ())
+
+    def span(self, name: str) -> tuple[int, int] | None:
         """The first and the last segment in which the region runs, in forward or backward."""
-        found = [at for at, segment in enumerate(self.profile.segments) if name in segment.path]
+        found = (*self.forward_of(name), *self.backward_of(name))
         return (found[0], found[-1]) if found else None
 
 

@@ -195,7 +195,7 @@ class _Program:
         """Whether what the unit moves at most could leave and come back before its backward."""
         step = self.problem.step
         forward = step.forward_of(unit.name)
-        backward = [at for at in range(step.turn, step.count) if unit.name in step.profile.segments[at].path]
+        backward = step.backward_of(unit.name)
         if not forward or not backward:
             return False
         most = min((cost.moved_bytes for cost in group.costs if cost.moved_bytes), default=0)
@@ -218,8 +218,7 @@ class _Program:
     def _backward_peak(self, name: str) -> int:
         """The segment of a unit's backward where memory is at its most."""
         step = self.problem.step
-        own = [at for at in range(step.turn, step.count) if name in step.profile.segments[at].path]
-        return max(own, key=self._total.__getitem__, default=step.turn)
+        return max(step.backward_of(name), key=self._total.__getitem__, default=step.turn)
 
     def _moment(self, at: int, before: int, ends: dict[str, tuple[int, int]], group: int | None) -> _Moment:
         shares = tuple(

@@ -20,6 +20,7 @@ class Life:
     last_saved_at: int
     needed_at: int
     freed_at: int
+    beside_bytes: int | None
 
 
 class MeasuredStep:
@@ -105,6 +106,7 @@ def _lives(tensors: Sequence[SavedTensor]) -> dict[int, Life]:
                 last_saved_at=tensor.saved_at,
                 needed_at=tensor.needed_at,
                 freed_at=tensor.freed_at,
+                beside_bytes=tensor.beside_bytes,
             )
     return lives
 

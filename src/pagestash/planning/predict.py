@@ -11,10 +11,10 @@ memory in s under a policy is `base + extra(s) + bytes of each home(s)`. A recom
 backward first asks for something of it, in segment j. That takes its forward's time again, up to the last tensor
 that is wanted, and memory is then at most
 
-    base + max(floor(j - 1), floor(j)) + bytes of each home(j) without R's  +  max over R's forward segments f of
-        (R's bytes that are back by f  +  extra(f) - floor(before R's forward))
+    base + beside(R) + bytes of each home(j) without R's  +  what memory grew by in R's forward
 
-What was recomputed stays until backward is done with it. So do the inputs of R, which are held for the replay.
+where beside(R) is what the profile read beside saved tensors at that request. What was recomputed stays until
+backward is done with it. So do the inputs of R, which are held for the replay.
 """
 
 from collections.abc import Iterable, Sequence
@@ -144,8 +144,8 @@ class _Playing:
         self.when_saved = assign_when_saved(rules, profile.tensors, profile.regions, self.recomputing)
         self.homes = self._homes()
         self.changes: dict[HomeName, list[int]] = {}
-        self.spikes: list[tuple[int, int, int]] = []
-        """Segment, bytes of a replay at its most, and bytes of it that are there afterwards."""
+        self.spikes: list[tuple[int, int, int, int]] = []
+        """Segment, bytes beside saved tensors then, of a replay at its most, and of what it brings back."""
 
     def play(self) -> Prediction:
         step = self.step
@@ -299,19 +299,26 @@ class _Playing:
             self._add("recompute", life.saved_at, life.last_saved_at, life.bytes)
             self._add("recompute", replay.first, max(replay.first, life.freed_at), life.bytes)
         back = sum(life.bytes for life in lives)
-        self.spikes.append((replay.first, self._replay_peak(replay, lives), back))
+        beside = self._beside(replay.first, lives)
+        self.spikes.append((replay.first, beside, self._replay_peak(replay, lives), back))
+
+    def _beside(self, at: int, lives: Sequence[Life]) -> int:
+        """Bytes beside saved tensors when backward first asks for one of these, in segment `at`.
+
+        Of those that it asks for in one segment, the one that was saved last comes first.
+        """
+        asked = [life for life in lives if life.needed_at == at and life.beside_bytes is not None]
+        floor = max(self.step.floor[max(0, at - 1) : at + 1])
+        return max(asked, key=lambda life: life.saved_at).beside_bytes or 0 if asked else floor
 
     def _replay_peak(self, replay: _Replay, lives: Sequence[Life]) -> int:
-        """The most bytes that the replay takes."""
-        step, forward = self.step, replay.forward
-        if not forward:
-            return 0
-        before = step.floor[forward[0] - 1] if forward[0] else 0
-        most = 0
-        for at in forward:
-            back = sum(life.bytes for life in lives if life.saved_at <= at or at == forward[-1])
-            most = max(most, back + max(0, step.extra[at] - before))
-        return most
+        """The most bytes that the replay takes: what memory grew by in the region's forward."""
+        back = sum(life.bytes for life in lives)
+        if not replay.forward or not self.step.knows_memory:
+            return back
+        segments, first = self.step.profile.segments, replay.forward[0]
+        before = (segments[first - 1].end_bytes or 0) if first else 0
+        return max(back, max(segments[at].peak_bytes or 0 for at in replay.forward) - before)
 
     # --- offload ---
 
@@ -402,9 +409,8 @@ class _Playing:
             memory[home] = list(accumulate(self.changes[home][: step.count]))
         memory["stash"] = [size + pool for size in memory["stash"]]
         total = [sum(sizes) for sizes in zip(*memory.values())]
-        for at, most, back in self.spikes:
-            floor = max(step.floor[at - 1 : at + 1])
-            spike = total[at] - step.extra[at] + floor - back + most
+        for at, beside, most, back in self.spikes:
+            spike = total[at] - step.extra[at] + beside - back + most
             if spike > total[at]:
                 memory["recompute"][at] += spike - total[at]  # type: ignore[index]
                 total[at] = spike

@@ -94,9 +94,11 @@ def profile(
     run(Timeline(NoClock()))
 
     tell("recording what is saved", 1)
-    meter = None if any(map(is_compiled, model.modules())) else MemoryMeter(device)
+    # On a CPU operations are counted one by one, which a compiled model does not have.
+    counts = device.type != "cpu" or not any(map(is_compiled, model.modules()))
+    meter = MemoryMeter(device) if counts else None
     order = Timeline(meter or NoClock())
-    recorder = TensorRecorder(model, (args, kwargs), order, device)
+    recorder = TensorRecorder(model, (args, kwargs), order, device, meter)
     with meter or nullcontext():
         run(order, recorder.forward(), recorder.look_around)
     tensors = recorder.tensors()

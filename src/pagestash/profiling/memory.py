@@ -27,6 +27,7 @@ class MemoryMeter:
         self.readings: list[Reading] = []
         """One for each segment, relative to the start of the step."""
         self._device = device
+        self._start, self._begun = 0, False
         self._live = _LiveStorages() if device.type == "cpu" else None
 
     def __enter__(self) -> Self:
@@ -41,6 +42,12 @@ class MemoryMeter:
             self._live.__exit__(kind, error, trace)
 
     def mark(self) -> Reading:
+        found = self._read()
+        if not self._begun:
+            self._begun, self._start = True, found.now
+        return found
+
+    def _read(self) -> Reading:
         if self._live is not None:
             return self._live.read()
         if self._device.type != "cuda":
@@ -48,6 +55,12 @@ class MemoryMeter:
         now, peak = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         return Reading(now, peak)
+
+    def now(self) -> int:
+        """Bytes that are allocated now, relative to the start of the step; takes no reading."""
+        if self._live is not None:
+            return self._live.now - self._start
+        return torch.cuda.memory_allocated(self._device) - self._start if self._device.type == "cuda" else 0
 
     def between(self, marks: list[Reading]) -> list[float]:
         start = marks[0].now
@@ -61,11 +74,11 @@ class _LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._known: set[int] = set()
-        self._now = self._peak = 0
+        self.now = self._peak = 0
 
     def read(self) -> Reading:
-        found = Reading(self._now, self._peak)
-        self._peak = self._now
+        found = Reading(self.now, self._peak)
+        self._peak = self.now
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,14 +98,14 @@ class _LiveStorages(TorchDispatchMode):
     def _add(self, storage: torch.UntypedStorage, key: int) -> None:
         size = storage.nbytes()
         self._known.add(key)
-        self._now += size
-        self._peak = max(self._peak, self._now)
+        self.now += size
+        self._peak = max(self._peak, self.now)
         # torch keeps one Python object for a storage, which ends with it.
         weakref.finalize(storage, self._freed, key, size).atexit = False
 
     def _freed(self, key: int, size: int) -> None:
         self._known.discard(key)
-        self._now -= size
+        self.now -= size
 
 
 def _plain_tensors(tree: Any) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from pagestash.profiling.memory import MemoryMeter
 from pagestash.profiling.records import ALLOCATED, BATCH, OUTPUT, USER, Kind, SavedTensor
 from pagestash.profiling.timeline import Path, Timeline
 from pagestash.profiling.tracker import RegionTracker
@@ -31,6 +32,13 @@ Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
 
 @dataclass(slots=True, eq=False)
+class _Alive:
+    """Bytes of saved storages that the step allocated and backward still holds."""
+
+    bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class _Storage:
     """One storage. The weak reference keeps its address from being reused, so the key stays unique."""
 
@@ -45,6 +53,9 @@ class _Storage:
     holders: tuple[str, ...] = ()
     needed_at: int | None = None
     freed_at: int | None = None
+    beside_bytes: int | None = None
+    alive: _Alive | None = None
+    """Where it counts, from the end of forward on."""
 
     def valid_bytes(self) -> int:
         """Bytes that backward reads."""
@@ -85,17 +96,28 @@ class _Handle:
         storage.handles -= 1
         if not storage.handles:
             storage.freed_at = self.timeline.now
+            if storage.alive is not None:
+                storage.alive.bytes -= storage.size
 
 
 class TensorRecorder:
     """The hooks of one recorded step; call `tensors()` after its backward."""
 
-    def __init__(self, model: nn.Module, batch: Any, timeline: Timeline, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        timeline: Timeline,
+        device: torch.device,
+        meter: MemoryMeter | None = None,
+    ) -> None:
         self.tracker = RegionTracker(model, timeline, self)
         self.inputs: dict[str, set[int]] = {}
         self.outputs: dict[str, set[int]] = {}
         self._timeline = timeline
         self._device = device
+        self._meter = meter
+        self._alive = _Alive()
         self._storages: dict[int, _Storage] = {}
         self._saved: list[_Saved] = []
         self._weights: dict[int, set[Layout]] = {}
@@ -203,6 +225,8 @@ class TensorRecorder:
         storage = packed.saved.storage
         if storage.needed_at is None:
             storage.needed_at = self._timeline.now
+            if self._meter is not None:
+                storage.beside_bytes = max(0, self._meter.now() - self._alive.bytes)
         return packed.tensor
 
     def look_around(self, output: Any) -> None:
@@ -211,6 +235,9 @@ class TensorRecorder:
         self._saved = [saved for saved in self._saved if saved.held]
         for saved in self._saved:
             saved.storage.saved.append(saved)
+            if saved.kind in ALLOCATED and saved.storage.alive is None and saved.device == str(self._device):
+                saved.storage.alive = self._alive
+                self._alive.bytes += saved.storage.size
         outputs = self._keys(_tensors(output))
         if self._device.type == "cuda":
             loose = [self._storages[key] for key in outputs]
@@ -260,6 +287,7 @@ class TensorRecorder:
                     saved_at=saved.at,
                     needed_at=last if storage.needed_at is None else storage.needed_at,
                     freed_at=last if storage.freed_at is None else storage.freed_at,
+                    beside_bytes=storage.beside_bytes,
                 )
             )
         return found

@@ -46,6 +46,9 @@ class SavedTensor:
     """The segment of backward that first needed the storage (the last, if none did)."""
     freed_at: int
     """The segment of backward in which the storage was freed."""
+    beside_bytes: int | None = None
+    """Bytes allocated beside saved tensors when backward first needed the storage, relative to the start of the
+    step; None if memory was not read."""
 
     @property
     def elsewhere(self) -> bool:

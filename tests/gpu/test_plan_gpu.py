@@ -1,0 +1,44 @@
+"""Plans on a GPU: a step under one keeps its budget, near what was predicted, with the same bits."""
+
+import pytest
+import torch
+
+import pagestash as ps
+from pagestash.models import Decoder, preset
+
+pytestmark = pytest.mark.gpu
+
+
+def measured(model, batch, policy):
+    """Loss, gradients and peak of a steady step under a policy; the peak includes the weights."""
+    keeper = ps.Keeper(policy).attach(model)
+    for _ in range(4):
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        with keeper.step():
+            loss = sum(model(*batch))
+            loss.backward()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    found = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    keeper.detach()
+    model.zero_grad(set_to_none=True)
+    return found, peak
+
+
+@pytest.mark.parametrize("part", [0.75, 0.5])
+def test_a_planned_step_keeps_its_budget_and_its_bits(part):
+    torch.manual_seed(0)
+    before = torch.cuda.memory_allocated()
+    model = Decoder(preset("tiny", layers=8), device="cuda", dtype=torch.bfloat16)
+    model.initialise(0)
+    tokens = torch.randint(0, 256, (16, 1025), device="cuda")
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    plan = ps.plan(model, batch, budget=part)
+    assert not plan.is_empty
+    plain, _ = measured(model, batch, ps.Policy())
+    planned, peak = measured(model, batch, plan.policy)
+    assert all(torch.equal(one, other) for one, other in zip(plain, planned, strict=True))
+    assert plan.predicted.peak_bytes == pytest.approx(peak - before, rel=0.05)
+    assert peak - before <= 1.01 * plan.budget_bytes

@@ -9,6 +9,7 @@ choices.
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import le
 
 from pagestash.planning.lifetimes import MeasuredStep
@@ -199,8 +200,19 @@ def _best(known: dict[Choice, Cost], link: Link) -> list[Choice]:
             for price in PRICES
             for choice in _hull(front, known, price * (1 / link.out + 1 / link.back))
         }
+        # And the smallest, whatever the times: what fits must not depend on how long a step happened to take.
+        chosen |= {
+            min(front, key=lambda choice: known[choice].kept_bytes),
+            min(front, key=partial(_most, known)),
+        }
         front = [choice for choice in front if choice in chosen]
     return [(), *(choice for choice in reversed(front) if choice)]
+
+
+def _most(known: dict[Choice, Cost], choice: Choice) -> int:
+    """Bytes of one unit in its own backward."""
+    cost = known[choice]
+    return cost.kept_bytes + cost.recomputed_bytes + cost.moved_bytes
 
 
 def _unbeaten(order: Sequence[Choice], known: dict[Choice, Cost], measures: int) -> list[Choice]:

@@ -503,3 +503,72 @@ def test_the_report_can_be_read():
     text = str(pagestash.hf.optimize(tiny("Gemma4")))
     assert re.search(r"norm +19 × Gemma4RMSNorm: the RMSNorm kernel", text)
     assert "Gemma4ForCausalLM: its forward does more with logits than take their loss" in text
+
+
+class GroupedRMSNorm(torch.nn.Module):
+    """Normalises groups of a row where it has a group size, as some models' norms do."""
+
+    def __init__(self, width, group_size=None):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(width))
+        self.variance_epsilon, self.group_size = 1e-6, group_size or width
+
+    def forward(self, hidden_states):
+        groups = hidden_states.float().unflatten(-1, (-1, self.group_size))
+        groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * groups.flatten(-2).to(hidden_states.dtype)
+
+
+class GatedRMSNorm(GroupedRMSNorm):
+    def forward(self, hidden_states, gate=None):
+        if gate is not None:
+            hidden_states = hidden_states * torch.nn.functional.silu(gate)
+        return super().forward(hidden_states)
+
+
+def test_norms_of_one_class_that_differ_are_told_apart():
+    model = tiny("OLMoE")
+    model.whole, model.parts, model.gated = GroupedRMSNorm(96), GroupedRMSNorm(96, 8), GatedRMSNorm(96)
+    x, gate = torch.randn(5, 96), torch.randn(5, 96)
+    wanted = [model.whole(x), model.parts(x), model.gated(x, gate)]
+    report = pagestash.hf.optimize(model, rope=False, attention=False, head=False)
+    torch.testing.assert_close([model.whole(x), model.parts(x), model.gated(x, gate)], wanted)
+    assert "whole" in {each.name for each in report.replaced}
+    left = {each.name: each.why for each in report.left}
+    assert left["parts"] == "it computes something else than the kernel"
+    assert left["gated"] == "its forward takes more than rows"
+
+
+def test_undo_while_a_keeper_is_attached_lets_it_detach():
+    model = tiny("Qwen3-MoE", experts="pagestash")
+    report = pagestash.hf.optimize(model)
+    rules = [
+        ps.Rule("model.layers.0.mlp.experts", "stash"),
+        ps.Rule("model.layers.1.mlp.experts.moe_act", "recompute"),
+    ]
+    keeper = ps.Keeper(ps.Policy(rules)).attach(model)
+    with keeper.step():
+        _, wanted = run(model)
+    report.undo()
+    with keeper.step():
+        _, found = run(model)
+    keeper.detach()
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
+
+
+def test_a_rotary_function_may_be_called_for_queries_alone():
+    from pagestash.integrations.hf.rotary import rotary_by_kernel
+
+    def apply_rotary(q, k=None, cos=None, sin=None):
+        def turned(x):
+            half = x.shape[-1] // 2
+            swapped = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+            return x * cos.unsqueeze(1) + swapped * sin.unsqueeze(1)
+
+        return turned(q) if k is None else (turned(q), turned(k))
+
+    found = rotary_by_kernel({"apply_rotary": apply_rotary})
+    assert not isinstance(found, str)
+    q, cos, sin = torch.randn(2, 4, 3, 8), torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    assert same(found["apply_rotary"](q, cos=cos, sin=sin), apply_rotary(q, cos=cos, sin=sin))

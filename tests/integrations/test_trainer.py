@@ -187,6 +187,14 @@ def test_a_policy_that_matches_nothing_is_refused(tmp_path):
     refused(trainer_of(model_of(), tmp_path), [ps.Rule("layers.*.moe", "stash")], "matches no region")
 
 
+def test_a_trainer_that_makes_another_model_is_refused(tmp_path):
+    model = model_of()
+    trainer = trainer_of(model, tmp_path)
+    trainer.model_init = model_of
+    with pytest.raises(ValueError, match="model_init= makes another model"):
+        pagestash.hf.wrap(trainer, ps.Policy([ps.Rule("model.layers.*.mlp", "recompute")]))
+
+
 def test_experts_that_another_library_has_taken_are_refused(tmp_path):
     trainer = trainer_of(model_of(), tmp_path)
     experts = trainer.model.model.layers[1].mlp.experts

@@ -286,7 +286,27 @@ def _loss_backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | No
     need_hidden, need_weight = ctx.need
     of_hidden = _scaled(dhidden, dloss, dhidden.dtype) if need_hidden else None
     of_weight = _scaled(dweight, dloss, ctx.dtype) if need_weight else None
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+        asks = torch.empty(0, requires_grad=True)
+        of_hidden, of_weight = (
+            None if each is None else _Final.apply(each, asks) for each in (of_hidden, of_weight)
+        )
     return (of_hidden, of_weight, *[None] * 8)
+
+
+class _Final(torch.autograd.Function):
+    """A gradient that has none itself, and says so where it is asked for one."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, asks: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "the loss by chunks of logits (pagestash.moe.ops.cross_entropy, and the head that pagestash.hf "
+            "replaces) has no second derivative; take the loss of logits: optimize(model, head=False)"
+        )
 
 
 _linear_cross_entropy.register_autograd(_loss_backward, setup_context=_loss_setup)

@@ -73,10 +73,13 @@ class Attached:
     def remove(self) -> None:
         """Take all hooks off, and tell modules that write pages or recompute by themselves to stop."""
         self._regions.remove()
+        # (One that lost its parts since has stopped by itself.)
         for module in self.own_stash.values():
-            module.use_pool(None, 0)
+            if hasattr(module, "use_pool"):
+                module.use_pool(None, 0)
         for module in self._own_recompute:
-            module.use_recompute(False)
+            if hasattr(module, "use_recompute"):
+                module.use_recompute(False)
         self._saved.names.clear()
         self.own_stash.clear()
         self._own_recompute.clear()

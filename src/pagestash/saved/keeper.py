@@ -247,7 +247,8 @@ class Keeper:
         """Give the pool, if there is one, to modules that write pages by themselves."""
         if self.pool is not None:
             for name, module in self._attached.own_stash.items():
-                module.use_pool(self.pool, self._stash.account(name))
+                if hasattr(module, "use_pool"):  # its parts may be gone since
+                    module.use_pool(self.pool, self._stash.account(name))
 
     def grow_pool(self) -> tuple[int, int]:
         """Grow the device tier to the pages wanted, times the headroom. Returns (pages wanted, pages had)."""

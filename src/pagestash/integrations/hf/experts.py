@@ -218,6 +218,9 @@ def _add_parts(module: Any) -> None:
 
 
 def _remove_parts(module: Any) -> None:
+    # A keeper that is still attached cannot ask for this any more.
+    module.use_pool(None, 0)
+    module.use_recompute(False)
     for name in PARTS:
         delattr(module, name)
     for name in ("use_pool", "use_recompute", "use_half"):

@@ -3,20 +3,22 @@
 The model's `forward` stays its own. While it runs with labels in training, `lm_head` computes the loss from the
 hidden states that it is given and hands these on in the place of logits; the model's `loss_function` returns the
 loss. That is right for a model that does nothing to its logits but take their loss and return them, which its
-source must show. The loss is computed inside `lm_head`, where FSDP has its weight.
+source must show. The loss is computed inside `lm_head`, where FSDP has its weight. Only the call that the model's
+own `forward` makes, after its body has returned, is taken: others (of a hook, a copy, another thread) get logits.
 """
 
 import ast
 import inspect
 import textwrap
-from dataclasses import replace
+import threading
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 
-from pagestash.integrations.hf.report import Report, patched_already
+from pagestash.integrations.hf.report import MARK, Report, patched_already
 from pagestash.moe.ops import cross_entropy
 
 
@@ -27,7 +29,9 @@ def replace_head(model: Any, report: Report) -> None:
         report.leave("head", "(the model)", model, why)
         return
     head, state = model.lm_head, _Fusing()
-    report.put_forward(model, _model_forward(type(model).forward, state), state.off)
+    report.put_forward(model, _model_forward(type(model).forward, state, model.loss_type), state.off)
+    if model.base_model is not model:
+        report.on_undo(model.base_model.register_forward_hook(state.body_returned).remove)
     report.put_forward(head, _head_forward(type(head).forward, state), state.off)
     report.replace("head", "(the model)", model, "the loss by chunks of logits")
 
@@ -99,35 +103,20 @@ def _is_self(node: ast.AST, attribute: str) -> bool:
     )
 
 
-class _Fusing:
-    """What one forward with labels hands from the model to its head and from there to its loss function."""
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One forward of a model with labels: what it hands to its head, and from there to its loss function."""
 
-    def __init__(self) -> None:
-        self.labels: torch.Tensor | None = None
-        self.options: dict[str, Any] = {}
-        self.hidden: torch.Tensor | None = None
-        self.loss: torch.Tensor | None = None
-        self.on = True
-
-    def off(self) -> None:
-        self.on = False
-
-    def forget(self) -> None:
-        self.labels = self.hidden = self.loss = None
-        self.options = {}
-
-    def loss_function(self, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """In the place of the model's: the loss that `lm_head` has computed."""
-        if logits is not self.hidden or self.loss is None:
-            raise RuntimeError(
-                "pagestash.hf: the model did something to the logits before their loss; "
-                "optimize(model, head=False) leaves its head alone"
-            )
-        return self.loss
+    model: Any
+    labels: torch.Tensor
+    options: dict[str, Any]
+    ready: bool
+    """Whether the model's body has returned: what `lm_head` is given next are the last hidden states."""
+    hidden: torch.Tensor | None = None
+    loss: torch.Tensor | None = None
 
     def compute(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """As `ForCausalLMLoss` does it with logits."""
-        assert self.labels is not None
         ignore = self.options.get("ignore_index", -100)
         count = self.options.get("num_items_in_batch")
         shifted = self.options.get("shift_labels")
@@ -150,39 +139,115 @@ class _Fusing:
         return loss if count is None else loss / count
 
 
+class _Fusing:
+    """The forwards that run now, by thread. (A compiler follows none of this but in one thread.)"""
+
+    def __init__(self) -> None:
+        self.on = True
+        self._calls: dict[int, list[_Call]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Fusing":
+        """As functions are copied, which the forwards are: a copy of the model has the same hooks."""
+        return self
+
+    def off(self) -> None:
+        self.on = False
+
+    def begin(self, call: _Call) -> bool:
+        """Whether `call` may be fused: not while another thread runs the same model."""
+        mine = _thread()
+        if any(each.model is call.model for key in self._calls if key != mine for each in self._calls[key]):
+            return False
+        self._calls.setdefault(mine, []).append(call)
+        return True
+
+    def end(self) -> None:
+        calls = self._calls[_thread()]
+        calls.pop()
+        if not calls:
+            del self._calls[_thread()]
+
+    def innermost(self) -> _Call | None:
+        calls = self._calls.get(_thread())
+        return calls[-1] if calls else None
+
+    def body_returned(self, body: nn.Module, *_: Any) -> None:
+        """A hook after the forward of a model's body."""
+        call = self.innermost()
+        if call is not None and call.model.base_model is body:
+            call.ready = True
+
+    def loss_function(self, logits: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        """In the place of the model's: the loss that `lm_head` has computed."""
+        call = self.innermost()
+        if call is None or call.hidden is None:  # another thread's call, that nobody fused
+            from transformers.loss.loss_utils import ForCausalLMLoss
+
+            return ForCausalLMLoss(logits, *args, **options)
+        if logits is not call.hidden or call.loss is None:
+            raise RuntimeError(
+                "pagestash.hf: the model did something to the logits before their loss; "
+                "optimize(model, head=False) leaves its head alone"
+            )
+        return call.loss
+
+
+def _thread() -> int:
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
 def _head_forward(theirs: Any, state: _Fusing) -> Any:
     def forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-        if state.labels is None:
+        call = state.innermost()
+        if call is None or not call.ready or call.hidden is not None or call.model.lm_head is not self:
             return theirs(self, hidden)
-        state.loss, state.hidden = state.compute(hidden, self.weight), hidden
+        call.loss, call.hidden = call.compute(hidden, self.weight), hidden
         return hidden
 
     return forward
 
 
-def _model_forward(theirs: Any, state: _Fusing) -> Any:
+def _model_forward(theirs: Any, state: _Fusing, loss_type: Any) -> Any:
     signature = inspect.signature(theirs)
+
+    def fuses(model: Any, given: dict[str, Any], skip: bool) -> bool:
+        """Whether this call's loss is the one that we compute, and its logits are not asked for."""
+        keep = given.get("logits_to_keep", 0)
+        usual = "_loss_function" not in model.__dict__ or model.loss_function.__name__ == "ForCausalLMLoss"
+        return (
+            skip
+            and state.on
+            and given.get("labels") is not None
+            and isinstance(keep, int)
+            and keep == 0
+            and usual
+            and model.loss_type == loss_type
+            and MARK in model.lm_head.__dict__  # another one may be there by now
+        )
 
     @wraps(theirs)
     def forward(self: Any, *args: Any, **options: Any) -> Any:
         skip = options.pop("skip_logits", self.training)
         given = signature.bind(self, *args, **options).arguments
-        keep, labels = given.get("logits_to_keep", 0), given.get("labels")
-        if labels is None or not skip or not state.on or not isinstance(keep, int) or keep != 0:
+        if not fuses(self, given, skip):
             return theirs(self, *args, **options)
-        as_tuple = not options.pop("return_dict", self.config.return_dict)
+        asked = options.pop("return_dict", None)
+        as_tuple = not (self.config.return_dict if asked is None else asked)
+        call = _Call(self, given["labels"], options, ready=self.base_model is self)
+        if not state.begin(call):
+            return theirs(self, *args, **options, return_dict=not as_tuple)
         before = self.__dict__.get("_loss_function")
-        state.labels, state.options = labels, options
         self._loss_function = state.loss_function
         try:
             output = theirs(self, *args, **options, return_dict=True)
         finally:
-            state.forget()
+            state.end()
             if before is None:
                 del self._loss_function
             else:
                 self._loss_function = before
-        output = replace(output, logits=None)
+        if call.hidden is not None:  # which stands where logits would
+            output = replace(output, logits=None)
         return output.to_tuple() if as_tuple else output
 
     forward.__module__ = __name__

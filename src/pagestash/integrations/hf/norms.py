@@ -4,6 +4,7 @@ A norm is taken over if, run on random bf16 and float32 rows, its own `forward` 
 kernel gives. That holds for classes of models that this file has never heard of, and fails for those that do more.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ FORMS = {"Llama's": (0.0, True), "gpt-oss's": (0.0, False), "Gemma's": (1.0, Fal
 """(offset, early) by the model that has it."""
 
 WIDTH = 64
-"""Of the rows that a norm is tried on."""
+"""Of the rows that a norm without a weight is tried on."""
 
 
 def replace_norms(modules: list[tuple[str, nn.Module]], report: Report) -> None:
@@ -30,14 +31,18 @@ def replace_norms(modules: list[tuple[str, nn.Module]], report: Report) -> None:
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if why is None and not isinstance(eps, float):
             why = "it has no eps to be read"
+        if why is None and len(inspect.signature(type(module).forward).parameters) > 2:
+            why = "its forward takes more than rows"
         if why is not None:
             report.leave("norm", name, module, why)
             continue
         assert isinstance(eps, float)
-        weighted = getattr(module, "weight", None) is not None
-        if (type(module), weighted) not in known:
-            known[type(module), weighted] = _form(module, eps)
-        form = known[type(module), weighted]
+        # Two of one class may differ in what they were made with: the size of a group, say.
+        plain = {key: value for key, value in vars(module).items() if type(value) in (bool, int, float, str)}
+        key = type(module), _width(module), tuple(sorted(plain.items()))
+        if key not in known:
+            known[key] = _form(module, eps)
+        form = known[key]
         if form is None:
             report.leave("norm", name, module, "it computes something else than the kernel")
             continue
@@ -71,11 +76,18 @@ def _form(module: nn.Module, eps: float) -> str | None:
     children = ("_parameters", "_buffers", "_modules")
     probe.__dict__.update({key: value for key, value in module.__dict__.items() if key not in children})
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(256, WIDTH, generator=generator)
+    width = _width(module)
+    x = torch.randn(max(16, 256 * WIDTH // (width or WIDTH)), width or WIDTH, generator=generator)
     weight = None
-    if getattr(module, "weight", None) is not None:
-        weight = nn.Parameter(torch.randn(WIDTH, generator=generator), requires_grad=False)
+    if width is not None:
+        weight = nn.Parameter(torch.randn(width, generator=generator), requires_grad=False)
     return next((form for form in FORMS if _computes(probe, form, x, weight, eps)), None)
+
+
+def _width(module: Any) -> int | None:
+    """Of the module's own weight; None if it has none."""
+    weight = getattr(module, "weight", None)
+    return None if weight is None else weight.shape[-1]
 
 
 def _computes(probe: Any, form: str, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> bool:

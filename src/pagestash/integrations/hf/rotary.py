@@ -33,8 +33,13 @@ def _rotary(theirs: Callable[..., Any], style: Style, wide: bool) -> Callable[..
     """`theirs` by our kernel, where the arguments are those that it is for."""
 
     def rotary(
-        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q: torch.Tensor, k: Any = None, cos: Any = None, sin: Any = None, *args: Any, **options: Any
+    ) -> Any:
+        if k is None or cos is None or sin is None:
+            given = {"k": k, "cos": cos, "sin": sin}
+            return theirs(
+                q, *args, **{name: value for name, value in given.items() if value is not None}, **options
+            )
         heads_dim = options.get("unsqueeze_dim", 1)
         fits = (
             not args

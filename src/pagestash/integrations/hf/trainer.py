@@ -44,7 +44,7 @@ def wrap(trainer: Any, policy: Policy | str | Path) -> Keeper:
     if "_prepare_inputs" in trainer.__dict__:
         raise ValueError("wrap: the trainer is wrapped already; unwrap(trainer, keeper) takes ours off")
     policy = policy if isinstance(policy, Policy) else Policy.load(policy)
-    _refuse_settings(trainer.args)
+    _refuse_settings(trainer)
     model: Any = trainer.model
     _refuse_taken_experts(model, trainer.args)
     keeper = Keeper(policy).attach(model)
@@ -89,8 +89,14 @@ class _Steps(AbstractContextManager[None]):
         return self._open.__exit__(*raised)
 
 
-def _refuse_settings(args: Any) -> None:
+def _refuse_settings(trainer: Any) -> None:
     """Settings of a trainer that would undo a policy, or be undone by it."""
+    args = trainer.args
+    if getattr(trainer, "model_init", None) is not None:
+        raise ValueError(
+            "wrap: model_init= makes another model when training begins, which no policy is attached to; "
+            "pass model= to the trainer"
+        )
     if args.gradient_checkpointing:
         raise ValueError(
             "wrap: gradient_checkpointing=True recomputes every layer, and saves nothing that a rule could move; "

@@ -1,0 +1,120 @@
+"""The fused head: only the model's own call is taken, and its loss is the one that the model would compute."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers", minversion="5.7")
+
+from tiny import batch, tiny  # noqa: E402
+
+import pagestash.hf  # noqa: E402
+from pagestash.kernels import backend as backends  # noqa: E402
+from pagestash.moe.ops import cross_entropy  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def reference(monkeypatch):
+    monkeypatch.setattr(backends, "interpreted", lambda: False)
+
+
+@pytest.fixture
+def model():
+    made = tiny("Qwen3-MoE")
+    pagestash.hf.optimize(made, norm=False, rope=False, attention=False)
+    return made
+
+
+VOCABULARY = 96
+
+
+def test_a_hook_inside_the_model_gets_logits(model):
+    seen = []
+    model.model.layers[0].register_forward_hook(
+        lambda _, __, output: seen.append(model.lm_head(output).shape[-1])
+    )
+    wanted = tiny("Qwen3-MoE")(**batch()).loss
+    torch.testing.assert_close(model(**batch()).loss, wanted)
+    assert seen == [VOCABULARY]
+
+
+def test_a_copy_that_a_hook_calls_gets_logits_and_both_their_losses(model):
+    teacher = copy.deepcopy(model)
+    seen = []
+
+    def distil(*_):
+        seen.append(teacher(input_ids=batch()["input_ids"]).logits.shape[-1])
+        seen.append(teacher(**batch()).loss.detach())
+
+    model.model.layers[0].register_forward_hook(distil)
+    output = model(**batch())
+    assert output.logits is None
+    assert seen[0] == VOCABULARY
+    assert torch.equal(seen[1], output.loss.detach())
+
+
+def test_another_thread_gets_its_own_loss_and_logits(model):
+    """The hook holds the first forward open while the other thread runs the model."""
+    found = {}
+
+    def other():
+        with torch.enable_grad():
+            found["logits"] = model(input_ids=batch()["input_ids"]).logits.shape[-1]
+            found["loss"] = model(**batch()).loss.detach()
+
+    def run_other(*_):
+        if threading.current_thread() is threading.main_thread() and not found:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+    model.model.register_forward_hook(run_other)
+    loss = model(**batch()).loss
+    assert found["logits"] == VOCABULARY
+    torch.testing.assert_close(found["loss"], loss.detach())
+    assert "_loss_function" not in model.__dict__
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_the_output_has_the_form_that_is_asked_for(model, asked):
+    plain = tiny("Qwen3-MoE")(**batch(), return_dict=asked)
+    assert type(model(**batch(), return_dict=asked)) is type(plain)
+
+
+def test_a_loss_that_is_set_later_is_the_one_that_is_taken(model):
+    plain = tiny("Qwen3-MoE")
+    for each in (plain, model):
+        each.loss_function = lambda logits, labels, vocab_size, **_: 3 * logits.float().logsumexp(-1).mean()
+    torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss)
+
+
+def test_a_loss_type_that_is_set_later_is_the_one_that_is_taken(model):
+    plain = tiny("Qwen3-MoE")
+    for each in (plain, model):
+        each.loss_type = "ForMaskedLM"
+    torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss)
+
+
+def test_another_head_is_run_as_it_is(model):
+    plain = tiny("Qwen3-MoE")
+    for each in (plain, model):
+        torch.manual_seed(0)
+        each.resize_token_embeddings(128)
+        each.lm_head = nn.Linear(32, 128, bias=False)
+        torch.nn.init.normal_(each.lm_head.weight, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(plain.model.embed_tokens.weight)
+    torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss)
+
+
+def test_a_second_derivative_is_refused():
+    hidden, weight = (torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True))
+    loss = cross_entropy(hidden, weight, torch.tensor([0, 1, 2, 3]))
+    of_hidden, of_weight = torch.autograd.grad(loss, (hidden, weight), create_graph=True)
+    for gradient in (of_hidden, of_weight):
+        with pytest.raises(RuntimeError, match="has no second derivative"):
+            gradient.square().sum().backward(retain_graph=True)

@@ -85,9 +85,9 @@ def _form(module: nn.Module, eps: float) -> str | None:
 
 
 def _width(module: Any) -> int | None:
-    """Of the module's own weight; None if it has none."""
+    """Of the module's own weight; None if it has none. (Where FSDP has divided it, any width will do.)"""
     weight = getattr(module, "weight", None)
-    return None if weight is None else weight.shape[-1]
+    return None if weight is None else weight.shape[-1] or WIDTH
 
 
 def _computes(probe: Any, form: str, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> bool:

@@ -20,6 +20,25 @@ SCHEDULES = (
 )
 _PRESETS, _SCHEDULES = ", ".join(PRESETS), ", ".join(SCHEDULES)
 
+# The options of a step to measure, which `profile` and `plan` share.
+_Preset = Annotated[str | None, typer.Option(help=f"A model's published shape: {_PRESETS}.  [default: tiny]")]
+_Module = Annotated[
+    str | None,
+    typer.Option(metavar="PKG:NAME", help="A function that returns a model, or a model and its batch."),
+]
+_Layers = Annotated[int | None, typer.Option(help="Cut the preset to this many layers.")]
+_Batch = Annotated[int, typer.Option(help="Sequences.")]
+_Seq = Annotated[int, typer.Option(help="Tokens per sequence.")]
+_Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+_Dtype = Annotated[
+    str | None, typer.Option(help="Dtype of the weights.  [default: bfloat16 on a GPU, float32 on a CPU]")
+]
+_Autocast = Annotated[str | None, typer.Option(help="Run forward under autocast to this dtype.")]
+_Link = Annotated[
+    str | None, typer.Option(help="Bytes per second to the host, like 50GB; on a GPU measured by default.")
+]
+_Repeats = Annotated[int, typer.Option(help="Timed steps.")]
+
 app = typer.Typer(
     help="Activation memory for Mixture-of-Experts training.",
     no_args_is_help=True,
@@ -106,27 +125,17 @@ def train(
 
 @app.command()
 def profile(
-    preset: Annotated[
-        str | None, typer.Option(help=f"A model's published shape: {_PRESETS}.  [default: tiny]")
-    ] = None,
-    module: Annotated[
-        str | None,
-        typer.Option(metavar="PKG:NAME", help="A function that returns a model, or a model and its batch."),
-    ] = None,
-    layers: Annotated[int | None, typer.Option(help="Cut the preset to this many layers.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 2,
-    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[
-        str | None, typer.Option(help="Dtype of the weights.  [default: bfloat16 on a GPU, float32 on a CPU]")
-    ] = None,
-    autocast: Annotated[str | None, typer.Option(help="Run forward under autocast to this dtype.")] = None,
+    preset: _Preset = None,
+    module: _Module = None,
+    layers: _Layers = None,
+    batch: _Batch = 2,
+    seq: _Seq = 256,
+    device: _Device = "auto",
+    dtype: _Dtype = None,
+    autocast: _Autocast = None,
     policy: Annotated[Path | None, typer.Option(help="A policy file: also show what it would do.")] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(help="Bytes per second to the host, like 50GB; on a GPU measured by default."),
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Timed steps.")] = 3,
+    link: _Link = None,
+    repeats: _Repeats = 3,
     depth: Annotated[
         int | None, typer.Option(help="Group regions by the first parts of their names.")
     ] = None,
@@ -139,9 +148,10 @@ def profile(
     ] = None,
 ) -> None:
     """Show what a training step saves for backward: bytes by region, and what each home would save and cost."""
-    from pagestash.commands.profile import Asked, run
+    from pagestash.commands.profile import ProfileOptions, run
+    from pagestash.commands.step import StepOptions
 
-    asked = Asked(
+    step = StepOptions(
         preset=preset,
         module=module,
         layers=layers,
@@ -150,15 +160,11 @@ def profile(
         device=device,
         dtype=dtype,
         autocast=autocast,
-        policy=policy,
         link=link,
         repeats=repeats,
-        depth=depth,
-        tensors=tensors,
-        json=json,
-        plot=plot,
     )
-    raise typer.Exit(run(asked))
+    options = ProfileOptions(step=step, policy=policy, depth=depth, tensors=tensors, json=json, plot=plot)
+    raise typer.Exit(run(options))
 
 
 @app.command()
@@ -172,26 +178,16 @@ def plan(
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plan for what `pagestash profile --json` measured.")
     ] = None,
-    preset: Annotated[
-        str | None, typer.Option(help=f"A model's published shape: {_PRESETS}.  [default: tiny]")
-    ] = None,
-    module: Annotated[
-        str | None,
-        typer.Option(metavar="PKG:NAME", help="A function that returns a model, or a model and its batch."),
-    ] = None,
-    layers: Annotated[int | None, typer.Option(help="Cut the preset to this many layers.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 2,
-    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[
-        str | None, typer.Option(help="Dtype of the weights.  [default: bfloat16 on a GPU, float32 on a CPU]")
-    ] = None,
-    autocast: Annotated[str | None, typer.Option(help="Run forward under autocast to this dtype.")] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(help="Bytes per second to the host, like 50GB; on a GPU measured by default."),
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Timed steps.")] = 3,
+    preset: _Preset = None,
+    module: _Module = None,
+    layers: _Layers = None,
+    batch: _Batch = 2,
+    seq: _Seq = 256,
+    device: _Device = "auto",
+    dtype: _Dtype = None,
+    autocast: _Autocast = None,
+    link: _Link = None,
+    repeats: _Repeats = 3,
     optimizer: Annotated[
         str, typer.Option(help="Whose state is on the device, too: none, sgd, momentum or adamw.")
     ] = "none",
@@ -201,10 +197,10 @@ def plan(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the policy as TOML.")] = None,
 ) -> None:
     """Find the fastest policy whose step is predicted to fit a budget of memory, and print what it takes."""
-    from pagestash.commands.plan import PlanAsked, run
-    from pagestash.commands.profile import Asked
+    from pagestash.commands.plan import PlanOptions, run
+    from pagestash.commands.step import StepOptions
 
-    step = Asked(
+    step = StepOptions(
         preset=preset,
         module=module,
         layers=layers,
@@ -216,8 +212,8 @@ def plan(
         link=link,
         repeats=repeats,
     )
-    asked = PlanAsked(budget=budget, step=step, profile=profile, optimizer=optimizer, host=host, out=out)
-    raise typer.Exit(run(asked))
+    options = PlanOptions(budget=budget, step=step, profile=profile, optimizer=optimizer, host=host, out=out)
+    raise typer.Exit(run(options))
 
 
 @app.command()

@@ -40,7 +40,7 @@ def test_a_plan_is_printed_and_its_policy_written(tmp_path):
 def test_a_saved_profile_is_planned_without_running_anything(tmp_path, monkeypatch):
     profile = tmp_path / "profile.json"
     CliRunner().invoke(app, ["profile", *TINY, "--json", str(profile)])
-    monkeypatch.setattr(importlib.import_module("pagestash.commands.profile"), "profile", None)
+    monkeypatch.setattr(importlib.import_module("pagestash.commands.step"), "profile", None)
     done = run("--profile", str(profile), "--budget", "8GiB")
     assert done.exit_code == 0, done.output
     assert done.output.startswith("The step fits without a policy: ")

@@ -1,0 +1,179 @@
+"""The step that `pagestash profile` and `pagestash plan` measure: its options, its model and its batch."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import nn
+
+from pagestash.device import device_memory, find_device, out_of_memory
+from pagestash.models.config import preset
+from pagestash.models.decoder import Decoder, count_parameters
+from pagestash.policy import Policy, format_bytes, machine_memory, parse_bytes
+from pagestash.profiling.measure import profile
+from pagestash.profiling.result import Profile
+from pagestash.torch_internals import tree_map_only
+
+WRONG_INPUT = 2
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """What to measure, as on the command line."""
+
+    preset: str | None = None
+    module: str | None = None
+    layers: int | None = None
+    batch: int = 2
+    seq: int = 256
+    device: str = "auto"
+    dtype: str | None = None
+    autocast: str | None = None
+    link: str | None = None
+    repeats: int = 3
+
+
+def exit_code(work: Callable[[], None]) -> int:
+    """Do the work of a command. Bad input, and too little memory for the step, are one line on stderr."""
+    try:
+        work()
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return WRONG_INPUT
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        print("error: too little memory for this step; try --layers, --batch or --seq", file=sys.stderr)
+        return WRONG_INPUT
+    return 0
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Refuse a file that could not be written, before the work."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ValueError(f"{option} {path}: expected a file in a folder that exists")
+
+
+def check_numbers(**numbers: int | None) -> None:
+    """Refuse a number below 1, named as its option."""
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {value}: expected at least 1")
+
+
+def measure(options: StepOptions, policy: Policy | None = None) -> Profile:
+    """Profile what the options name; the profile has the policy's homes."""
+    _check(options)
+    device = find_device(options.device, f"--device {options.device}")
+    link = None if options.link is None else float(parse_bytes(options.link, "--link"))
+    if link == 0:
+        raise ValueError(f"--link {options.link}: expected bytes per second, more than 0")
+    text = 8 * options.batch * (options.seq + 1)
+    if text > device_memory(device):
+        raise ValueError(
+            f"--batch {options.batch} --seq {options.seq}: the tokens alone take {format_bytes(text)}, {device} "
+            f"has {format_bytes(device_memory(device))}"
+        )
+    autocast = None if options.autocast is None else _dtype("--autocast", options.autocast)
+    model, batch = _from_module(options, device) if options.module else _from_preset(options, device)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    # On stderr: stdout has the result.
+    errors = Console(stderr=True)
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def tell(what: str, number: int, steps: int) -> None:
+            progress.update(task, description=what, completed=number, total=steps)
+
+        return profile(
+            model,
+            batch,
+            policy=policy,
+            link=link,
+            autocast=autocast,
+            repeats=options.repeats,
+            progress=tell,
+        )
+
+
+def _check(options: StepOptions) -> None:
+    """Check the options before a model is built."""
+    if options.preset is not None and options.module is not None:
+        raise ValueError("--preset and --module: pass only one of them")
+    if options.module is not None and options.layers is not None:
+        raise ValueError("--layers is for presets; with --module the function determines the layers")
+    check_numbers(batch=options.batch, seq=options.seq, repeats=options.repeats)
+
+
+def _from_preset(options: StepOptions, device: torch.device) -> tuple[nn.Module, Any]:
+    config = preset(options.preset or "tiny", options.layers)
+    dtype = _dtype("--dtype", options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    # Weights and gradients; the activations are still unknown.
+    needed = 2 * dtype.itemsize * count_parameters(config)[0]
+    there = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine_memory()
+    if needed > there:
+        raise ValueError(
+            f"weights and gradients of {options.preset} take {format_bytes(needed)}, there are "
+            f"{format_bytes(there)} on {device}; --layers cuts it"
+        )
+    model = Decoder(config, device=device, dtype=dtype)
+    model.initialise(0)
+    return model, _tokens(options, config.vocab, device, labels=True)
+
+
+def _from_module(options: StepOptions, device: torch.device) -> tuple[nn.Module, Any]:
+    """The model that `pkg:name` returns, with the batch that it returns or random tokens."""
+    made = _function(options.module or "")()
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"--module {options.module} returned {type(model).__name__}: "
+            "expected an nn.Module, or one and its batch"
+        )
+    model.to(device=device, dtype=None if options.dtype is None else _dtype("--dtype", options.dtype))
+    if batch is not None:
+        moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
+        return model, moved
+    table = next((child for child in model.modules() if isinstance(child, nn.Embedding)), None)
+    if table is None:
+        raise ValueError(f"--module {options.module}: the model takes no tokens; return (model, batch)")
+    return model, _tokens(options, table.num_embeddings, device, labels=False)
+
+
+def _function(place: str) -> Any:
+    name, colon, attribute = place.partition(":")
+    if not (name and colon and attribute):
+        raise ValueError(f"--module {place}: expected pkg:name, like mymodels.small:make_model")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as under `python -m`: finds files in the working folder
+    try:
+        found: Any = importlib.import_module(name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except ImportError as error:
+        raise ValueError(f"--module {place}: {error}") from error
+    except AttributeError:
+        raise ValueError(f"--module {place}: {name} has no {attribute!r}") from None
+    if not callable(found):
+        raise ValueError(f"--module {place}: {attribute} is a {type(found).__name__}, no function")
+    return found
+
+
+def _tokens(options: StepOptions, vocab: int, device: torch.device, *, labels: bool) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocab, (options.batch, options.seq + 1), generator=generator).to(device)
+    inputs = tokens[:, :-1].contiguous()
+    return (inputs, tokens[:, 1:].contiguous()) if labels else inputs
+
+
+def _dtype(option: str, name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"{option} {name}: expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]

@@ -19,6 +19,7 @@ BENCHMARKS = (
     "moe_step",
     "hf_step",
     "offload",
+    "hooks",
     "plan",
     "step_memory",
     "pipeline",

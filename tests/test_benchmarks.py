@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as command_line
-from benchmarks import step_memory, tables
+from benchmarks import hooks, step_memory, tables
 from benchmarks.harness import Claim, write
 
 FAST = Claim(what="stash over `a | b`", value=0.951234, bar=0.92, better="at least")
@@ -149,3 +149,14 @@ def test_the_picture_of_a_step_is_drawn_from_the_result_that_is_kept():
     assert step_memory.PICTURE.read_text() == step_memory.draw(body["rows"], body["config"])
     peaks = [f"{row['peak_bytes'] / 2**20:.0f} MiB" for row in body["rows"]]
     assert all(peak in tables.README.read_text() for peak in peaks)
+
+
+def test_the_cost_of_each_hook_is_measured_on_any_machine(tmp_path):
+    body = json.loads(hooks.run(tmp_path, quick=True).read_text())
+    rows = {row["way"]: row for row in body["rows"] if "way" in row}
+    assert set(rows) == {way.name for way in hooks.WAYS}
+    steps = {row["step"]: row["us"] for row in body["rows"] if "step" in row}
+    assert set(steps) == {"no keeper", *hooks.POLICIES}
+    assert all({"pack", "unpack", "enter", "leave"} <= set(row) for row in rows.values())
+    assert all("replay" in row for name, row in rows.items() if name.startswith("recomputed"))
+    assert {claim["unit"] for claim in body["claims"]} == {"µs"}

@@ -1,13 +1,13 @@
-"""What a step costs on a described cluster: the values that the replay reads.
+"""What a step costs on a described cluster: the values that the replay reads, made by `build.step_costs`.
 
-A *stage* is a number of consecutive layers on one pipeline rank; virtual stages (VPP) are several stages of one rank.
-All values are of one rank of its tensor, context, expert and data parallel groups, whose ranks are alike while rows
-are balanced, and of one microbatch. A rank that receives `s` times the balanced rows of a layer has
+A *stage* is a number of consecutive layers on one pipeline rank; with virtual stages (VPP) a rank has several. All
+values are of one rank of its tensor, context, expert and data parallel groups, whose ranks are alike while rows are
+balanced, and of one microbatch. A rank that receives `s` times the balanced rows of a layer has
 
     seconds = fixed + s · routed        bytes = fixed + s · routed
 
-A `StepCosts` is made by `simulation.build.step_costs`. Communication is not part of the compute seconds. Backward sends what forward received: `combine` before the experts'
-backward, `dispatch` after it, with the bytes of forward's.
+Communication is not part of the compute seconds. Backward sends what forward received: `combine` before the
+experts' backward, `dispatch` after it, with the bytes of forward's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -141,7 +141,7 @@ class RankCosts:
     host_bytes: int
     """Most on the host at one time: offloaded activations, host pages, offloaded optimizer state."""
     gradient_seconds: float = 0.0
-    """Of reducing gradients and gathering weights over data parallel ranks, once a step, with all links to itself."""
+    """Of reducing gradients and gathering weights over data parallel ranks, once a step."""
     optimizer_seconds: float = 0.0
 
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from pagestash.saved.attached import Attached
 from pagestash.saved.follow import StageEvents, follow
 from pagestash.saved.homes import Home, Keep, TakesGroups
 from pagestash.saved.hooks import SavedTensorHooks
-from pagestash.saved.offload.headroom import read_memory
+from pagestash.saved.offload.headroom import Reading, read_memory
 from pagestash.saved.offload.home import Offload
 from pagestash.saved.overflow import Agreement, grow, refuse_if_overflowed
 from pagestash.saved.quiet_rules import QuietRules, StepNeverOpened
@@ -51,11 +53,10 @@ class Keeper:
         self._check = check
         self._keep = Keep()
         self._recompute = Recompute()
-        self._recompute.checks.overflow = lambda: self.overflow
-        self._stash = Stash(policy, self._keep, backend)
-        self._offload = Offload(
-            policy, self._keep, self._stash, lambda: read_memory(self.device, self.parameters), backend
-        )
+        self._stash = stash = Stash(policy, self._keep, backend)
+        # No home may refer to the keeper: in a cycle, a dropped keeper's pool would wait for the garbage collector.
+        self._recompute.checks.overflow = lambda: None if stash.pool is None else stash.pool.overflow
+        self._offload = Offload(policy, self._keep, stash, partial(_memory_of, ref(self)), backend)
         moving: dict[HomeName, TakesGroups] = {"stash": self._stash, "offload": self._offload}
         # In the order in which they settle: offload before stash, because it gives back pages, too.
         self._homes: tuple[Home, ...] = (self._keep, self._recompute, self._offload, self._stash)
@@ -79,10 +80,17 @@ class Keeper:
         return self
 
     def detach(self) -> None:
-        """Take all hooks off. What is stashed stays until backward has asked for it."""
+        """Take all hooks off. What is stashed stays until backward has asked for it.
+
+        The pool and pinned memory end with the last reference to the keeper, if no backward is still to come.
+        """
         if self._in_step:
             raise RuntimeError("keeper.detach() in a step, whose regions are open; detach when it is over")
         self._attached.remove()
+        # What refers to the homes in a circle: graphs that were freed since the last step, and `look`.
+        for home in self._homes:
+            home.settle()
+        self._saved.look = None
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -276,3 +284,9 @@ class Keeper:
             "unmeasured" if self.pool is None else format_bytes(self.pool.device_pages * self.pool.page_bytes)
         )
         return f"Keeper({len(self.policy.rules)} rules, pool {size})"
+
+
+def _memory_of(keeper: "ref[Keeper]") -> Reading | None:
+    """A reading of the memory of the keeper's device; None where there is nothing to read, or nobody."""
+    found = keeper()
+    return None if found is None else read_memory(found.device, found.parameters)

@@ -195,6 +195,12 @@ def plan(
         str, typer.Option(help="Pinned memory for offload, like 64GiB; auto: half of this machine's.")
     ] = "auto",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the policy as TOML.")] = None,
+    curve: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw step time over memory, as PNG or SVG.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw memory over the step, before and after.")
+    ] = None,
 ) -> None:
     """Find the fastest policy whose step is predicted to fit a budget of memory, and print what it takes."""
     from pagestash.commands.plan import PlanOptions, run
@@ -212,7 +218,16 @@ def plan(
         link=link,
         repeats=repeats,
     )
-    options = PlanOptions(budget=budget, step=step, profile=profile, optimizer=optimizer, host=host, out=out)
+    options = PlanOptions(
+        budget=budget,
+        step=step,
+        profile=profile,
+        optimizer=optimizer,
+        host=host,
+        out=out,
+        curve=curve,
+        plot=plot,
+    )
     raise typer.Exit(run(options))
 
 

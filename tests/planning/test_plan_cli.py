@@ -49,6 +49,29 @@ def test_a_saved_profile_is_planned_without_running_anything(tmp_path, monkeypat
     assert small.stderr.startswith("error: nothing fits 976.6 KiB: the smallest plan takes ")
 
 
+def test_a_plan_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    curve, memory = tmp_path / "curve.svg", tmp_path / "memory.png"
+    done = run(*TINY, "--budget", "0.8", "--curve", str(curve), "--plot", str(memory))
+    assert done.exit_code == 0, done.output
+    text = curve.read_text()
+    for words in ("fastest plan for each budget", "keep all: ", "recompute layers: ", "this plan: ", "MiB"):
+        assert words in text
+    assert memory.read_bytes().startswith(b"\x89PNG")
+    fits = run(*TINY, "--budget", "8GiB", "--curve", str(curve))
+    assert fits.exit_code == 0, fits.output
+    assert "fastest plan" not in curve.read_text()
+
+
+@pytest.mark.parametrize("option", ["--curve", "--plot"])
+def test_a_picture_without_matplotlib_is_refused_before_the_work(option, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.import_module("pagestash.commands.step"), "profile", None)
+    done = run(*TINY, "--budget", "0.8", option, str(tmp_path / "p.png"))
+    assert done.exit_code == 2
+    assert done.stderr == f"error: {option} needs matplotlib: pip install 'pagestash[plot]'\n"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -59,6 +82,14 @@ def test_a_saved_profile_is_planned_without_running_anything(tmp_path, monkeypat
         (("--budget", "1GiB", "--profile", "none.json"), "none.json: No such file"),
         (("--budget", "1GiB", "--profile", "none.json", "--preset", "tiny"), "pass no --preset"),
         (("--budget", "1GiB", "--host", "much"), "host='much'"),
+        (
+            ("--budget", "1GiB", "--curve", "nowhere/c.png"),
+            "--curve nowhere/c.png: expected a file in a folder",
+        ),
+        (
+            ("--budget", "1GiB", "--plot", "c.doc"),
+            "--plot c.doc: expected a picture's suffix, like .png or .svg",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_one_line(words, says, tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pagestash.commands.step import StepOptions, check_file, exit_code, measure
+from pagestash.commands.step import StepOptions, check_file, check_picture, exit_code, measure
 from pagestash.planning.make import plan_profile
 from pagestash.planning.result import Plan
 from pagestash.profiling.result import Profile
@@ -22,6 +22,8 @@ class PlanOptions:
     optimizer: str = "none"
     host: str = "auto"
     out: Path | None = None
+    curve: Path | None = None
+    plot: Path | None = None
 
 
 def run(options: PlanOptions) -> int:
@@ -34,12 +36,18 @@ def _run(options: PlanOptions) -> None:
     print(found)
     if options.out is not None:
         found.policy.save(options.out)
+    if options.curve is not None:
+        found.plot_curve(options.curve)
+    if options.plot is not None:
+        found.plot_memory(options.plot)
 
 
 def _plan(options: PlanOptions) -> Plan:
     if options.optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {options.optimizer}: expected one of {', '.join(OPTIMIZERS)}")
     check_file("--out", options.out)
+    check_picture("--curve", options.curve)
+    check_picture("--plot", options.plot)
     profile = _profile(options)
     state = OPTIMIZERS[options.optimizer] * (profile.gradient_bytes or 0)
     budget = int(options.budget) if options.budget.isdecimal() else options.budget

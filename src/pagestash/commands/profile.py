@@ -1,13 +1,12 @@
 """`pagestash profile`."""
 
-import importlib.util
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
-from pagestash.commands.step import StepOptions, check_file, check_numbers, exit_code, measure
+from pagestash.commands.step import StepOptions, check_file, check_numbers, check_picture, exit_code, measure
 from pagestash.policy import Policy, Rule
 
 PIPE_COLUMNS = 160
@@ -50,8 +49,6 @@ def _check(options: ProfileOptions) -> None:
     """Check the options before anything is measured."""
     check_numbers(depth=options.depth)
     check_file("--json", options.json)
-    check_file("--plot", options.plot)
+    check_picture("--plot", options.plot)
     if options.tensors is not None:
         Rule(options.tensors, "keep")
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'pagestash[plot]'")

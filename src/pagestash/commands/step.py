@@ -1,6 +1,7 @@
 """The step that `pagestash profile` and `pagestash plan` measure: its options, its model and its batch."""
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pagestash.models.config import preset
 from pagestash.models.decoder import Decoder, count_parameters
 from pagestash.policy import Policy, format_bytes, machine_memory, parse_bytes
 from pagestash.profiling.measure import profile
+from pagestash.profiling.picture import check_suffix
 from pagestash.profiling.result import Profile
 from pagestash.torch_internals import tree_map_only
 
@@ -59,6 +61,16 @@ def check_file(option: str, path: Path | None) -> None:
     """Refuse a file that could not be written, before the work."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ValueError(f"{option} {path}: expected a file in a folder that exists")
+
+
+def check_picture(option: str, path: Path | None) -> None:
+    """Refuse a picture that could not be drawn, before the work."""
+    if path is None:
+        return
+    check_file(option, path)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"{option} needs matplotlib: pip install 'pagestash[plot]'")
+    check_suffix(option, path)
 
 
 def check_numbers(**numbers: int | None) -> None:

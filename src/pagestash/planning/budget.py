@@ -13,6 +13,16 @@ from pagestash.profiling.profiled import ProfiledStep
 SPARE = 0.03
 """Part of the device that `"auto"` leaves free: the allocator cannot use every byte."""
 
+HELD_BY = {
+    "base": "weights and optimizer",
+    "other": "workspace and gradients",
+    "keep": "kept tensors",
+    "stash": "the pool",
+    "offload": "the offload window",
+    "recompute": "recomputed tensors",
+}
+"""What a part of `Prediction.memory` is."""
+
 
 def parse_budget(budget: str | float, unplanned: Prediction, device: str) -> int:
     """Bytes that the device may hold at a step's peak, weights included.
@@ -118,7 +128,5 @@ def missing(profile: ProfiledStep) -> list[str]:
 
 def describe(prediction: Prediction) -> str:
     """What holds the memory at a prediction's peak, largest first."""
-    names = {"base": "weights and optimizer", "other": "workspace and gradients", "keep": "kept tensors"}
-    names |= {"offload": "the offload window", "recompute": "recomputed tensors", "stash": "the pool"}
     sizes = sorted(prediction.at_peak().items(), key=lambda item: -item[1])
-    return ", ".join(f"{names[name]} {format_bytes(size)}" for name, size in sizes if size)
+    return ", ".join(f"{HELD_BY[name]} {format_bytes(size)}" for name, size in sizes if size)

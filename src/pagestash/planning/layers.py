@@ -66,7 +66,7 @@ class Group:
 def find_groups(step: MeasuredStep, *, host: bool, least_bytes: int) -> list[Group]:
     """All groups that have a choice. Without `host` memory nothing is offloaded."""
     found: dict[object, list[Group]] = {}
-    for unit in _units(step.profile.regions):
+    for unit in find_units(step.profile.regions):
         alike = found.setdefault(_signature(unit), [])
         fits = (group for group in alike if _like(group.seconds, unit.seconds))
         group = next(fits, None)
@@ -99,7 +99,8 @@ def rule(match: str, home: HomeName, least_bytes: int) -> Rule:
     return Rule(match, home, min_bytes=None if home == "recompute" else least_bytes)
 
 
-def _units(regions: Iterable[Region]) -> list[Unit]:
+def find_units(regions: Iterable[Region]) -> list[Unit]:
+    """All units, in the order of forward."""
     units: dict[str, Unit] = {}
     for region in regions:
         numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", region.name)

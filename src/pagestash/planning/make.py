@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagestash.planning.alternatives import alternatives
 from pagestash.planning.budget import base_bytes, missing, optimizer_state, parse_budget, parse_host
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Prediction, Predictor, RuleTable
@@ -57,9 +58,16 @@ def plan_profile(
     limit = parse_budget(budget, unplanned, profile.device)
     host_bytes = parse_host(host)
     notes = missing(profile)
+    beside = alternatives(step, host_bytes)
     if unplanned.peak_bytes <= limit:
         return Plan(
-            policy=Policy(), predicted=unplanned, unplanned=unplanned, budget_bytes=limit, notes=notes
+            policy=Policy(),
+            predicted=unplanned,
+            unplanned=unplanned,
+            budget_bytes=limit,
+            turn=step.turn,
+            notes=notes,
+            alternatives=beside,
         )
     problem = Problem(step, host_bytes)
     found = candidates(problem)
@@ -82,10 +90,12 @@ def plan_profile(
         predicted=best.predicted,
         unplanned=unplanned,
         budget_bytes=limit,
+        turn=step.turn,
         rows=rows_of(policy, profile, sum(step.seconds) / measured if measured else 1.0),
         limit=_limit(best.predicted, found, limit),
         notes=notes,
         curve=_curve(found),
+        alternatives=beside,
     )
 
 

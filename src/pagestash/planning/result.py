@@ -3,11 +3,14 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from pagestash.planning.budget import describe
+from pagestash.planning.plot import draw_curve, draw_memory
 from pagestash.planning.predict import Prediction
 from pagestash.policy import HomeName, Policy, Rule, format_bytes
 from pagestash.profiling.assign import rule_of
+from pagestash.profiling.picture import write
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import Region
 
@@ -45,17 +48,38 @@ class Plan:
     unplanned: Prediction
     """The same step without a policy."""
     budget_bytes: int
+    turn: int
+    """The segment in which backward begins."""
     rows: Sequence[PlanRow] = ()
     limit: str = ""
     """What keeps the plan from being faster."""
     notes: Sequence[str] = ()
     curve: Sequence[tuple[int, float]] = field(default_factory=tuple)
-    """Predicted peaks and seconds of all plans that no other beats, the fastest first."""
+    """Predicted peaks and seconds of all plans that no other beats, the fastest first; none if the step fits."""
+    alternatives: Mapping[str, Prediction] = field(default_factory=dict)
+    """The same step under policies that one would write by hand: keep all, recompute layers, offload all."""
 
     @property
     def is_empty(self) -> bool:
         """Whether the step fits without a policy."""
         return not self.policy.rules
+
+    def plot_curve(self, path: str | Path) -> None:
+        """Draw predicted step time over device memory: the best for every budget, the alternatives, this plan."""
+        figure = draw_curve(
+            curve=self.curve,
+            alternatives=self.alternatives,
+            chosen=self.predicted,
+            budget_bytes=self.budget_bytes,
+        )
+        write(figure, Path(path))
+
+    def plot_memory(self, path: str | Path) -> None:
+        """Draw predicted device memory over the step, without a policy and as planned, by what holds it."""
+        figure = draw_memory(
+            before=self.unplanned, after=self.predicted, budget_bytes=self.budget_bytes, turn=self.turn
+        )
+        write(figure, Path(path))
 
     def __str__(self) -> str:
         if self.is_empty:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestash.policy import HOMES, format_bytes
+from pagestash.profiling.picture import byte_unit, new_figure, tidy, write
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.table import groups
 
@@ -24,24 +25,15 @@ WHERE = {
 
 def plot(profile: ProfiledStep, path: Path) -> None:
     """Write the picture to `path`; the suffix determines the format."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "a picture needs matplotlib: pip install 'pagestash[plot]'", name="matplotlib"
-        ) from error
     panels = 1 if profile.policy is None else 2
-    # Not pyplot, which would choose a window system and keep every figure alive.
-    figure = Figure(figsize=(11, 4.6 * panels), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(4.6 * panels, 11)
     axes = figure.subplots(panels, 1, squeeze=False, sharex=True)[:, 0]
     _stack(axes[0], profile, *_by_region(profile), heading="region")
     if profile.policy is not None:
         _stack(axes[1], profile, *_by_home(profile), heading="home")
     axes[-1].set_xlabel("milliseconds of the step")
     figure.suptitle(_title(profile), x=0.01, ha="left", fontsize=12)
-    figure.savefig(path, dpi=150)
+    write(figure, path, dpi=150)
 
 
 def waiting(profile: ProfiledStep, chosen: Sequence[int], *, valid: bool = False) -> list[int]:
@@ -101,7 +93,7 @@ def _stack(
     *,
     heading: str,
 ) -> None:
-    unit, divisor = _unit(profile.total_bytes)
+    unit, divisor = byte_unit(profile.total_bytes)
     ends = [0.0, *(1e3 * end for end in accumulate(segment.seconds for segment in profile.segments))]
     stacks = [[0.0, *(size / divisor for size in part)] for part in sizes]
     # Steps: a region's bytes appear, or are freed, when it ends.
@@ -116,9 +108,7 @@ def _stack(
     for text, place, side in (("forward ", turn, "right"), (" backward", turn, "left")):
         axis.text(place, 0.99 * top, text, ha=side, va="top", fontsize=9, color="#333333")
     axis.set_ylabel(unit)
-    axis.grid(axis="y", color="#e4e6ea", linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
+    tidy(axis)
     # The legend has the order of the stack, from top to bottom.
     axis.legend(
         drawn[::-1],
@@ -131,13 +121,6 @@ def _stack(
         title_fontsize=9,
         alignment="left",
     )
-
-
-def _unit(size: int) -> tuple[str, int]:
-    for unit, divisor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= divisor:
-            return unit, divisor
-    return "bytes", 1
 
 
 def _title(profile: ProfiledStep) -> str:

@@ -6,7 +6,6 @@ bytes the others may take while they leave and come back. `window.py` decides by
 
 from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Literal
 
 Key = tuple[Hashable, ...]
@@ -92,7 +91,8 @@ class OffloadPlan:
     def after(self, event: Event) -> Iterator[Event]:
         """What comes after `event`, next first; nothing for an event that it does not know."""
         at = self._index.get(event)
-        return iter(()) if at is None else islice(self.order, at + 1, None)
+        # Not `islice`, which would walk through all that came before.
+        return iter(()) if at is None else map(self.order.__getitem__, range(at + 1, len(self.order)))
 
     def window_of(self, key: Key) -> int:
         """The window of a group: its rule's, or the plan's."""

@@ -1,0 +1,98 @@
+"""The offloaded groups of one rank in a replay: the keeper's window decides, this module keeps the time."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+
+from pagestash.saved.offload.plan import Key, OffloadPlan
+from pagestash.saved.offload.window import Decision, Window, WindowGroup
+from pagestash.simulation.clock import Clock, Flag, Process
+from pagestash.simulation.links import Way
+
+Copy = Callable[[Way, float], Flag]
+"""Begins a copy of so many bytes; the flag is set when it is over."""
+
+
+class Moving:
+    """Puts, gets and drops of one rank, as a keeper would carry them out. Changes of device bytes are noted."""
+
+    def __init__(
+        self,
+        plan: OffloadPlan,
+        moved: Mapping[Key, float],
+        copy: Copy,
+        clock: Clock,
+        changes: list[tuple[float, int]],
+    ) -> None:
+        self._plan, self._moved, self._copy, self._clock = plan, moved, copy, clock
+        self._changes = changes
+        self._window = Window(plan)
+        self._held: dict[Key, WindowGroup] = {}
+        self._gone: dict[Key, Flag] = {}
+        self._here: dict[Key, Flag] = {}
+        self._leaving: deque[WindowGroup] = deque()
+        self._host = self.host_peak = 0
+        self._deciding: Flag | None = None
+
+    def put(self, key: Key) -> Process:
+        """The group's region has ended."""
+        size = self._plan.groups[key].device_bytes
+        if self._window.stays(key):
+            group = WindowGroup(key, size, kept_bytes=size)
+        else:
+            group = WindowGroup(key, size, away_bytes=size, travelling_bytes=size, leaving_bytes=size)
+            self._gone[key] = self._copy("out", self._moved[key])
+            self._leaving.append(group)
+            self._host += self._plan.groups[key].host_bytes
+            self.host_peak = max(self.host_peak, self._host)
+        self._held[key] = group
+        self._window.put(group)
+        yield from self._carry_out(self._window.after_put(group))
+
+    def get(self, key: Key) -> Process:
+        """Backward asks for something of the group."""
+        group = self._held[key]
+        yield from self._carry_out(self._window.get(group, kept=not group.away_bytes))
+
+    def drop(self, key: Key) -> None:
+        """Backward is done with the group."""
+        group = self._held.pop(key)
+        self._window.drop(group)
+        away = group.away_bytes if key in self._gone else 0
+        self._host -= self._plan.groups[key].host_bytes if away else 0
+        if not away or group.fetched:
+            self._change(-group.device_bytes)
+
+    def _change(self, size: int) -> None:
+        self._changes.append((self._clock.now, size))
+
+    def _see_what_has_left(self) -> None:
+        while self._leaving and self._gone[self._leaving[0].key].time is not None:
+            self._left()
+            self._window.gone()
+
+    def _left(self) -> WindowGroup:
+        """The oldest copy out is over, and its source is freed."""
+        group = self._leaving.popleft()
+        self._change(-group.away_bytes)
+        return group
+
+    def _carry_out(self, decisions: Iterator[Decision]) -> Process:
+        # Two actions may run side by side: a host thread would carry out the decisions of one before the other's.
+        while self._deciding is not None:
+            yield self._deciding
+        self._deciding = done = Flag()
+        self._see_what_has_left()
+        yield from self._decided(decisions)
+        self._deciding = None
+        self._clock.set(done)
+
+    def _decided(self, decisions: Iterator[Decision]) -> Process:
+        for what, group in decisions:
+            if what == "let go":
+                yield self._gone[self._leaving[0].key]
+                self._left()
+            elif what == "fetch":
+                self._here[group.key] = self._copy("back", self._moved[group.key])
+                self._change(group.away_bytes)
+            else:
+                yield self._here[group.key]

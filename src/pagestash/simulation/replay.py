@@ -1,0 +1,367 @@
+"""One step of a pipeline group, event by event.
+
+Every rank runs its plan's actions in order. An action begins when its input has arrived: of a forward, the output
+of the stage before; of a backward, the gradient of the stage after. Pieces of an action run one after the other,
+each on its lane. Offloaded groups leave and come back by the keeper's own window (`saved/offload/window.py`), over
+the links of `links.py`; compute waits when the window says so. Bubbles are what is left.
+
+A rank here stands for all ranks of its expert-parallel group, which wait for each other at every dispatch: a piece
+takes as long as on the hottest of them.
+
+With `overlap`, a forward and a backward that follow each other run side by side: one computes while the other
+communicates. Each lane still runs one piece at a time, in the order in which they ask.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pagestash.saved.follow import immediate_backwards
+from pagestash.saved.offload.plan import Event, GroupBytes, Key, make_plan
+from pagestash.schedules.plan import Action, Plan
+from pagestash.simulation.clock import Clock, Flag, Process
+from pagestash.simulation.costs import HostLink, StepCosts
+from pagestash.simulation.links import WAYS, NodeLinks
+from pagestash.simulation.moving import Moving
+from pagestash.simulation.programs import (
+    COMMUNICATION,
+    Balanced,
+    MovedGroup,
+    Piece,
+    Routing,
+    StageProgram,
+    programs_of,
+)
+
+
+class Span(NamedTuple):
+    """A piece that ran. `kind` is a piece's kind, or `send`, `wait`, `out`, `back` or `optimizer`."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class RankReplay:
+    """What one rank did."""
+
+    plan: Plan
+    spans: list[Span] = field(default_factory=list)
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    """Device bytes from each moment on."""
+    peak_bytes: int = 0
+    host_bytes: int = 0
+    """The most that is on the host at one time."""
+
+    def seconds(self) -> dict[str, float]:
+        """By kind of span."""
+        found: dict[str, float] = {}
+        for span in self.spans:
+            found[span.kind] = found.get(span.kind, 0.0) + span.end - span.start
+        return found
+
+
+@dataclass(slots=True)
+class Replay:
+    """One step of all ranks of a pipeline group."""
+
+    seconds: float
+    ranks: list[RankReplay]
+    events: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(rank.peak_bytes for rank in self.ranks)
+
+    def bubble(self) -> float:
+        """The part of all ranks' time in which neither compute nor communication runs."""
+        busy = sum(_covered(rank.spans) for rank in self.ranks)
+        return 1 - busy / (self.seconds * len(self.ranks)) if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What ranks run on, as far as it is no part of their pieces."""
+
+    link: HostLink
+    nodes: Sequence[int] = ()
+    """The node of each rank; empty: each has its own."""
+    alike: int = 1
+    """Devices of a node that do what a rank does."""
+    send_seconds: Sequence[float] = ()
+    """Of each stage's output to the next stage, and of the gradient back; empty: none takes time."""
+    static_bytes: Sequence[int] = ()
+    """What each rank's device holds beside activations."""
+    end_seconds: Sequence[float] = ()
+    """After each rank's last action: reduction of gradients, optimizer."""
+
+
+def replay(costs: StepCosts, routing: Routing | None = None) -> Replay:
+    """One step of a pipeline group with these costs; rows are balanced unless `routing` says otherwise."""
+    devices = max(1, costs.devices // len(costs.ranks))  # of one pipeline rank, side by side
+    together = max(1, costs.host.devices // devices)  # pipeline ranks of a node
+    sends = (stage.send_bytes for stage in costs.stages)
+    machine = Machine(
+        link=costs.host,
+        nodes=[rank // together for rank in range(len(costs.ranks))],
+        alike=min(devices, costs.host.devices),
+        send_seconds=[size / costs.send_rate + costs.send_latency if size else 0.0 for size in sends],
+        static_bytes=[rank.static.allocated for rank in costs.ranks],
+        end_seconds=[rank.gradient_seconds + rank.optimizer_seconds for rank in costs.ranks],
+    )
+    return run_step(
+        costs.plans, programs_of(costs), machine, routing=routing, overlap=costs.overlaps_dispatch
+    )
+
+
+def run_step(
+    plans: Sequence[Plan],
+    stages: Sequence[StageProgram],
+    machine: Machine,
+    *,
+    routing: Routing | None = None,
+    overlap: bool = False,
+    headroom: Mapping[Event, int] | None = None,
+) -> Replay:
+    """Run one step. A plan whose ranks would wait for each other for ever is a `ValueError`."""
+    clock = Clock()
+    nodes = machine.nodes or range(len(plans))
+    links = {
+        node: NodeLinks(
+            clock, machine.link, {rank: machine.alike for rank, own in enumerate(nodes) if own == node}
+        )
+        for node in dict.fromkeys(nodes)
+    }
+    shared = _Shared(clock, stages, machine, routing or Balanced(), _rank_of(plans))
+    ranks = [
+        _Rank(rank, plan, shared, links[nodes[rank]], overlap=overlap, headroom=headroom or {})
+        for rank, plan in enumerate(plans)
+    ]
+    for rank in ranks:
+        rank.start()
+    clock.run()
+    for rank in ranks:
+        if rank.left:
+            raise ValueError(
+                f"the schedule cannot run: rank {rank.number} waits for ever before {rank.left[0]}"
+            )
+    found = [rank.result() for rank in ranks]
+    return Replay(max((rank.finished for rank in ranks), default=0.0), found, clock.events)
+
+
+def _rank_of(plans: Sequence[Plan]) -> dict[int, int]:
+    return {stage: rank for rank, plan in enumerate(plans) for stage in plan.stages}
+
+
+class _Shared:
+    """What all ranks share: the clock, the programs, and what is on its way between ranks."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        stages: Sequence[StageProgram],
+        machine: Machine,
+        routing: Routing,
+        rank_of: Mapping[int, int],
+    ) -> None:
+        self.clock, self.stages, self.machine, self.routing = clock, stages, machine, routing
+        self.rank_of = rank_of
+        self._arrived: dict[tuple[bool, int, int], Flag] = {}  # by way, stage that waits, and microbatch
+        self._sent: dict[tuple[int, int], float] = {}
+
+    def input_of(self, action: Action) -> Flag | None:
+        """Set when the action's input has arrived; None if it needs nothing of another stage."""
+        if action.kind == "W" or action.stage == (0 if action.kind == "F" else len(self.stages) - 1):
+            return None
+        key = action.kind == "F", action.stage, action.microbatch
+        return self._arrived.setdefault(key, Flag())
+
+    def send(self, action: Action, rank: int) -> Span | None:
+        """Send the action's output to the stage that waits for it; the span of that, if it takes time."""
+        forward = action.kind == "F"
+        stage = action.stage + (1 if forward else -1)
+        if action.kind == "W" or not 0 <= stage < len(self.stages):
+            return None
+        flag = self._arrived.setdefault((forward, stage, action.microbatch), Flag())
+        way = rank, self.rank_of[stage]
+        takes = self.machine.send_seconds
+        seconds = takes[min(action.stage, stage)] if takes and way[0] != way[1] else 0.0
+        if not seconds:
+            self.clock.set(flag)
+            return None
+        begins = max(self.clock.now, self._sent.get(way, 0.0))
+        self._sent[way] = begins + seconds
+        self.clock.at(begins + seconds, lambda: self.clock.set(flag))
+        return Span("send", action.stage, action.microbatch, begins, begins + seconds)
+
+
+class _Rank:
+    """One rank. Its process has a clock of its own, ahead of the common one while it touches nothing shared."""
+
+    def __init__(
+        self,
+        number: int,
+        plan: Plan,
+        shared: _Shared,
+        link: NodeLinks,
+        *,
+        overlap: bool,
+        headroom: Mapping[Event, int],
+    ) -> None:
+        self.number, self.plan, self.shared, self.link = number, plan, shared, link
+        self.clock, self.overlap = shared.clock, overlap
+        self.left: deque[Action] = deque(plan.actions)
+        self.finished = 0.0
+        self._spans: list[Span] = []
+        self._changes: list[tuple[float, int]] = []
+        self._free = {"compute": 0.0, "communication": 0.0}
+        self._moving = self._offload(headroom)
+
+    def start(self) -> None:
+        self.clock.start(self._drive() if self.overlap else self._in_order())
+
+    def result(self) -> RankReplay:
+        for way in WAYS:
+            self._spans += [Span(way, -1, -1, *span) for span in self.link.spans.get((self.number, way), ())]
+        static = self.shared.machine.static_bytes
+        now = static[self.number] if static else 0
+        found = RankReplay(self.plan, sorted(self._spans, key=lambda span: span.start), [(0.0, now)], now)
+        for time, change in sorted(self._changes, key=lambda item: item[0]):
+            now += change
+            found.peak_bytes = max(found.peak_bytes, now)
+            if found.memory[-1][0] == time:
+                found.memory[-1] = time, now
+            else:
+                found.memory.append((time, now))
+        found.host_bytes = self._moving.host_peak
+        return found
+
+    def _in_order(self) -> Process:
+        for action in self.plan.actions:
+            yield from self._action(action)
+        self._finish()
+
+    def _drive(self) -> Process:
+        """Begin each action when the one before has ended, or beside it if one is a forward and one a backward."""
+        ended: list[Flag] = []
+        before: Action | None = None
+        for at, action in enumerate(self.plan.actions):
+            beside = (
+                before is not None
+                and before[1:] != action[1:]
+                and (action.kind == "F") != (before.kind == "F")
+            )
+            if at > beside:
+                yield ended[at - 1 - beside]
+            if beside and at > 1:
+                yield ended[at - 2]
+            ended.append(Flag())
+            self.clock.start(self._beside(action, ended[-1]))
+            before = action
+        yield from ended[-2:]
+        self._finish()
+
+    def _beside(self, action: Action, ended: Flag) -> Process:
+        yield from self._action(action)
+        self.clock.set(ended)
+
+    def _finish(self) -> None:
+        ends = self.shared.machine.end_seconds
+        seconds = ends[self.number] if ends else 0.0
+        self.finished = self.clock.now + seconds
+        if seconds:
+            self._spans.append(Span("optimizer", -1, -1, self.clock.now, self.finished))
+
+    def _action(self, action: Action) -> Process:
+        """Wait for the input, run the pieces, send the output."""
+        arrived = self.shared.input_of(action)
+        if arrived is not None:
+            yield arrived
+        program = self.shared.stages[action.stage]
+        now = self.clock.now
+        for piece in program.pieces[action.kind]:
+            if piece.gets:
+                yield now
+                for name in piece.gets:
+                    yield from self._moving.get(self._key(action, name))
+                now = self._waited(action, now)
+            now = self._run(piece, action, now)
+            if self.overlap:
+                yield now  # the lanes are shared
+            if piece.puts or piece.drops:
+                yield now
+                for name in piece.drops:
+                    self._moving.drop(self._key(action, name))
+                for name in piece.puts:
+                    yield from self._moving.put(self._key(action, name))
+                now = self._waited(action, now)
+        yield now
+        self.left.remove(action)
+        span = self.shared.send(action, self.number)
+        if span is not None:
+            self._spans.append(span)
+
+    def _waited(self, action: Action, since: float) -> float:
+        """Copies may have been waited for."""
+        if self.clock.now > since:
+            self._spans.append(Span("wait", action.stage, action.microbatch, since, self.clock.now))
+        return self.clock.now
+
+    def _run(self, piece: Piece, action: Action, now: float) -> float:
+        """Take a lane; the time when it is free again."""
+        routing, microbatch = self.shared.routing, action.microbatch
+        seconds = piece.seconds
+        if piece.row_seconds:
+            seconds += piece.row_seconds * routing.hottest(piece.layer, microbatch)
+        lane = "communication" if piece.kind in COMMUNICATION else "compute"
+        begin = max(now, self._free[lane])
+        end = self._free[lane] = begin + seconds
+        self._spans.append(Span(piece.kind, action.stage, microbatch, begin, end))
+        rows = routing.held(piece.layer, microbatch) if piece.row_takes or piece.row_frees else 0.0
+        takes, frees = piece.takes + int(rows * piece.row_takes), piece.frees + int(rows * piece.row_frees)
+        if takes:
+            self._changes.append((begin, takes))
+        if frees:
+            self._changes.append((end, -frees))
+        return end
+
+    # --- offload ---
+
+    def _key(self, action: Action, name: str) -> Key:
+        return (action.stage, action.microbatch, name, 0)
+
+    def _offload(self, headroom: Mapping[Event, int]) -> Moving:
+        """The keeper's plan for this rank's step."""
+        events: list[Event] = []
+        groups: dict[Key, GroupBytes] = {}
+        moved: dict[Key, float] = {}
+        for action in self.plan.actions:
+            program = self.shared.stages[action.stage]
+            for piece in program.pieces[action.kind]:
+                events += [("get", self._key(action, name)) for name in piece.gets]
+                for name in piece.puts:
+                    key = self._key(action, name)
+                    moved[key], groups[key] = self._sizes(program.groups[name], action.microbatch)
+                    events.append(("put", key))
+        plan = make_plan(list(dict.fromkeys(events)), groups, immediate_backwards(self.plan))
+        plan.headroom = dict(headroom)
+        return Moving(plan, moved, self.link.of_rank(self.number), self.clock, self._changes)
+
+    def _sizes(self, group: MovedGroup, microbatch: int) -> tuple[float, GroupBytes]:
+        rows = self.shared.routing.held(group.layer, microbatch) if group.by_rows else 1.0
+        moved, size = rows * group.moved_bytes, int(rows * group.device_bytes)
+        return moved, GroupBytes(max(1, int(moved)), size, group.window)
+
+
+def _covered(spans: Sequence[Span]) -> float:
+    """Seconds in which at least one piece runs."""
+    total = until = 0.0
+    for span in spans:  # by their starts
+        if span.kind not in ("send", "wait", "out", "back"):
+            total += max(0.0, span.end - max(until, span.start))
+            until = max(until, span.end)
+    return total

@@ -1,7 +1,23 @@
 """Plan a policy: measure or load a profile, predict policies, and choose the fastest that fits a budget."""
 
 from pagestash.planning.make import plan, plan_profile
+from pagestash.planning.pool import expected_rows_for, overflow_probability, pool_for
 from pagestash.planning.predict import Prediction, predict
 from pagestash.planning.result import NothingFits, Plan, PlanRow
+from pagestash.planning.rows import RowDistribution
+from pagestash.planning.tokens_per_expert import read_tokens_per_expert
 
-__all__ = ["NothingFits", "Plan", "PlanRow", "Prediction", "plan", "plan_profile", "predict"]
+__all__ = [
+    "NothingFits",
+    "Plan",
+    "PlanRow",
+    "Prediction",
+    "RowDistribution",
+    "expected_rows_for",
+    "overflow_probability",
+    "plan",
+    "plan_profile",
+    "pool_for",
+    "predict",
+    "read_tokens_per_expert",
+]

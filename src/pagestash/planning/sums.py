@@ -6,8 +6,8 @@ outside and wrap around: their sum is inside, and is found in its place. With `P
 
     step  =  (16 deviations of the sum + the largest single amount) / 1920
 
-so for 500 amounts that are alike the variance comes out at most 1 % too large, never too small. What is outside has a probability below
-`OUTSIDE`, which is also about how small a tail can be read off.
+so for 500 amounts that are alike the variance comes out at most 1 % too large, never too small. What is outside
+has a probability below `OUTSIDE`, which is also about how small a tail can be read off.
 """
 
 import cmath

@@ -170,6 +170,7 @@ class _Shared:
     ) -> None:
         self.clock, self.stages, self.machine, self.routing = clock, stages, machine, routing
         self.rank_of = rank_of
+        self.piped = len(stages) > 1
         self._arrived: dict[tuple[bool, int, int], Flag] = {}  # by way, stage that waits, and microbatch
         self._sent: dict[tuple[int, int], float] = {}
 
@@ -294,10 +295,10 @@ class _Rank:
                 yield now  # the lanes are shared
             if piece.puts or piece.drops:
                 yield now
-                for name in piece.drops:
-                    self._moving.drop(self._key(action, name))
                 for name in piece.puts:
                     yield from self._moving.put(self._key(action, name))
+                for name in piece.drops:
+                    self._moving.drop(self._key(action, name))
                 now = self._waited(action, now)
         yield now
         self.left.remove(action)
@@ -347,7 +348,9 @@ class _Rank:
                     key = self._key(action, name)
                     moved[key], groups[key] = self._sizes(program.groups[name], action.microbatch)
                     events.append(("put", key))
-        plan = make_plan(list(dict.fromkeys(events)), groups, immediate_backwards(self.plan))
+        # A keeper without a pipeline follows no schedule: nothing tells it that a backward comes at once.
+        at_once = immediate_backwards(self.plan) if self.shared.piped else ()
+        plan = make_plan(list(dict.fromkeys(events)), groups, at_once)
         plan.headroom = dict(headroom)
         return Moving(plan, moved, self.link.of_rank(self.number), self.clock, self._changes)
 

@@ -1,0 +1,52 @@
+"""A measured step as a stage that the replay runs: what a profile says of one rank, one microbatch at a time."""
+
+from itertools import pairwise
+
+from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.predict import Predictor, RuleTable
+from pagestash.policy import Policy
+from pagestash.profiling.assign import Recomputing, assign_when_saved
+from pagestash.profiling.copies import moves_of
+from pagestash.profiling.link import Link
+from pagestash.profiling.profiled import ProfiledStep
+from pagestash.profiling.records import Segment
+from pagestash.simulation.costs import HostLink
+from pagestash.simulation.programs import MovedGroup, Piece, StageProgram
+
+
+def program_of_profile(profile: ProfiledStep, policy: Policy) -> StageProgram:
+    """The measured step under a policy: a piece for each segment, with replays and copies on the device in it."""
+    step, rules = MeasuredStep(profile), RuleTable.of(policy, profile.regions)
+    predicted = Predictor(step).predict(rules)
+    waits = dict.fromkeys(range(step.count + 1), 0.0)
+    for at, wait in predicted.waits:
+        waits[at] += wait
+    ends = pairwise((*predicted.starts, predicted.seconds))
+    seconds = [end - start - waits[at] for at, (start, end) in enumerate(ends)]
+    recomputing = Recomputing(rules, profile.tensors, profile.regions)
+    homes = assign_when_saved(rules, profile.tensors, profile.regions, recomputing)
+    segments = [Segment(segment.path, segment.way, own) for segment, own in zip(profile.segments, seconds)]
+    pieces = [Piece(segment.way, segment.seconds) for segment in segments]
+    groups: dict[str, MovedGroup] = {}
+    for move in moves_of(rules, profile.tensors, homes, segments):
+        name = f"{move.key[0]}@{move.put_at}"
+        groups[name] = MovedGroup(move.bytes, move.device_bytes, window=move.window)
+        put, dropped = pieces[move.put_at - 1], move.dropped_at - 1
+        pieces[move.put_at - 1] = put._replace(puts=(*put.puts, name), takes=put.takes + move.device_bytes)
+        for at in move.asked_at:
+            pieces[at] = pieces[at]._replace(gets=(*pieces[at].gets, name))
+        pieces[dropped] = pieces[dropped]._replace(drops=(*pieces[dropped].drops, name))
+    return StageProgram({"F": pieces[: step.turn], "B": pieces[step.turn :]}, groups)
+
+
+def link_of_profile(link: Link) -> HostLink:
+    """The measured link of one device that shares it with none."""
+    most = float("inf")
+    return HostLink(
+        out=link.out,
+        back=link.back,
+        both=most,
+        shared_out=most,
+        shared_back=most,
+        devices=1,
+    )

@@ -54,6 +54,8 @@ class LayerCosts:
     dispatch_seconds: Amount = Amount()
     """With all links to itself; 0 where it is hidden behind compute by construction."""
     combine_seconds: Amount = Amount()
+    gather_seconds: float = 0.0
+    """Of gathering sharded weights (ZeRO 3), before forward and again before backward, beside compute."""
     saved: Mapping[HomeName, Amount] = field(default_factory=dict)
     """Bytes that forward saves for backward, by home: `recompute` are those dropped, `offload` those moved."""
     workspace: Amount = Amount()
@@ -136,6 +138,8 @@ class RankCosts:
     static: StaticBytes
     peak_bytes: int
     """Allocated at the peak, balanced rows."""
+    at_peak: Mapping[str, int] = field(default_factory=dict)
+    """What holds it: weights, gradients, optimizer, pool, kept, offloaded (on the device), at work."""
     device_bytes: int
     """What the rank takes of the device: `peak_bytes` and what is outside torch."""
     host_bytes: int

@@ -1,0 +1,275 @@
+"""`step_costs`: a model on a layout of a cluster, as the values that the replay reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from pagestash.models.config import DecoderConfig
+from pagestash.pipeline.costs import LayerCost
+from pagestash.pipeline.stages import partition
+from pagestash.policy import HOMES
+from pagestash.schedules.plan import Plan, plans
+from pagestash.simulation.cluster import Cluster, Precision
+from pagestash.simulation.costs import Amount, LayerCosts, RankCosts, StageCosts, StaticBytes, StepCosts
+from pagestash.simulation.framework import FRAMEWORKS, Framework, ParameterBytes
+from pagestash.simulation.homes import Homes, PolicyHomes
+from pagestash.simulation.layout import Layout, check_placement, place_evenly
+from pagestash.simulation.memory import LayerMemory, RankPeak, StageMemory, rank_peak, static_bytes
+from pagestash.simulation.parts import Layer, Shape, layers_of
+from pagestash.simulation.seconds import Seconds
+
+MOST_ACTIONS = 2_000_000
+"""Most microbatches × stages of a simulated step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is simulated: a model, where it runs, and how."""
+
+    config: DecoderConfig
+    cluster: Cluster
+    layout: Layout
+    sequence: int
+    global_batch: int
+    """Sequences of a step."""
+    microbatch: int = 1
+    """Sequences of a microbatch."""
+    homes: Homes = field(default_factory=PolicyHomes)
+    framework: Framework = FRAMEWORKS["pagestash"]
+    precision: Precision = "bf16"
+    parameters: ParameterBytes = field(default_factory=ParameterBytes)
+    capacity: float = 0.0
+    """Rows of static buffers over balanced rows; 0: shapes are those of the rows that came."""
+    placement: Sequence[int] | None = None
+    """Layers of each stage; None: evenly from the first."""
+    factors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Measured over roofline seconds by part, from `seconds.factors`."""
+    overlaps_dispatch: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layout.devices != self.cluster.devices:
+            raise ValueError(
+                f"a layout of {self.layout.devices} devices on a cluster of {self.cluster.devices}"
+            )
+        if self.capacity and self.capacity < 1:
+            raise ValueError(f"capacity={self.capacity}: expected at least 1, or 0 for buffers of exact size")
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(
+            config=self.config,
+            layout=self.layout,
+            sequence=self.sequence,
+            microbatch=self.microbatch,
+            framework=self.framework,
+        )
+
+    @property
+    def microbatches(self) -> int:
+        return self.layout.microbatches(self.global_batch, self.microbatch)
+
+    @property
+    def placed(self) -> list[int]:
+        """Layers of each stage."""
+        if self.placement is None:
+            return place_evenly(self.config.layers, self.layout.stages)
+        check_placement(self.placement, self.config.layers, self.layout.stages)
+        return list(self.placement)
+
+
+def step_costs(run: Run) -> StepCosts:
+    """Everything that the replay needs of one step of one pipeline group."""
+    layout, microbatches, placed = run.layout, run.microbatches, run.placed
+    if microbatches * layout.stages > MOST_ACTIONS:
+        raise ValueError(
+            f"{microbatches} microbatches on {layout.stages} stages: expected at most {MOST_ACTIONS:,} in all"
+        )
+    chunks = None if layout.vpp == 1 else layout.vpp
+    found = plans(layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=chunks)
+    layers = layers_of(run.shape)
+    stages = _split(layers, placed)
+    memory = [_stage_memory(run, index, own) for index, own in enumerate(stages)]
+    ranks = [_rank(run, rank, plan, stages, memory) for rank, plan in enumerate(found)]
+    shared = layout.tp * layout.cp * layout.dp * microbatches
+    return StepCosts(
+        schedule=layout.schedule,
+        microbatches=microbatches,
+        ranks=tuple(ranks),
+        host=run.cluster.host_link,
+        send_rate=run.cluster.send_rate(layout.stage_ranks),
+        send_latency=run.cluster.node.latency,
+        tokens=run.global_batch * run.sequence,
+        model_operations=3 * shared * sum(layer.operations for layer in layers),
+        devices=layout.devices,
+        overlaps_dispatch=run.overlaps_dispatch,
+    )
+
+
+def rank_peaks(run: Run) -> list[RankPeak]:
+    """The peak of every pipeline rank, by what holds it."""
+    layout = run.layout
+    chunks = None if layout.vpp == 1 else layout.vpp
+    found = plans(layout.schedule, ranks=layout.pp, microbatches=run.microbatches, chunks=chunks)
+    stages = _split(layers_of(run.shape), run.placed)
+    memory = [_stage_memory(run, index, own) for index, own in enumerate(stages)]
+    return [_peak(run, plan, stages, memory) for plan in found]
+
+
+def place_by_memory(run: Run, memory: int = 0) -> list[int]:
+    """Layers of each stage, placed by `pipeline.partition`; peaks below `memory` bytes count as equal."""
+    timed = _seconds(run)
+    costs = []
+    for layer in layers_of(run.shape):
+        held = _layer_memory(run, layer)
+        forward = sum(timed.forward(part) for part in layer.parts)
+        backward = sum(timed.backward_input(part) + timed.backward_weight(part) for part in layer.parts)
+        costs.append(
+            LayerCost(
+                name=layer.name,
+                parameters=sum(static_bytes([layer], run.layout, run.parameters)),
+                activations=held.kept + held.bytes_of("stash"),
+                forward=forward,
+                backward=backward,
+            )
+        )
+    chunks = None if run.layout.vpp == 1 else run.layout.vpp
+    found = partition(
+        costs,
+        run.layout.stages,
+        run.layout.schedule,
+        microbatches=run.microbatches,
+        chunks=chunks,
+        memory=memory,
+    )
+    return [sum(name.startswith("layers.") for name in stage.layers) for stage in found.stages]
+
+
+def _split(layers: Sequence[Layer], placed: Sequence[int]) -> list[list[Layer]]:
+    """The layers of each stage; the embedding is on the first, the head on the last."""
+    embedding, *blocks, head = layers
+    stages = [blocks[first:last] for first, last in pairwise(accumulate(placed, initial=0))]
+    stages[0] = [embedding, *stages[0]]
+    stages[-1] = [*stages[-1], head]
+    return stages
+
+
+def _layer_memory(run: Run, layer: Layer) -> LayerMemory:
+    return LayerMemory(
+        layer=layer,
+        placed=tuple(run.homes.place(layer)),
+        capacity=run.capacity,
+        product_workspace=run.cluster.device.product_workspace,
+    )
+
+
+def _stage_memory(run: Run, index: int, layers: Sequence[Layer]) -> StageMemory:
+    made = tuple(_layer_memory(run, layer) for layer in layers)
+    return StageMemory(stage=index, layers=made, stream=run.shape.stream_bytes)
+
+
+def _peak(run: Run, plan: Plan, stages: Sequence[Sequence[Layer]], memory: Sequence[StageMemory]) -> RankPeak:
+    own = [layer for stage in plan.stages for layer in stages[stage]]
+    weights, gradients, optimizer = static_bytes(own, run.layout, run.parameters)
+    static = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    own_memory = [memory[stage] for stage in plan.stages]
+    return rank_peak(plan, own_memory, run.homes, run.framework, static, follows=run.layout.pp > 1)
+
+
+def _rank(
+    run: Run, rank: int, plan: Plan, stages: Sequence[Sequence[Layer]], memory: Sequence[StageMemory]
+) -> RankCosts:
+    peak = _peak(run, plan, stages, memory)
+    own = [layer for stage in plan.stages for layer in stages[stage]]
+    weights, gradients, optimizer = (peak.groups[name] for name in ("weights", "gradients", "optimizer"))
+    outside = run.cluster.device.outside
+    return RankCosts(
+        rank=rank,
+        stages=tuple(_stage_costs(run, rank, stage, memory[stage]) for stage in plan.stages),
+        plan=plan,
+        static=StaticBytes(
+            weights=weights, gradients=gradients, optimizer=optimizer, pool=peak.pool, outside=outside
+        ),
+        at_peak=dict(peak.groups),
+        peak_bytes=peak.total,
+        device_bytes=peak.total + outside,
+        host_bytes=peak.host,
+        gradient_seconds=_gradient_seconds(run, own),
+        optimizer_seconds=run.cluster.kernel_seconds(2 * optimizer + gradients + weights),
+    )
+
+
+def _gradient_seconds(run: Run, layers: Sequence[Layer]) -> float:
+    """Gradients are reduced, and weights gathered, over each parameter's data parallel group."""
+    layout, each = run.layout, run.parameters.gradient + run.parameters.weight
+    dense = sum(part.parameters for layer in layers for part in layer.parts if not part.expert)
+    expert = sum(part.parameters for layer in layers for part in layer.parts if part.expert)
+    cluster = run.cluster
+    return cluster.gather_seconds(each * dense, layout.dense_group, layout.tp) + cluster.gather_seconds(
+        each * expert, layout.expert_group, layout.ep
+    )
+
+
+def _seconds(run: Run) -> Seconds:
+    return Seconds(run.cluster, run.precision, run.layout.tp, run.layout.cp, run.factors)
+
+
+def _stage_costs(run: Run, rank: int, stage: int, memory: StageMemory) -> StageCosts:
+    last = stage == run.layout.stages - 1
+    return StageCosts(
+        stage=stage,
+        rank=rank,
+        layers=tuple(_layer_costs(run, layer) for layer in memory.layers),
+        send_bytes=0 if last else run.shape.stream_bytes,
+    )
+
+
+def _layer_costs(run: Run, memory: LayerMemory) -> LayerCosts:
+    layer, seconds, cluster = memory.layer, _seconds(run), run.cluster
+
+    def total(name: str) -> Amount:
+        way = getattr(seconds, name)
+        return Amount(
+            sum(way(part) for part in layer.parts if not part.routed),
+            sum(way(part) for part in layer.parts if part.routed),
+        )
+
+    saved = {
+        home: Amount(
+            sum(item.bytes for item in memory.placed if item.home == home and not item.routed),
+            sum(item.bytes for item in memory.placed if item.home == home and item.routed),
+        )
+        for home in HOMES
+    }
+    makers = {item.maker for item in memory.placed if item.home == "recompute"}
+    sent = layer.dispatch_bytes
+    moved = cluster.all_to_all_seconds(sent, run.layout.ep)
+    weights = static_bytes([layer], run.layout, run.parameters)[0]
+    return LayerCosts(
+        name=layer.name,
+        forward=total("forward"),
+        backward_input=total("backward_input"),
+        backward_weight=total("backward_weight"),
+        recompute=Amount(*seconds.recompute(layer, makers)),
+        stash_seconds=saved["stash"] * (2 / cluster.memory_rate),
+        dispatch_bytes=Amount(0.0, sent),
+        combine_bytes=Amount(0.0, sent),
+        dispatch_seconds=Amount(
+            cluster.node.latency if moved else 0.0, max(0.0, moved - cluster.node.latency)
+        ),
+        combine_seconds=Amount(
+            cluster.node.latency if moved else 0.0, max(0.0, moved - cluster.node.latency)
+        ),
+        gather_seconds=_weight_gather_seconds(run, layer) if run.layout.zero == 3 and weights else 0.0,
+        saved=saved,
+        workspace=Amount(float(memory.walk(run.shape.stream_bytes, 0)[0])),
+    )
+
+
+def _weight_gather_seconds(run: Run, layer: Layer) -> float:
+    """Of gathering a layer's sharded weights (FSDP2)."""
+    layout, each = run.layout, run.parameters.weight
+    dense = sum(part.parameters for part in layer.parts if not part.expert)
+    expert = sum(part.parameters for part in layer.parts if part.expert)
+    return run.cluster.gather_seconds(
+        each * dense, layout.dense_group, layout.tp
+    ) + run.cluster.gather_seconds(each * expert, layout.expert_group, layout.ep)

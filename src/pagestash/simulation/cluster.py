@@ -1,0 +1,274 @@
+"""Clusters: what a device computes, holds and sends, from a TOML file.
+
+`h100:256` is 256 devices of the shipped file `h100`; `mine.toml:16` is 16 devices of a file of one's own. Files
+give every number with its source. Rates are bytes or operations a second, each way where a link has two.
+
+Time of a product [m, k] x [k, n], and of a kernel that reads and writes `b` bytes:
+
+    product  = max(2·m·n·k / (rate · efficiency · shape(m, n, k)), bytes / memory)
+    kernel   = b / memory                                     memory = bandwidth · its efficiency
+
+where `shape` is the part of the multiprocessors' work that is of use: products run in tiles of 128 x 128, as many
+at a time as there are multiprocessors, and fill and drain a pipeline along k.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pagestash.policy import parse_bytes
+from pagestash.simulation.costs import HostLink
+from pagestash.toml import read_toml
+
+Precision = Literal["bf16", "fp8", "mxfp8", "fp32"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+ELEMENT_BYTES: dict[Precision, int] = {"bf16": 2, "fp8": 1, "mxfp8": 1, "fp32": 4}
+
+SHIPPED = ("h100", "h200", "b200", "gb200")
+TILE, FILL = 128, 256
+"""Rows and columns of a product's tile; elements along k that its pipeline takes to fill and drain."""
+MOST_DEVICES = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator."""
+
+    memory: int
+    memory_bandwidth: float
+    memory_efficiency: float
+    processors: int
+    """Multiprocessors, each of which computes one tile of a product at a time."""
+    product_workspace: int
+    """Bytes that one product has as its workspace."""
+    outside: int
+    """Bytes that are not torch's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matmul:
+    """Operations a second by precision, dense."""
+
+    bf16: float
+    fp8: float
+    mxfp8: float
+    fp32: float
+    efficiency: float
+    """Part of the rate that a large product reaches."""
+    attention_efficiency: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The link of one device to its host, and the node's together."""
+
+    out: float
+    back: float
+    both: float
+    shared_out: float
+    shared_back: float
+    memory: int
+    """Host memory of a node, which its devices share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """How devices are connected."""
+
+    devices: int
+    """Devices of one host."""
+    nvlink: float
+    nvlink_efficiency: float
+    nvlink_devices: int
+    """Devices that reach each other by NVLink."""
+    network: float
+    """Of one device."""
+    network_efficiency: float
+    latency: float
+    """Seconds of a collective beside its bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Devices of one kind."""
+
+    name: str
+    devices: int
+    device: Device
+    matmul: Matmul
+    host: Host
+    node: Node
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.devices <= MOST_DEVICES:
+            raise ValueError(
+                f"cluster {self.name}:{self.devices}: expected 1 to {MOST_DEVICES:,} devices, like h100:256"
+            )
+
+    # --- compute ---
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes that kernels read and write a second."""
+        return self.device.memory_bandwidth * self.device.memory_efficiency
+
+    def product_seconds(self, m: float, n: float, k: float, precision: Precision, groups: int = 1) -> float:
+        """Time of `groups` products [m, k] x [k, n] in one launch: read both operands, write the result."""
+        if not (m and n and k):
+            return 0.0
+        operations = 2 * groups * m * n * k
+        rate = getattr(self.matmul, precision) * self.matmul.efficiency * self.shape(m, n, k, groups)
+        size = ELEMENT_BYTES[precision]
+        traffic = groups * (size * (m * k + k * n) + 2 * m * n)
+        return max(operations / rate, traffic / self.memory_rate)
+
+    def shape(self, m: float, n: float, k: float, groups: int = 1) -> float:
+        """The part of the multiprocessors' work that is of use."""
+        rows, columns = math.ceil(m / TILE), math.ceil(n / TILE)
+        tiles = groups * rows * columns
+        waves = math.ceil(tiles / self.device.processors)
+        used = tiles / (waves * self.device.processors)
+        return (m / (rows * TILE)) * (n / (columns * TILE)) * used * k / (k + FILL)
+
+    def attention_seconds(self, operations: float) -> float:
+        """Time of attention's scores, which are in 16 bits in every precision."""
+        return operations / (self.matmul.bf16 * self.matmul.attention_efficiency)
+
+    def kernel_seconds(self, size: float) -> float:
+        """Time of a kernel that reads and writes so many bytes."""
+        return size / self.memory_rate
+
+    # --- communication ---
+
+    def group_rate(self, ranks: int, stride: int = 1) -> float:
+        """Bytes that one device sends a second in an all-to-all of `ranks` devices, `stride` apart.
+
+        NVLink and the network work side by side, each on its share of the peers; the slower one decides.
+        """
+        inside = min(ranks, max(1, self.node.nvlink_devices // stride))
+        if ranks <= inside:
+            return self.node.nvlink * self.node.nvlink_efficiency
+        outside = (ranks - inside) / (ranks - 1)
+        network = self.node.network * self.node.network_efficiency / outside
+        if inside == 1:
+            return network
+        return min(network, self.node.nvlink * self.node.nvlink_efficiency / (1 - outside))
+
+    def send_rate(self, stride: int) -> float:
+        """Bytes a second between devices that are `stride` apart: pipeline stages."""
+        if stride < self.node.nvlink_devices:
+            return self.node.nvlink * self.node.nvlink_efficiency
+        return self.node.network * self.node.network_efficiency
+
+    def all_to_all_seconds(self, sent: float, ranks: int, stride: int = 1) -> float:
+        """Time in which each of `ranks` devices sends `sent` bytes to the others."""
+        return self.node.latency + sent / self.group_rate(ranks, stride) if ranks > 1 and sent else 0.0
+
+    def gather_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
+        """Time of an all-gather that gives each device `size` bytes, or of a reduce-scatter of as many.
+
+        A ring: every device sends `size · (ranks - 1) / ranks`, and the slowest link of the ring decides.
+        """
+        if ranks <= 1 or not size:
+            return 0.0
+        return self.node.latency + size * (ranks - 1) / ranks / self.ring_rate(ranks, stride)
+
+    def ring_rate(self, ranks: int, stride: int = 1) -> float:
+        """Bytes a second of a ring of `ranks` devices, `stride` apart; between hosts by the network of each."""
+        nvlink = self.node.nvlink * self.node.nvlink_efficiency
+        if ranks * stride <= self.node.nvlink_devices:
+            return nvlink
+        together = max(1, self.node.nvlink_devices // stride)
+        return min(nvlink, self.node.network * self.node.network_efficiency * together)
+
+    @property
+    def host_link(self) -> HostLink:
+        host = self.host
+        return HostLink(
+            out=host.out,
+            back=host.back,
+            both=host.both,
+            shared_out=host.shared_out,
+            shared_back=host.shared_back,
+            devices=self.node.devices,
+        )
+
+    @property
+    def host_bytes_a_device(self) -> int:
+        """Host memory of a node divided over its devices."""
+        return self.host.memory // self.node.devices
+
+
+_TABLES: dict[str, type] = {"device": Device, "matmul": Matmul, "host": Host, "node": Node}
+_BYTES = ("memory", "product_workspace", "outside")
+_COUNTS = ("processors", "devices", "nvlink_devices")
+
+
+def read_cluster(text: str) -> Cluster:
+    """The cluster of `h100:256`, or of a TOML file: `mine.toml:16`.
+
+    >>> read_cluster("h100:256").devices
+    256
+    """
+    name, colon, count = text.rpartition(":")
+    if not colon:
+        raise ValueError(f"cluster {text!r}: expected a name and a number of devices, like h100:256")
+    try:
+        devices = int(count)
+    except ValueError:
+        raise ValueError(f"cluster {text!r}: {count!r} is no number of devices, as in h100:256") from None
+    return load_cluster(name, devices)
+
+
+def load_cluster(name: str | Path, devices: int) -> Cluster:
+    """`devices` devices of a shipped cluster or of a file."""
+    if str(name) in SHIPPED:
+        path = Path(str(files("pagestash.simulation").joinpath("clusters", f"{name}.toml")))
+    elif str(name).endswith(".toml"):
+        path = Path(name)
+    else:
+        raise ValueError(
+            f"cluster {str(name)!r}: expected {', '.join(SHIPPED[:-1])} or {SHIPPED[-1]}, or a TOML file"
+        )
+    return parse_cluster(read_toml(path), devices, str(path))
+
+
+def parse_cluster(tables: dict[str, Any], devices: int, where: str = "cluster") -> Cluster:
+    """The cluster of tables as `load_cluster` reads them."""
+    for key in tables:
+        if key not in ("name", *_TABLES):
+            raise ValueError(f"{where}: unknown key {key!r}; expected name, {', '.join(_TABLES)}")
+    name = tables.get("name", Path(where).stem)
+    if not isinstance(name, str):
+        raise ValueError(f"{where}: name={name!r}: expected text")
+    made = {key: _parse_table(tables.get(key), key, kind, where) for key, kind in _TABLES.items()}
+    return Cluster(name=name, devices=devices, **made)
+
+
+def _parse_table(table: Any, key: str, kind: Any, where: str) -> Any:
+    if not isinstance(table, dict):
+        raise ValueError(f"{where}: the table [{key}] is missing")
+    known = [field.name for field in fields(kind)]
+    for name in table:
+        if name not in known:
+            raise ValueError(f"{where}: [{key}] has an unknown key {name!r}; expected {', '.join(known)}")
+    for name in known:
+        if name not in table:
+            raise ValueError(f"{where}: [{key}] lacks {name}")
+    return kind(**{name: _parse_number(table[name], name, f"{where}: [{key}]") for name in known})
+
+
+def _parse_number(value: Any, name: str, where: str) -> float | int:
+    if name in _BYTES:
+        return parse_bytes(value, f"{where} {name}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{where} {name}={value!r}: expected a number")
+    if name in _COUNTS and (value < 1 or value != int(value)):
+        raise ValueError(f"{where} {name}={value!r}: expected a whole number, at least 1")
+    if name.endswith("efficiency") and not 0 < value <= 1:
+        raise ValueError(f"{where} {name}={value!r}: expected a part of 1")
+    if value < 0 or (value == 0 and name != "latency"):
+        raise ValueError(f"{where} {name}={value!r}: expected more than 0")
+    return int(value) if name in _COUNTS else float(value)

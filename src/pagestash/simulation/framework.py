@@ -1,0 +1,88 @@
+"""What training frameworks keep for backward beyond the formulas of `models/costs.py`, and bytes a parameter."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+ZeroStage = Literal[0, 1, 2, 3]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """How a framework runs a layer, as far as memory goes; see docs/simulate.md, rule 7."""
+
+    name: str
+    keeps_rows: bool
+    """Whether experts keep the permuted rows also without expert parallelism."""
+    activations: int
+    """Tensors of an expert's width that are kept beside the first projection."""
+    dense_activations: int
+    """The same of dense and shared MLPs."""
+    keeps_combined: bool
+    """Whether the combined rows are kept, for the gradient of routing weights."""
+    fused_experts: bool
+    """Whether both expert products and the activation are one autograd node: it returns both weight gradients at
+    once."""
+    keeps_logits: bool
+    """Whether the loss keeps logits; otherwise both gradients, which it computes in forward."""
+    weight_gradients: bool
+    """Whether a whole weight gradient is a temporary tensor, before it is added to what was there."""
+    margin: Literal["window", "last"]
+    """What stays of offloaded groups: a window of them, or the last one of each name."""
+
+
+FRAMEWORKS: dict[str, Framework] = {
+    "pagestash": Framework(
+        name="pagestash",
+        keeps_rows=False,
+        activations=0,
+        dense_activations=0,
+        keeps_combined=False,
+        fused_experts=True,
+        keeps_logits=False,
+        weight_gradients=True,
+        margin="window",
+    ),
+    # Transformer Engine adds weight gradients to the main gradients in the product itself.
+    "megatron": Framework(
+        name="megatron",
+        keeps_rows=True,
+        activations=1,
+        dense_activations=1,
+        keeps_combined=False,
+        fused_experts=False,
+        keeps_logits=True,
+        weight_gradients=False,
+        margin="last",
+    ),
+    "pith": Framework(
+        name="pith",
+        keeps_rows=True,
+        activations=2,
+        dense_activations=1,
+        keeps_combined=True,
+        fused_experts=False,
+        keeps_logits=True,
+        weight_gradients=True,
+        margin="last",
+    ),
+}
+
+
+def framework(name: str) -> Framework:
+    if name not in FRAMEWORKS:
+        raise ValueError(f"unknown framework {name!r}; expected one of {', '.join(FRAMEWORKS)}")
+    return FRAMEWORKS[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterBytes:
+    """Bytes a parameter: of its weight, its gradient, and the optimizer's own copy and moments."""
+
+    weight: float = 2.0
+    gradient: float = 4.0
+    optimizer: float = 12.0
+
+    def __post_init__(self) -> None:
+        for name in ("weight", "gradient", "optimizer"):
+            if not 0 <= getattr(self, name) <= 64:
+                raise ValueError(f"{name}={getattr(self, name)} bytes a parameter: expected 0 to 64")

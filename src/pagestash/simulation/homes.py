@@ -1,0 +1,143 @@
+"""Where each saved tensor of a layer waits: by a policy's rules, or by the names of Megatron-LM's options."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from pagestash.policy import HomeName, Policy, PoolConfig, Rule
+from pagestash.simulation.parts import ACTIVATION, HELD, RESIDUAL, STATISTICS, UP, Layer, Part, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A saved tensor, or the part of one that a rule's fraction leaves or moves."""
+
+    part: str
+    home: HomeName
+    bytes: int
+    routed: bool
+    scope: str = ""
+    """The region of the rule: what is recomputed, offloaded or stashed together."""
+    maker: str = HELD
+
+
+class Homes(Protocol):
+    """Gives each piece of a layer its home."""
+
+    @property
+    def pool(self) -> PoolConfig: ...
+
+    def place(self, layer: Layer) -> list[Placed]: ...
+
+
+@dataclass(frozen=True)
+class PolicyHomes:
+    """By the rules of a policy, as a keeper applies them to regions.
+
+    A tensor that a recomputed region makes is dropped, unless the region that saves it has a rule to keep it. Any
+    other tensor has the home of the region that saves it. The innermost region that has a rule decides.
+    """
+
+    policy: Policy = field(default_factory=lambda: Policy([]))
+
+    @property
+    def pool(self) -> PoolConfig:
+        return self.policy.pool
+
+    def place(self, layer: Layer) -> list[Placed]:
+        return [
+            placed
+            for part in layer.parts
+            for piece in part.pieces
+            for placed in self._place(layer, part, piece)
+        ]
+
+    def _place(self, layer: Layer, part: Part, piece: Piece) -> Iterable[Placed]:
+        rule, scope = self._rule(layer.name, part.name)
+        made_by, maker = (None, "") if piece.maker == HELD else self._rule(layer.name, piece.maker)
+        home: HomeName = "keep" if rule is None or piece.bytes < rule.least_bytes else rule.home
+        if made_by is not None and made_by.home == "recompute" and (rule is None or rule.home != "keep"):
+            home, scope = "recompute", maker
+        elif home == "recompute":  # what its own replay would not bring back
+            home = "keep"
+        moved = piece.bytes
+        if home == "offload" and rule is not None:
+            moved = round(rule.fraction * piece.bytes)
+            if moved < piece.bytes:
+                yield Placed(part.name, "keep", piece.bytes - moved, part.routed)
+        yield Placed(part.name, home, moved, part.routed, scope, piece.maker)
+
+    def _rule(self, layer: str, region: str) -> tuple[Rule | None, str]:
+        """The rule of the innermost region, and that region."""
+        name = layer if region in (RESIDUAL, layer) else f"{layer}.{region}"
+        while name:
+            rule = self.policy.rule_for(name)
+            if rule is not None:
+                return rule, name
+            name = name.rpartition(".")[0] if name != layer else ""
+        return None, ""
+
+    def window_of(self, scope: str) -> int | None:
+        rule = self.policy.rule_for(scope)
+        return None if rule is None else rule.prefetch_bytes
+
+
+_RECOMPUTE = {
+    "core_attn": (STATISTICS,),
+    "mla_up_proj": (UP,),
+    "layernorm": ("attn_norm", "mlp_norm"),
+    "moe_act": (ACTIVATION,),
+    "mlp": ("mlp",),
+    "shared_experts": ("moe.shared_experts",),
+}
+"""`--recompute-modules`: the makers of what each drops. Of core attention the result stays, for the projection."""
+_OFFLOAD = {
+    "attn_norm": "attn_norm",
+    "qkv_linear": "attn.qkv_linear",
+    "core_attn": "attn.core_attn",
+    "attn_proj": "attn.attn_proj",
+    "mlp_norm": "mlp_norm",
+    "expert_fc1": "moe.expert_fc1",
+    "moe_act": "moe.moe_act",
+}
+"""`--offload-modules`: the part whose saved tensors leave."""
+
+
+@dataclass(frozen=True)
+class MegatronHomes:
+    """By Megatron-LM's `--recompute-modules` and `--offload-modules`."""
+
+    recompute: Sequence[str] = ()
+    offload: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for names, known in ((self.recompute, _RECOMPUTE), (self.offload, _OFFLOAD)):
+            for name in names:
+                if name not in known:
+                    raise ValueError(f"unknown module {name!r}; expected some of {', '.join(known)}")
+
+    @property
+    def pool(self) -> PoolConfig:
+        return PoolConfig()
+
+    @cached_property
+    def _dropped(self) -> dict[str, str]:
+        return {maker: name for name in self.recompute for maker in _RECOMPUTE[name]}
+
+    @cached_property
+    def _moved(self) -> dict[str, str]:
+        return {_OFFLOAD[name]: name for name in self.offload}
+
+    def place(self, layer: Layer) -> list[Placed]:
+        placed = []
+        for part in layer.parts:
+            for piece in part.pieces:
+                home: HomeName = "keep"
+                scope = ""
+                if piece.maker in self._dropped:
+                    home, scope = "recompute", f"{layer.name}.{piece.maker}"
+                elif part.name in self._moved:
+                    home, scope = "offload", f"{layer.name}.{part.name}"
+                placed.append(Placed(part.name, home, piece.bytes, part.routed, scope, piece.maker))
+        return placed

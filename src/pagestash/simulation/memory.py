@@ -1,0 +1,255 @@
+"""The peak of a pipeline rank: what it holds for the whole run, what its schedule holds, and the module at work.
+
+    peak = static + max over the plan's actions of ( held + offloaded on the device + at work )
+
+`held` are microbatches in flight times what stays of each, from the schedule's own plan. A backward works from its
+last module to its first: before a module, what later modules saved is free again; it has its temporary tensors, the
+gradient of the residual stream, and what a replay brings back.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from pagestash.saved.follow import immediate_backwards
+from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, make_plan
+from pagestash.schedules.plan import Plan
+from pagestash.simulation.framework import Framework, ParameterBytes
+from pagestash.simulation.homes import Homes, Placed, PolicyHomes
+from pagestash.simulation.layout import Layout
+from pagestash.simulation.parts import Layer
+
+HELD_PATTERN = 4
+"""Times the stages: microbatches after which a schedule's pattern of offloads repeats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """A layer's saved tensors, each with its home."""
+
+    layer: Layer
+    placed: tuple[Placed, ...]
+    capacity: float = 0.0
+    """Rows of static buffers over balanced rows; 0: buffers have the rows that came."""
+    product_workspace: int = 0
+    """Bytes that a product has as its workspace."""
+
+    def size(self, placed: Placed) -> int:
+        """Device bytes of a tensor that is not in pages: static buffers hold their whole capacity."""
+        whole = self.capacity if placed.routed and self.capacity else 1.0
+        return round(placed.bytes * whole)
+
+    @property
+    def kept(self) -> int:
+        return sum(self.size(item) for item in self.placed if item.home == "keep")
+
+    def bytes_of(self, home: str) -> int:
+        """Valid bytes by home."""
+        return sum(item.bytes for item in self.placed if item.home == home)
+
+    def groups(self) -> list[tuple[str, int]]:
+        """Offloaded bytes by the region of their rule, in the order of forward."""
+        moved = [item for item in self.placed if item.home == "offload"]
+        return [
+            (scope, sum(item.bytes for item in items)) for scope, items in groupby(moved, lambda i: i.scope)
+        ]
+
+    def walk(self, stream: int, above: int) -> tuple[int, int]:
+        """Backward through the layer, from `above` bytes over what is held: the most, and what is left."""
+        live = most = above
+        came: set[str] = set()
+        for part in reversed(self.layer.parts):
+            own = [item for item in self.placed if item.part == part.name]
+            for scope in {item.scope for item in own if item.home == "recompute"} - came:
+                came.add(scope)
+                live += sum(self.size(i) for i in self.placed if i.home == "recompute" and i.scope == scope)
+            restored = sum(self.size(item) for item in own if item.home == "stash")
+            work = part.temporary * (self.capacity if part.routed and self.capacity else 1)
+            work += self.product_workspace if part.products else 0
+            most = max(most, live + round(work) + restored + stream)
+            live -= sum(self.size(item) for item in own if item.home in ("keep", "recompute"))
+        return most, live
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Consecutive layers of one rank."""
+
+    stage: int
+    layers: tuple[LayerMemory, ...]
+    stream: int
+
+    @property
+    def kept(self) -> int:
+        return sum(layer.kept for layer in self.layers)
+
+    def bytes_of(self, home: str) -> int:
+        return sum(layer.bytes_of(home) for layer in self.layers)
+
+    @property
+    def work(self) -> int:
+        """The most that its backward takes above what is held when it begins."""
+        most = above = 0
+        for layer in reversed(self.layers):
+            peak, above = layer.walk(self.stream, above)
+            most = max(most, peak)
+        return most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPeak:
+    """The peak of one rank, by what holds it."""
+
+    groups: Mapping[str, int]
+    host: int
+    """The most that is on the host at one time."""
+    pool: int
+    """Bytes of device pages, headroom included."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.groups.values())
+
+
+def static_bytes(layers: Sequence[Layer], layout: Layout, each: ParameterBytes) -> tuple[int, int, int]:
+    """Weights, gradients and optimizer state of these layers on one rank.
+
+    Data parallel ranks share the optimizer's state from ZeRO 1 on, gradients from 2, weights from 3.
+    """
+    dense = sum(part.parameters for layer in layers for part in layer.parts if not part.expert)
+    expert = sum(part.parameters for layer in layers for part in layer.parts if part.expert)
+
+    def share(size: float, zero: int) -> int:
+        if layout.zero < zero:
+            return round(size * (dense + expert))
+        return round(size * (dense / layout.dense_group + expert / layout.expert_group))
+
+    return share(each.weight, 3), share(each.gradient, 2), share(each.optimizer, 1)
+
+
+def rank_peak(
+    plan: Plan,
+    stages: Sequence[StageMemory],
+    homes: Homes,
+    framework: Framework,
+    static: Mapping[str, int],
+    *,
+    follows: bool,
+) -> RankPeak:
+    """The peak of the rank that runs `plan` on its `stages`; `follows`: the keeper knows the schedule."""
+    by_number = {stage.stage: stage for stage in stages}
+    kept = {number: stage.kept for number, stage in by_number.items()}
+    work = {number: stage.work for number, stage in by_number.items()}
+    stash = {number: stage.bytes_of("stash") for number, stage in by_number.items()}
+    offload = _Offloaded.of(plan, stages, homes, framework, follows)
+    pages = max(sum(count * stash[stage] for stage, count in counts.items()) for counts in plan.held())
+    fixed = homes.pool.device_bytes
+    pool = 0 if not pages else int(homes.pool.headroom * pages) if fixed is None else fixed
+    best: dict[str, int] = {}
+    host = 0
+    for stage, counts, waiting in _moments(plan, offload):
+        held = sum(count * kept[number] for number, count in counts.items())
+        here, away = offload.at(counts, waiting)
+        host = max(host, away)
+        found = {"kept": held, "offloaded": here, "at work": work[stage] if stage is not None else 0}
+        if not best or sum(found.values()) > sum(best.values()):
+            best = found
+    return RankPeak(groups={**static, "pool": pool, **best}, host=host, pool=pool)
+
+
+def _moments(
+    plan: Plan, offload: "_Offloaded"
+) -> Iterator[tuple[int | None, dict[int, int], dict[int, int]]]:
+    """The distinct states of the plan: the stage whose backward begins (None: none), and the microbatches held.
+
+    The last of the three counts those whose backward comes at once, which stay on the device.
+    """
+    counts, waiting = dict.fromkeys(plan.stages, 0), dict.fromkeys(plan.stages, 0)
+    seen: set[tuple[object, ...]] = set()
+    for kind, stage, microbatch in plan.actions:
+        at_once = (stage, microbatch) in offload.at_once
+        if kind == "F":
+            counts[stage] += 1
+            waiting[stage] += at_once
+        state = (None if kind == "F" else stage, *counts.values(), *waiting.values())
+        if state not in seen:
+            seen.add(state)
+            yield None if kind == "F" else stage, dict(counts), dict(waiting)
+        if kind in ("B", "W"):
+            counts[stage] -= 1
+            waiting[stage] -= at_once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offloaded:
+    """What of the offloaded groups is on the device."""
+
+    bytes: Mapping[int, int]
+    """Of one microbatch, by stage."""
+    at_once: frozenset[Key]
+    limit: int
+    """Most bytes of groups that stay, leave or come back, beside those of `at_once`."""
+    largest: int
+
+    @classmethod
+    def of(
+        cls, plan: Plan, stages: Sequence[StageMemory], homes: Homes, framework: Framework, follows: bool
+    ) -> "_Offloaded":
+        sizes = {stage.stage: stage.bytes_of("offload") for stage in stages}
+        groups = [group for stage in stages for layer in stage.layers for group in layer.groups()]
+        largest = max((size for _, size in groups), default=0)
+        if framework.margin == "last":
+            names = {scope.split(".", 2)[-1]: size for scope, size in groups}
+            return cls(bytes=sizes, at_once=frozenset(), limit=sum(names.values()), largest=largest)
+        at_once = immediate_backwards(plan) if follows else frozenset()
+        made = _offload_plan(plan, stages, homes, at_once) if groups else OffloadPlan({})
+        staying = made.stays - {key for key in made.stays if key[:2] in at_once}
+        limit = _most_alive(made, staying)
+        return cls(bytes=sizes, at_once=at_once, limit=limit, largest=largest)
+
+    def at(self, counts: Mapping[int, int], waiting: Mapping[int, int]) -> tuple[int, int]:
+        """Offloaded bytes on the device and on the host."""
+        total = sum(count * self.bytes[stage] for stage, count in counts.items())
+        stay = sum(count * self.bytes[stage] for stage, count in waiting.items())
+        # The group in use is one of the window's; where it is one that stays, the window has one fewer.
+        room = self.limit if not stay else max(0, self.limit - self.largest)
+        here = min(total, stay + room)
+        return here, total - here
+
+
+def _offload_plan(
+    plan: Plan, stages: Sequence[StageMemory], homes: Homes, at_once: frozenset[Key]
+) -> OffloadPlan:
+    """The keeper's own plan for the puts and gets of this schedule."""
+    groups_of = {
+        stage.stage: [group for layer in stage.layers for group in layer.groups()] for stage in stages
+    }
+    window_of = homes.window_of if isinstance(homes, PolicyHomes) else lambda scope: None
+    groups: dict[Key, GroupBytes] = {}
+    events: list[Event] = []
+    most = HELD_PATTERN * len(stages) * max(1, max(sum(counts.values()) for counts in plan.held()))
+    for kind, stage, microbatch in plan.actions:
+        if microbatch >= most:
+            continue
+        if kind == "F":
+            for scope, size in groups_of[stage]:
+                key = (stage, microbatch, scope, 0)
+                groups[key] = GroupBytes(size, size, window_of(scope))
+                events.append(("put", key))
+        elif kind in ("B", "I"):
+            events += [("get", (stage, microbatch, scope, 0)) for scope, _ in reversed(groups_of[stage])]
+    return make_plan(events, groups, at_once)
+
+
+def _most_alive(made: OffloadPlan, staying: frozenset[Key]) -> int:
+    """Most bytes of groups that stay; the window, where one leaves and another comes back at once."""
+    now = most = 0
+    for index, (kind, key) in enumerate(made.order):
+        size = made.groups[key].device_bytes
+        if key not in made.stays:
+            if kind == "put" and index + 1 < len(made.order) and made.order[index + 1][0] == "get":
+                return made.window_of(key)
+        elif key in staying:
+            now += size if kind == "put" else -size
+            most = max(most, now)
+    return most

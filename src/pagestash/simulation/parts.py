@@ -1,0 +1,410 @@
+"""The modules of each layer on one rank: what they save, hold, compute and send for one microbatch.
+
+Names are the regions of `docs/regions.md`, so that a policy's rules match them; saved bytes are its formulas, whose
+sum over a layer is that of `models/costs.py`. With, for one microbatch,
+
+    T   tokens of this rank, after context parallelism       Ts = T / TP   outside attention and MLPs
+    R = Ts · K   received rows                               b   bytes of an activation
+
+attention and dense MLPs have 1 / TP of their heads and width, for T tokens; experts have 1 / EP of the experts.
+
+A saved tensor is a `Piece`: its bytes, and the region that makes it, whose recompute drops it. The region that
+saves it, the part's, gives it any other home.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagestash.models.config import DecoderConfig
+from pagestash.simulation.framework import FRAMEWORKS, Framework
+from pagestash.simulation.layout import Layout
+
+_INDEX = 4  # bytes of an index, a weight, or a row's statistic
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """`groups` products [m, k] x [k, n]."""
+
+    m: float
+    n: float
+    k: float
+    groups: int = 1
+
+    @property
+    def operations(self) -> float:
+        return 2 * self.groups * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A saved tensor."""
+
+    bytes: int
+    maker: str
+    """The region that makes it; `HELD` where no recompute of this layer drops it."""
+
+
+UP, STATISTICS, ACTIVATION = "attn.qkv_linear.up", "attn.core_attn.statistics", "moe.experts.activation"
+"""Makers of the results of latent attention's up-projections, of softmax's statistics, of the second product's
+input."""
+RESIDUAL = "residual"
+"""Maker of the sum after attention, which only the recompute of whole layers drops."""
+HELD = ""
+"""Maker of what comes from outside the layer, or is not computed twice: its input, routes, received rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One module of a layer, on one rank, for one microbatch."""
+
+    name: str
+    pieces: tuple[Piece, ...] = ()
+    """What it adds to what forward saves for backward."""
+    routed: bool = False
+    """Whether its bytes, products and traffic are in proportion to received rows."""
+    parameters: int = 0
+    expert: bool = False
+    """Whether its parameters are experts', which other ranks hold by the expert parallel layout."""
+    products: tuple[Product, ...] = ()
+    scores: float = 0.0
+    """Operations of attention's scores in forward."""
+    traffic: float = 0.0
+    """Bytes that its kernels beside products read and write in forward."""
+    temporary: int = 0
+    """Most bytes of gradients and copies while its backward runs."""
+    gathers: tuple[float, ...] = ()
+    """Bytes of all-gathers and reduce-scatters over tensor parallel ranks in forward; backward has as many."""
+    context_bytes: float = 0.0
+    """Of keys and values that context parallel ranks gather."""
+
+    @property
+    def saved(self) -> int:
+        """Bytes that it adds to what forward saves."""
+        return sum(piece.bytes for piece in self.pieces)
+
+    @property
+    def operations(self) -> float:
+        """Floating-point operations of forward."""
+        return sum(product.operations for product in self.products) + self.scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A layer, the embedding or the head."""
+
+    name: str
+    parts: tuple[Part, ...]
+    dispatch_bytes: float = 0.0
+    """Sent to other ranks of the expert parallel group in forward, and as many by combine."""
+
+    @property
+    def saved(self) -> int:
+        return sum(part.saved for part in self.parts)
+
+    @property
+    def parameters(self) -> int:
+        return sum(part.parameters for part in self.parts)
+
+    @property
+    def operations(self) -> float:
+        return sum(part.operations for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A microbatch on one rank of a layout."""
+
+    config: DecoderConfig
+    layout: Layout
+    sequence: int
+    microbatch: int = 1
+    """Sequences."""
+    framework: Framework = FRAMEWORKS["pagestash"]
+    element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        if self.microbatch < 1:
+            raise ValueError(f"microbatch {self.microbatch}: expected at least 1")
+        self.layout.check_model(self.config, self.sequence)
+
+    @property
+    def tokens(self) -> int:
+        """T: tokens of this rank in attention."""
+        return self.microbatch * self.sequence // self.layout.cp
+
+    @property
+    def local_tokens(self) -> int:
+        """Ts: tokens of this rank where tensor parallel ranks share the sequence."""
+        return self.tokens // self.layout.tp
+
+    @property
+    def rows(self) -> int:
+        """R: balanced received rows."""
+        return self.local_tokens * self.config.top_k
+
+    @property
+    def stream_bytes(self) -> int:
+        """Of the residual stream, which also goes from stage to stage."""
+        return self.element_bytes * self.config.width * self.local_tokens
+
+
+def layers_of(shape: Shape) -> list[Layer]:
+    """Embedding, layers and head."""
+    config = shape.config
+    dense, moe = (
+        (*_attention(shape), *_dense(shape)) if config.dense_layers else (),
+        (*_attention(shape), *_experts(shape)),
+    )
+    ep = shape.layout.ep
+    sent = shape.element_bytes * config.width * shape.rows * (ep - 1) / ep
+    blocks = [
+        Layer(name=f"layers.{index}", parts=dense)
+        if index < config.dense_layers
+        else Layer(name=f"layers.{index}", parts=moe, dispatch_bytes=sent)
+        for index in range(config.layers)
+    ]
+    return [_embedding(shape), *blocks, _head(shape)]
+
+
+def _gathers(shape: Shape) -> tuple[float, ...]:
+    """An all-gather before, and a reduce-scatter after."""
+    whole = shape.element_bytes * shape.config.width * shape.tokens
+    return (whole, whole) if shape.layout.tp > 1 else ()
+
+
+def _norm(shape: Shape, name: str, maker: str) -> Part:
+    stream = shape.stream_bytes
+    return Part(
+        name=name,
+        pieces=(Piece(stream, maker), Piece(_INDEX * shape.local_tokens, name)),
+        parameters=shape.config.width,
+        traffic=4 * stream,  # the residual sum before it, too
+        temporary=2 * stream,
+    )
+
+
+def _weights(shape: Shape, parameters: int) -> int:
+    """Bytes of a weight gradient as a temporary tensor."""
+    return shape.element_bytes * parameters if shape.framework.weight_gradients else 0
+
+
+def _attention(shape: Shape) -> list[Part]:
+    config, tp, tokens, b = shape.config, shape.layout.tp, shape.tokens, shape.element_bytes
+    parts = [_norm(shape, "attn_norm", HELD)]
+    heads = config.heads // tp
+    if config.attention == "mla":
+        queries, values = heads * (config.nope_dim + config.rope_dim), heads * config.v_dim
+        keys = queries
+        parts.append(_latent_qkv(shape, queries))
+        pieces = [Piece(tokens * b * (2 * queries + heads * (config.nope_dim + config.v_dim)), UP)]
+    else:
+        size, shared = config.head_size, (config.kv_heads or config.heads) // tp
+        queries = keys = values = heads * size
+        fused = (heads + 2 * shared) * size
+        bias = fused if config.attention_bias else 0
+        parts.append(
+            Part(
+                name="attn.qkv_linear",
+                pieces=(Piece(shape.stream_bytes, "attn_norm"),),
+                parameters=config.width * fused + bias,
+                products=(Product(tokens, fused, config.width),),
+                temporary=b * tokens * (fused + config.width) + _weights(shape, config.width * fused),
+                gathers=_gathers(shape),
+            )
+        )
+        pieces = [Piece(tokens * b * (heads + shared) * size, "attn")]  # after RoPE
+        if config.qk_norm:
+            parts.append(
+                Part(
+                    name="attn.q_norm",
+                    pieces=(
+                        Piece(tokens * b * fused, "attn.qkv_linear"),
+                        Piece(tokens * _INDEX * (heads + shared), "attn.q_norm"),
+                    ),
+                    parameters=2 * size,
+                    traffic=4 * b * tokens * (heads + shared) * size,  # norm and RoPE
+                    temporary=2 * b * tokens * fused,
+                )
+            )
+        else:
+            pieces.append(Piece(tokens * b * fused, "attn.qkv_linear"))
+    core = Part(
+        name="attn.core_attn",
+        pieces=(
+            *pieces,
+            Piece(tokens * b * values, "attn.core_attn"),
+            Piece(tokens * _INDEX * heads, STATISTICS),
+        ),
+        scores=tokens * shape.sequence * (queries + values),
+        traffic=2 * b * tokens * (queries + keys),
+        # Gradients of queries, keys and values, of the result, and a sum of queries' gradients in float32.
+        temporary=tokens * (b * (queries + keys + 2 * values) + 4 * queries),
+        context_bytes=b * tokens * shape.layout.cp * 2 * values if shape.layout.cp > 1 else 0.0,
+    )
+    width = config.width
+    bias = width if config.attention_bias else 0
+    projection = Part(
+        name="attn.attn_proj",
+        parameters=values * width + bias,
+        products=(Product(tokens, width, values),),
+        temporary=b * tokens * (width + values) + _weights(shape, values * width),
+    )
+    return [*parts, core, projection]
+
+
+def _latent_qkv(shape: Shape, queries: int) -> Part:
+    config, tp, tokens, b = shape.config, shape.layout.tp, shape.tokens, shape.element_bytes
+    width, heads = config.width, config.heads // tp
+    keys_values = heads * (config.nope_dim + config.v_dim)
+    latents = config.q_rank + config.kv_rank
+    down = width * (config.q_rank + config.kv_rank + config.rope_dim)
+    up = (config.q_rank or width) * queries + config.kv_rank * keys_values
+    products = [
+        Product(tokens, config.kv_rank + config.rope_dim, width),
+        Product(tokens, keys_values, config.kv_rank),
+        Product(tokens, queries, config.q_rank or width),
+    ]
+    if config.q_rank:
+        products.append(Product(tokens, config.q_rank, width))
+    norms = 2 if config.q_rank else 1
+    bias = config.q_rank + config.kv_rank + config.rope_dim if config.attention_bias else 0
+    return Part(
+        name="attn.qkv_linear",
+        pieces=(
+            Piece(shape.stream_bytes, "attn_norm"),
+            Piece(tokens * (b * (2 * latents + config.rope_dim) + norms * _INDEX), "attn.qkv_linear"),
+        ),
+        parameters=down + up + latents + bias,
+        products=tuple(products),
+        traffic=2 * b * tokens * (2 * queries + keys_values),
+        temporary=b * tokens * (queries + keys_values + width) + _weights(shape, up),
+        gathers=_gathers(shape),
+    )
+
+
+def _dense(shape: Shape) -> list[Part]:
+    config = shape.config
+    inner = config.dense_width // shape.layout.tp
+    return [_norm(shape, "mlp_norm", RESIDUAL), _mlp(shape, "mlp", inner, new_input=True)]
+
+
+def _mlp(shape: Shape, name: str, inner: int, *, new_input: bool) -> Part:
+    """A dense MLP of width `inner` on this rank."""
+    config, tokens, b = shape.config, shape.tokens, shape.element_bytes
+    parts = 2 if config.gated else 1
+    kept = (parts + shape.framework.dense_activations) * inner
+    parameters = (parts + 1) * config.width * inner
+    return Part(
+        name=name,
+        pieces=(
+            *((Piece(shape.stream_bytes, "mlp_norm"),) if new_input else ()),
+            Piece(tokens * b * kept, name),
+        ),
+        parameters=parameters,
+        products=(Product(tokens, parts * inner, config.width), Product(tokens, config.width, inner)),
+        traffic=b * tokens * (parts + 1) * inner,
+        temporary=b * tokens * ((parts + 1) * inner + config.width) + _weights(shape, parameters),
+        gathers=_gathers(shape),
+    )
+
+
+def _experts(shape: Shape) -> list[Part]:
+    config, frame, b = shape.config, shape.framework, shape.element_bytes
+    d, n, rows, tokens = config.width, config.expert_width, shape.rows, shape.local_tokens
+    here = config.experts // shape.layout.ep
+    parts, fused = 2 if config.gated else 1, frame.fused_experts
+    moved = rows if shape.layout.ep > 1 or frame.keeps_rows else 0
+    bias = here * (parts * n + d) if config.expert_bias else 0
+    found = [
+        _norm(shape, "mlp_norm", RESIDUAL),
+        Part(
+            name="moe.router",
+            pieces=(Piece(b * d * tokens, "mlp_norm"), Piece(_INDEX * config.top_k * tokens, HELD)),
+            parameters=d * config.experts,
+            products=(Product(tokens, config.experts, d),),
+            traffic=3 * _INDEX * config.experts * tokens,
+            temporary=b * d * tokens + 2 * _INDEX * config.experts * tokens,
+        ),
+        Part(name="moe.experts", pieces=(Piece(3 * _INDEX * config.top_k * tokens, HELD),)),
+        Part(
+            name="moe.expert_fc1",
+            pieces=(Piece(b * d * moved, HELD),),
+            routed=True,
+            expert=True,
+            parameters=here * parts * n * d + bias,
+            products=(Product(rows / here, parts * n, d, here),),
+            traffic=2 * b * d * rows,  # permuted
+            temporary=b * (d + parts * n) * rows + _weights(shape, here * (parts + fused) * n * d),
+        ),
+        Part(
+            name="moe.moe_act",
+            pieces=(Piece(b * parts * n * rows, "moe.moe_act"),),
+            routed=True,
+            traffic=b * (parts + 1) * n * rows,
+            temporary=b * n * (1 if fused else parts + 1) * rows,
+        ),
+        Part(
+            name="moe.expert_fc2",
+            pieces=(Piece(b * n * frame.activations * rows, ACTIVATION),),
+            routed=True,
+            expert=True,
+            parameters=here * n * d,
+            products=(Product(rows / here, d, n, here),),
+            traffic=2 * b * d * rows,  # summed into tokens
+            temporary=b * (d + n) * rows + _weights(shape, here * n * d),
+        ),
+    ]
+    if frame.keeps_combined:
+        combined = Piece(b * d * rows, HELD)
+        found.append(Part(name="moe.combine", pieces=(combined,), routed=True, temporary=2 * b * d * rows))
+    if config.shared_experts:
+        inner = config.expert_width * config.shared_experts // shape.layout.tp
+        found.append(_mlp(shape, "moe.shared_experts", inner, new_input=False))
+    return found
+
+
+def _embedding(shape: Shape) -> Layer:
+    config = shape.config
+    vocab = -(-config.vocab // shape.layout.tp)
+    table = Part(
+        name="embed",
+        pieces=(Piece(2 * _INDEX * shape.local_tokens, HELD),),
+        parameters=vocab * config.width,
+        traffic=2 * shape.stream_bytes,
+        temporary=2 * shape.stream_bytes + _weights(shape, vocab * config.width),
+    )
+    return Layer(name="embed", parts=(table,))
+
+
+def _head(shape: Shape) -> Layer:
+    """The last norm, the projection to the vocabulary and the loss."""
+    config, tokens, b = shape.config, shape.tokens, shape.element_bytes
+    vocab, stream = -(-config.vocab // shape.layout.tp), shape.stream_bytes
+    if shape.framework.keeps_logits:
+        saved = stream + tokens * b * vocab
+        temporary = stream + _weights(shape, vocab * config.width)
+    else:  # gradients of the input and, in float32, of the weight; backward casts and scales both
+        saved = stream + 4 * vocab * config.width
+        temporary = stream + b * vocab * config.width
+    projection = Part(
+        name="head",
+        pieces=(Piece(saved + _INDEX * shape.local_tokens, HELD),),
+        parameters=vocab * config.width,
+        products=(Product(tokens, vocab, config.width),),
+        traffic=2 * b * tokens * vocab,
+        temporary=temporary,
+        gathers=_gathers(shape)[:1],
+    )
+    norm = Part(
+        name="norm",
+        pieces=(Piece(stream, HELD),),
+        parameters=config.width,
+        traffic=2 * stream,
+        temporary=2 * stream,
+    )
+    return Layer(name="head", parts=(norm, projection))
+
+
+def total_parameters(layers: Sequence[Layer]) -> int:
+    return sum(layer.parameters for layer in layers)

@@ -1,0 +1,192 @@
+"""Peaks of simulated ranks: partition's bytes, the keeper's offload, ZeRO, recompute, pools."""
+
+from dataclasses import replace
+
+import pytest
+
+from pagestash.models.config import preset
+from pagestash.models.costs import layer_costs
+from pagestash.pipeline.stages import partition
+from pagestash.policy import Policy, PoolConfig, Rule
+from pagestash.schedules.plan import plans
+from pagestash.simulation.build import Run, place_by_memory, rank_peaks, step_costs
+from pagestash.simulation.cluster import load_cluster
+from pagestash.simulation.framework import FRAMEWORKS, ParameterBytes
+from pagestash.simulation.homes import MegatronHomes, PolicyHomes
+from pagestash.simulation.layout import Layout
+from pagestash.simulation.memory import LayerMemory, StageMemory, rank_peak
+from pagestash.simulation.parts import Shape, layers_of
+
+QWEN = preset("qwen3-30b-a3b", layers=8)
+
+
+def run(**changes):
+    layout = changes.pop("layout", Layout(devices=1))
+    values = {
+        "config": QWEN,
+        "cluster": load_cluster("h100", layout.devices),
+        "layout": layout,
+        "sequence": 4096,
+        "global_batch": 8 * layout.dp,
+    }
+    return Run(**values | changes)
+
+
+def policy(*rules, **pool):
+    return PolicyHomes(Policy([Rule(*rule) for rule in rules], PoolConfig(**pool)))
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+def test_bytes_are_those_of_partition(schedule):
+    stages, ranks = (4, 4) if schedule in ("GPipe", "1F1B") else (8, 4)
+    costs = layer_costs(QWEN, tokens=4096, parameter_bytes=18)
+    placed = partition(costs, stages, schedule, microbatches=16)
+    layout = Layout(devices=ranks, pp=ranks, vpp=stages // ranks, schedule=schedule)
+    shape = Shape(config=QWEN, layout=layout, sequence=4096)
+    bare = {  # no module takes anything of its own, so that what is held is all there is
+        layer.name: replace(layer, parts=tuple(replace(p, temporary=0, products=()) for p in layer.parts))
+        for layer in layers_of(shape)
+    }
+    memory = [
+        StageMemory(
+            stage=stage.index,
+            layers=tuple(
+                LayerMemory(layer=bare[name], placed=tuple(PolicyHomes().place(bare[name])))
+                for name in stage.layers
+            ),
+            stream=0,
+        )
+        for stage in placed.stages
+    ]
+    for rank, plan in enumerate(plans(schedule, ranks=ranks, microbatches=16)):
+        own = [memory[stage] for stage in plan.stages]
+        parameters = sum(part.parameters for s in own for held in s.layers for part in held.layer.parts)
+        static = {"parameters": 18 * parameters}
+        peak = rank_peak(plan, own, PolicyHomes(), FRAMEWORKS["pagestash"], static, follows=True)
+        assert peak.total == placed.peaks[rank]
+
+
+def test_placing_by_memory_is_partitions_placement():
+    layout = Layout(devices=4, pp=4)
+    found = place_by_memory(run(layout=layout, parameters=ParameterBytes(weight=2, gradient=4, optimizer=12)))
+    assert sum(found) == QWEN.layers
+    assert len(found) == 4
+    largest = [max(p.total for p in rank_peaks(run(layout=layout, placement=x))) for x in (found, None)]
+    assert largest[0] <= largest[1]
+
+
+def test_zero_divides_one_state_after_another():
+    totals = []
+    for zero in (0, 1, 2, 3):
+        groups = rank_peaks(run(layout=Layout(devices=8, ep=4, zero=zero)))[0].groups
+        totals.append([groups[name] for name in ("weights", "gradients", "optimizer")])
+    for zero, (weights, gradients, optimizer) in enumerate(totals):
+        assert (optimizer < totals[0][2]) == (zero >= 1)
+        assert (gradients < totals[0][1]) == (zero >= 2)
+        assert (weights < totals[0][0]) == (zero >= 3)
+    layers = layers_of(run(layout=Layout(devices=8, ep=4)).shape)
+    dense = sum(p.parameters for layer in layers for p in layer.parts if not p.expert)
+    expert = sum(p.parameters for layer in layers for p in layer.parts if p.expert)
+    assert totals[1][2] == round(12 * (dense / 8 + expert / 2))
+
+
+def test_offloaded_bytes_leave_but_for_the_keepers_window():
+    rule = ("layers.*.attn.core_attn", "offload")
+    kept, less = (rank_peaks(run(homes=homes))[0] for homes in (policy(), policy(rule)))
+    core = next(p for p in layers_of(run().shape)[1].parts if p.name == "attn.core_attn")
+    group = sum(piece.bytes for piece in core.pieces if piece.bytes >= 2**20)
+    assert less.host == 5 * group  # of 8 layers three stay: the window
+    assert kept.total - less.total == less.host
+
+
+def test_a_schedule_whose_backward_comes_at_once_moves_nothing():
+    layout = Layout(devices=4, pp=4)
+    rule = ("layers.*", "offload")
+    found = rank_peaks(run(layout=layout, homes=policy(rule)))
+    assert [peak.host > 0 for peak in found] == [True, True, True, False]
+
+
+def test_recompute_drops_what_the_region_makes_and_keeps_its_input():
+    shape = run().shape
+    layer = layers_of(shape)[1]
+    whole = policy(("layers.*", "recompute")).place(layer)
+    held = sum(item.bytes for item in whole if item.home == "keep")
+    assert held == shape.stream_bytes + 4 * 4 * QWEN.top_k * shape.tokens  # the input; routes and permutation
+    norms = policy(("layers.*.attn_norm", "recompute"), ("layers.*.mlp_norm", "recompute")).place(layer)
+    dropped = sum(item.bytes for item in norms if item.home == "recompute")
+    assert dropped == 2 * shape.stream_bytes + 2 * 4 * shape.tokens  # both outputs, both norms' statistics
+
+
+def test_a_stashed_step_in_static_buffers_holds_valid_rows():
+    homes = policy(("layers.*.moe.moe_act", "stash"), headroom=1.2)
+    exact, padded, stashed = (
+        rank_peaks(run(homes=policy() if at < 2 else homes, capacity=capacity))[0]
+        for at, capacity in enumerate((0.0, 4.0, 4.0))
+    )
+    rows = sum(p.saved for layer in layers_of(run().shape) for p in layer.parts if p.name == "moe.moe_act")
+    assert padded.groups["kept"] - exact.groups["kept"] == 3 * rows
+    assert stashed.pool == int(1.2 * rows)
+    assert stashed.groups["kept"] == exact.groups["kept"] - rows
+    assert exact.total < stashed.total < padded.total
+
+
+def test_megatrons_names_drop_and_move_its_tensors():
+    layout = Layout(devices=16, ep=16)
+    values = {"layout": layout, "framework": FRAMEWORKS["megatron"], "global_batch": 16}
+    kept, act, moved = (
+        rank_peaks(run(homes=homes, **values))[0]
+        for homes in (
+            MegatronHomes(),
+            MegatronHomes(recompute=["moe_act"]),
+            MegatronHomes(offload=["moe_act"]),
+        )
+    )
+    rows = 4096 * QWEN.top_k
+    assert kept.groups["kept"] - act.groups["kept"] == 8 * 2 * rows * QWEN.expert_width
+    assert moved.host == 7 * 4 * rows * QWEN.expert_width  # the last group stays
+    with pytest.raises(ValueError, match="unknown module 'everything'"):
+        MegatronHomes(recompute=["everything"])
+
+
+def test_costs_of_a_step_are_whole():
+    layout = Layout(devices=8, pp=2, ep=4, vpp=2, schedule="Interleaved1F1B")
+    homes = policy(("layers.*.moe.moe_act", "recompute"), ("layers.*.attn.core_attn", "offload"))
+    costs = step_costs(run(layout=layout, homes=homes))
+    assert [stage.stage for stage in costs.stages] == [0, 1, 2, 3]
+    assert [stage.rank for stage in costs.stages] == [0, 1, 0, 1]
+    assert [len(stage.layers) for stage in costs.stages] == [3, 2, 2, 3]
+    layer = costs.stages[1].layers[0]
+    assert layer.is_moe
+    assert layer.forward.routed > 0
+    assert layer.backward_weight.routed > 0
+    assert layer.recompute.routed > 0
+    assert layer.recompute.fixed == 0
+    rows = 4096 * QWEN.top_k
+    assert layer.dispatch_bytes.at() == 2 * rows * QWEN.width * 3 / 4
+    assert layer.bytes_of("recompute").routed == 4 * rows * QWEN.expert_width
+    total = sum(layer.bytes_of(home).at() for home in ("keep", "stash", "offload", "recompute"))
+    assert total == layers_of(run(layout=layout).shape)[1].saved
+    assert costs.stages[-1].send_bytes == 0
+    assert costs.stages[0].send_bytes == 2 * 2048 * 4096
+    assert costs.peak_bytes == max(p.total for p in rank_peaks(run(layout=layout, homes=homes)))
+    assert costs.tokens == 8 * 4 * 4096
+
+
+def test_model_operations_do_not_depend_on_the_layout():
+    one = step_costs(run(layout=Layout(devices=4), global_batch=32)).model_operations
+    for layout in (Layout(devices=4, tp=4), Layout(devices=4, cp=2, ep=2), Layout(devices=4, pp=4)):
+        assert step_costs(run(layout=layout, global_batch=32)).model_operations == pytest.approx(one)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"capacity": 0.5}, "capacity=0.5: expected at least 1"),
+        ({"cluster": load_cluster("h100", 4)}, "a layout of 1 devices on a cluster of 4"),
+        ({"global_batch": 10**7}, "expected at most 2,000,000"),
+        ({"placement": [4]}, "expected 1 stages with 8 layers"),
+    ],
+)
+def test_a_run_that_cannot_be_is_one_sentence(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        step_costs(run(**changes))

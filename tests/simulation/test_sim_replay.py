@@ -304,4 +304,17 @@ def test_groups_leave_with_their_region():
     program = programs_of(step("1F1B", 2, 2, lambda _: [layer(saved=moved)]))[1]
     assert program.groups == {"1": MovedGroup(100, 100), "1.rows": MovedGroup(50, 50, layer=1, by_rows=True)}
     assert [piece.puts for piece in program.pieces["F"]] == [("1",), ("1.rows",)]
-    assert program.pieces["B"][0].gets == ("1", "1.rows")
+    assert program.pieces["B"][0].gets == ("1.rows", "1")
+
+
+def test_groups_return_one_ahead_as_in_megatron():
+    costs = step("1F1B", 4, 16, lambda _: [layer(saved={"offload": Amount(50)})] * 4)
+    slow = replace(costs, host=replace(FAST, out=100.0, back=100.0, both=100.0), margin="last")
+    played = replay(slow)
+    plain = replay(costs).seconds
+    assert plain < played.seconds < 1.1 * plain
+    for rank in played.ranks:
+        assert rank.memory[-1][1] == 0
+        assert sum(span.kind == "out" for span in rank.spans) == 16 * 4
+    # Only a backward that follows its forward at once has to wait for what it has just sent away.
+    assert played.ranks[-1].seconds()["wait"] > 10 * played.ranks[0].seconds().get("wait", 0.0)

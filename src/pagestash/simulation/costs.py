@@ -12,6 +12,7 @@ experts' backward, `dispatch` after it, with the bytes of forward's.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pagestash.policy import HomeName
 from pagestash.schedules.plan import Plan
@@ -183,6 +184,10 @@ class StepCosts:
     """Devices of the whole run."""
     overlaps_dispatch: bool = False
     """Whether dispatch and combine of one microbatch run beside the compute of another."""
+    margin: Literal["window", "last"] = "window"
+    """How offloaded groups leave and return: by a keeper's window, or as Megatron-LM moves them."""
+    memory_rate: float = float("inf")
+    """Bytes a second of the device's memory, which copies over the host link take from compute beside them."""
 
     @property
     def stages(self) -> tuple[StageCosts, ...]:

@@ -1,7 +1,15 @@
-"""The offloaded groups of one rank in a replay: the keeper's window decides, this module keeps the time."""
+"""The offloaded groups of one rank in a replay.
+
+`Moving` does as a keeper does: its window decides, this module keeps the time. `MovingAhead` does as Megatron-LM's
+fine-grained offload does: a group leaves when its module ends and its memory is free when the copy is over; compute
+never waits for that. When backward is at a group, the next group of the same name is fetched, also that of another
+microbatch, if it has been put.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from typing import Protocol
 
 from pagestash.saved.offload.plan import Key, OffloadPlan
 from pagestash.saved.offload.window import Decision, Window, WindowGroup
@@ -10,6 +18,25 @@ from pagestash.simulation.links import Way
 
 Copy = Callable[[Way, float], Flag]
 """Begins a copy of so many bytes; the flag is set when it is over."""
+
+
+class Offloading(Protocol):
+    """Puts, gets and drops of one rank."""
+
+    host_peak: int
+    """The most bytes on the host at one time."""
+
+    def put(self, key: Key) -> Process:
+        """The group's region has ended."""
+        ...
+
+    def get(self, key: Key) -> Process:
+        """Backward asks for something of the group."""
+        ...
+
+    def drop(self, key: Key) -> None:
+        """Backward is done with the group."""
+        ...
 
 
 class Moving:
@@ -96,3 +123,67 @@ class Moving:
                 self._change(group.away_bytes)
             else:
                 yield self._here[group.key]
+
+
+def name_of(key: Key) -> str:
+    """The name that groups of all layers and microbatches share: `3.rows` is one of `rows`."""
+    return str(key[2]).partition(".")[2]
+
+
+class MovingAhead:
+    """Groups leave without a window, and return one ahead of each name."""
+
+    def __init__(
+        self,
+        plan: OffloadPlan,
+        moved: Mapping[Key, float],
+        copy: Copy,
+        clock: Clock,
+        changes: list[tuple[float, int]],
+    ) -> None:
+        self._plan, self._moved, self._copy, self._clock = plan, moved, copy, clock
+        self._changes = changes
+        asked: dict[str, list[Key]] = {}
+        for kind, key in plan.order:
+            if kind == "get":
+                asked.setdefault(name_of(key), []).append(key)
+        self._next = {key: after for own in asked.values() for key, after in pairwise(own)}
+        self._gone: dict[Key, Flag] = {}
+        self._here: dict[Key, Flag] = {}
+        self._host = self.host_peak = 0
+
+    def put(self, key: Key) -> Process:
+        self._gone[key] = self._copy("out", self._moved[key])
+        self._host += self._plan.groups[key].host_bytes
+        self.host_peak = max(self.host_peak, self._host)
+        self._clock.start(self._leave(key))
+        yield from ()
+
+    def get(self, key: Key) -> Process:
+        self._fetch(key)
+        yield self._here[key]
+        following = self._next.get(key)
+        if following in self._gone:
+            self._fetch(following)
+
+    def drop(self, key: Key) -> None:
+        self._host -= self._plan.groups[key].host_bytes
+        self._change(-self._plan.groups[key].device_bytes)
+
+    def _fetch(self, key: Key) -> None:
+        if key not in self._here:
+            self._here[key] = Flag()
+            self._clock.start(self._return(key))
+
+    def _leave(self, key: Key) -> Process:
+        yield self._gone[key]
+        self._change(-self._plan.groups[key].device_bytes)
+
+    def _return(self, key: Key) -> Process:
+        yield self._gone[key]
+        self._change(self._plan.groups[key].device_bytes)
+        yield self._copy("back", self._moved[key])
+        self._clock.set(self._here[key])
+
+    def _change(self, size: int) -> None:
+        self._changes.append((self._clock.now, size))

@@ -3,6 +3,9 @@
 A *piece* takes a lane of the rank: compute, or communication (dispatch and combine of experts' rows). It may ask
 for offloaded groups before it begins, and put groups away when it ends. Seconds and bytes that are in proportion to
 rows are those of balanced routing; a replay multiplies them by what the routing gives (`Routing`).
+
+A copy over the host link reads or writes device memory beside compute. Kernels are taken to be bound by memory: they
+take longer by moved bytes / rate of the device's memory, each way.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,7 +87,10 @@ def programs_of(costs: StepCosts) -> list[StageProgram]:
     first, found = 0, []
     pools = {stage.stage: rank.static.pool > 0 for rank in costs.ranks for stage in rank.stages}
     for stage in costs.stages:
-        layers = [_Layer(first + at, layer, pools[stage.stage]) for at, layer in enumerate(stage.layers)]
+        layers = [
+            _Layer(first + at, layer, pools[stage.stage], costs.memory_rate)
+            for at, layer in enumerate(stage.layers)
+        ]
         first += len(layers)
         whole = [piece for layer in reversed(layers) for piece in layer.backward()]
         # A first stage has no input gradient: the first half of its split backward is empty.
@@ -108,9 +114,10 @@ def programs_of(costs: StepCosts) -> list[StageProgram]:
 class _Layer:
     """The pieces of one layer: attention and so on, dispatch, experts, combine; in backward the other way round."""
 
-    def __init__(self, number: int, costs: LayerCosts, pooled: bool) -> None:
+    def __init__(self, number: int, costs: LayerCosts, pooled: bool, memory_rate: float) -> None:
         self._number, self._costs = number, costs
         kept, moved = costs.bytes_of("keep"), costs.moved_bytes
+        self._beside = moved * (1 / memory_rate)
         self._kept = kept if pooled else kept + costs.bytes_of("stash")
         self.groups: dict[str, MovedGroup] = {}
         if moved.fixed:
@@ -126,7 +133,7 @@ class _Layer:
         rows = bool(costs.forward.routed or taken.routed or most.routed)
         yield self._piece(
             "forward",
-            Amount(costs.forward.fixed),
+            Amount(costs.forward.fixed + self._beside.fixed),
             puts=tuple(name for name, group in self.groups.items() if not group.by_rows),
             takes=Amount(taken.fixed + most.fixed),
             frees=Amount() if rows else Amount(most.fixed),
@@ -135,7 +142,7 @@ class _Layer:
         if rows:
             yield self._piece(
                 "forward",
-                Amount(0.0, costs.forward.routed),
+                Amount(0.0, costs.forward.routed + self._beside.routed),
                 puts=tuple(name for name, group in self.groups.items() if group.by_rows),
                 takes=Amount(0.0, taken.routed + most.routed),
                 frees=most,
@@ -159,6 +166,7 @@ class _Layer:
 
     def _backward(self, kind: PieceKind, seconds: Amount, frees: bool) -> Iterator[Piece]:
         costs, asked = self._costs, tuple(self.groups)
+        seconds = seconds + self._beside
         pieces = [
             *self._communication("stash", costs.stash_seconds),
             *self._communication("recompute", costs.recompute),
@@ -169,11 +177,14 @@ class _Layer:
         ]
         pieces = [piece for piece in pieces if piece.seconds or piece.row_seconds] or pieces[-1:]
         most = costs.workspace
+        rows = tuple(name for name, group in self.groups.items() if group.by_rows)
         pieces[0] = pieces[0]._replace(
-            gets=asked, takes=int(most.fixed), row_takes=int(most.routed), layer=self._number
+            gets=rows, takes=int(most.fixed), row_takes=int(most.routed), layer=self._number
         )
         gone = most + self._kept if frees else most
-        pieces[-1] = pieces[-1]._replace(
+        last = pieces[-1]  # that of attention and so on
+        pieces[-1] = last._replace(
+            gets=(*last.gets, *(name for name in asked if name not in rows)),
             frees=int(gone.fixed),
             row_frees=int(gone.routed),
             layer=self._number,

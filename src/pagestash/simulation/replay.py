@@ -15,7 +15,7 @@ communicates. Each lane still runs one piece at a time, in the order in which th
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pagestash.saved.follow import immediate_backwards
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, make_plan
@@ -23,7 +23,7 @@ from pagestash.schedules.plan import Action, Plan
 from pagestash.simulation.clock import Clock, Flag, Process
 from pagestash.simulation.costs import HostLink, StepCosts
 from pagestash.simulation.links import WAYS, NodeLinks
-from pagestash.simulation.moving import Moving
+from pagestash.simulation.moving import Moving, MovingAhead, Offloading
 from pagestash.simulation.programs import (
     COMMUNICATION,
     Balanced,
@@ -96,6 +96,8 @@ class Machine:
     """Of each stage's output to the next stage, and of the gradient back; empty: none takes time."""
     static_bytes: Sequence[int] = ()
     """What each rank's device holds beside activations."""
+    margin: Literal["window", "last"] = "window"
+    """How groups leave and return: by a keeper's window, or as Megatron-LM moves them."""
     end_seconds: Sequence[float] = ()
     """After each rank's last action: reduction of gradients, optimizer."""
 
@@ -111,6 +113,7 @@ def replay(costs: StepCosts, routing: Routing | None = None) -> Replay:
         alike=min(devices, costs.host.devices),
         send_seconds=[size / costs.send_rate + costs.send_latency if size else 0.0 for size in sends],
         static_bytes=[rank.static.allocated for rank in costs.ranks],
+        margin=costs.margin,
         end_seconds=[rank.gradient_seconds + rank.optimizer_seconds for rank in costs.ranks],
     )
     return run_step(
@@ -335,7 +338,7 @@ class _Rank:
     def _key(self, action: Action, name: str) -> Key:
         return (action.stage, action.microbatch, name, 0)
 
-    def _offload(self, headroom: Mapping[Event, int]) -> Moving:
+    def _offload(self, headroom: Mapping[Event, int]) -> Offloading:
         """The keeper's plan for this rank's step."""
         events: list[Event] = []
         groups: dict[Key, GroupBytes] = {}
@@ -352,7 +355,8 @@ class _Rank:
         at_once = immediate_backwards(self.plan) if self.shared.piped else ()
         plan = make_plan(list(dict.fromkeys(events)), groups, at_once)
         plan.headroom = dict(headroom)
-        return Moving(plan, moved, self.link.of_rank(self.number), self.clock, self._changes)
+        made = Moving if self.shared.machine.margin == "window" else MovingAhead
+        return made(plan, moved, self.link.of_rank(self.number), self.clock, self._changes)
 
     def _sizes(self, group: MovedGroup, microbatch: int) -> tuple[float, GroupBytes]:
         rows = self.shared.routing.held(group.layer, microbatch) if group.by_rows else 1.0

@@ -39,7 +39,7 @@ def test_the_picture_names_all_it_shows(microbatches, tmp_path: Path):
     path = tmp_path / "step.svg"
     write(draw_step(shown, title="a model", capacity_bytes=8 * GIB), path)
     texts = {element.text for element in ElementTree.parse(path).iter() if element.tag.endswith("text")}
-    assert {"forward", "backward", "weight gradient", "recompute", "dispatch and combine"} <= texts
+    assert {"forward", "backward", "weight gradient", "recompute", "dispatch, combine, gather"} <= texts
     assert {"copy to the host", "copy back", "rank 0", "rank 3", "device memory 8.0 GiB"} <= texts
     assert any(text and text.startswith("a model: ") for text in texts)
     assert ("enlarged" in texts) == (microbatches == 64)

@@ -102,6 +102,8 @@ def step_costs(run: Run) -> StepCosts:
         model_operations=3 * shared * sum(layer.operations for layer in layers),
         devices=layout.devices,
         overlaps_dispatch=run.overlaps_dispatch,
+        margin=run.framework.margin,
+        memory_rate=run.cluster.memory_rate,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pagestash.policy import format_bytes
 from pagestash.profiling.picture import FAINT, INK, byte_unit, new_figure, tidy
+from pagestash.simulation.programs import COMMUNICATION
 from pagestash.simulation.replay import RankReplay, Replay, Span
 
 # Okabe and Ito's colours, which colour-blind readers tell apart.
@@ -28,7 +29,7 @@ LABELS = {
     "stash": "stash copy",
     "wait": "wait for a copy",
     "optimizer": "gradient reduction, optimizer",
-    "communication": "dispatch and combine",
+    "communication": "dispatch, combine, gather",
     "out": "copy to the host",
     "back": "copy back",
 }
@@ -104,7 +105,7 @@ def _draw_ranks(
 
 def _name(kind: str) -> str:
     """The name in the legend; empty for what is not drawn."""
-    return {"dispatch": "communication", "combine": "communication", "send": ""}.get(kind, kind)
+    return "" if kind == "send" else "communication" if kind in COMMUNICATION else kind
 
 
 def _draw_rank(

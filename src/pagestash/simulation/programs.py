@@ -4,8 +4,8 @@ A *piece* takes a lane of the rank: compute, or communication (dispatch and comb
 for offloaded groups before it begins, and put groups away when it ends. Seconds and bytes that are in proportion to
 rows are those of balanced routing; a replay multiplies them by what the routing gives (`Routing`).
 
-A copy over the host link reads or writes device memory beside compute. Kernels are taken to be bound by memory: they
-take longer by moved bytes / rate of the device's memory, each way.
+A copy over the host link reads or writes device memory beside compute. Kernels are taken to be bound by memory:
+they take longer by moved bytes / rate of the device's memory, each way.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple, Protocol
 
 from pagestash.simulation.costs import Amount, LayerCosts, StepCosts
 
-PieceKind = Literal["forward", "backward", "weight", "recompute", "stash", "dispatch", "combine"]
-COMMUNICATION: tuple[PieceKind, ...] = ("dispatch", "combine")
+PieceKind = Literal["forward", "backward", "weight", "recompute", "stash", "dispatch", "combine", "gather"]
+COMMUNICATION: tuple[PieceKind, ...] = ("dispatch", "combine", "gather")
 
 
 class Routing(Protocol):
@@ -127,8 +127,15 @@ class _Layer:
                 moved.routed, int(moved.routed), layer=number, by_rows=True
             )
 
+    def _gather(self, beside: float) -> Iterator[Piece]:
+        """Sharded weights are gathered beside the layer before, which takes about as long as this one."""
+        late = self._costs.gather_seconds - beside
+        if late > 0:
+            yield self._piece("gather", Amount(late))
+
     def forward(self) -> Iterator[Piece]:
         costs = self._costs
+        yield from self._gather(costs.forward.at())
         taken, most = self._kept + costs.moved_bytes, costs.forward_workspace
         rows = bool(costs.forward.routed or taken.routed or most.routed)
         yield self._piece(
@@ -138,7 +145,7 @@ class _Layer:
             takes=Amount(taken.fixed + most.fixed),
             frees=Amount() if rows else Amount(most.fixed),
         )
-        yield from self._communication("dispatch", costs.dispatch_seconds)
+        yield from self._other("dispatch", costs.dispatch_seconds)
         if rows:
             yield self._piece(
                 "forward",
@@ -147,8 +154,8 @@ class _Layer:
                 takes=Amount(0.0, taken.routed + most.routed),
                 frees=most,
             )
-        yield from self._communication("stash", costs.stash_seconds)
-        yield from self._communication("combine", costs.combine_seconds)
+        yield from self._other("stash", costs.stash_seconds)
+        yield from self._other("combine", costs.combine_seconds)
 
     def backward(self) -> Iterator[Piece]:
         """Both halves in one."""
@@ -168,11 +175,12 @@ class _Layer:
         costs, asked = self._costs, tuple(self.groups)
         seconds = seconds + self._beside
         pieces = [
-            *self._communication("stash", costs.stash_seconds),
-            *self._communication("recompute", costs.recompute),
-            *self._communication("combine", costs.combine_seconds),
+            *self._gather(seconds.at()),
+            *self._other("stash", costs.stash_seconds),
+            *self._other("recompute", costs.recompute),
+            *self._other("combine", costs.combine_seconds),
             self._piece(kind, Amount(0.0, seconds.routed)),
-            *self._communication("dispatch", costs.dispatch_seconds),
+            *self._other("dispatch", costs.dispatch_seconds),
             self._piece(kind, Amount(seconds.fixed)),
         ]
         pieces = [piece for piece in pieces if piece.seconds or piece.row_seconds] or pieces[-1:]
@@ -192,7 +200,7 @@ class _Layer:
         )
         yield from pieces
 
-    def _communication(self, kind: PieceKind, seconds: Amount) -> Iterator[Piece]:
+    def _other(self, kind: PieceKind, seconds: Amount) -> Iterator[Piece]:
         if seconds != Amount():
             yield self._piece(kind, seconds)
 

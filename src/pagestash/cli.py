@@ -194,6 +194,22 @@ def plan(
     host: Annotated[
         str, typer.Option(help="Pinned memory for offload, like 64GiB; auto: half of this machine's.")
     ] = "auto",
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="How received rows vary: Megatron's tokens_per_expert, or `measured`: the step's.",
+        ),
+    ] = None,
+    expert: Annotated[
+        int, typer.Option(help="Ranks to divide the experts of --rows among, if they are of all ranks.")
+    ] = 1,
+    skew: Annotated[
+        float | None, typer.Option(help="Received rows are log-normal, with this max/mean over 64 layers.")
+    ] = None,
+    overflow: Annotated[
+        float, typer.Option(help="With --rows or --skew: how often a step may overflow the pool.")
+    ] = 1e-3,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the policy as TOML.")] = None,
     curve: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw step time over memory, as PNG or SVG.")
@@ -224,6 +240,10 @@ def plan(
         profile=profile,
         optimizer=optimizer,
         host=host,
+        rows=rows,
+        expert=expert,
+        skew=skew,
+        overflow=overflow,
         out=out,
         curve=curve,
         plot=plot,

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from pagestash.planning.row_tensors import find_row_tensors
+from pagestash.planning.skew import Skew
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import ALLOCATED, SavedTensor, Segment
 
@@ -36,6 +38,9 @@ class MeasuredStep:
         self.seconds = scaled(profile.segments, profile.plain_seconds)
         self.segments = [replace(old, seconds=new) for old, new in zip(profile.segments, self.seconds)]
         self.lives = _lives(profile.tensors)
+        self.rows = find_row_tensors(profile)
+        self.skew: Skew | None = None
+        """How its rows vary; None: a pool is sized by what was measured."""
         self.knows_memory = all(segment.peak_bytes is not None for segment in profile.segments)
         self.reads_allocator = self.knows_memory and profile.device.startswith("cuda")
         changes, after = [0] * (self.count + 1), [0] * (self.count + 1)

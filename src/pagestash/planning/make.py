@@ -9,8 +9,10 @@ from torch import nn
 from pagestash.planning.alternatives import alternatives
 from pagestash.planning.budget import base_bytes, missing, optimizer_state, parse_budget, parse_host
 from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.pool import OVERFLOW
 from pagestash.planning.predict import Prediction, Predictor, RuleTable
 from pagestash.planning.result import NothingFits, Plan, policy_of, rows_of
+from pagestash.planning.skew import Rows, Skew, row_distribution
 from pagestash.planning.solve import Candidate, Problem, candidates
 from pagestash.policy import Policy, PoolConfig, format_bytes
 from pagestash.profiling.link import Link
@@ -26,6 +28,8 @@ def plan(
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     host: str | int = "auto",
+    rows: Rows | None = None,
+    overflow: float = OVERFLOW,
     link: float | Link | None = None,
     autocast: torch.dtype | None = None,
     repeats: int = 3,
@@ -42,18 +46,32 @@ def plan(
     pinned memory that offload may take. The state of `optimizer` counts, also before its first step. The step is
     measured with `ps.profile`, which takes `loss`, `link`, `autocast`, `repeats` and `progress`.
 
+    `rows` says how the rows vary that a stash holds: a `RowDistribution`, a path of Megatron's tokens per expert,
+    the max/mean of a log-normal, or `"measured"`. The pool is then sized so that a step overflows it with a
+    probability of at most `overflow`; without `rows`, by what was measured.
+
     Raises `NothingFits` (a ValueError) if no policy does.
     """
+    if rows is not None and rows != "measured":
+        rows = row_distribution(rows)  # refuses what is wrong with it before anything is measured
     found = profile(model, batch, loss=loss, link=link, autocast=autocast, repeats=repeats, progress=progress)
     state = 0 if optimizer is None else optimizer_state(optimizer)
-    return plan_profile(found, budget=budget, host=host, optimizer_bytes=state)
+    return plan_profile(found, budget=budget, host=host, optimizer_bytes=state, rows=rows, overflow=overflow)
 
 
 def plan_profile(
-    profile: ProfiledStep, *, budget: str | float, host: str | int = "auto", optimizer_bytes: int = 0
+    profile: ProfiledStep,
+    *,
+    budget: str | float,
+    host: str | int = "auto",
+    optimizer_bytes: int = 0,
+    rows: Rows | None = None,
+    overflow: float = OVERFLOW,
 ) -> Plan:
     """The plan for a step that was measured before, perhaps on another machine. Nothing runs."""
     step = MeasuredStep(profile, base_bytes(profile, optimizer_bytes))
+    if rows is not None:
+        step.skew = Skew.of(rows, step.rows, overflow)
     unplanned = Predictor(step).predict(RuleTable({}, PoolConfig()))
     limit = parse_budget(budget, unplanned, profile.device)
     host_bytes = parse_host(host)
@@ -78,6 +96,10 @@ def plan_profile(
         raise NothingFits(limit, smallest, region, without_host=not host_bytes)
     best = fitting[0]
     policy = policy_of(best.rules, profile.regions)
+    expected = None
+    if step.skew is not None:
+        policy, expected = step.skew.apply(policy, best.predicted.pool, step.rows)
+        notes += step.skew.notes(best.predicted.pool, step.rows)
     if not problem.exact:
         off = best.predicted.seconds - unplanned.seconds
         notes.append(
@@ -96,6 +118,7 @@ def plan_profile(
         notes=notes,
         curve=_curve(found),
         alternatives=beside,
+        expected_rows=expected,
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from pagestash.keeper import Keeper as Keeper
     from pagestash.pages.pool import PagePool as PagePool
     from pagestash.planning.make import plan as plan
     from pagestash.planning.result import Plan as Plan
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from pagestash.policy import Rule as Rule
     from pagestash.profiling.measure import profile as profile
     from pagestash.profiling.result import Profile as Profile
-    from pagestash.saved.keeper import Keeper as Keeper
     from pagestash.saved.overflow import PoolOverflow as PoolOverflow
     from pagestash.saved.recompute.once import once as once
     from pagestash.saved.region import region as region
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _FOUND_IN = {
     "GraphedStep": "pagestash.step.graphed",
-    "Keeper": "pagestash.saved.keeper",
+    "Keeper": "pagestash.keeper",
     "PagePool": "pagestash.pages.pool",
     "Plan": "pagestash.planning.result",
     "Policy": "pagestash.policy",

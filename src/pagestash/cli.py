@@ -194,6 +194,22 @@ def plan(
     host: Annotated[
         str, typer.Option(help="Pinned memory for offload, like 64GiB; auto: half of this machine's.")
     ] = "auto",
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="How received rows vary: Megatron's tokens_per_expert, or `measured`: the step's.",
+        ),
+    ] = None,
+    expert: Annotated[
+        int, typer.Option(help="Ranks to divide the experts of --rows among, if they are of all ranks.")
+    ] = 1,
+    skew: Annotated[
+        float | None, typer.Option(help="Received rows are log-normal, with this max/mean over 64 layers.")
+    ] = None,
+    overflow: Annotated[
+        float, typer.Option(help="With --rows or --skew: how often a step may overflow the pool.")
+    ] = 1e-3,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the policy as TOML.")] = None,
     curve: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw step time over memory, as PNG or SVG.")
@@ -224,9 +240,88 @@ def plan(
         profile=profile,
         optimizer=optimizer,
         host=host,
+        rows=rows,
+        expert=expert,
+        skew=skew,
+        overflow=overflow,
         out=out,
         curve=curve,
         plot=plot,
+    )
+    raise typer.Exit(run(options))
+
+
+@app.command()
+def simulate(
+    cluster: Annotated[
+        str, typer.Option(help="Devices, like h100:256; h100, h200, b200, gb200 or a TOML file.")
+    ],
+    preset: Annotated[
+        str, typer.Option(help=f"A preset, a config.json of Hugging Face, or a TOML file: {_PRESETS}.")
+    ] = "deepseek-v3",
+    layers: _Layers = None,
+    tp: Annotated[int, typer.Option(help="Tensor parallel ranks.")] = 1,
+    cp: Annotated[int, typer.Option(help="Context parallel ranks.")] = 1,
+    ep: Annotated[int, typer.Option(help="Expert parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 1,
+    vpp: Annotated[int, typer.Option(help="Stages of each pipeline rank.")] = 1,
+    zero: Annotated[int, typer.Option(help="What data parallel ranks share: ZeRO 0 to 3.")] = 1,
+    schedule: Annotated[
+        str | None, typer.Option(help=f"{_SCHEDULES}.  [default: 1F1B, with --vpp Interleaved1F1B]")
+    ] = None,
+    microbatch: Annotated[int, typer.Option(help="Sequences of a microbatch.")] = 1,
+    global_batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 1024,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    precision: Annotated[str, typer.Option(help="Of products: bf16, fp8, mxfp8 or fp32.")] = "bf16",
+    framework: Annotated[
+        str, typer.Option(help="What is kept for backward: pagestash, megatron or pith.")
+    ] = "pagestash",
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Dispatch beside the compute of another microbatch.")
+    ] = False,
+    capacity: Annotated[
+        float, typer.Option(help="Rows of static buffers over balanced rows; 0: exact sizes.")
+    ] = 0.0,
+    policy: Annotated[Path | None, typer.Option(help="A policy file.")] = None,
+    skew: Annotated[
+        float, typer.Option(help="Rows of the hottest rank over the mean, on average over layers.")
+    ] = 1.0,
+    rows: Annotated[
+        Path | None, typer.Option(help="Row counts of a run instead: Megatron's tokens_per_expert.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw ranks over time, as SVG.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace, for Perfetto.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON.")] = None,
+) -> None:
+    """Predict a step on a cluster that is not at hand: memory and time of every pipeline rank. Nothing runs."""
+    from pagestash.commands.simulate import SimulateOptions, run
+
+    options = SimulateOptions(
+        model=preset,
+        cluster=cluster,
+        layers=layers,
+        tp=tp,
+        cp=cp,
+        ep=ep,
+        pp=pp,
+        vpp=vpp,
+        zero=zero,
+        schedule=schedule,
+        microbatch=microbatch,
+        global_batch=global_batch,
+        seq=seq,
+        precision=precision,
+        framework=framework,
+        overlap=overlap,
+        capacity=capacity,
+        policy=policy,
+        skew=skew,
+        rows=rows,
+        plot=plot,
+        trace=trace,
+        json=json,
     )
     raise typer.Exit(run(options))
 

@@ -157,6 +157,10 @@ children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _attribute(_mo
 transient_buffers_of: Callable[[nn.Module], set[str]] = _attribute(_module, "_non_persistent_buffers_set")
 forward_hooks_of: Callable[[nn.Module], Any] = _attribute(_module, "_forward_hooks")
 forward_pre_hooks_of: Callable[[nn.Module], Any] = _attribute(_module, "_forward_pre_hooks")
+accumulate_hooks_of: Callable[[nn.Parameter], Any] = _attribute(
+    nn.Parameter(torch.empty(0)), "_post_accumulate_grad_hooks"
+)
+"""Hooks that run when a parameter's gradient is ready; None if it never had any."""
 
 
 def modules_in(*roots: nn.Module) -> list[nn.Module]:

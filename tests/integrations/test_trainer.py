@@ -84,6 +84,20 @@ def test_losses_and_weights_are_those_of_the_trainer_alone(tmp_path, settings):
     assert all(keeper.stats().homes[home].peak for home in ("stash", "recompute"))
 
 
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}], ids=["plain", "bf16"])
+def test_a_keeper_with_a_budget_plans_for_the_trainer(tmp_path, settings):
+    plain = trainer_of(model_of(), tmp_path / "plain", **settings)
+    plain.train()
+    trainer = trainer_of(model_of(), tmp_path / "kept", **settings)
+    keeper = ps.Keeper(budget=0.75, repeats=1)
+    assert pagestash.hf.wrap(trainer, keeper) is keeper
+    trainer.train()
+    assert keeper.plan is not None
+    assert keeper.policy.rules
+    assert figures(trainer) == figures(plain)
+    assert same(trainer.model.state_dict(), plain.model.state_dict())
+
+
 def test_a_plain_model_gives_its_losses_too(tmp_path):
     """Against transformers' own experts, norms, rotary embedding and head, to a tolerance."""
     plain = trainer_of(tiny("Qwen3-MoE", experts="grouped_mm"), tmp_path / "plain")

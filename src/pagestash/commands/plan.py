@@ -5,7 +5,10 @@ from pathlib import Path
 
 from pagestash.commands.step import StepOptions, check_file, check_picture, exit_code, measure
 from pagestash.planning.make import plan_profile
+from pagestash.planning.pool import OVERFLOW
 from pagestash.planning.result import Plan
+from pagestash.planning.skew import Rows, row_distribution
+from pagestash.planning.tokens_per_expert import read_tokens_per_expert
 from pagestash.profiling.result import Profile
 
 OPTIMIZERS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
@@ -21,6 +24,10 @@ class PlanOptions:
     profile: Path | None = None
     optimizer: str = "none"
     host: str = "auto"
+    rows: str | None = None
+    expert: int = 1
+    skew: float | None = None
+    overflow: float = OVERFLOW
     out: Path | None = None
     curve: Path | None = None
     plot: Path | None = None
@@ -48,10 +55,30 @@ def _plan(options: PlanOptions) -> Plan:
     check_file("--out", options.out)
     check_picture("--curve", options.curve)
     check_picture("--plot", options.plot)
+    rows = _rows(options)
     profile = _profile(options)
     state = OPTIMIZERS[options.optimizer] * (profile.gradient_bytes or 0)
     budget = int(options.budget) if options.budget.isdecimal() else options.budget
-    return plan_profile(profile, budget=budget, host=options.host, optimizer_bytes=state)
+    return plan_profile(
+        profile,
+        budget=budget,
+        host=options.host,
+        optimizer_bytes=state,
+        rows=rows,
+        overflow=options.overflow,
+    )
+
+
+def _rows(options: PlanOptions) -> Rows | None:
+    if options.rows is not None and options.skew is not None:
+        raise ValueError("--rows and --skew both say how rows vary: expected one of them")
+    if options.rows not in (None, "measured"):
+        return read_tokens_per_expert(options.rows, ep=options.expert)
+    if options.expert != 1:
+        raise ValueError(
+            f"--expert {options.expert}: it divides the experts of a --rows file, and there is none"
+        )
+    return options.rows if options.skew is None else row_distribution(options.skew)
 
 
 def _profile(options: PlanOptions) -> Profile:

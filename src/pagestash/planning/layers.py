@@ -108,7 +108,9 @@ def find_units(regions: Iterable[Region]) -> list[Unit]:
             units.setdefault(numbered[0], Unit(numbered[0])).regions.append(region)
         elif region.name and region.bytes:
             units[region.name] = Unit(region.name, [region])
-    return list(units.values())
+    # What is around layers keeps: a home for it would be one for all of them together.
+    layers = [name for name in units if re.search(r"\d$", name)]
+    return [unit for name, unit in units.items() if not any(_around(name, layer) for layer in layers)]
 
 
 def _signature(unit: Unit) -> object:

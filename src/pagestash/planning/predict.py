@@ -23,6 +23,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from pagestash.planning.lifetimes import Life, MeasuredStep
+from pagestash.planning.skew import PoolSize
 from pagestash.policy import HOMES, HomeName, Policy, PoolConfig, Rule
 from pagestash.profiling.assign import Recomputing, assign_when_saved, rule_of
 from pagestash.profiling.copies import Move, Played, moves_of, plan_of, play
@@ -64,6 +65,7 @@ class Prediction:
     """Regions under an offload rule of which all groups stay on the device."""
     held_bytes: dict[HomeName, int]
     """Saved bytes by their home: of `recompute` and `offload`, what is dropped or leaves."""
+    pool: PoolSize
 
     def at_peak(self) -> dict[str, int]:
         """Device bytes by what holds them, where memory peaks."""
@@ -113,11 +115,6 @@ class Predictor:
         self.count = 0
         """Predictions so far."""
 
-    @property
-    def one(self) -> MeasuredStep:
-        """The measured step, by whose regions policies are written."""
-        return self.step
-
     def predict(self, rules: RuleTable) -> Prediction:
         self.count += 1
         return _Playing(self.step, rules).play()
@@ -148,6 +145,7 @@ class _Playing:
         self.recomputing = Recomputing(rules, profile.tensors, profile.regions)
         self.when_saved = assign_when_saved(rules, profile.tensors, profile.regions, self.recomputing)
         self.homes = self._homes()
+        self.pool = PoolSize()
         self.changes: dict[HomeName, list[int]] = {}
         self.spikes: list[tuple[int, int, int, int]] = []
         """Segment, bytes beside saved tensors then, of a replay at its most, and of what it brings back."""
@@ -164,11 +162,11 @@ class _Playing:
             segment if segment.seconds == own else replace(segment, seconds=own)
             for segment, own in zip(step.segments, seconds)
         ]
-        moves = moves_of(self.rules, step.profile.tensors, self.when_saved, segments, step.positions)
+        moves = moves_of(self.rules, step.profile.tensors, self.when_saved, segments)
         self._keep()
         for replay in replays:
             self._come_back(replay)
-        plan = plan_of(moves, step.at_once)
+        plan = plan_of(moves)
         plan.headroom = self._headroom(moves, plan, pool)
         played = play(moves, plan, segments, step.profile.link)
         host = self._offload(moves, played)
@@ -207,7 +205,8 @@ class _Playing:
                 homes[tensor.storage] = "keep"
             else:
                 homes[tensor.storage] = "recompute" if "recompute" in (known, home) else known
-        return homes
+        heads = (storage for storage in self.step.rows.heads if homes.get(storage) == "stash")
+        return homes | dict.fromkeys(heads, "keep")
 
     def _add(self, home: HomeName, first: int, last: int, size: int) -> None:
         """So many bytes are there from segment `first` to `last`."""
@@ -253,10 +252,31 @@ class _Playing:
             self._add("stash", life.needed_at, life.freed_at, life.bytes)
             pages[life.last_saved_at] += -(-life.valid_bytes // page)
             pages[life.freed_at + 1] -= -(-life.valid_bytes // page)
-        most = max(accumulate(pages))
-        fixed = self.rules.pool.device_bytes
-        size = int(self.rules.pool.headroom * most) * page if fixed is None else fixed
-        return took, size if most else 0
+        self.pool = self._pool_size(max(accumulate(pages)))
+        return took, self.pool.bytes
+
+    def _pool_size(self, most: int) -> PoolSize:
+        """The pool, if the measured step needs `most` pages."""
+        config = self.rules.pool
+        if config.device_bytes is not None:
+            return PoolSize(config.device_bytes if most else 0)
+        if self.step.skew is None:
+            return PoolSize(int(config.headroom * most) * config.page_bytes)
+        lives, rows = self.step.lives, self.step.rows
+        paged = {
+            storage: home
+            for storage, home in self.homes.items()
+            if home == "stash" or (home == "offload" and storage in rows.tensors)
+        }
+        changes = [0] * (self.step.count + 1)
+        for storage in paged:
+            changes[lives[storage].last_saved_at] += lives[storage].bytes
+            changes[lives[storage].freed_at + 1] -= lives[storage].bytes
+        level = list(accumulate(changes))
+        at = level.index(max(level))
+        live = {s: home for s, home in paged.items() if lives[s].last_saved_at <= at <= lives[s].freed_at}
+        fixed = sum(-(-lives[s].valid_bytes // config.page_bytes) for s in live if s not in rows.tensors)
+        return self.step.skew.pool(live, rows, int(config.headroom * fixed), config.page_bytes)
 
     # --- recompute ---
 
@@ -441,7 +461,8 @@ class _Playing:
             peak_at=peak_at,
             starts=[0.0, *accumulate(spent)][: step.count],
             memory=memory,
-            staying=frozenset(str(move.key[-2]) for move in moves if move.key in plan.stays)
-            - {str(move.key[-2]) for move in moves if move.key not in plan.stays},
+            staying=frozenset(str(move.key[0]) for move in moves if move.key in plan.stays)
+            - {str(move.key[0]) for move in moves if move.key not in plan.stays},
             held_bytes=held,
+            pool=self.pool,
         )

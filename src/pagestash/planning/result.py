@@ -59,6 +59,15 @@ class Plan:
     alternatives: Mapping[str, Prediction] = field(default_factory=dict)
     """The same step under policies that one would write by hand: keep all, recompute layers, offload all."""
 
+    expected_rows: int | None = None
+    """Where rows vary and are stashed: `MoEConfig(expected_rows=...)` that keeps most of them out of the pool, and
+    takes next to no memory."""
+
+    @property
+    def overflow_probability(self) -> float | None:
+        """That a step overflows the pool and runs again; None without `rows`, or if nothing is stashed."""
+        return self.predicted.pool.overflow
+
     @property
     def is_empty(self) -> bool:
         """Whether the step fits without a policy."""
@@ -117,9 +126,20 @@ class Plan:
             f"link       {format_bytes(after.moved_bytes)} each way: busy {_ms(after.out_seconds)} out, "
             f"{_ms(after.back_seconds)} back; {format_bytes(after.host_bytes)} on the host",
             f"at peak    {describe(after)}",
+            *self._pool_line(),
             f"limit      {self.limit}",
         ]
         return "\n".join([*lines, *self.notes])
+
+    def _pool_line(self) -> list[str]:
+        pool = self.predicted.pool
+        if pool.overflow is None:
+            return []
+        rows = "" if self.expected_rows is None else f"; best with expected_rows={self.expected_rows}"
+        return [
+            f"pool       {format_bytes(pool.bytes)} for the rows of {pool.pairs} layers: a step overflows it with "
+            f"probability {pool.overflow:.1g}{rows}"
+        ]
 
 
 def _ms(seconds: float) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 from weakref import ref
 
 import torch
@@ -72,7 +72,7 @@ class Keeper:
 
     # --- attach ---
 
-    def attach(self, model: nn.Module, regions: Sequence[str] = ()) -> "Keeper":
+    def attach(self, model: nn.Module, regions: Sequence[str] = ()) -> Self:
         """Watch the modules of `model` that a rule names; `regions` are the names that `ps.region` will open."""
         self._attached.add(model, regions)
         self._follow_device()

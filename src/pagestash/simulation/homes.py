@@ -75,7 +75,10 @@ class PolicyHomes:
             rule = self.policy.rule_for(name)
             if rule is not None:
                 return rule, name
-            name = name.rpartition(".")[0] if name != layer else ""
+            fused = name in (f"{layer}.moe.expert_fc1", f"{layer}.moe.moe_act", f"{layer}.moe.expert_fc2")
+            # The experts run these three in one node, and their rule is for all of it.
+            around = f"{layer}.moe.experts" if fused else name.rpartition(".")[0]
+            name = around if name != layer else ""
         return None, ""
 
     def window_of(self, scope: str) -> int | None:

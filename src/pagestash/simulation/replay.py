@@ -64,6 +64,10 @@ class RankReplay:
             found[span.kind] = found.get(span.kind, 0.0) + span.end - span.start
         return found
 
+    def busy(self) -> float:
+        """Seconds in which compute or communication runs."""
+        return _covered(self.spans)
+
 
 @dataclass(slots=True)
 class Replay:
@@ -79,7 +83,7 @@ class Replay:
 
     def bubble(self) -> float:
         """The part of all ranks' time in which neither compute nor communication runs."""
-        busy = sum(_covered(rank.spans) for rank in self.ranks)
+        busy = sum(rank.busy() for rank in self.ranks)
         return 1 - busy / (self.seconds * len(self.ranks)) if self.seconds else 0.0
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from pagestash.keeper import Keeper
 from pagestash.models.decoder import Decoder
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.parallel.dispatch import Dispatch
-from pagestash.saved.keeper import Keeper
 from pagestash.step.graphed import GraphedStep
 from pagestash.train import checkpoint
 from pagestash.train.config import TrainConfig

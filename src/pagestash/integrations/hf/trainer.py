@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from pagestash.integrations.hf.experts import NAME, implementation, is_experts, taken
+from pagestash.keeper import Keeper
 from pagestash.policy import Policy
-from pagestash.saved.keeper import Keeper
 from pagestash.saved.names import plain_names
 
 BRACKETED = ("training_step", "_prepare_inputs")
@@ -24,10 +24,10 @@ CONTEXT = "maybe_activation_offload_context"
 """The attribute of TRL's trainers that they enter around each `training_step`."""
 
 
-def wrap(trainer: Any, policy: Policy | str | Path) -> Keeper:
+def wrap(trainer: Any, policy: Policy | Keeper | str | Path) -> Keeper:
     """Give what `trainer` saves in its training steps the homes that `policy`, or the file of one, names.
 
-        keeper = pagestash.hf.wrap(trainer, "policy.toml")
+        keeper = pagestash.hf.wrap(trainer, "policy.toml")    # or ps.Keeper(budget="40GiB"), which plans one
         trainer.train()
         print(keeper.stats())
 
@@ -43,11 +43,12 @@ def wrap(trainer: Any, policy: Policy | str | Path) -> Keeper:
         )
     if "_prepare_inputs" in trainer.__dict__:
         raise ValueError("wrap: the trainer is wrapped already; unwrap(trainer, keeper) takes ours off")
-    policy = policy if isinstance(policy, Policy) else Policy.load(policy)
+    if isinstance(policy, str | Path):
+        policy = Policy.load(policy)
     _refuse_settings(trainer)
     model: Any = trainer.model
     _refuse_taken_experts(model, trainer.args)
-    keeper = Keeper(policy).attach(model)
+    keeper = (policy if isinstance(policy, Keeper) else Keeper(policy)).attach(model)
     theirs = {name: getattr(trainer, name) for name in BRACKETED}
 
     def training_step(self: Any, *args: Any, **options: Any) -> torch.Tensor:

@@ -1,0 +1,137 @@
+"""`pagestash simulate`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pagestash.commands.step import check_file, check_picture, exit_code
+from pagestash.planning.rows import RowDistribution
+from pagestash.planning.tokens_per_expert import read_tokens_per_expert
+from pagestash.policy import Policy
+from pagestash.profiling.picture import write
+from pagestash.simulation.build import Run
+from pagestash.simulation.cluster import PRECISIONS, Precision, read_cluster
+from pagestash.simulation.framework import framework
+from pagestash.simulation.homes import PolicyHomes
+from pagestash.simulation.layout import Layout
+from pagestash.simulation.model import read_model
+from pagestash.simulation.parts import layers_of
+from pagestash.simulation.result import simulate
+from pagestash.simulation.trace import write_trace
+
+Zero = Literal[0, 1, 2, 3]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """The options of the command line."""
+
+    model: str
+    cluster: str
+    layers: int | None = None
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp: int = 1
+    vpp: int = 1
+    zero: int = 1
+    schedule: str | None = None
+    microbatch: int = 1
+    global_batch: int = 1
+    seq: int = 4096
+    precision: str = "bf16"
+    framework: str = "pagestash"
+    overlap: bool = False
+    capacity: float = 0.0
+    policy: Path | None = None
+    skew: float = 1.0
+    rows: Path | None = None
+    plot: Path | None = None
+    trace: Path | None = None
+    json: Path | None = None
+
+
+def run(options: SimulateOptions) -> int:
+    """Simulate and print; returns the exit code."""
+    return exit_code(lambda: _run(options))
+
+
+def _run(options: SimulateOptions) -> None:
+    check_picture("--plot", options.plot)
+    check_file("--trace", options.trace)
+    check_file("--json", options.json)
+    made = run_of(options)
+    found = simulate(made, rows_of(options))
+    print(found)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
+    if options.trace is not None:
+        write_trace(found.played, options.trace)
+    if options.plot is not None:
+        from pagestash.simulation.plot import draw_step
+
+        title = f"{Path(options.model).stem} on {options.cluster}, {made.layout.schedule}"
+        write(draw_step(found.played, title=title, capacity_bytes=made.cluster.device.memory), options.plot)
+
+
+def run_of(options: SimulateOptions) -> Run:
+    """The run that the options describe."""
+    cluster = read_cluster(options.cluster)
+    schedule = options.schedule or ("1F1B" if options.vpp == 1 else "Interleaved1F1B")
+    layout = Layout(
+        devices=cluster.devices,
+        tp=options.tp,
+        cp=options.cp,
+        ep=options.ep,
+        pp=options.pp,
+        vpp=options.vpp,
+        zero=zero_of(options.zero),
+        schedule=schedule,
+    )
+    made = Run(
+        config=read_model(options.model, layers=options.layers),
+        cluster=cluster,
+        layout=layout,
+        sequence=options.seq,
+        global_batch=options.global_batch,
+        microbatch=options.microbatch,
+        homes=PolicyHomes(Policy() if options.policy is None else Policy.load(options.policy)),
+        framework=framework(options.framework),
+        precision=precision_of(options.precision),
+        capacity=options.capacity,
+        overlaps_dispatch=options.overlap,
+    )
+    if options.policy is not None:
+        names = [layer.name for layer in layers_of(made.shape)]
+        inner = [f"{layer.name}.{part.name}" for layer in layers_of(made.shape) for part in layer.parts]
+        Policy.load(options.policy).check([*names, *inner])
+    return made
+
+
+def precision_of(text: str) -> Precision:
+    for known in PRECISIONS:
+        if text == known:
+            return known
+    raise ValueError(f"--precision {text}: expected one of {', '.join(PRECISIONS)}")
+
+
+def zero_of(value: int) -> Any:
+    if value not in get_args(Zero):
+        raise ValueError(f"--zero {value}: expected 0, 1, 2 or 3")
+    return value
+
+
+def rows_of(options: SimulateOptions) -> RowDistribution | None:
+    """The distribution of received rows; None: balanced."""
+    if options.rows is not None:
+        if options.skew != 1.0:
+            raise ValueError("--rows has the distribution: pass no --skew beside it")
+        return read_tokens_per_expert(options.rows)
+    if options.skew < 1:
+        raise ValueError(
+            f"--skew {options.skew:g}: expected the hottest rank's rows over the mean, 1 or more"
+        )
+    if options.skew == 1 or options.ep == 1:
+        return None
+    return RowDistribution.log_normal(options.skew, draws=options.ep)

@@ -1,0 +1,214 @@
+"""`ps.Keeper`: a keeper for a policy, or for a budget, for which it plans a policy after its first step.
+
+The first step runs without a policy, and its first call of the model is noted. When the next step begins, that call
+is measured with `ps.profile` and planned for, and the policy takes effect. Measuring the caller's own steps instead
+would have to record and time in them: a profile takes several runs of one batch from the same state, and no step
+of the caller's is like another.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Self, overload
+
+import torch
+from torch import nn
+
+from pagestash.policy import Policy, format_bytes
+from pagestash.saved import keeper as saved
+from pagestash.saved.first_call import FirstCall
+from pagestash.saved.streams import capturing
+
+if TYPE_CHECKING:
+    from pagestash.planning.result import Plan
+    from pagestash.planning.target import Target
+    from pagestash.profiling.measure import Loss, Progress
+
+log = logging.getLogger("pagestash")
+
+
+class Keeper(saved.Keeper):
+    """Gives the saved tensors of a model's regions the homes that a policy names.
+
+        keeper = Keeper(Policy(rules=[Rule("layers.*.moe.experts", "stash")])).attach(model)
+        with keeper.step():
+            loss = model(batch)
+            loss.backward()
+
+    Results are the same to the last bit with and without a keeper. With `pool.device = "auto"` the first step that
+    stashes anything is measured, which waits for the device; the pool is made when it ends.
+
+    A module under a stash rule that has `use_pool(pool, account)` is given the pool, to write pages from its own
+    kernels (`pagestash.moe` does). A module under a recompute rule that has `use_recompute(on)` recomputes by
+    itself; of any other module, `forward` is run again.
+
+    `check`: whether eager steps look for gradients that reach rows which `ps.rows` let go, and raise. None: in the
+    first step that has marks; True: in every step, which waits for the device; False: never.
+
+        keeper = Keeper(budget="40GiB", optimizer=optimizer).attach(model)
+
+    With a `budget` instead of a policy, the keeper plans one: the first step runs without a policy, and when the
+    second begins, the first call of the model is measured and planned for, as `ps.plan` does, which takes `loss`,
+    `optimizer`, `host`, `repeats` and `progress`. Gradients, buffers and random states are restored afterwards.
+    The policy holds from the second step on, whatever batches come. The second step raises `NothingFits` if no
+    policy fits; steps after that run without one.
+    """
+
+    plan: "Plan | None" = None
+    """What was planned for the budget; None before, and with a given policy."""
+    _target: "Target | None" = None
+
+    @overload
+    def __init__(self, policy: Policy, *, backend: str = "auto", check: bool | None = None) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        *,
+        budget: str | float,
+        loss: "Loss | None" = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        host: str | int = "auto",
+        repeats: int = 3,
+        progress: "Progress | None" = None,
+        backend: str = "auto",
+        check: bool | None = None,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        budget: str | float | None = None,
+        backend: str = "auto",
+        check: bool | None = None,
+        **measure: Any,
+    ) -> None:
+        if (policy is None) == (budget is None):
+            raise TypeError("Keeper: expected a policy, or budget= to plan one for")
+        if budget is None and measure:
+            raise TypeError(f"Keeper: {next(iter(measure))}= belongs to budget=")
+        super().__init__(Policy() if policy is None else policy, backend=backend, check=check)
+        self._first: FirstCall | None = None
+        """Until there is a plan."""
+        self._opened: list[str] = []
+        """Measured regions that are no modules."""
+        if budget is not None:
+            # Here, because it takes a third of a second to import, and most keepers have a policy.
+            from pagestash.planning.target import Target
+
+            self._target = Target(budget, **measure)
+
+    def attach(self, model: nn.Module, regions: Sequence[str] = ()) -> Self:
+        """Watch the modules of `model` that a rule names; `regions` are the names that `ps.region` will open.
+
+        A keeper with a budget has one model, and finds the regions itself.
+        """
+        ahead = self._target is not None and self.plan is None
+        if self._target is not None and ahead:
+            if self._first is not None and self._first.model is not model:
+                raise ValueError("Keeper(budget=...) plans for one model; make a keeper for each")
+            self._target.check(model)
+        super().attach(model, [*regions, *self._opened])
+        if ahead:
+            self._first = FirstCall(model, regions, self._regions)
+        return self
+
+    def detach(self) -> None:
+        """Take all hooks off. What is stashed stays until backward has asked for it.
+
+        The pool and pinned memory end with the last reference to the keeper, if no backward is still to come.
+        """
+        super().detach()
+        if self._first is not None:
+            self._first.remove()
+            self._first = None
+
+    def follow(self, schedule: Any) -> Any:
+        """Read ahead in a pipeline schedule; `remove()` what this returns to stop.
+
+            schedule = ScheduleDualPipeV(stages, microbatches, loss_fn=loss)
+            keeper.follow(schedule)                 # and every other schedule of the same stages
+            with keeper.step():
+                schedule.step(tokens)
+
+        Offload then knows from the schedule's plan which stage and microbatch comes next: what to fetch ahead, and
+        what stays because its backward follows at once. Schedules of the same stages may have different numbers of
+        microbatches. Raises `ValueError` for a schedule that cannot be followed, and for a keeper with a budget.
+        """
+        if self._target is not None:
+            from pagestash.planning.target import ONE_FORWARD
+
+            raise ValueError(ONE_FORWARD)
+        return super().follow(schedule)
+
+    @contextmanager
+    def step(self, *, check: bool = True) -> Iterator[None]:
+        """One forward and backward, or several.
+
+        A group that finds no page stays where it is, and the pool grows at the end. With `[pool] on_overflow =
+        "raise"` it comes back as zeros instead, and the end raises `PoolOverflow`, on all ranks of
+        `torch.distributed`: they must have the same number of steps. With `check=False` the end does not look; the
+        caller feeds `keeper.overflow` to the optimizer, as `GraphedStep` does.
+
+        With a budget, the second step begins with measuring and planning.
+        """
+        first = self._first
+        if first is not None and capturing():
+            raise RuntimeError(
+                "Keeper(budget=...) has no plan yet: the first step is noted, the second runs under a plan and is "
+                "measured, and the third can be captured; GraphedStep(warmup=2) or more"
+            )
+        if first is not None and first.over and torch.is_grad_enabled():
+            self._make_plan(first)
+            first = None
+        try:
+            with nullcontext() if first is None else first.step(), super().step(check=check):
+                yield
+        except torch.OutOfMemoryError as error:
+            if first is not None:
+                from pagestash.planning.target import TOO_LARGE
+
+                error.add_note(TOO_LARGE)
+            raise
+
+    def _make_plan(self, first: FirstCall) -> None:
+        """Measure what the first step has shown, plan, and put the policy into effect."""
+        from pagestash.planning.target import TOO_LARGE
+
+        assert self._target is not None
+        target, self._target = self._target, None  # an error is raised once; steps after it have no policy
+        first.remove()
+        self._first = None
+        try:
+            found, self._opened = target.plan(first)
+        except torch.OutOfMemoryError as error:
+            self._target = target
+            self._first = FirstCall(first.model, first.declared, self._regions)  # perhaps of a smaller batch
+            raise torch.OutOfMemoryError(f"measuring a step ran out of memory. {TOO_LARGE}") from error
+        if not found.is_empty:
+            try:
+                self._begin_again(found.policy, first)
+            except BaseException:
+                self._begin_again(Policy(), first)
+                raise
+        self.plan, self._target = found, target
+        log.info(
+            "planned for %s: %d rules, predicted %s instead of %s, in %.3f of the time; see print(keeper.plan)",
+            format_bytes(found.budget_bytes),
+            len(found.policy.rules),
+            format_bytes(found.predicted.peak_bytes),
+            format_bytes(found.unplanned.peak_bytes),
+            found.predicted.seconds / found.unplanned.seconds if found.unplanned.seconds else 1.0,
+        )
+
+    def _begin_again(self, policy: Policy, first: FirstCall) -> None:
+        """Put another policy into effect."""
+        super().detach()
+        super().__init__(policy, backend=self._backend, check=self._check)
+        super().attach(first.model, [*first.declared, *self._opened])
+
+    def __repr__(self) -> str:
+        if self._target is not None and self.plan is None:
+            return f"Keeper(budget={self._target.budget!r}, not planned yet)"
+        return super().__repr__()

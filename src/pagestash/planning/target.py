@@ -1,0 +1,113 @@
+"""A budget to plan for in the middle of training: a call of the model is measured, and all is left as it was."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pagestash.planning.budget import optimizer_state, parse_budget, parse_host
+from pagestash.planning.make import plan_profile
+from pagestash.planning.result import Plan
+from pagestash.policy import HOMES
+from pagestash.profiling.measure import Loss, Progress, profile
+from pagestash.saved.compiled import is_compiled, is_wrapper
+from pagestash.saved.first_call import FirstCall
+from pagestash.saved.names import named_modules
+from pagestash.saved.recompute.rng import python_rng_state, set_python_rng_state
+from pagestash.torch_internals import accumulate_hooks_of, buffers_of, modules_in
+
+TOO_LARGE = (
+    "Keeper(budget=...) begins with a step without a policy, and measures it: begin with a smaller batch, or plan "
+    "from one with ps.plan(model, smaller_batch, budget=...), save its policy, and use Keeper(Policy.load(path))"
+)
+ONE_FORWARD = (
+    "Keeper(budget=...) plans for one forward and its backward at a time, and here several forwards wait for "
+    "theirs; use ps.plan on a module that runs all of them, or write a policy"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to plan for, and how to measure; as in `ps.plan`."""
+
+    budget: str | float
+    loss: Loss | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    host: str | int = "auto"
+    repeats: int = 3
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget != "auto":
+            parse_budget(self.budget, _AnyStep(), "")  # type: ignore[arg-type]
+        parse_host(self.host)
+        if self.repeats < 1:
+            raise ValueError(f"repeats={self.repeats}: expected at least 1")
+
+    def check(self, model: nn.Module) -> None:
+        """Raise for a model that cannot be measured in the middle of training."""
+        if is_compiled(model) and not is_wrapper(model):
+            raise ValueError(
+                "Keeper(budget=...): model.compile() hides the model's calls; attach torch.compile(model) instead, "
+                "or compile its layers"
+            )
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"Keeper(budget=...) measures on one rank, and here are {dist.get_world_size()}, whose collectives "
+                "and gradient buckets the measured steps would disturb; use ps.plan in a process of its own, and "
+                "Keeper(Policy.load(path)) on all ranks"
+            )
+        for name, parameter in model.named_parameters():
+            if accumulate_hooks_of(parameter):
+                raise ValueError(
+                    f"Keeper(budget=...): {name} has a hook that runs when its gradient is ready, perhaps an "
+                    "optimizer's; the measured steps would run it, too. Use ps.plan before it is registered"
+                )
+
+    def plan(self, first: FirstCall) -> tuple[Plan, list[str]]:
+        """The plan for the call that was seen, and the measured regions that are no modules."""
+        model, call = first.model, first.call
+        assert call is not None
+        self.check(model)
+        if first.overlaps:
+            raise ValueError(ONE_FORWARD)
+        with _as_before(model):
+            found = profile(
+                model,
+                call.batch(model),
+                loss=self.loss,
+                autocast=call.autocast,
+                repeats=self.repeats,
+                progress=self.progress,
+            )
+        if found.device.startswith("cuda"):
+            torch.cuda.empty_cache()  # steps under the policy need not reserve what the measured ones did
+        state = 0 if self.optimizer is None else optimizer_state(self.optimizer)
+        plan = plan_profile(found, budget=self.budget, host=self.host, optimizer_bytes=state)
+        modules = named_modules(model)
+        return plan, [region.name for region in found.regions if region.name and region.name not in modules]
+
+
+class _AnyStep:
+    """Stands for a step that is not measured yet, where a budget is only checked."""
+
+    peak_bytes = 0
+
+    def at_peak(self) -> dict[str, int]:
+        return dict.fromkeys(HOMES, 0)
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Restores what `profile` does not: generators of Python and NumPy, and buffers that forward replaces."""
+    random = python_rng_state()
+    buffers = [(module, dict(buffers_of(module))) for module in modules_in(model) if buffers_of(module)]
+    try:
+        yield
+    finally:
+        set_python_rng_state(random)
+        for module, before in buffers:
+            buffers_of(module).update(before)

@@ -1,0 +1,177 @@
+"""The first call of a model in a keeper's step: its arguments, so that it can be measured between steps."""
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagestash.saved.compiled import hidden, hidden_here
+from pagestash.saved.module_hook import Hook
+from pagestash.saved.quiet_rules import StepNeverOpened
+from pagestash.saved.recompute.trees import map_leaves, tensors_of
+from pagestash.saved.region_hooks import RegionHooks
+from pagestash.torch_internals import current_transform
+
+log = logging.getLogger("pagestash")
+
+UNSEEN = 3
+"""After so many steps without a call of the model, a warning says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of a forward, and the dtype of the autocast that it ran under."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Call":
+        if any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
+            # What computed them is no part of the model, and its graph must not live on.
+            args, kwargs = map_leaves(_leaf, (args, kwargs))
+        kind = next((tensor.device.type for tensor in model.parameters()), "cpu")
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return cls(args, kwargs, autocast)
+
+    def batch(self, model: nn.Module) -> tuple[Any, ...] | dict[str, Any]:
+        """The arguments as a tuple or as a dict; where there are both kinds, all by the names that forward has."""
+        if not self.args or not self.kwargs:
+            return self.args or self.kwargs
+        signature = inspect.signature(model.forward)
+        named = dict(signature.bind(*self.args, **self.kwargs).arguments)
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                named |= named.pop(name, {})
+            elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL) and name in named:
+                raise ValueError(
+                    "the model is called with keywords, and with positional arguments that its forward has no "
+                    "names for; pass all of them by keyword"
+                )
+        return named
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        return value.detach().requires_grad_()
+    return value
+
+
+class FirstCall:
+    """Watches a model until a step has called it: `call` is set then, and `over` when that step is."""
+
+    def __init__(self, model: nn.Module, declared: Sequence[str], regions: RegionHooks) -> None:
+        self.model = model
+        self.declared = declared
+        """The regions that the caller has declared."""
+        self.call: Call | None = None
+        self.over = False
+        self.overlaps = False
+        """Whether another forward began before the backward of the one before."""
+        self._regions = regions
+        self._in_step = False
+        self._waiting = 0
+        """Forwards whose backward has not begun."""
+        self._unseen = 0
+        self._outside = StepNeverOpened()
+        self._hooks = [
+            model.register_forward_pre_hook(_Before(self), with_kwargs=True),
+            model.register_forward_hook(_After(self)),
+        ]
+
+    def remove(self) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step is open inside. One that ends by an exception has shown nothing."""
+        before, self._in_step = self._in_step, True
+        try:
+            yield
+        except BaseException:
+            self.call, self.overlaps, self._waiting = None, False, 0
+            raise
+        finally:
+            self._in_step = before
+        self.over = self.call is not None
+        self._unseen += not self.over
+        if self._unseen == UNSEEN:
+            log.warning(
+                "a keeper with a budget has seen no call of its model in %d steps, so it cannot plan: call the "
+                "attached model itself, model(...), outside of functions that torch.compile compiles",
+                UNSEEN,
+            )
+
+    def _counts(self) -> bool:
+        return (
+            self._in_step
+            and not self._regions.aside
+            and torch.is_grad_enabled()
+            and current_transform() is None
+        )
+
+    @hidden
+    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._counts():
+            return
+        self.overlaps |= self._waiting > 0
+        if self.call is None:
+            self.call = Call.of(self.model, args, kwargs)
+
+    @hidden
+    def after(self, output: Any) -> None:
+        if not self._in_step:
+            if torch.is_grad_enabled():
+                self._outside.saw(output)
+            return
+        if not self._counts():
+            return
+        outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        if outputs:
+            self._waiting += 1
+            backward = _BackwardBegins(self)
+            for tensor in outputs:
+                tensor.register_hook(backward)
+
+    def backward_begins(self) -> None:
+        self._waiting -= 1
+
+
+class _Before(Hook):
+    def __init__(self, first: FirstCall) -> None:
+        self._first = first
+
+    @hidden_here
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._first.before(args, kwargs)
+
+
+class _After(Hook):
+    def __init__(self, first: FirstCall) -> None:
+        self._first = first
+
+    @hidden_here
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._first.after(output)
+
+
+class _BackwardBegins:
+    """On every output of one forward: backward has come to the first of them."""
+
+    def __init__(self, first: FirstCall) -> None:
+        self._first: FirstCall | None = first
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        if self._first is not None:
+            self._first.backward_begins()
+            self._first = None

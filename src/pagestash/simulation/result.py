@@ -1,0 +1,178 @@
+"""`simulate`: one step of a run, what each rank holds and does, and whether it fits."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pagestash.planning.rows import RowDistribution
+from pagestash.policy import format_bytes
+from pagestash.simulation.build import Run, step_costs
+from pagestash.simulation.costs import StepCosts
+from pagestash.simulation.programs import COMMUNICATION
+from pagestash.simulation.replay import Replay, replay
+from pagestash.simulation.routing import routing_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRow:
+    """One pipeline rank, as far as a table shows it."""
+
+    rank: int
+    layers: int
+    static_bytes: int
+    peak_bytes: int
+    """Allocated at the peak."""
+    device_bytes: int
+    """With what is outside torch."""
+    host_bytes: int
+    compute: float
+    """Seconds of forward, backward and weight gradients; recompute is in it."""
+    recompute: float
+    communication: float
+    wait: float
+    """For copies of offload."""
+    idle: float
+    """Seconds in which nothing runs: bubbles."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """A run's step."""
+
+    run: Run
+    costs: StepCosts
+    played: Replay
+    rows: tuple[RankRow, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.played.seconds
+
+    @property
+    def tokens_a_second(self) -> float:
+        """Of one device."""
+        return self.costs.tokens / self.costs.devices / self.seconds
+
+    @property
+    def operations_a_second(self) -> float:
+        """Of the model, without recompute, on one device."""
+        return self.costs.model_operations / self.costs.devices / self.seconds
+
+    @property
+    def lacks(self) -> str:
+        """What keeps it from running; empty if it fits."""
+        memory, host = self.run.cluster.device.memory, self.run.cluster.host_bytes_a_device
+        most = max(self.rows, key=lambda row: row.device_bytes)
+        if most.device_bytes > memory:
+            return f"{format_bytes(most.device_bytes - memory)} of device memory on rank {most.rank}"
+        most = max(self.rows, key=lambda row: row.host_bytes)
+        if most.host_bytes > host:
+            return f"{format_bytes(most.host_bytes - host)} of host memory on rank {most.rank}"
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        layout = asdict(self.run.layout)
+        return {
+            "cluster": self.run.cluster.name,
+            "layout": layout | {"dp": self.run.layout.dp},
+            "microbatches": self.costs.microbatches,
+            "seconds": self.seconds,
+            "tokens_per_second_per_device": self.tokens_a_second,
+            "operations_per_second_per_device": self.operations_a_second,
+            "bubble": self.played.bubble(),
+            "events": self.played.events,
+            "lacks": self.lacks,
+            "ranks": [asdict(row) for row in self.rows],
+        }
+
+    def __str__(self) -> str:
+        layout, cluster = self.run.layout, self.run.cluster
+        ways = ("tp", "cp", "ep", "pp", "vpp", "dp")
+        degrees = ", ".join(f"{name.upper()} {getattr(layout, name)}" for name in ways)
+        lines = [
+            f"{cluster.name}:{cluster.devices}  {degrees}, ZeRO {layout.zero}, {layout.schedule}, "
+            f"{self.costs.microbatches} microbatches of {self.run.microbatch} × {self.run.sequence} tokens",
+            "",
+            *_table(self.rows),
+            "",
+            f"step       {_time(self.seconds)}, {100 * self.played.bubble():.1f} % of it bubble",
+            f"a device   {self.tokens_a_second:,.0f} tokens/s, "
+            f"{self.operations_a_second / 1e12:,.0f} TFLOP/s of the model",
+        ]
+        room = f"{format_bytes(cluster.device.memory)} a device"
+        lines.append(
+            f"memory     {f'does not fit {room}: {self.lacks} too little' if self.lacks else f'fits {room}'}"
+        )
+        return "\n".join(lines)
+
+
+def simulate(run: Run, rows: RowDistribution | None = None, *, seed: int = 0) -> Simulated:
+    """One step. `rows` is the distribution of received rows; None: balanced."""
+    costs = step_costs(run)
+    routing = routing_of(costs, rows, ranks=run.layout.ep, seed=seed)
+    played = replay(costs, routing)
+    even = played if rows is None else replay(costs)
+    found = []
+    for rank, own, balanced in zip(costs.ranks, played.ranks, even.ranks):
+        seconds = own.seconds()
+        compute = sum(
+            seconds.get(kind, 0.0) for kind in ("forward", "backward", "weight", "recompute", "stash")
+        )
+        sent = sum(seconds.get(kind, 0.0) for kind in COMMUNICATION)
+        # Costs count the module at work; the replay, what rows of a hot rank add to the balanced ones.
+        more = max(0, own.peak_bytes - balanced.peak_bytes)
+        found.append(
+            RankRow(
+                rank=rank.rank,
+                layers=sum(
+                    layer.name.startswith("layers.") for stage in rank.stages for layer in stage.layers
+                ),
+                static_bytes=rank.static.weights + rank.static.gradients + rank.static.optimizer,
+                peak_bytes=rank.peak_bytes + more,
+                device_bytes=rank.device_bytes + more,
+                host_bytes=max(rank.host_bytes, own.host_bytes),
+                compute=compute,
+                recompute=seconds.get("recompute", 0.0),
+                communication=sent,
+                wait=seconds.get("wait", 0.0),
+                idle=played.seconds - own.busy(),
+            )
+        )
+    return Simulated(run=run, costs=costs, played=played, rows=tuple(found))
+
+
+def _table(rows: tuple[RankRow, ...]) -> list[str]:
+    cells = [
+        (
+            "rank",
+            "layers",
+            "weights, optimizer",
+            "peak",
+            "on the host",
+            "compute",
+            "experts' rows",
+            "waits",
+            "idle",
+        )
+    ]
+    cells += [
+        (
+            str(row.rank),
+            str(row.layers),
+            format_bytes(row.static_bytes),
+            format_bytes(row.peak_bytes),
+            format_bytes(row.host_bytes) if row.host_bytes else "–",
+            _time(row.compute),
+            _time(row.communication) if row.communication else "–",
+            _time(row.wait) if row.wait else "–",
+            _time(row.idle),
+        )
+        for row in rows
+    ]
+    widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))]
+    lines = ["  ".join(f"{text:>{width}}" for text, width in zip(row, widths)) for row in cells]
+    lines.insert(1, "-" * len(lines[0]))
+    return lines
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"

@@ -1,0 +1,89 @@
+"""`pagestash simulate`, as a user types it."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from pagestash.cli import app
+
+SMALL = ("--preset", "qwen3-30b-a3b", "--layers", "8", "--cluster", "h100:16", "--pp", "2", "--ep", "8")
+
+
+def run(*words, command="simulate"):
+    return CliRunner().invoke(app, [command, *words])
+
+
+def test_a_step_is_printed_drawn_and_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    policy, plot, trace, out = (tmp_path / name for name in ("p.toml", "s.svg", "t.json", "o.json"))
+    policy.write_text('[[rule]]\nmatch = "layers.*.moe.experts"\nhome = "offload"\n')
+    words = ("--global-batch", "64", "--policy", str(policy), "--skew", "1.2")
+    files = ("--plot", str(plot), "--trace", str(trace), "--json", str(out))
+    done = run(*SMALL, "--vpp", "2", *words, *files)
+    assert done.exit_code == 0, done.output
+    assert "Interleaved1F1B, 8 microbatches of 1 × 4096 tokens" in done.output
+    assert "fits 79.6 GiB a device" in done.output
+    found = json.loads(out.read_text())
+    assert len(found["ranks"]) == 2
+    assert found["ranks"][0]["host_bytes"] > 0
+    assert found["layout"]["dp"] == 8
+    assert found["seconds"] > 0
+    assert plot.read_text().startswith("<?xml")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_skew_makes_a_step_longer_and_larger(tmp_path):
+    found = []
+    for skew in ("1.0", "1.5"):
+        out = tmp_path / f"{skew}.json"
+        done = run(*SMALL, "--global-batch", "64", "--skew", skew, "--json", str(out))
+        assert done.exit_code == 0, done.output
+        found.append(json.loads(out.read_text()))
+    even, hot = found
+    assert hot["seconds"] > even["seconds"]
+    assert hot["ranks"][0]["peak_bytes"] > even["ranks"][0]["peak_bytes"]
+
+
+def test_row_counts_of_a_run_are_read(tmp_path):
+    rows = tmp_path / "rank0.jsonl"
+    rows.write_text(json.dumps({"iter": 1, "layer": 0, "tpe": [[1, 2], [2, 2], [4, 2]]}))
+    done = run(*SMALL, "--global-batch", "64", "--rows", str(rows))
+    assert done.exit_code == 0, done.output
+    assert run(*SMALL, "--rows", str(rows), "--skew", "1.2").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--cluster", "h100"), "expected a name and a number of devices"),
+        (("--cluster", "h300:8"), "expected h100, h200, b200 or gb200, or a TOML file"),
+        (("--ep", "7"), "EP 7 does not divide"),
+        (("--pp", "3"), "does not divide 16 devices"),
+        (("--vpp", "2", "--schedule", "1F1B"), "1F1B has one stage a rank"),
+        (("--global-batch", "9"), "global batch 9 does not divide"),
+        (("--precision", "int4"), "--precision int4: expected one of"),
+        (("--zero", "4"), "--zero 4: expected 0, 1, 2 or 3"),
+        (("--skew", "0.5"), "--skew 0.5: expected"),
+        (("--framework", "other"), "unknown framework 'other'"),
+        (("--schedule", "2F2B"), "unknown schedule '2F2B'"),
+        (("--preset", "llama"), "model 'llama': expected one of"),
+        (("--plot", "here.doc"), "expected a picture's suffix"),
+        (("--json", "/nowhere/o.json"), "expected a file in a folder that exists"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(words, told):
+    pytest.importorskip("matplotlib")
+    done = run(*SMALL, "--global-batch", "64", *words)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: ")
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_rule_that_matches_nothing_is_refused(tmp_path):
+    policy = tmp_path / "p.toml"
+    policy.write_text('[[rule]]\nmatch = "layers.*.nothing"\nhome = "recompute"\n')
+    done = run(*SMALL, "--global-batch", "64", "--policy", str(policy))
+    assert done.exit_code == 2
+    assert "matches no region" in done.stderr

@@ -167,3 +167,11 @@ def test_backend_is_chosen_by_device_and_by_name(monkeypatch):
     assert backends.choose(torch.device("cuda", 0)) == "triton"
     monkeypatch.setattr(backends, "HAS_TRITON", False)
     assert backends.choose(torch.device("cuda", 0)) == "torch"
+
+
+@pytest.mark.parametrize("value", [1, 2, 3, 4, 5, 63, 64, 65, 1000, 1024, 4097])
+def test_sizes_on_the_host_are_tritons(value):
+    triton = pytest.importorskip("triton")
+    assert backends.power_of_two(value) == triton.next_power_of_2(value)
+    for by in (1, 3, 64):
+        assert backends.cdiv(value, by) == triton.cdiv(value, by)

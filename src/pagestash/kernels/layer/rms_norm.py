@@ -18,14 +18,14 @@ What moves, a row in b-byte elements: forward reads b·d and writes b·d + 4; ba
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
-from pagestash.kernels.backend import choose, launching_on, multiprocessors, tl, triton
+from pagestash.kernels.backend import cdiv, choose, launching_on, multiprocessors, power_of_two, tl, triton
+from pagestash.kernels.backward import differentiable_once
 
 ELEMENTS = 2048
 """Of a tile, over 4 warps: two 16-byte accesses of bf16 a thread. A wider row is a tile by itself."""
@@ -37,29 +37,30 @@ def forward(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, early: bool, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """`y` of x's shape, and `rstd` of one element a row, in the precision of the sums."""
-    _check(x, weight)
-    if choose(x.device, backend) == "torch" or not x.numel():
+    width = _check(x, weight)
+    device = x.device
+    if choose(device, backend) == "torch" or not x.numel():
         return forward_reference(x, weight, eps, offset, early)
-    rows = _rows(x)
-    out = torch.empty(x.shape, dtype=_result_dtype(x, weight, early), device=x.device)
-    rstd = torch.empty(rows.shape[0], dtype=_wide(x.dtype), device=x.device)
-    together, block, warps = _tile(rows.shape[1])
-    with launching_on(x.device):
-        _forward_kernel[(-(-rows.shape[0] // together),)](
+    rows, count, stride = _rows(x, width)
+    out = torch.empty(x.shape, dtype=_result_dtype(x, weight, early), device=device)
+    rstd = torch.empty(count, dtype=_wide(x.dtype), device=device)
+    tile = _tile(width)
+    with launching_on(device):
+        _forward_kernel[(cdiv(count, tile.together),)](
             rows,
             rows if weight is None else weight,
             out,
             rstd,
-            rows.shape[0],
-            rows.stride(0),
-            WIDTH=rows.shape[1],
+            count,
+            stride,
+            WIDTH=width,
             EPS=eps,
             OFFSET=offset,
             WEIGHTED=weight is not None,
             EARLY=early,
-            ROWS=together,
-            BLOCK=block,
-            num_warps=warps,
+            ROWS=tile.together,
+            BLOCK=tile.block,
+            num_warps=tile.warps,
         )
     return out, rstd
 
@@ -76,16 +77,16 @@ def backward(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of `x`, and of `weight` where it is needed."""
-    _check(x, weight)
-    if choose(x.device, backend) == "torch" or not x.numel():
+    width = _check(x, weight)
+    device = x.device
+    if choose(device, backend) == "torch" or not x.numel():
         return backward_reference(gradient, x, weight, rstd, offset, early, need_weight=need_weight)
-    rows, gradients = _rows(x), _rows(gradient)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    together, block, warps = _tile(rows.shape[1])
-    tiles = -(-rows.shape[0] // together)
-    programs = min(tiles, PROGRAMS_PER_SM * multiprocessors(x.device))
-    partial = rstd.new_empty(programs if need_weight else 0, rows.shape[1])
-    with launching_on(x.device):
+    (rows, count, stride), (gradients, _, gradient_stride) = _rows(x, width), _rows(gradient, width)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=device)
+    tile = _tile(width)
+    programs = min(cdiv(count, tile.together), PROGRAMS_PER_SM * multiprocessors(device))
+    partial = rstd.new_empty(programs if need_weight else 0, width)
+    with launching_on(device):
         _backward_kernel[(programs,)](
             gradients,
             rows,
@@ -93,41 +94,58 @@ def backward(
             rstd,
             dx,
             partial,
-            rows.shape[0],
-            gradients.stride(0),
-            rows.stride(0),
-            WIDTH=rows.shape[1],
+            count,
+            gradient_stride,
+            stride,
+            WIDTH=width,
             OFFSET=offset,
             WEIGHTED=weight is not None,
             EARLY=early,
             NEED_WEIGHT=need_weight,
-            ROWS=together,
-            BLOCK=block,
-            num_warps=warps,
+            ROWS=tile.together,
+            BLOCK=tile.block,
+            num_warps=tile.warps,
         )
     if not need_weight or weight is None:
         return dx, None
     return dx, partial.sum(0).to(weight.dtype)
 
 
-def _check(x: Tensor, weight: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor | None) -> int:
+    """The elements d of a row."""
     if not x.is_floating_point() or not x.ndim:
         raise ValueError(f"x of shape {tuple(x.shape)} and {x.dtype}: expected floating rows [..., d]")
-    if weight is not None and (weight.shape != x.shape[-1:] or not weight.is_contiguous()):
-        raise ValueError(f"weight {tuple(weight.shape)}: expected a contiguous [{x.shape[-1]}]")
+    width = x.shape[-1]
+    if weight is not None and (weight.shape != (width,) or not weight.is_contiguous()):
+        raise ValueError(f"weight {tuple(weight.shape)}: expected a contiguous [{width}]")
+    return width
 
 
-def _rows(x: Tensor) -> Tensor:
-    """[rows, d], whose rows may stand apart: a slice of a wider projection needs no copy."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+def _rows(x: Tensor, width: int) -> tuple[Tensor, int, int]:
+    """`x` in memory as rows of d elements, how many, and from one to the next.
+
+    They may stand apart: a slice of a wider projection needs no copy.
+    """
+    if x.is_contiguous():  # nearly always, and it saves the host a view
+        return x, x.numel() // width, width
+    rows = x.reshape(-1, width)
+    if rows.stride(1) != 1 and width != 1:
+        rows = rows.contiguous()
+    return rows, rows.shape[0], rows.stride(0)
+
+
+class _Tile(NamedTuple):
+    together: int
+    """Rows of a tile."""
+    block: int
+    """Columns."""
+    warps: int
 
 
 @cache
-def _tile(width: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and its warps."""
-    block = triton.next_power_of_2(width)
-    return max(1, ELEMENTS // block), block, min(16, max(4, block // 1024))
+def _tile(width: int) -> _Tile:
+    block = power_of_two(width)
+    return _Tile(max(1, ELEMENTS // block), block, min(16, max(4, block // 1024)))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -274,26 +292,26 @@ def rms_norm(
     """RMSNorm of `x` [..., d] by `weight` [d] or without one, differentiable in both; see the file's head."""
     if torch.compiler.is_compiling():
         return _rms_norm(x, weight, eps, offset, early)[0]
-    return _RMSNorm.apply(x, weight, eps, offset, early)
+    return _RMSNorm.apply(x, weight, (eps, offset, early))
 
 
 class _RMSNorm(torch.autograd.Function):
     """The norm in eager mode. The operator below, which compilers need, costs the host 0.2 ms more each time."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, early: bool) -> Tensor:
-        y, rstd = forward(x, weight, eps, offset, early)
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, form: tuple[float, float, bool]) -> Tensor:
+        y, rstd = forward(x, weight, *form)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.offset, ctx.early = offset, early
+        ctx.form = form
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, of_y: Tensor) -> tuple[Any, ...]:
         x, weight, rstd = ctx.saved_tensors
         need_weight = weight is not None and ctx.needs_input_grad[1]
-        dx, dweight = backward(of_y, x, weight, rstd, ctx.offset, ctx.early, need_weight=need_weight)
-        return dx, dweight, None, None, None
+        _, offset, early = ctx.form
+        return *backward(of_y, x, weight, rstd, offset, early, need_weight=need_weight), None
 
 
 @custom_op("pagestash::rms_norm", mutates_args=())

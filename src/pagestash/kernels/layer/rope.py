@@ -22,13 +22,14 @@ carry no gradient.
 What moves, in b-byte elements: 2·b·D a head and position, each way; `cos` and `sin` stay in the cache.
 """
 
+from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from pagestash.kernels.backend import choose, launching_on, tl, triton
+from pagestash.kernels.backend import choose, launching_on, power_of_two, tl, triton
 
 Style = Literal["halves", "half_table", "deinterleave", "interleaved"]
 STYLES: tuple[Style, ...] = get_args(Style)
@@ -54,54 +55,72 @@ def rotate(
     if choose(q.device, backend) == "torch" or not q.numel() or not k.numel():
         turned = [_reference(x, cos, sin, rotary, style, wide, back) for x in (q, k)]
         return turned[0], turned[1]
-    q, k, cos, sin = (_unit_stride(each) for each in (q, k, cos, sin))
+    q, k, cos, sin = _unit_stride(q), _unit_stride(k), _unit_stride(cos), _unit_stride(sin)
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    half = triton.next_power_of_2(rotary // 2)
-    shared = cos.shape[0] == 1
+    batches, heads, positions, dimensions = q.shape
+    cos_b, cos_s, _ = cos.stride()
+    sin_b, sin_s, _ = sin.stride()
+    if cos.shape[0] == 1:  # one table for all batches
+        cos_b = sin_b = 0
     with launching_on(q.device):
-        _rotate_kernel[(q.shape[0] * q.shape[2],)](
+        _rotate_kernel[(batches * positions,)](
             q,
             k,
             q_out,
             k_out,
             cos,
             sin,
-            q.shape[2],
-            q.shape[1],
+            positions,
+            heads,
             k.shape[1],
-            *(stride for each in (q, k, q_out, k_out) for stride in each.stride()[:3]),
-            0 if shared else cos.stride(0),
-            cos.stride(1),
-            0 if shared else sin.stride(0),
-            sin.stride(1),
-            D=q.shape[3],
-            R=rotary,
-            IN_PAIRS=_interleaved(style, back, into=False),
-            OUT_PAIRS=_interleaved(style, back, into=True),
-            ONE_TABLE=style != "halves",
-            BACK=back,
-            ROUND=not wide,
-            WIDE=tl.float64 if q.dtype == torch.float64 else tl.float32,
-            HALF=half,
-            REST=triton.next_power_of_2(q.shape[3] - rotary) if q.shape[3] > rotary else 0,
-            HEADS=max(1, ELEMENTS // half),
-            num_warps=WARPS,
-            enable_fp_fusion=False,  # each product rounds, as in torch, which multiplies and adds one by one
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *q_out.stride()[:3],
+            *k_out.stride()[:3],
+            cos_b,
+            cos_s,
+            sin_b,
+            sin_s,
+            **_constants(dimensions, rotary, style, wide, back, q.dtype),
         )
     return q_out, k_out
+
+
+@cache
+def _constants(
+    dimensions: int, rotary: int, style: Style, wide: bool, back: bool, dtype: torch.dtype
+) -> dict[str, Any]:
+    """What the kernel is compiled for."""
+    half = power_of_two(rotary // 2)
+    return {
+        "D": dimensions,
+        "R": rotary,
+        "IN_PAIRS": _interleaved(style, back, into=False),
+        "OUT_PAIRS": _interleaved(style, back, into=True),
+        "ONE_TABLE": style != "halves",
+        "BACK": back,
+        "ROUND": not wide,
+        "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
+        "HALF": half,
+        "REST": power_of_two(dimensions - rotary) if dimensions > rotary else 0,
+        "HEADS": max(1, ELEMENTS // half),
+        "num_warps": WARPS,
+        "enable_fp_fusion": False,  # each product rounds, as in torch, which multiplies and adds one by one
+    }
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, style: str) -> int:
     """R, the dimensions that are rotated."""
     if style not in STYLES:
         raise ValueError(f"style={style!r}: expected one of {', '.join(STYLES)}")
-    if q.ndim != 4 or k.ndim != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+    q_shape, k_shape, shape = q.shape, k.shape, cos.shape
+    if q.ndim != 4 or k.ndim != 4 or q_shape[0] != k_shape[0] or q_shape[2:] != k_shape[2:]:
         raise ValueError(
             f"q {tuple(q.shape)} and k {tuple(k.shape)}: expected [B, H, S, D] alike but for the heads"
         )
-    rotary = cos.shape[-1] * (2 if style == "half_table" else 1)
-    expected = [(batches, q.shape[2], cos.shape[-1]) for batches in (1, q.shape[0])]
-    if cos.shape != sin.shape or tuple(cos.shape) not in expected or rotary > q.shape[3] or rotary % 2:
+    rotary = shape[-1] * (2 if style == "half_table" else 1)
+    fits = len(shape) == 3 and shape[0] in (1, q_shape[0]) and shape[1] == q_shape[2] and sin.shape == shape
+    if not fits or rotary > q_shape[3] or rotary % 2:
         raise ValueError(
             f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} for q {tuple(q.shape)} of style {style!r}: "
             f"expected both [{q.shape[0]} or 1, {q.shape[2]}, C] with an even number of rotated dimensions"
@@ -303,7 +322,7 @@ def rope(
         raise ValueError(f"heads_dim={heads_dim}: expected 1 for [B, H, S, D] or 2 for [B, S, H, D]")
     if torch.compiler.is_compiling():
         return _rope(q, k, cos, sin, style, wide, False)
-    return _Rope.apply(q, k, cos, sin, style, wide, False)
+    return _Rope.apply(q, k, cos, sin, (style, wide, False))
 
 
 class _Rope(torch.autograd.Function):
@@ -311,17 +330,21 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, style: Style, wide: bool, back: bool
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: tuple[Style, bool, bool]
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        ctx.style, ctx.wide, ctx.back = style, wide, back
+        ctx.form = style, wide, back = form
         return rotate(q, k, cos, sin, style=style, wide=wide, back=back)
 
     @staticmethod
     def backward(ctx: Any, of_q: Tensor, of_k: Tensor) -> tuple[Any, ...]:
         cos, sin = ctx.saved_tensors
-        dq, dk = _Rope.apply(of_q, of_k, cos, sin, ctx.style, ctx.wide, not ctx.back)
-        return dq, dk, None, None, None, None, None
+        style, wide, back = ctx.form
+        if torch.is_grad_enabled():  # gradients of gradients are asked for
+            dq, dk = _Rope.apply(of_q, of_k, cos, sin, (style, wide, not back))
+        else:
+            dq, dk = rotate(of_q, of_k, cos, sin, style=style, wide=wide, back=not back)
+        return dq, dk, None, None, None
 
 
 @custom_op("pagestash::rope", mutates_args=())

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagestash.kernels.backend import choose, tl, triton
+from pagestash.kernels.backend import choose, power_of_two, tl, triton
 
 CHUNK_BYTES = 256 << 20
 """Logits at a time, at least: a GEMM runs near its full rate, and it is 1 % of what a long batch would keep."""
@@ -133,7 +133,7 @@ def softmax_loss_(
             options.ignore_index,
             float(options.label_smoothing),
             float(options.z_loss),
-            BLOCK=min(BLOCK, triton.next_power_of_2(logits_CV.shape[1])),
+            BLOCK=min(BLOCK, power_of_two(logits_CV.shape[1])),
             num_warps=WARPS,
         )
 

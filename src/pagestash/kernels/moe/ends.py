@@ -5,7 +5,7 @@ In a graph a launch costs some 4 µs however little it does, and a layer of 3 ms
 
 import torch
 
-from pagestash.kernels.backend import choose, launching_on, tl, triton
+from pagestash.kernels.backend import choose, launching_on, power_of_two, tl, triton
 from pagestash.kernels.pages.layout import K_GRANTED, K_HEADER, K_STATUS
 from pagestash.kernels.pages.paged import Pages
 
@@ -20,9 +20,7 @@ def cut_ends(
         out[1] = (offsets - expected).clamp(min=0)
     else:
         with launching_on(offsets.device):
-            _cut_kernel[(1,)](
-                offsets, out, expected, offsets.numel(), BLOCK=triton.next_power_of_2(offsets.numel())
-            )
+            _cut_kernel[(1,)](offsets, out, expected, offsets.numel(), BLOCK=power_of_two(offsets.numel()))
     return out[0], out[1]
 
 
@@ -38,7 +36,7 @@ def missing_ends(offsets: torch.Tensor, pages: Pages, *, backend: str = "auto") 
             pages.book,
             pages.member,
             offsets.numel(),
-            BLOCK=triton.next_power_of_2(offsets.numel()),
+            BLOCK=power_of_two(offsets.numel()),
         )
     return out
 

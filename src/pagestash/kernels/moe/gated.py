@@ -15,11 +15,12 @@ one write. Where the pool had none to give, backward takes `h_RH` from a buffer 
 What moves, a row of bf16: forward 4N read, 2N written (and 4N to pages); backward 6N read, 6N written.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
 
-from pagestash.kernels.backend import choose, multiprocessors, tl, triton
+from pagestash.kernels.backend import cdiv, choose, multiprocessors, power_of_two, tl, triton
 from pagestash.kernels.moe.activations import (
     Activation,
     ActivationName,
@@ -39,8 +40,16 @@ from pagestash.kernels.moe.row_info import (
     tile_rows,
     tiles,
 )
-from pagestash.kernels.pages.layout import K_BYTES, K_GRANTED, K_HEADER, K_STATUS
-from pagestash.kernels.pages.paged import Pages, arguments, copy_rows, is_wide, page_pointers, widest_block
+from pagestash.kernels.pages.paged import (
+    Pages,
+    arguments,
+    copy_rows,
+    granted_bytes,
+    is_wide,
+    page_bytes,
+    page_pointers,
+    widest_block,
+)
 
 ELEMENTS = 2048
 """Of a tile, over 4 warps: two 16-byte accesses a thread for each operand."""
@@ -211,8 +220,7 @@ def _forward_kernel(
     granted = False
     length = tl.zeros((), tl.int64)
     if PAGED:
-        granted = tl.load(book + member * K_HEADER + K_STATUS) == K_GRANTED
-        length = tl.load(book + member * K_HEADER + K_BYTES)
+        granted, length = granted_bytes(book, member)
     COLUMNS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     expected_tiles, all_tiles = tiles(count, split, ROWS, SPLIT)
     tile = tl.program_id(0).to(tl.int64)
@@ -303,8 +311,7 @@ def _backward_kernel(
     granted = False
     length = tl.zeros((), tl.int64)
     if PAGED:
-        granted = tl.load(book + member * K_HEADER + K_STATUS) == K_GRANTED
-        length = tl.load(book + member * K_HEADER + K_BYTES)
+        granted, length = granted_bytes(book, member)
     expected_tiles, all_tiles = tiles(count, split, ROWS, SPLIT)
     tile = tl.program_id(0).to(tl.int64)
     while tile < all_tiles:
@@ -382,15 +389,24 @@ def _launch(
     activation: Activation,
     pages: Pages | None,
 ) -> None:
-    inner, size = h_RH.shape[1] // activation.parts, h_RH.element_size()
-    interleaved = info.interleaved and activation.gated
-    step = 2 if interleaved else 1
-    block = widest_block(inner, 256, size * step, pages)
-    together = max(1, ELEMENTS // block)
+    inner = h_RH.shape[1] // activation.parts
     split = 0 if expected_SH is None else expected_SH.shape[0]
-    work = -(-h_RH.shape[0] // together) - (-split // together)
+    experts = 0 if info.bias is None else info.bias.shape[0]
+    fixed = _constants(
+        inner,
+        h_RH.element_size(),
+        activation,
+        info.interleaved,
+        info.weights is not None,
+        info.order is not None,
+        experts,
+        page_bytes(pages),
+        split > 0,
+    )
+    together = fixed["ROWS"]
+    work = cdiv(h_RH.shape[0], together) + cdiv(split, together)
     if kernel is _forward_kernel:
-        work *= -(-inner // block)
+        work *= cdiv(inner, fixed["BLOCK"])
     kernel[(max(1, min(work, PROGRAMS_PER_SM * multiprocessors(h_RH.device))),)](
         *operands,
         split,
@@ -399,20 +415,41 @@ def _launch(
         _or(info.order, h_RH),
         _or(info.bias, h_RH),
         _or(info.offsets, h_RH),
-        0 if info.bias is None else info.bias.shape[0],
+        experts,
         *arguments(pages, h_RH),
-        N=inner,
-        STEP=step,
-        HALF=(1 if interleaved else inner) if activation.gated else 0,
-        **constants(activation),
-        WEIGHTED=info.weights is not None,
-        ORDERED=info.order is not None,
-        EXPERTS=0 if info.bias is None else triton.next_power_of_2(info.bias.shape[0]),
-        PAGED=pages is not None,
-        PAGE=65536 if pages is None else pages.memory.page_bytes,
-        WIDE=not interleaved and is_wide(inner, block, size),
-        SPLIT=split > 0,
-        ROWS=together,
-        BLOCK=block,
-        num_warps=WARPS,
+        **fixed,
     )
+
+
+@cache
+def _constants(
+    inner: int,
+    element_size: int,
+    activation: Activation,
+    interleaved: bool,
+    weighted: bool,
+    ordered: bool,
+    experts: int,
+    page: int | None,
+    split: bool,
+) -> dict[str, Any]:
+    """What a kernel is compiled for; `page` is the bytes of a page, None without pages."""
+    interleaved = interleaved and activation.gated
+    step = 2 if interleaved else 1
+    block = widest_block(inner, 256, element_size * step, page)
+    return {
+        "N": inner,
+        "STEP": step,
+        "HALF": (1 if interleaved else inner) if activation.gated else 0,
+        **constants(activation),
+        "WEIGHTED": weighted,
+        "ORDERED": ordered,
+        "EXPERTS": power_of_two(experts) if experts else 0,
+        "PAGED": page is not None,
+        "PAGE": page or 65536,
+        "WIDE": not interleaved and is_wide(inner, block, element_size),
+        "SPLIT": split,
+        "ROWS": max(1, ELEMENTS // block),
+        "BLOCK": block,
+        "num_warps": WARPS,
+    }

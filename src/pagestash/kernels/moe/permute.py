@@ -12,16 +12,20 @@ What moves: a token's row once, and each of its R rows once. (Going by rows inst
 times: 2.0 GiB rather than 1.1 at T=32,768, D=2048, K=8.)
 """
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
 
-from pagestash.kernels.backend import choose, tl, triton
+from pagestash.kernels.backend import cdiv, choose, tl, triton
 from pagestash.kernels.moe.rows import empty_rows
-from pagestash.kernels.pages.layout import K_BYTES, K_GRANTED, K_HEADER, K_STATUS
 from pagestash.kernels.pages.paged import (
     Pages,
     arguments,
     copy_rows,
+    granted_bytes,
     is_wide,
+    page_bytes,
     page_pointers,
     widest_block,
 )
@@ -79,8 +83,9 @@ def permute_split(
         if pages is not None:
             copy_rows(pages, excess_RD, to_pages=True)
     elif tokens_TD.numel():
-        block, together = _tile(tokens_TD, pages)
-        _permute_kernel[(triton.cdiv(tokens, together), triton.cdiv(width, block))](
+        page = page_bytes(pages)
+        tile = _tile(width, tokens_TD.element_size(), page)
+        _permute_kernel[(cdiv(tokens, tile.together), tile.across)](
             tokens_TD,
             inverse_TK,
             inverse_TK if weights_TK is None else weights_TK,
@@ -93,12 +98,12 @@ def permute_split(
             K=inverse_TK.shape[1],
             WEIGHTED=weights_TK is not None,
             SPLIT=expected > 0,
-            PAGED=pages is not None,
-            PAGE=65536 if pages is None else pages.memory.page_bytes,
-            WIDE=is_wide(width, block, tokens_TD.element_size()),
-            WHOLE=width % block == 0,
-            TOKENS=together,
-            BLOCK=block,
+            PAGED=page is not None,
+            PAGE=page or 65536,
+            WIDE=tile.wide,
+            WHOLE=tile.whole,
+            TOKENS=tile.together,
+            BLOCK=tile.block,
             num_warps=WARPS,
         )
     return expected_SD, excess_RD
@@ -128,9 +133,9 @@ def combine(
         whole_RD = rows_RD if expected_SD is None else torch.cat([expected_SD, rows_RD])
         combine_reference(whole_RD, inverse_TK, weights_TK, bias_ED, bias_ids_TK, bias_weights_TK, out_TD)
     elif out_TD.numel():
-        block, together = _tile(rows_RD)
+        tile = _tile(width, rows_RD.element_size())
         first_RD = rows_RD if expected_SD is None else expected_SD
-        _combine_kernel[(triton.cdiv(tokens, together), triton.cdiv(width, block))](
+        _combine_kernel[(cdiv(tokens, tile.together), tile.across)](
             first_RD,
             rows_RD,
             first_RD.shape[0],
@@ -146,9 +151,9 @@ def combine(
             WEIGHTED=weights_TK is not None,
             BIASED=bias_ED is not None,
             SPLIT=expected_SD is not None,
-            WHOLE=width % block == 0,
-            TOKENS=together,
-            BLOCK=block,
+            WHOLE=tile.whole,
+            TOKENS=tile.together,
+            BLOCK=tile.block,
             num_warps=WARPS,
         )
     return out_TD
@@ -189,10 +194,29 @@ def _check(
         raise ValueError(f"weights {tuple(weights_TK.shape)}: expected contiguous {tuple(inverse_TK.shape)}")
 
 
-def _tile(rows_RD: torch.Tensor, pages: Pages | None = None) -> tuple[int, int]:
-    """Columns and tokens of a tile."""
-    block = widest_block(rows_RD.shape[1], 1024, rows_RD.element_size(), pages)
-    return block, max(1, ELEMENTS // block)
+class _Tile(NamedTuple):
+    block: int
+    """Its columns."""
+    together: int
+    """Its tokens."""
+    across: int
+    """Tiles side by side in a row."""
+    whole: bool
+    """Whether they make up the row exactly."""
+    wide: bool
+    """Whether each begins at a multiple of 16 bytes."""
+
+
+@cache
+def _tile(width: int, element_size: int, page: int | None = None) -> _Tile:
+    block = widest_block(width, 1024, element_size, page)
+    return _Tile(
+        block,
+        max(1, ELEMENTS // block),
+        cdiv(width, block),
+        width % block == 0,
+        is_wide(width, block, element_size),
+    )
 
 
 # --- what: the torch reference ------------------------------------------------------------------------------
@@ -280,8 +304,7 @@ def _permute_kernel(
     granted = False
     length = tl.zeros((), tl.int64)
     if PAGED:
-        granted = tl.load(book + member * K_HEADER + K_STATUS) == K_GRANTED
-        length = tl.load(book + member * K_HEADER + K_BYTES)
+        granted, length = granted_bytes(book, member)
     # Masked off where the token has no row here: it may be garbage, and need not be read.
     any_row = tl.zeros((TOKENS,), tl.int32) - 1
     for k in tl.static_range(K):

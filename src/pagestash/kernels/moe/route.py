@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagestash.kernels.backend import choose, tl, triton
+from pagestash.kernels.backend import cdiv, choose, power_of_two, tl, triton
 
 BLOCK = 128
 """Entries a program ranks: it compares all pairs, `PART` columns at a time."""
@@ -91,10 +91,10 @@ def multihot(
         return multihot_reference(ids_TK, weights_TK, experts)
     chosen = torch.empty(tokens, experts, dtype=torch.bool, device=ids_TK.device)
     dense = torch.empty(tokens, experts, dtype=weights_TK.dtype, device=ids_TK.device)
-    block = triton.next_power_of_2(experts)
+    block = power_of_two(experts)
     together = max(1, 1024 // block)
     if tokens:
-        _multihot_kernel[(triton.cdiv(tokens, together),)](
+        _multihot_kernel[(cdiv(tokens, together),)](
             ids_TK.contiguous(),
             weights_TK.contiguous(),
             chosen.view(torch.uint8),
@@ -297,7 +297,7 @@ def _launch(
     ids_TK: torch.Tensor, first: int, tokens: torch.Tensor | None, over: torch.Tensor | None, out: Routing
 ) -> None:
     entries, choices, experts = ids_TK.numel(), ids_TK.shape[1], out.counts.numel()
-    blocks = max(1, triton.cdiv(entries, BLOCK))
+    blocks = max(1, cdiv(entries, BLOCK))
     blocks_EB = torch.empty(experts, blocks, dtype=torch.int32, device=ids_TK.device)
     limit = ids_TK if tokens is None else tokens
     shared = {"K": choices, "LIMITED": tokens is not None, "BLOCK": BLOCK, "PART": PART}
@@ -317,6 +317,6 @@ def _launch(
         experts,
         out.order.numel(),
         FLAGGED=over is not None,
-        EXPERTS=triton.next_power_of_2(experts),
+        EXPERTS=power_of_two(experts),
         **shared,
     )

@@ -5,7 +5,7 @@
 
 import torch
 
-from pagestash.kernels.backend import choose, tl, triton
+from pagestash.kernels.backend import cdiv, choose, power_of_two, tl, triton
 
 LOWEST = torch.finfo(torch.float32).min
 """What -inf and NaN count as: still better than an expert that was already taken."""
@@ -28,10 +28,10 @@ def topk(scores: torch.Tensor, k: int, *, backend: str = "auto") -> torch.Tensor
             torch.sort(clean, dim=1, descending=True, stable=True).indices[:, :k].to(torch.int32).contiguous()
         )
     ids = torch.empty(tokens, k, dtype=torch.int32, device=scores.device)
-    block = triton.next_power_of_2(experts)
+    block = power_of_two(experts)
     together = max(1, ELEMENTS // block)
     if tokens:
-        _topk_kernel[(triton.cdiv(tokens, together),)](
+        _topk_kernel[(cdiv(tokens, together),)](
             scores.contiguous(), ids, tokens, experts, K=k, TOKENS=together, BLOCK=block
         )
     return ids

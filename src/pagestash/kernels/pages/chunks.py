@@ -5,13 +5,13 @@ from pagestash.kernels.pages.layout import K_HOST_BASE
 
 
 @triton.jit
-def page_address(page, device_slab, host_slab, PAGE: tl.constexpr):
+def page_address(page, device_slab, host_slab, PAGE: tl.constexpr, HOST_BASE: tl.constexpr = K_HOST_BASE):
     """The first byte of a page of either tier; slabs are pointers to bytes, or addresses as integers."""
     # 64-bit before the product: a slab may be larger than 4 GiB. Chosen, not branched on: a branch would wait
     # for the page's number before the bytes that go there are even asked for.
-    on_device = page < K_HOST_BASE
-    # (Moving the host slab's base back by K_HOST_BASE pages instead would cost a restore 2 %.)
-    index = tl.where(on_device, page, page - K_HOST_BASE).to(tl.int64)
+    on_device = page < HOST_BASE
+    # (Moving the host slab's base back by HOST_BASE pages instead would cost a restore 2 %.)
+    index = tl.where(on_device, page, page - HOST_BASE).to(tl.int64)
     return tl.where(on_device, device_slab, host_slab) + index * PAGE
 
 

@@ -7,7 +7,17 @@ import torch
 from pagestash.kernels.backend import tl, triton
 from pagestash.kernels.pages.chunks import page_address
 from pagestash.kernels.pages.copy import copy_reference
-from pagestash.kernels.pages.layout import HEADER, Header, PoolMemory, Span, Status
+from pagestash.kernels.pages.layout import (
+    HEADER,
+    K_BYTES,
+    K_GRANTED,
+    K_HEADER,
+    K_STATUS,
+    Header,
+    PoolMemory,
+    Span,
+    Status,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +35,15 @@ class Pages:
         return self.book[self.member * HEADER + Header.STATUS] == Status.GRANTED
 
 
-def widest_block(width: int, most: int, element_size: int, pages: Pages | None) -> int:
+def page_bytes(pages: Pages | None) -> int | None:
+    """The bytes of one of `pages`; None where there are none."""
+    return None if pages is None else pages.memory.page_bytes
+
+
+def widest_block(width: int, most: int, element_size: int, page: int | None) -> int:
     """Columns a tile may have: a power of two, no longer than a page, dividing the width if it can."""
-    if pages is not None:
-        in_page = pages.memory.page_bytes // element_size
+    if page is not None:
+        in_page = page // element_size
         most = min(most, in_page & -in_page)
     block = min(width & -width, most)
     if block < min(most, 64):
@@ -58,6 +73,23 @@ def copy_rows(pages: Pages, buffer: torch.Tensor, *, to_pages: bool) -> None:
     if bool(pages.granted):
         flat, spans = [buffer.view(-1).view(torch.uint8)], [pages.span]
         copy_reference(pages.memory, flat, spans, [pages.member], pages.book, to_pages=to_pages, tiers="both")
+
+
+@triton.jit
+def granted_bytes(
+    book,
+    member,
+    HEADER: tl.constexpr = K_HEADER,
+    STATUS: tl.constexpr = K_STATUS,
+    BYTES: tl.constexpr = K_BYTES,
+    GRANTED: tl.constexpr = K_GRANTED,
+):
+    """Whether a tensor has pages, and its valid bytes.
+
+    The numbers of the layout are defaults: globals that a kernel reads are compared at each launch, 1 µs each.
+    """
+    header = book + member * HEADER
+    return tl.load(header + STATUS) == GRANTED, tl.load(header + BYTES)
 
 
 @triton.jit

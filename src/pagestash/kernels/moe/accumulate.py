@@ -10,7 +10,8 @@ What moves: the rows of each expert that has any, and its matrix once in and onc
 
 import torch
 
-from pagestash.kernels.backend import choose, interpreted, launching_on, multiprocessors, tl, triton
+from pagestash.kernels.backend import launching_on, multiprocessors, tl, triton
+from pagestash.kernels.moe.dots import dot_backend, load_tile, rows_of_experts, sum_dtype
 
 BLOCK_M = 128
 BLOCK_N = 256
@@ -40,9 +41,7 @@ def accumulate_(
         )
     if not (out_EMN.is_contiguous() and a_RM.is_contiguous() and b_RN.is_contiguous()):
         raise ValueError("out, a and b: expected contiguous tensors")
-    # The interpreter's dot takes the bits of a bfloat16 for an integer.
-    unfit = out_EMN.dtype == torch.float64 or (interpreted() and out_EMN.dtype == torch.bfloat16)
-    if unfit or choose(out_EMN.device, backend) == "torch":
+    if dot_backend(out_EMN, backend) == "torch":
         accumulate_reference(out_EMN, a_RM, b_RN, offsets_E)
     elif out_EMN.numel() and a_RM.shape[0]:
         with launching_on(out_EMN.device):
@@ -66,13 +65,10 @@ def accumulate_(
 def accumulate_reference(
     out_EMN: torch.Tensor, a_RM: torch.Tensor, b_RN: torch.Tensor, offsets_E: torch.Tensor
 ) -> None:
-    wide = torch.float64 if out_EMN.dtype == torch.float64 else torch.float32
-    start = 0
-    for expert, end in enumerate(offsets_E.tolist()):
-        if end > start:
-            product = a_RM[start:end].t().to(wide) @ b_RN[start:end].to(wide)
-            out_EMN[expert] = (out_EMN[expert].to(wide) + product).to(out_EMN.dtype)
-        start = end
+    wide = sum_dtype(out_EMN.dtype)
+    for expert, rows in rows_of_experts(offsets_E):
+        product = a_RM[rows].t().to(wide) @ b_RN[rows].to(wide)
+        out_EMN[expert] = (out_EMN[expert].to(wide) + product).to(out_EMN.dtype)
 
 
 @triton.jit
@@ -105,13 +101,9 @@ def _accumulate_kernel(
                 for first in range(start, end, BLOCK_ROWS):
                     row = (first + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
                     inside = row < end
-                    # Rows past the end belong to another expert, or are garbage: both operands become zero.
-                    left = tl.load(
-                        a + row[:, None] * m + at_m[None, :], mask=inside[:, None] & in_m[None, :], other=0.0
-                    )
-                    right = tl.load(
-                        b + row[:, None] * n + at_n[None, :], mask=inside[:, None] & in_n[None, :], other=0.0
-                    )
+                    # Rows past the end belong to another expert: both operands become zero.
+                    left = load_tile(a, row, at_m, m, 1, inside, in_m)
+                    right = load_tile(b, row, at_n, n, 1, inside, in_n)
                     total = tl.dot(tl.trans(left), right, total, input_precision="ieee")
                 matrix = (tl.zeros((), tl.int64) + expert) * m * n
                 place = out + matrix + at_m.to(tl.int64)[:, None] * n + at_n[None, :]

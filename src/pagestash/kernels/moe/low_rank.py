@@ -10,7 +10,8 @@ most part, so each value is read and written once, and rounded once. Rows after 
 
 import torch
 
-from pagestash.kernels.backend import choose, interpreted, launching_on, tl, triton
+from pagestash.kernels.backend import cdiv, launching_on, power_of_two, tl, triton
+from pagestash.kernels.moe.dots import dot_backend, load_tile, rows_of_experts, sum_dtype
 
 BLOCK_R = 128
 BLOCK_M = 128
@@ -39,12 +40,10 @@ def add_product_(
         )
     if not (out_RM.is_contiguous() and left_RK.is_contiguous()):
         raise ValueError("out and left: expected contiguous tensors")
-    # The interpreter's dot takes the bits of a bfloat16 for an integer.
-    unfit = out_RM.dtype == torch.float64 or (interpreted() and out_RM.dtype == torch.bfloat16)
-    if unfit or choose(out_RM.device, backend) == "torch":
+    if dot_backend(out_RM, backend) == "torch":
         add_product_reference_(out_RM, left_RK, right_EKM, ends_E)
     elif out_RM.numel():
-        grid = (triton.cdiv(rows, BLOCK_R), triton.cdiv(columns, BLOCK_M))
+        grid = (cdiv(rows, BLOCK_R), cdiv(columns, BLOCK_M))
         with launching_on(out_RM.device):
             _add_kernel[grid](
                 out_RM,
@@ -54,11 +53,11 @@ def add_product_(
                 columns,
                 *right_EKM.stride(),
                 E=experts,
-                EXPERTS=triton.next_power_of_2(experts),
+                EXPERTS=power_of_two(experts),
                 RANK=rank,
                 BLOCK_R=BLOCK_R,
                 BLOCK_M=BLOCK_M,
-                BLOCK_K=min(BLOCK_K, max(16, triton.next_power_of_2(rank))),
+                BLOCK_K=min(BLOCK_K, max(16, power_of_two(rank))),
                 num_warps=8,
             )
     return out_RM
@@ -67,13 +66,10 @@ def add_product_(
 def add_product_reference_(
     out_RM: torch.Tensor, left_RK: torch.Tensor, right_EKM: torch.Tensor, ends_E: torch.Tensor
 ) -> None:
-    wide = torch.float64 if out_RM.dtype == torch.float64 else torch.float32
-    start = 0
-    for expert, end in enumerate(ends_E.tolist()):
-        if end > start:
-            product = left_RK[start:end].to(wide) @ right_EKM[expert].to(wide)
-            out_RM[start:end] = (out_RM[start:end].to(wide) + product).to(out_RM.dtype)
-        start = max(start, end)
+    wide = sum_dtype(out_RM.dtype)
+    for expert, rows in rows_of_experts(ends_E):
+        product = left_RK[rows].to(wide) @ right_EKM[expert].to(wide)
+        out_RM[rows] = (out_RM[rows].to(wide) + product).to(out_RM.dtype)
 
 
 @triton.jit
@@ -115,17 +111,9 @@ def _add_kernel(
             matrix = right + (tl.zeros((), tl.int64) + expert) * expert_stride
             for before in tl.static_range(0, RANK, BLOCK_K):
                 k = before + tl.arange(0, BLOCK_K)
-                # Rows of other experts become zero: they may be garbage.
-                a = tl.load(
-                    left + row.to(tl.int64)[:, None] * RANK + k[None, :],
-                    mask=own[:, None] & (k < RANK)[None, :],
-                    other=0.0,
-                )
-                b = tl.load(
-                    matrix + k[:, None] * rank_stride + at[None, :] * column_stride,
-                    mask=(k < RANK)[:, None] & inside[None, :],
-                    other=0.0,
-                )
+                # Rows of other experts become zero.
+                a = load_tile(left, row.to(tl.int64), k, RANK, 1, own, k < RANK)
+                b = load_tile(matrix, k, at, rank_stride, column_stride, k < RANK, inside)
                 total = tl.dot(a, b, total, input_precision="ieee")
             start = end
         tl.store(place, total.to(out.dtype.element_ty), mask=mask)

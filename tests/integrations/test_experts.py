@@ -1,7 +1,9 @@
 """The experts implementation `"pagestash"`: transformers' numbers, our saved bytes, rules by name."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
 from pagestash.integrations.hf import experts as ours  # noqa: E402
 from pagestash.kernels import backend as backends  # noqa: E402
+from pagestash.moe.saving import Half  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -143,21 +146,86 @@ def test_the_parts_go_where_their_rules_send_them():
     assert keeper.reservations > 0
 
 
-def test_saved_are_the_tokens_and_the_first_projection():
-    model = tiny("Qwen3-MoE", experts="pagestash", dtype=torch.bfloat16)
-    experts = model.model.layers[0].mlp.experts
-    tokens, width, inner, choices = 24, 32, 16, 2
-    x = torch.randn(tokens, width, dtype=torch.bfloat16, requires_grad=True)
-    ids = torch.rand(tokens, 4).argsort(1)[:, :choices]
-    weights = torch.rand(tokens, choices, dtype=torch.bfloat16, requires_grad=True)
+TOKENS, WIDTH, INNER, CHOICES = 24, 32, 16, 2
+
+
+def given(dtype=torch.bfloat16):
+    """Tokens, chosen experts and their weights, the same each time."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(TOKENS, WIDTH, generator=generator).to(dtype).requires_grad_()
+    ids = torch.rand(TOKENS, 4, generator=generator).argsort(1)[:, :CHOICES]
+    return x, ids, torch.rand(TOKENS, CHOICES, generator=generator).to(dtype).requires_grad_()
+
+
+def saved_bytes(experts, dtype=torch.bfloat16):
+    """Of floating-point tensors that are no parameters, which a forward saves."""
+    x, ids, weights = given(dtype)
     saved = {}
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: saved.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor
     ):
         experts(x, ids, weights)
     parameters = {parameter.data_ptr() for parameter in experts.parameters()}
-    large = sum(each.nbytes for at, each in saved.items() if at not in parameters and each.dtype == x.dtype)
-    assert large == 2 * tokens * width + 4 * tokens * choices * inner
+    return sum(each.nbytes for at, each in saved.items() if at not in parameters and each.dtype == dtype)
+
+
+def test_saved_are_the_tokens_the_weights_and_the_first_projection():
+    experts = tiny("Qwen3-MoE", experts="pagestash", dtype=torch.bfloat16).model.layers[0].mlp.experts
+    wanted = 2 * TOKENS * WIDTH + 2 * TOKENS * CHOICES + 4 * TOKENS * CHOICES * INNER
+    assert saved_bytes(experts) == wanted
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "gpt-oss"])
+def test_weights_in_bf16_give_the_bits_of_their_float32_copy(family):
+    experts = tiny(family, experts="pagestash", dtype=torch.bfloat16).model.layers[0].mlp.experts
+
+    def run(wide):
+        x, ids, weights = given()
+        y = experts(x, ids, weights.float() if wide else weights)
+        return y, *torch.autograd.grad(y.float().square().sum(), [x, weights, *experts.parameters()])
+
+    assert same(run(wide=False), run(wide=True))
+
+
+def test_what_a_module_was_asked_for_holds_from_the_next_call_on():
+    model = tiny("Qwen3-MoE", experts="pagestash", dtype=torch.bfloat16)
+    report = pagestash.hf.optimize(model)
+    experts = model.model.layers[0].mlp.experts
+    plain, projection = saved_bytes(experts), 4 * TOKENS * CHOICES * INNER
+    for module in (experts.moe_act, experts):
+        module.use_recompute(True)
+        assert saved_bytes(experts) == plain - projection
+        module.use_recompute(False)
+        assert saved_bytes(experts) == plain
+    gradients = []
+    for half in (Half(weights=False), Half(inputs=False), None):
+        experts.use_half(half)
+        x, ids, weights = given()
+        y = experts(x, ids, weights)
+        gradients.append(torch.autograd.grad(y.sum(), [x, experts.down_proj], allow_unused=True))
+    (of_x, no_weight), (no_x, of_weight), both = gradients
+    assert no_weight is None
+    assert no_x is None
+    assert same((of_x, of_weight), both)
+    model.double()
+    assert saved_bytes(experts, torch.float64) == 4 * (plain - 2 * TOKENS * CHOICES)  # the weights in float32
+    model.bfloat16()
+    report.undo()
+    assert saved_bytes(experts) == plain
+
+
+def test_a_pool_goes_with_its_keeper():
+    model = tiny("Qwen3-MoE", experts="pagestash")
+    pagestash.hf.optimize(model)
+    keeper = ps.Keeper(ps.Policy(rules=[ps.Rule("**.moe_act", "stash", min_bytes=0)])).attach(model)
+    for _ in range(2):
+        with keeper.step():
+            run(model)
+    pool = weakref.ref(keeper.pool)
+    keeper.detach()
+    del keeper
+    gc.collect()
+    assert pool() is None
 
 
 def test_without_gradients_transformers_runs_its_own(monkeypatch):

@@ -39,23 +39,23 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.moe import gated
 from pagestash.kernels.moe.accumulate import accumulate_
 from pagestash.kernels.moe.ends import cut_ends, missing_ends
 from pagestash.kernels.moe.grouped import grouped_mm
-from pagestash.kernels.moe.permute import combine, permute, permute_split, weight_gradient
+from pagestash.kernels.moe.permute import combine, permute, permute_split
 from pagestash.kernels.moe.route import Routing
 from pagestash.kernels.moe.row_info import RowInfo
+from pagestash.moe.bias import bias_gradient, down_bias_gradient, weights_gradient_of_bias
 from pagestash.moe.lease import Lease, pages_of
 from pagestash.moe.projection import LowRank, Projection, Read, Weight
 from pagestash.moe.saving import BlockOptions
 from pagestash.saved.fused import claim, fused
+from pagestash.saved.region import frames
 from pagestash.torch_internals import keeps_graph
 
-COLUMNS = 16
-"""The narrowest operand that `grouped_mm`'s alignment allows on every backend."""
 OF_WEIGHTS = ("up", "down", "up_bias", "down_bias", "up_a", "up_b", "down_a", "down_b")
 """The inputs that are weights: a pipeline schedule may ask for their gradients in a half of its own."""
 
@@ -81,8 +81,7 @@ class Pair:
         return self.excess if self.expected is None else torch.cat([self.expected, self.excess])
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """Into how many expected rows and rows in excess the capacity is cut."""
 
     expected: int
@@ -100,6 +99,18 @@ class Form(NamedTuple):
     def weight(self, stored: torch.Tensor, a_EKI: torch.Tensor | None, b_EOK: torch.Tensor | None) -> Weight:
         update = None if a_EKI is None or b_EOK is None else LowRank(a_EKI, b_EOK, self.scale)
         return Weight(stored, None, update, self.read)
+
+
+class Call(NamedTuple):
+    """What a call of the block needs besides the tensors that may require a gradient."""
+
+    ids_TK: torch.Tensor | None
+    routing: Routing
+    expected_ends_E: torch.Tensor | None
+    excess_ends_E: torch.Tensor | None
+    cut: Cut
+    options: BlockOptions
+    forms: tuple[Form, Form]
 
 
 def routed_experts(
@@ -123,24 +134,33 @@ def routed_experts(
     weights_TK, ids_TK = weights_TK.contiguous(), None if ids_TK is None else ids_TK.contiguous()
     capacity = routing.order.numel()
     expected = min(max(expected_rows, 0), capacity) if received else 0
-    ends = cut_ends(routing.offsets, expected) if expected else (None, None)
+    expected_ends, excess_ends = cut_ends(routing.offsets, expected) if expected else (None, None)
     cut = Cut(expected, capacity - expected, received)
     up_a, up_b, up_scale = up.update or (None, None, 1.0)
     down_a, down_b, down_scale = down.update or (None, None, 1.0)
     forms = Form(up_scale, up.read), Form(down_scale, down.read)
+    call = Call(ids_TK, routing, expected_ends, excess_ends, cut, options, forms)
     with fused(*up.tensors(), *down.tensors()):
         return RoutedExperts.apply(
-            x_TD, weights_TK, up.stored, down.stored, up.bias_EO, down.bias_EO, up_a, up_b, down_a, down_b, ids_TK,
-            routing, *ends, cut, options, forms,
-        )  # fmt: skip
+            x_TD,
+            weights_TK,
+            up.stored,
+            down.stored,
+            up.bias_EO,
+            down.bias_EO,
+            up_a,
+            up_b,
+            down_a,
+            down_b,
+            call,
+        )
 
 
 class RoutedExperts(torch.autograd.Function):
     """See `routed_experts`, and the top of the file for what it saves."""
 
     inputs = (
-        "x", "weights", "up", "down", "up_bias", "down_bias", "up_a", "up_b", "down_a", "down_b", "ids", "routing",
-        "expected_ends", "excess_ends", "cut", "options", "forms",
+        "x", "weights", "up", "down", "up_bias", "down_bias", "up_a", "up_b", "down_a", "down_b", "call",
     )  # fmt: skip
 
     @staticmethod
@@ -156,23 +176,19 @@ class RoutedExperts(torch.autograd.Function):
         up_b_EHK: torch.Tensor | None,
         down_a_EKN: torch.Tensor | None,
         down_b_EDK: torch.Tensor | None,
-        ids_TK: torch.Tensor | None,
-        routing: Routing,
-        expected_ends_E: torch.Tensor | None,
-        excess_ends_E: torch.Tensor | None,
-        cut: Cut,
-        options: BlockOptions,
-        forms: tuple[Form, Form],
+        call: Call,
     ) -> torch.Tensor:
+        ids_TK, routing, expected_ends_E, excess_ends_E, cut, options, forms = call
         up = Projection.of(forms[0].weight(up_stored, up_a_EKD, up_b_EHK), x_TD)
         down = Projection.of(forms[1].weight(down_stored, down_a_EKN, down_b_EDK), x_TD)
         up_bias, down_bias = in_dtype_of(x_TD, up_bias_EH, down_bias_ED)
         h_columns, a_columns = up.weight_EOI.shape[1], down.weight_EOI.shape[2]
         order, inverse_TK, capacity = routing.order, routing.inverse, routing.order.numel()
         ends = Pair(expected_ends_E, routing.offsets if excess_ends_E is None else excess_ends_E)
-        assert ends.excess is not None
-        excess_rows = ends.excess[-1:]
-        info = RowInfo(routing.rows, weights_TK, order, up_bias, routing.offsets, options.interleaved)
+        excess_rows = rows = routing.rows
+        if excess_ends_E is not None:
+            excess_rows = excess_ends_E[-1:]
+        info = RowInfo(rows, weights_TK, order, up_bias, routing.offsets, options.interleaved)
         to_pages = options.needs_backward and cut.excess > 0
         x_lease, x_excess_RD, h_room, a_room = None, None, None, None
         if cut.received:
@@ -217,14 +233,8 @@ class RoutedExperts(torch.autograd.Function):
             bias_weights_TK=weights_TK if down_bias is not None else None,
         )
         tokens_TD = x_TD if not cut.received and _asks_for_rows(ctx, options) else None
-        options.x.save(tokens_TD)
-        for saving, rows in ((options.x, x), (options.h, h)):
-            saving.save(rows.expected, sized=True)
-            saving.save(rows.excess, rows=excess_rows, capacity=cut.excess)
-        if cut.expected:
-            claim(None, order, sized=True)
-        else:
-            claim(None, order, rows=excess_rows, capacity=capacity)
+        if frames():
+            _claim(tokens_TD, x, h, order, excess_rows, cut, options)
         ctx.save_for_backward(
             tokens_TD, weights_TK, up_stored, down_stored, up_bias_EH, down_bias_ED, up_a_EKD, up_b_EHK,
             down_a_EKN, down_b_EDK, ids_TK, routing.offsets, order, inverse_TK, expected_ends_E, excess_ends_E,
@@ -235,7 +245,7 @@ class RoutedExperts(torch.autograd.Function):
         return y_TD
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (
             tokens_TD, weights_TK, up_stored, down_stored, up_bias, down_bias, up_a, up_b, down_a, down_b, ids_TK,
@@ -293,8 +303,29 @@ class RoutedExperts(torch.autograd.Function):
             dx_expected = _of(up.input_gradient, dh.take_expected(), dinner.expected, ends.expected)
             dx_excess = _of(up.input_gradient, dh.excess, dinner.excess, ends.excess)
             dx_TD = combine(dx_excess, inverse_TK, expected_SD=dx_expected)
-        gradients = dx_TD, dweights_TK, dup, ddown, dup_bias, ddown_bias, dup_a, dup_b, ddown_a, ddown_b
-        return (*gradients, *[None] * 7)
+        if dweights_TK is not None and ctx.needs_input_grad[1]:
+            dweights_TK = dweights_TK.to(weights_TK.dtype)
+        return dx_TD, dweights_TK, dup, ddown, dup_bias, ddown_bias, dup_a, dup_b, ddown_a, ddown_b, None
+
+
+def _claim(
+    tokens_TD: torch.Tensor | None,
+    x: Pair,
+    h: Pair,
+    order: torch.Tensor,
+    excess_rows: torch.Tensor,
+    cut: Cut,
+    options: BlockOptions,
+) -> None:
+    """Tell a keeper whose the tensors are that autograd saves next, and how many of their rows are valid."""
+    options.x.save(tokens_TD)
+    for saving, rows in ((options.x, x), (options.h, h)):
+        saving.save(rows.expected, sized=True)
+        saving.save(rows.excess, rows=excess_rows, capacity=cut.excess)
+    if cut.expected:
+        claim(None, order, sized=True)
+    else:
+        claim(None, order, rows=excess_rows, capacity=cut.excess)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,40 +459,3 @@ def needs(ctx: Any, name: str) -> bool:
     if half is not None and not (half.weights if name in OF_WEIGHTS else half.inputs):
         return False
     return ctx.needs_input_grad[ctx.inputs.index(name)]
-
-
-def weights_gradient_of_bias(
-    dy_TD: torch.Tensor, down_bias_ED: torch.Tensor, ids_TK: torch.Tensor, inverse_TK: torch.Tensor
-) -> torch.Tensor:
-    """What a bias that `combine` adds gives to the gradient of the weights [T, K].
-
-    A slot that is no choice's (padding) holds garbage, perhaps NaN, and is not read.
-    """
-    chosen_TK = torch.where(inverse_TK >= 0, ids_TK, -1).contiguous()
-    return weight_gradient(down_bias_ED.contiguous(), chosen_TK, dy_TD)
-
-
-def down_bias_gradient(
-    dy_TD: torch.Tensor,
-    dy_RD: torch.Tensor,
-    weights_TK: torch.Tensor,
-    inverse_TK: torch.Tensor,
-    offsets_E: torch.Tensor,
-) -> torch.Tensor:
-    """The gradient [E, D] of a bias that `combine` adds; `dy_RD` is `dy_TD` in expert order.
-
-    It sums by row, so an expert that a token chose twice counts twice. Padding is not read.
-    """
-    # The weight of each row, as wide as `bias_gradient`'s column of ones.
-    ones_TC = dy_TD.new_ones(dy_TD.shape[0], COLUMNS)
-    column_RC = permute(ones_TC, inverse_TK, dy_RD.shape[0], weights_TK.contiguous())
-    return bias_gradient(dy_RD, offsets_E, column_RC)
-
-
-def bias_gradient(
-    gradient_RD: torch.Tensor, offsets_E: torch.Tensor, column_RC: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The sum of each expert's rows, times their entry of the column if given: a product, so its order is fixed."""
-    if column_RC is None:
-        column_RC = gradient_RD.new_ones(gradient_RD.shape[0], COLUMNS)
-    return grouped_mm(gradient_RD.t(), column_RC, offsets_E)[..., 0].contiguous()

@@ -1,6 +1,5 @@
 """`Experts`: the routed experts of one rank, run as one fused block."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,6 +50,7 @@ class Experts(SelfSaving):
         self.use_pool(pool, account)
         # In a tuple, where they are not registered: they have one name each, in the layer.
         self._parts = parts
+        self._last_options: BlockOptions | None = None
         self._rows = Capacity(config.capacity)
         self._most = 0
         self.over_capacity: torch.Tensor
@@ -59,21 +59,10 @@ class Experts(SelfSaving):
     @run_as_it_is
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         over = None if self.config.drop else self.over_capacity
-        fc1, act, fc2 = self._parts
+        fc1, _, fc2 = self._parts
         up, down = fc1(), fc2()
         recomputed = in_recompute()
-        x_saving = replace(self._saving_of(fc1), recompute=False)
-        if recomputed:
-            # A recomputed forward needs the rows, too: what autograd saves is one for both, and in the same home.
-            x_saving = replace(x_saving, pool=None)
-        options = BlockOptions(
-            activation=self.config.activation,
-            interleaved=self._interleaved,
-            x=x_saving,
-            h=self._saving_of(act),
-            needs_backward=needs_backward(x, *up.tensors(), *down.tensors()),
-            half=self.backward_half,
-        )
+        options = self._options_for(recomputed, needs_backward(x, *up.tensors(), *down.tensors()))
         dispatch = self.dispatch
         if dispatch is None:
             routing = once(lambda: self._route(ids, over))
@@ -109,12 +98,43 @@ class Experts(SelfSaving):
         self._rows.observe(routing.counts)
         return routing
 
-    def _saving_of(self, part: SelfSaving) -> Saving:
-        """By the part's own rule, where it has one, else by that of this module."""
-        own = part.saving()
-        if own.pool is not None or own.recompute or has_rule(part):
-            return own
-        return replace(self.saving(), module=part)
+    def _options_for(self, recomputed: bool, needs_backward: bool) -> BlockOptions:
+        """The options of a call. Those of the last one serve again, if nothing is different."""
+        fc1, act, _ = self._parts
+        by_fc1, by_act = self._ruled_by(fc1), self._ruled_by(act)
+        activation, half = self.config.activation, self.backward_half
+        last = self._last_options
+        if (
+            last is not None
+            and last.needs_backward is needs_backward
+            and last.h.recompute is by_act.recomputes
+            and last.half is half
+            and last.activation is activation
+            and by_fc1.pool is None
+            and by_act.pool is None
+        ):
+            return last
+        # A recomputed forward needs the rows, too: what autograd saves is one for both, and in the same home.
+        x_pool = None if recomputed else by_fc1.pool
+        options = BlockOptions(
+            activation=activation,
+            interleaved=self._interleaved,
+            x=Saving(module=fc1, pool=x_pool, account=by_fc1.account),
+            h=Saving(module=act, pool=by_act.pool, account=by_act.account, recompute=by_act.recomputes),
+            needs_backward=needs_backward,
+            half=half,
+        )
+        # Not with a pool: that must be free to go when its keeper does.
+        self._last_options = options if by_fc1.pool is None and by_act.pool is None else None
+        return options
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has parts of its own."""
+        return super().__getstate__() | {"_last_options": None}
+
+    def _ruled_by(self, part: SelfSaving) -> SelfSaving:
+        """The part, where it has a rule of its own; else this module, whose rule then holds for the part."""
+        return part if part.pool is not None or part.recomputes or has_rule(part) else self
 
     @property
     def capacity(self) -> int | None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.moe.route import multihot
 from pagestash.kernels.moe.topk import topk
 from pagestash.moe.config import MoEConfig
@@ -157,7 +157,7 @@ class _Weigh(torch.autograd.Function):
         return weights_TK, aux
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dweights_TK: torch.Tensor, daux: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TD, weight_ED, ids_TK, counts_E = ctx.saved_tensors
         logits_TE = logits_of(x_TD, weight_ED).requires_grad_()

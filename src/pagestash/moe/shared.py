@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.moe import gated
 from pagestash.kernels.moe.grouped import grouped_mm
 from pagestash.kernels.moe.row_info import RowInfo
@@ -80,7 +80,7 @@ class SharedBlock(torch.autograd.Function):
         return y_TD
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TD, up_1HD, down_1DN, ends, h_TH = ctx.saved_tensors
         lease, comes_again, recomputed = ctx.lease, keeps_graph(), h_TH is None

@@ -9,7 +9,7 @@ These functions tell the keeper whose tensors are whose. Outside a step, and in 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -19,11 +19,18 @@ from pagestash.saved.region import Region, frames, region, replaying
 from pagestash.saved.storage import storage_keys
 from pagestash.torch_internals import storage_key
 
+_NO_REGION = nullcontext()
+
+
+@hidden
+def fused(*weights: torch.Tensor | None) -> AbstractContextManager[None]:
+    """A region for one fused operation, with `weights` that are other modules' and stay where they are."""
+    return _region_of(weights) if frames() else _NO_REGION
+
 
 @contextmanager
 @hidden
-def fused(*weights: torch.Tensor | None) -> Iterator[None]:
-    """A region for one fused operation, with `weights` that are other modules' and stay where they are."""
+def _region_of(weights: tuple[torch.Tensor | None, ...]) -> Iterator[None]:
     with region():
         current = frames()
         if current:

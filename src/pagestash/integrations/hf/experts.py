@@ -7,9 +7,9 @@ What the block cannot run (`layouts.py` decides) goes to transformers' `grouped_
 each class; without gradients (evaluation, `generate`) all of it does. An id that is no expert's (transformers marks
 the choices of other ranks so) costs no row.
 
-Saved for backward in bf16: `2·T·d + 4·T·K·n` bytes and indices; without a gate, `2·T·d + 2·T·K·n`. Rules can name
-the module, and in it `expert_fc1`, `moe_act` and `expert_fc2`, as in `pagestash.moe`, once `optimize(model)` has
-put them there.
+Saved for backward in bf16: `2·T·d + 4·T·K·n` bytes, indices and weights; without a gate, `2·T·d + 2·T·K·n`. Rules
+can name the module, and in it `expert_fc1`, `moe_act` and `expert_fc2`, as in `pagestash.moe`, once
+`optimize(model)` has put them there.
 """
 
 import warnings
@@ -35,6 +35,9 @@ NAME = "pagestash"
 PARTS = ("expert_fc1", "moe_act", "expert_fc2")
 HIDDEN = "_pagestash_experts"
 """The attribute of a module of transformers that has what runs it. It is no child: it has no name of its own."""
+
+READ_AS_FLOAT32 = (torch.bfloat16, torch.float16)
+"""Weights that the kernels widen as they read them, to what a copy in float32 would be. A dispatch sends a copy."""
 
 AROUND = ("transformers.distributed.", "pagestash.integrations.hf.expert_parallel")
 """Whose forwards, on a module of experts, do what expert parallelism needs around the module's own."""
@@ -75,8 +78,11 @@ def experts_forward(
         without_autocast = torch.autocast(device, enabled=False)
     if runs.over_capacity.device != x.device:
         runs.to(x.device)
+    weights = top_k_weights
+    if weights.dtype not in READ_AS_FLOAT32 or runs.dispatch is not None:
+        weights = weights.float()
     with without_autocast:
-        return runs(x.contiguous(), top_k_weights.float().contiguous(), top_k_index).to(dtype)
+        return runs(x.contiguous(), weights, top_k_index).to(dtype)
 
 
 def runs_now(module: nn.Module) -> Experts | None:

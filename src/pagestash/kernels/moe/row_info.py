@@ -6,15 +6,14 @@ turn (`interleaved`). Without a gate H = N. E experts.
 Each question is answered twice, for the torch reference and in Triton.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from pagestash.kernels.backend import tl, triton
 
 
-@dataclass(frozen=True, slots=True)
-class RowInfo:
+class RowInfo(NamedTuple):
     """What belongs to rows: how many are valid, and the weight and the bias of each.
 
     `weights` is flat; row r has weight `weights[order[r]]`, or `weights[r]` without an order. `bias` [E, H]

@@ -104,9 +104,7 @@ def replace_attention(
             report.on_undo(partial(delattr, module, CORE))
             report.replace("attention", name, module, f"a {CORE} that rules can name")
         if ours:
-            copy = _copy(type(module), ours)
-            theirs = {each: globals_used[each] for each in ours}
-            report.put_forward(module, copy, partial(copy.__globals__.update, theirs))
+            report.put_forward(module, _copy(type(module), ours))
 
 
 def _names_of(kind: type) -> tuple[str, ...]:

@@ -29,10 +29,10 @@ def replace_head(model: Any, report: Report) -> None:
         report.leave("head", "(the model)", model, why)
         return
     head, state = model.lm_head, _Fusing()
-    report.put_forward(model, _model_forward(type(model).forward, state, model.loss_type), state.off)
+    report.put_forward(model, _model_forward(type(model).forward, state, model.loss_type))
     if model.base_model is not model:
         report.on_undo(model.base_model.register_forward_hook(state.body_returned).remove)
-    report.put_forward(head, _head_forward(type(head).forward, state), state.off)
+    report.put_forward(head, _head_forward(type(head).forward, state))
     report.replace("head", "(the model)", model, "the loss by chunks of logits")
 
 
@@ -143,15 +143,11 @@ class _Fusing:
     """The forwards that run now, by thread. (A compiler follows none of this but in one thread.)"""
 
     def __init__(self) -> None:
-        self.on = True
         self._calls: dict[int, list[_Call]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Fusing":
         """As functions are copied, which the forwards are: a copy of the model has the same hooks."""
         return self
-
-    def off(self) -> None:
-        self.on = False
 
     def begin(self, call: _Call) -> bool:
         """Whether `call` may be fused: not while another thread runs the same model."""
@@ -216,7 +212,6 @@ def _model_forward(theirs: Any, state: _Fusing, loss_type: Any) -> Any:
         usual = "_loss_function" not in model.__dict__ or model.loss_function.__name__ == "ForCausalLMLoss"
         return (
             skip
-            and state.on
             and given.get("labels") is not None
             and isinstance(keep, int)
             and keep == 0

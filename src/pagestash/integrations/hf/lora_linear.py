@@ -6,14 +6,13 @@ The update is a float32 tensor, too, as large as the output. Here the factors ar
 does for experts, sums are made in float32, and the input is kept as it came: one tensor for all three.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from pagestash.integrations.hf.report import Report, patched_already
+from pagestash.kernels.backward import differentiable_once
 
 
 def take_linear_adapters(modules: list[tuple[str, nn.Module]], report: Report) -> None:
@@ -24,27 +23,18 @@ def take_linear_adapters(modules: list[tuple[str, nn.Module]], report: Report) -
         if (why := patched_already(layer)) is not None:
             report.leave("lora", name, layer, why)
         else:
-            report.put_forward(layer, *_forward())
+            report.put_forward(layer, _forward)
             report.replace("lora", name, layer, "in the model's dtype, its input kept as it came")
 
 
-def _forward() -> tuple[Callable[..., torch.Tensor], Callable[[], None]]:
-    """In the place of PEFT's: another path for one plain float32 adapter of a bf16 layer. And its way off."""
-    on = True
-
-    def forward(self: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        adapter = _adapter(self, x) if on and not args and not options else None
-        if adapter is None:
-            return type(self).forward(self, x, *args, **options)
-        a, b, scale = adapter
-        result: torch.Tensor = _Adapted.apply(self.base_layer(x), x, a, b, scale)
-        return result
-
-    def off() -> None:
-        nonlocal on
-        on = False
-
-    return forward, off
+def _forward(self: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """In the place of PEFT's: another path for one plain float32 adapter of a bf16 layer."""
+    adapter = _adapter(self, x) if not args and not options else None
+    if adapter is None:
+        return type(self).forward(self, x, *args, **options)
+    a, b, scale = adapter
+    result: torch.Tensor = _Adapted.apply(self.base_layer(x), x, a, b, scale)
+    return result
 
 
 def _adapter(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float] | None:
@@ -78,7 +68,7 @@ class _Adapted(torch.autograd.Function):
         return y_TO.view(result.shape)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, inner_TK, a_KI, b_OK = ctx.saved_tensors
         dy_TO = dy.flatten(0, -2)

@@ -6,6 +6,7 @@ kernel gives. That holds for classes of models that this file has never heard of
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from pagestash.kernels.layer.rms_norm import forward_reference, rms_norm
 
 FORMS = {"Llama's": (0.0, True), "gpt-oss's": (0.0, False), "Gemma's": (1.0, False)}
 """(offset, early) by the model that has it."""
+
+PLAIN = (nn.Parameter, torch.Tensor)
 
 WIDTH = 64
 """Of the rows that a norm without a weight is tried on."""
@@ -46,26 +49,21 @@ def replace_norms(modules: list[tuple[str, nn.Module]], report: Report) -> None:
         if form is None:
             report.leave("norm", name, module, "it computes something else than the kernel")
             continue
-        report.put_forward(module, *_norm(eps, *FORMS[form]))
+        report.put_forward(module, _norm(eps, *FORMS[form]))
         report.replace("norm", name, module, f"the RMSNorm kernel, {form} rounding")
 
 
-def _norm(eps: float, offset: float, early: bool) -> tuple[Callable[..., torch.Tensor], Callable[[], None]]:
-    """A `forward` by the kernel, and what makes it the class's again."""
-    on = True
+@cache  # one function for all norms that are alike
+def _norm(eps: float, offset: float, early: bool) -> Callable[..., torch.Tensor]:
+    """A `forward` by the kernel."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = getattr(self, "weight", None)
-        plain = weight is None or type(weight) in (nn.Parameter, torch.Tensor)
-        if not on or not plain:  # of DTensors kernels know nothing
+        if weight is not None and type(weight) not in PLAIN:  # of DTensors kernels know nothing
             return type(self).forward(self, hidden_states)
         return rms_norm(hidden_states, weight, eps, offset=offset, early=early)
 
-    def off() -> None:
-        nonlocal on
-        on = False
-
-    return forward, off
+    return forward
 
 
 def _form(module: nn.Module, eps: float) -> str | None:

@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import MethodType
+from functools import update_wrapper
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -47,19 +48,20 @@ class Report:
         """Note that `module` runs `by` now."""
         self.replaced.append(Replaced(part, name, type(module).__name__, by))
 
-    def put_forward(self, module: nn.Module, ours: Callable[..., Any], off: Callable[[], None]) -> None:
-        """Let `module` run `ours` until `undo`.
+    def put_forward(self, module: nn.Module, ours: Callable[..., Any]) -> None:
+        """Let `module` run `ours(module, ...)` until `undo`.
 
         Others may wrap it later: accelerate for mixed precision, TRL for its loss. `undo` leaves their wrapper
-        where it is, and calls `off`: from then on `ours`, inside it, does what the module's class does.
+        where it is; what is inside it does from then on what the module's class does.
         """
         put: Any = module
-        put.forward = MethodType(ours, module)
-        module.__dict__[MARK] = ours
+        forward, off = _with_switch(ours)
+        put.forward = MethodType(forward, module)
+        module.__dict__[MARK] = forward
 
         def take_off() -> None:
             del module.__dict__[MARK]
-            if getattr(module.__dict__.get("forward"), "__func__", None) is ours:
+            if getattr(module.__dict__.get("forward"), "__func__", None) is forward:
                 del module.__dict__["forward"]
             else:
                 off()
@@ -84,6 +86,25 @@ class Report:
         if self.left:
             lines += ["left alone:", *_counted((each.part, each.kind, each.why) for each in self.left)]
         return "\n".join(lines)
+
+
+def _with_switch(ours: Callable[..., Any]) -> tuple[FunctionType, Callable[[], None]]:
+    """`ours` as a function of its own, and what makes it the `forward` of the module's class."""
+    runs = ours
+
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        return runs(self, *args, **options)
+
+    def off() -> None:
+        nonlocal runs
+        runs = lambda self, *args, **options: type(self).forward(self, *args, **options)  # noqa: E731
+
+    # A code object of its own: a compiler keeps what it compiled by code object, and only a few forms of it.
+    own = FunctionType(
+        forward.__code__.replace(), forward.__globals__, forward.__name__, None, forward.__closure__
+    )
+    update_wrapper(own, ours)
+    return own, off
 
 
 def _counted(entries: Iterable[tuple[str, str, str]]) -> list[str]:

@@ -4,7 +4,6 @@ A replay of a layer takes the first forward's logits, weights and ids (`ps.once`
 they went to, whatever the kernels of a second forward would round to. What the router saved for backward stays.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -22,21 +21,10 @@ def route_once(modules: list[tuple[str, nn.Module]], report: Report) -> None:
         if why is not None:
             report.leave("router", name, module, why)
             continue
-        report.put_forward(module, *_once())
+        report.put_forward(module, _forward_once)
         report.replace("router", name, module, "its choice is made once, also where its layer is recomputed")
 
 
-def _once() -> tuple[Callable[..., Any], Callable[[], None]]:
-    """A `forward` that is not replayed, and what makes it the class's again."""
-    on = True
-
-    def forward(self: Any, *args: Any, **options: Any) -> Any:
-        if not on:
-            return type(self).forward(self, *args, **options)
-        return once(lambda: type(self).forward(self, *args, **options))
-
-    def off() -> None:
-        nonlocal on
-        on = False
-
-    return forward, off
+def _forward_once(self: Any, *args: Any, **options: Any) -> Any:
+    """The class's `forward`, which is not replayed."""
+    return once(lambda: type(self).forward(self, *args, **options))

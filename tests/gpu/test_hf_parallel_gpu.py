@@ -10,15 +10,20 @@ import torch
 import torch.distributed as dist
 from support import error, same
 
-transformers = pytest.importorskip("transformers", minversion="5.7")
+pytest.importorskip("transformers", minversion="5.7")
 
-import pagestash as ps  # noqa: E402
-import pagestash.hf  # noqa: E402
-from pagestash.integrations.hf.expert_parallel import DispatchStyle  # noqa: E402
+from support.hf_gpu import CUDA, qwen, run, tokens, train
+
+import pagestash as ps
+import pagestash.hf
+from pagestash.integrations.hf.expert_parallel import DispatchStyle
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.device("cuda")
 TOKENS, CHOICES, EXPERTS = 512, 4, 16
+
+
+def batch():
+    return tokens(0, (1, TOKENS))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,48 +60,22 @@ class Style:
 
 
 def model(*, dispatched=True):
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=256,
-        moe_intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=EXPERTS,
-        num_experts_per_tok=CHOICES,
-        use_cache=False,
-    )
-    config._experts_implementation, config._attn_implementation = "pagestash", "sdpa"
-    torch.manual_seed(0)
-    made = transformers.Qwen3MoeForCausalLM(config).to(CUDA, torch.bfloat16).train()
+    made = qwen("pagestash", num_hidden_layers=2)
     if dispatched:
         for layer in made.model.layers:
             DispatchStyle(Style()).install_forward(layer.mlp.experts, Mesh())
     return made
 
 
-def batch(seed=0):
-    torch.manual_seed(seed)
-    ids = torch.randint(0, 512, (1, TOKENS), device=CUDA)
-    return {"input_ids": ids, "labels": ids}
-
-
-def run(of):
-    of.zero_grad()
-    loss = of(**batch()).loss
-    loss.backward()
-    return {"loss": loss.detach()} | {name: p.grad.clone() for name, p in of.named_parameters()}
-
-
 @pytest.mark.parametrize(
     "room", [None, {"max_tokens": TOKENS}, {"max_tokens": TOKENS, "expected_rows": 1024}]
 )
 def test_one_rank_gives_what_the_layer_alone_gives(room):
-    wanted, divided = run(model(dispatched=False)), model()
+    (wanted_loss, wanted), divided = run(model(dispatched=False), batch()), model()
     if room is not None:
         pagestash.hf.expert_parallel(divided, **room)
-    got = run(divided)
+    loss, got = run(divided, batch())
+    assert error(loss, wanted_loss) < 2e-2
     for name in wanted:
         assert error(got[name], wanted[name]) < 2e-2, name
 
@@ -117,24 +96,13 @@ def test_a_padded_layer_never_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def steps(*, graph, count=5, **room):
+def steps(*, graph, **room):
     divided = model()
     pagestash.hf.expert_parallel(divided, max_tokens=TOKENS, **room)
     pagestash.hf.optimize(divided)
-    keeper = ps.Keeper(ps.Policy(rules=[ps.Rule("**.experts", "stash", min_bytes=0)])).attach(divided)
-    optimizer = torch.optim.AdamW(divided.parameters(), lr=1e-3, fused=True, capturable=True)
-
-    def train_step(input_ids, labels):
-        loss = divided(input_ids=input_ids, labels=labels).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    step = ps.GraphedStep(train_step, keeper, optimizer=optimizer, graph=graph)
-    losses = [step(**batch(seed)) for seed in range(count)]
-    step.wait()
-    return [loss.clone() for loss in losses], [p.detach().clone() for p in divided.parameters()], step.reruns
+    rule = ps.Rule("**.experts", "stash", min_bytes=0)
+    losses, step = train(divided, rule, graph=graph, count=5, shape=(1, TOKENS))
+    return losses, [p.detach().clone() for p in divided.parameters()], step.reruns
 
 
 def test_a_captured_step_gives_the_bits_of_an_eager_one():
@@ -152,9 +120,9 @@ def test_a_step_that_had_no_room_is_run_again_as_if_it_had():
 
 def test_exact_sizes_are_refused_in_a_capture():
     divided = model()
-    run(divided)
+    run(divided, batch())
     torch.cuda.synchronize()
     given = batch()
     refused = pytest.raises(RuntimeError, match="a CUDA graph cannot hold an exchange of tokens")
     with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
-        divided(**given)
+        divided(input_ids=given, labels=given)

@@ -32,25 +32,20 @@ def test_products_are_added_to_the_rows_of_their_experts(rank, turned, rows, col
 
 
 def adapted(experts, dtype=torch.bfloat16, attention="sdpa", **options):
-    transformers = pytest.importorskip("transformers", minversion="5.7")
+    pytest.importorskip("transformers", minversion="5.7")
     peft = pytest.importorskip("peft")
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=1024, hidden_size=256, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=4,
-        use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
+    from support.hf_gpu import qwen
+
+    given = {
+        "r": 16,
+        "lora_alpha": 24,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }
     with CUDA:
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, experts_implementation=experts, attn_implementation=attention
-        )
-        given = {
-            "r": 16,
-            "lora_alpha": 24,
-            "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
-            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        }
-        model = peft.get_peft_model(model, peft.LoraConfig(**(given | options))).train()
+        model = peft.get_peft_model(
+            qwen(experts, dtype, attention), peft.LoraConfig(**(given | options))
+        ).train()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -59,18 +54,11 @@ def adapted(experts, dtype=torch.bfloat16, attention="sdpa", **options):
     return model
 
 
-def run(model):
-    tokens = torch.randint(0, 1024, (2, 512), generator=torch.Generator().manual_seed(1)).to(CUDA)
-    model.zero_grad()
-    loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    return loss.detach(), {
-        name: value.grad.clone() for name, value in model.named_parameters() if value.requires_grad
-    }
-
-
 @pytest.mark.parametrize("rank", [4, 16])
 def test_bf16_is_as_near_to_float32_as_peft_is(rank):
+    pytest.importorskip("transformers", minversion="5.7")
+    from support.hf_gpu import run
+
     import pagestash.hf
 
     exact = run(adapted("eager", torch.float32, r=rank))
@@ -104,10 +92,14 @@ def test_no_copy_of_a_weight_is_saved():
         experts(x, ids, weights)
     own = {each.untyped_storage().data_ptr() for each in experts.parameters()}
     large = sum(each.nbytes for at, each in saved.items() if at not in own and each.dtype == torch.bfloat16)
-    assert large == 2 * 64 * 256 + 4 * 64 * 4 * 128  # the tokens, and the first projection
+    # The tokens, the first projection, and the weights of the choices as they came.
+    assert large == 2 * 64 * 256 + 4 * 64 * 4 * 128 + 2 * 64 * 4
 
 
 def test_a_policy_changes_no_bit():
+    pytest.importorskip("transformers", minversion="5.7")
+    from support.hf_gpu import run
+
     import pagestash as ps
     import pagestash.hf
 
@@ -130,6 +122,9 @@ def test_a_policy_changes_no_bit():
 
 
 def test_a_graphed_step_is_the_eager_one():
+    pytest.importorskip("transformers", minversion="5.7")
+    from support.hf_gpu import train
+
     import pagestash as ps
     import pagestash.hf
 
@@ -137,21 +132,5 @@ def test_a_graphed_step_is_the_eager_one():
     for graph in (False, True):
         model = adapted("pagestash")
         pagestash.hf.optimize(model)
-        trained = [each for each in model.parameters() if each.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
-
-        def train_step(tokens, model=model, optimizer=optimizer):
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        keeper = ps.Keeper(ps.Policy(rules=[ps.Rule("**.moe_act", "stash", min_bytes=0)])).attach(model)
-        step = ps.GraphedStep(train_step, keeper, optimizer=optimizer, graph=graph)
-        generator = torch.Generator().manual_seed(2)
-        batches = [torch.randint(0, 1024, (2, 512), generator=generator).to(CUDA) for _ in range(6)]
-        seen = [step(batch).clone() for batch in batches]
-        step.wait()
-        losses.append(torch.stack(seen))
+        losses.append(train(model, ps.Rule("**.moe_act", "stash", min_bytes=0), graph=graph)[0])
     torch.testing.assert_close(losses[1], losses[0], rtol=5e-3, atol=0)  # the flash kernel adds by atomics

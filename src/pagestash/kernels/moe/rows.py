@@ -12,5 +12,6 @@ def padded_rows(rows: int, alignment: int = ALIGNMENT) -> int:
 
 def empty_rows(rows: int, width: int, like: torch.Tensor, alignment: int = ALIGNMENT) -> torch.Tensor:
     """An uninitialised `[rows, width]` tensor in a block that is padded to `alignment` rows."""
-    padded = torch.empty(padded_rows(rows, alignment), width, dtype=like.dtype, device=like.device)
-    return padded[:rows]
+    whole = padded_rows(rows, alignment)
+    padded = torch.empty(whole, width, dtype=like.dtype, device=like.device)
+    return padded if whole == rows else padded[:rows]

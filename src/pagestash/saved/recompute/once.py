@@ -26,7 +26,9 @@ def once(fn: Callable[[], T]) -> T:
     Outside a region under recompute this is `fn()`.
     """
     # (A compiled module is replayed as the same graph, which decides the same.)
-    current = () if torch.compiler.is_compiling() else frames()
+    current = frames()
+    if not current or torch.compiler.is_compiling():
+        return fn()
     for frame in reversed(current):
         if frame.run is not None:
             return frame.run.run_once(fn)

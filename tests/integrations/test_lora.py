@@ -12,7 +12,7 @@ pytest.importorskip("transformers", minversion="5.7")
 peft = pytest.importorskip("peft", minversion="0.21")
 
 from support.compare import error, same  # noqa: E402
-from tiny import batch, gradients, tiny  # noqa: E402
+from tiny import NEWER, batch, gradients, tiny  # noqa: E402
 
 import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
@@ -88,6 +88,18 @@ def test_logits_loss_and_gradients_are_those_of_peft(family, options, make):
     wanted = run(lora(family=family, experts="eager", **options))
     assert any("experts" in name and "lora_B" in name for name in wanted[1])
     close(run(make(family=family, **options)), wanted)
+
+
+@pytest.mark.skipif("Nemotron-H" not in NEWER, reason="this release of transformers has no such model")
+def test_adapters_on_experts_without_a_gate_are_taken_too():
+    options = {"family": "Nemotron-H", "target_parameters": ["experts.up_proj", "experts.down_proj"]}
+    model = lora(**options)
+    report = pagestash.hf.optimize(model, norm=False, rope=False, attention=False, head=False)
+    assert [each.kind for each in report.replaced].count("ParamWrapper") == 2
+    assert report.left == []
+    got, wanted = run(model), run(lora(experts="eager", **options))
+    assert any("experts" in name and "lora_A" in name for name in got[1])
+    close(got, wanted)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

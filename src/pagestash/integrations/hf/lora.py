@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from pagestash.integrations.hf.experts import NAME, implementation, is_experts, runs_of
+from pagestash.integrations.hf.layouts import first_projection
 from pagestash.integrations.hf.report import Report
 from pagestash.integrations.hf.weights import UPDATES
 from pagestash.moe.projection import LowRank
@@ -70,7 +71,7 @@ def _refusal(wrapper: Any) -> str | None:
         return f"experts_implementation is {implementation(experts)!r}"
     if runs_of(experts) is None:
         return f"{type(experts).__name__} runs by transformers' grouped_mm"
-    if wrapper.parameter_name not in ("gate_up_proj", "down_proj"):
+    if wrapper.parameter_name not in (first_projection(experts), "down_proj"):
         return f"{wrapper.parameter_name} is no projection"
     if HOOK in wrapper.__dict__:
         return "optimised already"

@@ -1,6 +1,7 @@
 """`optimize`: the model's own numbers from our kernels, one model at a time, and the way back."""
 
 import copy
+import pickle
 import re
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.7")
 
 from support.compare import error, same  # noqa: E402
-from tiny import FAMILIES, batch, gradients, tiny  # noqa: E402
+from tiny import FAMILIES, NEWER, ROUTED_OTHERWISE, batch, gradients, tiny  # noqa: E402
 
 import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
@@ -82,6 +83,47 @@ def test_a_router_runs_once_where_its_layer_is_recomputed(family):
     assert same(found[True], found[False])
 
 
+@pytest.mark.parametrize("family", ROUTED_OTHERWISE)
+def test_a_router_of_any_kind_chooses_once_where_its_layer_is_recomputed(family):
+    policy = ps.Policy([ps.Rule("model.layers.*", "recompute", min_bytes=0)])
+    calls, found = {}, {}
+    for optimized in (False, True):
+        model = tiny(family, experts="pagestash")
+        if optimized:
+            report = pagestash.hf.optimize(model, norm=False, rope=False, attention=False, head=False)
+            assert [each.part for each in report.replaced].count("router") == 2
+        kept = ps.Keeper(policy).attach(model)
+        calls[optimized] = 0
+        with pytest.MonkeyPatch.context() as patch:
+
+            def counted(*args, _theirs=torch.topk, _on=optimized, **options):
+                calls[_on] += 1
+                return _theirs(*args, **options)
+
+            patch.setattr(torch, "topk", counted)
+            with kept.step():
+                found[optimized] = run(model)[1]
+    assert calls == {False: 4, True: 2}
+    assert same(found[True], found[False])
+    report.undo()
+    assert not any("route_tokens_to_experts" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *NEWER])
+def test_every_layer_of_experts_has_its_router(family):
+    report = pagestash.hf.optimize(tiny(family, experts="pagestash"))
+    assert [each for each in report.left if each.part == "router"] == []
+
+
+def test_a_layer_that_hides_its_choice_is_reported():
+    model = tiny("Qwen3-MoE", experts="pagestash")
+    for layer in model.model.layers:
+        layer.mlp.gate = torch.nn.Linear(32, 4)
+    left = [each for each in pagestash.hf.optimize(model).left if each.part == "router"]
+    assert [each.name for each in left] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert {each.why for each in left} == {"no router was found, so a recomputed layer chooses again"}
+
+
 def test_undo_gives_back_the_bits_and_the_instances():
     model = tiny("Qwen3-MoE")
     output, before = run(model)
@@ -129,6 +171,17 @@ def test_a_copy_of_the_model_is_optimised_too_and_shares_nothing():
     got, of_copy = run(copied)
     assert same(got.loss, wanted.loss)
     assert same(of_copy, found)
+
+
+def test_an_optimised_model_is_not_pickled_and_says_what_to_do():
+    model = tiny("Qwen3-MoE", experts="pagestash")
+    wanted = run(model)[1]
+    assert same(run(pickle.loads(pickle.dumps(model)))[1], wanted)
+    report = pagestash.hf.optimize(model)
+    with pytest.raises(TypeError, match=r"cannot be pickled: save its state_dict .* report.undo\(\) first"):
+        pickle.dumps(model)
+    report.undo()
+    assert same(run(pickle.loads(pickle.dumps(model)))[1], wanted)
 
 
 def test_what_was_saved_to_disk_loads_in_a_plain_model(tmp_path):

@@ -117,13 +117,29 @@ NEWER |= {
     "exact gelu": ("Qwen3Moe", {**FAMILIES["Qwen3-MoE"][1], "hidden_act": "gelu"}),
     "gpt-oss, other limits": FAMILIES["gpt-oss"],
 }
+ROUTED_OTHERWISE = {
+    "HunYuan": ("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2, "head_dim": 8}),
+    "Jamba": (
+        "Jamba",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "expert_layer_period": 1,
+            "expert_layer_offset": 0,
+            "attn_layer_period": 1,
+            "attn_layer_offset": 0,
+            "use_mamba_kernels": False,
+        },
+    ),
+}
+"""Families without a class `...Router`."""
 NEWER = {family: made for family, made in NEWER.items() if hasattr(transformers, f"{made[0]}Config")}
 """Families whose activation has limits that are met, or no gate. Not all versions of transformers have them."""
 
 
 def tiny(family, *, experts="eager", attention="eager", dtype=torch.float32, **changes):
     """A model of `family`, the same weights each time."""
-    name, options = {**FAMILIES, **NEWER}[family]
+    name, options = {**FAMILIES, **NEWER, **ROUTED_OTHERWISE}[family]
     config = getattr(transformers, f"{name}Config")(**{**SMALL, **options, **changes})
     config._attn_implementation, config._experts_implementation = attention, experts
     torch.manual_seed(0)

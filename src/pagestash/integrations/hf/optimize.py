@@ -33,7 +33,7 @@ def optimize(
 
     Experts that run by `experts_implementation="pagestash"` get parts that rules can name: `expert_fc1`,
     `moe_act`, `expert_fc2`. With another implementation they are left as they are, and the report says so.
-    Routers that are modules of their own class (a `...Router`) run once, also where a layer is recomputed.
+    Routers choose once, also where a layer is recomputed; the report names layers whose router was not found.
     With LoRA on them (PEFT's `target_parameters`), the sum of weight and update is not formed, and adapters of
     linear layers keep no float32 copy of their input.
     Attention gets a part `core_attn`: what queries, keys and values leave behind.

@@ -33,7 +33,20 @@ class Left:
 
 
 MARK = "_pagestash_forward"
-"""The attribute of a module that has the `forward` that we gave it, wherever others have put it since."""
+"""The attribute of a module that has a `forward` of ours, wherever others have put it since."""
+
+
+class _Mark:
+    """Copied with the module, whose `forward` goes with it. A file could not hold that `forward`."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Mark":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a model that pagestash.hf.optimize has changed cannot be pickled: save its state_dict "
+            "(model.save_pretrained does), or call report.undo() first"
+        )
 
 
 @dataclass(slots=True)
@@ -57,7 +70,7 @@ class Report:
         put: Any = module
         forward, off = _with_switch(ours)
         put.forward = MethodType(forward, module)
-        module.__dict__[MARK] = forward
+        module.__dict__[MARK] = _Mark()
 
         def take_off() -> None:
             del module.__dict__[MARK]

@@ -21,6 +21,7 @@ BENCHMARKS = (
     "offload",
     "hooks",
     "plan",
+    "simulate",
     "step_memory",
     "pipeline",
     "pipeline_gpu",

@@ -81,6 +81,12 @@ def test_the_plan_page():
     assert printed[1] in PAGES["docs/plan.md"].read_text()
 
 
+def test_the_simulate_page():
+    printed, names = run("docs/simulate.md")
+    assert printed[0].count("GiB") == 8
+    assert names["costs"].peak_bytes == max(peak.total for peak in names["rank_peaks"](names["run"]))
+
+
 def test_the_readme():
     def begin(number, names):
         if number == 3:  # the models of our own have run; Hugging Face's is next

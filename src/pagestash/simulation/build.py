@@ -9,7 +9,7 @@ from pagestash.pipeline.costs import LayerCost
 from pagestash.pipeline.stages import partition
 from pagestash.policy import HOMES
 from pagestash.schedules.plan import Plan, plans
-from pagestash.simulation.cluster import Cluster, Precision
+from pagestash.simulation.cluster import SAVED_BYTES, Cluster, Precision
 from pagestash.simulation.costs import Amount, LayerCosts, RankCosts, StageCosts, StaticBytes, StepCosts
 from pagestash.simulation.framework import FRAMEWORKS, Framework, ParameterBytes
 from pagestash.simulation.homes import Homes, PolicyHomes
@@ -62,6 +62,8 @@ class Run:
             sequence=self.sequence,
             microbatch=self.microbatch,
             framework=self.framework,
+            element_bytes=4 if self.precision == "fp32" else 2,
+            product_bytes=SAVED_BYTES[self.precision],
         )
 
     @property
@@ -263,7 +265,7 @@ def _layer_costs(run: Run, memory: LayerMemory) -> LayerCosts:
         ),
         gather_seconds=_weight_gather_seconds(run, layer) if run.layout.zero == 3 and weights else 0.0,
         saved=saved,
-        workspace=Amount(float(memory.walk(run.shape.stream_bytes, 0)[0])),
+        workspace=Amount(float(memory.walk(run.shape.stream_bytes)[0])),
     )
 
 

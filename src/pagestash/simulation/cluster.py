@@ -26,6 +26,9 @@ Precision = Literal["bf16", "fp8", "mxfp8", "fp32"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 ELEMENT_BYTES: dict[Precision, int] = {"bf16": 2, "fp8": 1, "mxfp8": 1, "fp32": 4}
 
+SAVED_BYTES: dict[Precision, float] = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 33 / 32, "fp32": 4.0}
+"""Of an element of a product's input as it is saved for backward; MXFP8 has a scale for every 32."""
+
 SHIPPED = ("h100", "h200", "b200", "gb200")
 TILE, FILL = 128, 256
 """Rows and columns of a product's tile; elements along k that its pipeline takes to fill and drain."""

@@ -7,7 +7,7 @@ last module to its first: before a module, what later modules saved is free agai
 gradient of the residual stream, and what a replay brings back.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -54,8 +54,11 @@ class LayerMemory:
             (scope, sum(item.bytes for item in items)) for scope, items in groupby(moved, lambda i: i.scope)
         ]
 
-    def walk(self, stream: int, above: int) -> tuple[int, int]:
-        """Backward through the layer, from `above` bytes over what is held: the most, and what is left."""
+    def walk(self, stream: int, above: int = 0, staying: Collection[str] = ()) -> tuple[int, int]:
+        """Backward through the layer, from `above` bytes over what is held: the most, and what is left.
+
+        `staying` are parts whose offloaded group is on the device, and free when their backward is done.
+        """
         live = most = above
         came: set[str] = set()
         for part in reversed(self.layer.parts):
@@ -67,7 +70,8 @@ class LayerMemory:
             work = part.temporary * (self.capacity if part.routed and self.capacity else 1)
             work += self.product_workspace if part.products else 0
             most = max(most, live + round(work) + restored + stream)
-            live -= sum(self.size(item) for item in own if item.home in ("keep", "recompute"))
+            freed = ("keep", "recompute", "offload") if part.name in staying else ("keep", "recompute")
+            live -= sum(self.size(item) for item in own if item.home in freed)
         return most, live
 
 
@@ -86,12 +90,18 @@ class StageMemory:
     def bytes_of(self, home: str) -> int:
         return sum(layer.bytes_of(home) for layer in self.layers)
 
-    @property
-    def work(self) -> int:
-        """The most that its backward takes above what is held when it begins."""
+    def work(self, margin: str) -> int:
+        """The most that its backward takes above what is held when it begins.
+
+        With the margin `last` the last group of each name is on the device, and free after its backward; groups of
+        a window make room for others.
+        """
         most = above = 0
+        waiting = {item.part for layer in self.layers for item in layer.placed if item.home == "offload"}
         for layer in reversed(self.layers):
-            peak, above = layer.walk(self.stream, above)
+            here = {item.part for item in layer.placed if item.home == "offload"}
+            peak, above = layer.walk(self.stream, above, here & waiting if margin == "last" else ())
+            waiting -= here
             most = max(most, peak)
         return most
 
@@ -127,6 +137,11 @@ def static_bytes(layers: Sequence[Layer], layout: Layout, each: ParameterBytes) 
     return share(each.weight, 3), share(each.gradient, 2), share(each.optimizer, 1)
 
 
+def pool_bytes(stashed: float, headroom: float) -> int:
+    """Bytes of a pool for so many stashed bytes at one time."""
+    return int(headroom * stashed)
+
+
 def rank_peak(
     plan: Plan,
     stages: Sequence[StageMemory],
@@ -139,12 +154,12 @@ def rank_peak(
     """The peak of the rank that runs `plan` on its `stages`; `follows`: the keeper knows the schedule."""
     by_number = {stage.stage: stage for stage in stages}
     kept = {number: stage.kept for number, stage in by_number.items()}
-    work = {number: stage.work for number, stage in by_number.items()}
+    work = {number: stage.work(framework.margin) for number, stage in by_number.items()}
     stash = {number: stage.bytes_of("stash") for number, stage in by_number.items()}
     offload = _Offloaded.of(plan, stages, homes, framework, follows)
     pages = max(sum(count * stash[stage] for stage, count in counts.items()) for counts in plan.held())
     fixed = homes.pool.device_bytes
-    pool = 0 if not pages else int(homes.pool.headroom * pages) if fixed is None else fixed
+    pool = 0 if not pages else pool_bytes(pages, homes.pool.headroom) if fixed is None else fixed
     best: dict[str, int] = {}
     host = 0
     for stage, counts, waiting in _moments(plan, offload):

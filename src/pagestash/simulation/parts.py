@@ -5,6 +5,7 @@ sum over a layer is that of `models/costs.py`. With, for one microbatch,
 
     T   tokens of this rank, after context parallelism       Ts = T / TP   outside attention and MLPs
     R = Ts · K   received rows                               b   bytes of an activation
+    p   bytes of a product's input, as it is saved: b, or in 8 bits its quantized copy
 
 attention and dense MLPs have 1 / TP of their heads and width, for T tokens; experts have 1 / EP of the experts.
 
@@ -122,6 +123,8 @@ class Shape:
     """Sequences."""
     framework: Framework = FRAMEWORKS["pagestash"]
     element_bytes: int = 2
+    product_bytes: float = 2.0
+    """Of an element of a product's input, as it is saved for the weight's gradient."""
 
     def __post_init__(self) -> None:
         if self.microbatch < 1:
@@ -142,6 +145,15 @@ class Shape:
     def rows(self) -> int:
         """R: balanced received rows."""
         return self.local_tokens * self.config.top_k
+
+    @property
+    def quantized(self) -> bool:
+        """Whether products save copies of their inputs in fewer bits."""
+        return self.product_bytes < self.element_bytes
+
+    def product_input(self, elements: float) -> int:
+        """Saved bytes of a product's input."""
+        return round(self.product_bytes * elements)
 
     @property
     def stream_bytes(self) -> int:
@@ -206,7 +218,7 @@ def _attention(shape: Shape) -> list[Part]:
         parts.append(
             Part(
                 name="attn.qkv_linear",
-                pieces=(Piece(shape.stream_bytes, "attn_norm"),),
+                pieces=(Piece(shape.product_input(config.width * shape.local_tokens), "attn_norm"),),
                 parameters=config.width * fused + bias,
                 products=(Product(tokens, fused, config.width),),
                 temporary=b * tokens * (fused + config.width) + _weights(shape, config.width * fused),
@@ -246,6 +258,8 @@ def _attention(shape: Shape) -> list[Part]:
     bias = width if config.attention_bias else 0
     projection = Part(
         name="attn.attn_proj",
+        # In 16 bits its input is attention's own result; in fewer it is a copy.
+        pieces=(Piece(shape.product_input(values * tokens), "attn.attn_proj"),) if shape.quantized else (),
         parameters=values * width + bias,
         products=(Product(tokens, width, values),),
         temporary=b * tokens * (width + values) + _weights(shape, values * width),
@@ -272,7 +286,7 @@ def _latent_qkv(shape: Shape, queries: int) -> Part:
     return Part(
         name="attn.qkv_linear",
         pieces=(
-            Piece(shape.stream_bytes, "attn_norm"),
+            Piece(shape.product_input(width * shape.local_tokens), "attn_norm"),
             Piece(tokens * (b * (2 * latents + config.rope_dim) + norms * _INDEX), "attn.qkv_linear"),
         ),
         parameters=down + up + latents + bias,
@@ -293,13 +307,18 @@ def _mlp(shape: Shape, name: str, inner: int, *, new_input: bool) -> Part:
     """A dense MLP of width `inner` on this rank."""
     config, tokens, b = shape.config, shape.tokens, shape.element_bytes
     parts = 2 if config.gated else 1
-    kept = (parts + shape.framework.dense_activations) * inner
+    kept = tokens * inner * (b * parts + shape.framework.dense_activations * shape.product_bytes)
+    own_input = new_input or shape.quantized  # the router's input is the same tensor, in 16 bits
     parameters = (parts + 1) * config.width * inner
     return Part(
         name=name,
         pieces=(
-            *((Piece(shape.stream_bytes, "mlp_norm"),) if new_input else ()),
-            Piece(tokens * b * kept, name),
+            *(
+                (Piece(shape.product_input(config.width * shape.local_tokens), "mlp_norm"),)
+                if own_input
+                else ()
+            ),
+            Piece(round(kept), name),
         ),
         parameters=parameters,
         products=(Product(tokens, parts * inner, config.width), Product(tokens, config.width, inner)),
@@ -329,7 +348,7 @@ def _experts(shape: Shape) -> list[Part]:
         Part(name="moe.experts", pieces=(Piece(3 * _INDEX * config.top_k * tokens, HELD),)),
         Part(
             name="moe.expert_fc1",
-            pieces=(Piece(b * d * moved, HELD),),
+            pieces=(Piece(shape.product_input(d * moved), HELD),),
             routed=True,
             expert=True,
             parameters=here * parts * n * d + bias,
@@ -346,7 +365,7 @@ def _experts(shape: Shape) -> list[Part]:
         ),
         Part(
             name="moe.expert_fc2",
-            pieces=(Piece(b * n * frame.activations * rows, ACTIVATION),),
+            pieces=(Piece(shape.product_input(n * frame.activations * rows), ACTIVATION),),
             routed=True,
             expert=True,
             parameters=here * n * d,

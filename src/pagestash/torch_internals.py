@@ -180,15 +180,6 @@ def modules_in(*roots: nn.Module) -> list[nn.Module]:
     return modules
 
 
-def tensors_in(module: nn.Module) -> list[torch.Tensor | None]:
-    """The parameters and buffers of a module and all modules in it."""
-    tensors: list[torch.Tensor | None] = []
-    for each in modules_in(module):
-        tensors += each._parameters.values()
-        tensors += each._buffers.values()
-    return tensors
-
-
 COMPILED = "_orig_mod"
 """The name that `torch.compile(module)` gives the inner module."""
 WRAPPERS = frozenset({COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})

@@ -118,3 +118,63 @@ def test_a_weight_changed_between_forward_and_backward_is_refused(sized):
             model.layers[1].experts.down.weight.mul_(2)
         with pytest.raises(RuntimeError, match="changed in place"):
             loss.backward()
+
+
+class Reallocates:
+    """As FSDP2 does it, once switched on: shards between steps, and a weight in new memory before forward."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self.on, self.linear = False, linear
+        linear.register_forward_pre_hook(self, prepend=True)
+
+    def between_steps(self) -> None:
+        if self.on:
+            self.linear.weight.data = self.linear.weight.data.clone()
+
+    def __call__(self, module, args):
+        if self.on:
+            module.weight.data = module.weight.data.clone()
+
+
+def test_a_module_whose_weights_stay_where_they_are_is_called_without_a_hook_after_the_first_step():
+    model = nn.Sequential(nn.Sequential(nn.Linear(16, 16, bias=False)))
+    keeper = ps.Keeper(ps.Policy([ps.Rule("0", "keep")])).attach(model)
+    assert len(model[0][0]._forward_pre_hooks) == 1
+    with torch.no_grad(), keeper.step():
+        model(torch.ones(2, 16))  # an evaluation, which opens no region and shows nothing
+    for _ in range(2):
+        with keeper.step():
+            model(torch.ones(2, 16)).sum().backward()
+    assert not model[0][0]._forward_pre_hooks
+    keeper.detach()
+
+
+@pytest.mark.parametrize("home", ["stash", "recompute"])
+def test_weights_that_begin_to_be_reallocated_after_some_steps_stay_where_they_are(home):
+    """The hooks that were taken off are back before the first such forward."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh()))
+    sharding = Reallocates(model[0][0])
+    rule = ps.Rule("0", home, min_bytes=16)
+    keeper = ps.Keeper(ps.Policy([rule], ps.PoolConfig(page=256))).attach(model)
+    seen = []
+    original = keeper._saved.pack
+
+    def spy(tensor):
+        packed = original(tensor)
+        if tensor.untyped_storage()._cdata == model[0][0].weight.untyped_storage()._cdata:
+            seen.append(isinstance(packed, Untouched))
+        return packed
+
+    keeper._saved.pack = spy
+    x = torch.randn(8, 16, requires_grad=True)
+    for step in range(5):
+        sharding.on = step >= 2
+        sharding.between_steps()
+        with keeper.step():
+            loss = model(x).square().sum()
+            if home == "stash":
+                loss.backward()
+    assert len(seen) == 5
+    assert all(seen)
+    assert len(model[0][0]._forward_pre_hooks) == 2  # its own, and the one that notes
+    keeper.detach()

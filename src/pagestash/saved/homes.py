@@ -35,20 +35,24 @@ class Tally:
     def __init__(self) -> None:
         self.bytes = 0
         self.peak = 0
-        self.by_region: dict[str, tuple[int, int]] = {}
+        self.by_region: dict[str, list[int]] = {}
         """Bytes now and at their peak."""
 
     def count(self, region: str, change: int) -> None:
         self.bytes += change
         if self.bytes > self.peak:
             self.peak = self.bytes
-        now, peak = self.by_region.get(region, (0, 0))
-        now += change
-        self.by_region[region] = (now, now if now > peak else peak)
+        sizes = self.by_region.get(region)
+        if sizes is None:
+            self.by_region[region] = [change, max(0, change)]
+            return
+        now = sizes[0] = sizes[0] + change
+        if now > sizes[1]:
+            sizes[1] = now
 
     def reset_peak(self) -> None:
         self.peak = self.bytes
-        self.by_region = {region: (now, now) for region, (now, _) in self.by_region.items() if now}
+        self.by_region = {region: [now, now] for region, (now, _) in self.by_region.items() if now}
 
 
 class Home:

@@ -81,20 +81,27 @@ class SavedTensorHooks:
         return packed
 
     def pack_in(
-        self, region: Region, tensor: torch.Tensor, *, chained: bool = False, caller: FrameType | None = None
+        self,
+        region: Region,
+        tensor: torch.Tensor,
+        *,
+        chained: bool = False,
+        caller: FrameType | None = None,
+        detached: bool = False,
     ) -> Packed:
         """What stands for a tensor that is saved in `region`.
 
         `chained`: it is saved as the input of a recomputed region. `caller` is whose operation saves it, where
-        there are marks; what no operation saves is saved whole.
+        there are marks; what no operation saves is saved whole. `detached`: it is nobody else's object, and has no
+        graph.
         """
         key = plain_storage(tensor)
         owner = region.claimed(key) or region if region.claims else region
         run = owner.run
-        if isinstance(run, Recording) and not self._is_weight(tensor, region):
-            outer = run.home_of(tensor)
+        if run is not None and isinstance(run, Recording) and not self._is_weight(tensor, key, region):
+            outer = run.home_of(tensor, key)
             if outer is None:
-                return run.discard(tensor, self.rows_of(owner, tensor))
+                return run.discard(tensor, key, self.rows_of(owner, tensor))
             region, owner, chained = outer, outer.claimed(key) or outer, True
         version = tensor._version
         if key is None or key in self.weights or key in region.weights:
@@ -104,14 +111,16 @@ class SavedTensorHooks:
             if handle is not None:
                 return handle
         # Detached: with its graph, an operation's own output would keep that operation alive.
-        alone = tensor.detach()
+        alone = tensor if detached else tensor.detach()
         return Kept(alone, version, owner.name, self._keep.hold(key, alone, version, owner.name))
 
-    def _is_weight(self, tensor: torch.Tensor, region: Region) -> bool:
-        local = getattr(tensor, LOCAL_PART, tensor)
-        if local.layout != torch.strided:
-            return False
-        key = storage_key(local)
+    def _is_weight(self, tensor: torch.Tensor, key: int | None, region: Region) -> bool:
+        """Of a tensor in storage `key`; None: it is a subclass, or has another layout."""
+        if key is None:
+            local = getattr(tensor, LOCAL_PART, tensor)
+            if local.layout != torch.strided:
+                return False
+            key = storage_key(local)
         return key in self.weights or key in region.weights
 
     def _handle(

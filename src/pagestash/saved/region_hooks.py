@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -12,17 +11,17 @@ from pagestash.saved.calls import begin, end, set_calls, under_way
 from pagestash.saved.compiled import at_compile_time, hidden, hidden_here
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.module_hook import Hook
+from pagestash.saved.note_weights import WeightNotes
 from pagestash.saved.recompute.home import Recompute
 from pagestash.saved.recompute.recorded_forward import RecordedForward
 from pagestash.saved.region import Region, enter, frames, leave, replaying
-from pagestash.saved.storage import storage_keys, weight_keys
+from pagestash.saved.storage import buffer_keys, parameter_keys
 from pagestash.torch_internals import (
     compiling_around,
     current_transform,
     forward_hooks_of,
     forward_pre_hooks_of,
     modules_in,
-    parameters_of,
     top_saved_tensors_hooks,
     tracing_state,
 )
@@ -48,12 +47,12 @@ class RegionHooks:
         self.recompute = recompute
         self._hooks: list[Any] = []
         self._next_to_forward: list[tuple[Any, Any, Any]] = []
-        self._noted: WeakSet[nn.Module] = WeakSet()
+        self.notes = WeightNotes()
         self._calls = under_way()
 
     def start(self) -> None:
         """A step begins."""
-        self.in_step = True
+        self.in_step = self.notes.in_step = True
         self._calls = under_way()
         for module, opening, closing in self._next_to_forward:
             # A replay runs `forward` itself, so no other hook may come between it and ours.
@@ -63,6 +62,7 @@ class RegionHooks:
     def stop(self) -> None:
         """The step is over, and so are calls that an exception left open."""
         self.in_step = False
+        self.notes.step_over()
         set_calls(self._calls)
 
     def remove(self) -> None:
@@ -72,7 +72,7 @@ class RegionHooks:
         self._hooks.clear()
         self.openings.clear()
         self._next_to_forward.clear()
-        self._noted.clear()
+        self.notes.remove()
 
     def add(self, name: str, path: Sequence[nn.Module], rule: Rule) -> None:
         """Open a region around each forward of the last module of `path`, which leads down to it from the model."""
@@ -86,11 +86,7 @@ class RegionHooks:
         self._hooks += [opening, closing]
         if rule.home == "recompute":
             self._next_to_forward.append((module, opening, closing))
-        for child in modules_in(module)[1:]:
-            # Once for each child, however many regions it is in: the note is for the innermost.
-            if child not in self._noted and any(value is not None for value in parameters_of(child).values()):
-                self._noted.add(child)
-                self._hooks.append(child.register_forward_pre_hook(NoteWeights(self)))
+        self.notes.watch(modules_in(module)[1:])
 
     def refuse_compiled(self) -> None:
         """At the end of a step: raise for hooks that were compiled into a graph, so that no region was opened."""
@@ -113,6 +109,8 @@ class Opening(Hook):
         self.others = False
         """Whether other saved-tensor hooks were active inside the keeper's when a region was opened."""
         self.compiled = False
+        self._parameters: frozenset[int] | None = None
+        """Storages of the parameters inside when a region was last opened."""
 
     @hidden_here
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -166,24 +164,28 @@ class Opening(Hook):
             self.others |= hooks is not None and not isinstance(
                 getattr(hooks[0], "__self__", None), SavedTensorHooks
             )
-        run, weights = outer.run, None
+        run = outer.run
+        modules = modules_in(module)
         if self.rule.home != "recompute":
             run = None
         elif run is None:
             # (A region inside a recomputed one is recomputed with it. A replica of a module has the module's hooks:
             # the replay runs the replica.)
             way = self.path if module is self.path[-1] else [module]
-            first = RecordedForward(
-                regions.recompute, regions.hooks, outer, way, self.name, self.rule, (args, kwargs)
+            run = RecordedForward(
+                regions.recompute, regions.hooks, outer, way, modules, self.name, self.rule, (args, kwargs)
             )
-            run, weights = first, first.weight_storages()
+        parameters = parameter_keys(modules)
+        if parameters != self._parameters:
+            self._parameters = frozenset(parameters)
+            regions.notes.watch(modules[1:])
         region = Region(
             regions.hooks,
             self.name,
             self.rule,
             rows=outer.rows,
             capacity=outer.capacity,
-            weights=weight_keys(module) if weights is None else weights,
+            weights=parameters | buffer_keys(modules),
             run=run,
         )
         begin(self, region)
@@ -214,24 +216,6 @@ class Closing(Hook):
             each.owner.close(each)
         if isinstance(region.run, RecordedForward) and all(frame.run is not region.run for frame in frames()):
             region.run.close(region.weights | regions.hooks.weights, output)
-
-
-class NoteWeights(Hook):
-    """Before the forward of a module inside a region, where FSDP2 gives it new parameter storage: note it."""
-
-    def __init__(self, regions: RegionHooks) -> None:
-        self.regions = regions
-
-    @hidden_here
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.note(module)
-
-    @hidden
-    def note(self, module: nn.Module) -> None:
-        current = frames()
-        if self.regions.in_step and current:
-            current[-1].weights |= storage_keys(parameters_of(module).values())
 
 
 def _compiled_again(name: str, rule: Rule) -> str:

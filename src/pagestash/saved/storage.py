@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import Rule
-from pagestash.torch_internals import LOCAL_PART, storage_key, tensors_in
+from pagestash.torch_internals import LOCAL_PART, buffers_of, parameters_of, storage_key
 
 SPARSE = 2
 """A view that spans more than this many times its own bytes is packed densely rather than by range."""
@@ -194,23 +194,34 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor | None:
     return (sums * (2 * torch.arange(sums.numel(), device=sums.device) + 1)).sum()
 
 
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
 def storage_keys(tensors: Iterable[torch.Tensor | None]) -> set[int]:
     """The storages that `tensors` live in now; those of subclasses without one (DTensor) by their local part."""
     keys = set()
     for tensor in tensors:
         if tensor is not None:
-            local = getattr(tensor, LOCAL_PART, tensor)
+            local = tensor if type(tensor) in _PLAIN else getattr(tensor, LOCAL_PART, tensor)
             if local.layout is torch.strided:  # a sparse one has no storage of its own
                 keys.add(storage_key(local))
     return keys
 
 
-def weight_keys(module: nn.Module) -> set[int]:
-    """The storages that the parameters and buffers of a module, and of all in it, live in now."""
-    return storage_keys(tensors_in(module))
+def parameter_keys(modules: Iterable[nn.Module]) -> set[int]:
+    """The storages that the modules' own parameters live in now."""
+    tensors: list[torch.Tensor | None] = []
+    for module in modules:
+        tensors += parameters_of(module).values()
+    return storage_keys(tensors)
 
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+def buffer_keys(modules: Iterable[nn.Module]) -> set[int]:
+    """The storages that the modules' own buffers live in now."""
+    tensors: list[torch.Tensor | None] = []
+    for module in modules:
+        tensors += buffers_of(module).values()
+    return storage_keys(tensors)
 
 
 def plain_storage(tensor: torch.Tensor) -> int | None:

@@ -19,7 +19,6 @@ from pagestash.saved.recompute.trees import map_leaves
 from pagestash.saved.recompute.value_checks import Checks, When
 from pagestash.saved.recompute.weights import VersionOnly, Weights
 from pagestash.saved.storage import byte_range
-from pagestash.torch_internals import modules_in
 
 
 @dataclass(slots=True, eq=False)
@@ -68,17 +67,23 @@ class Recipe:
         self,
         name: str,
         path: Sequence[nn.Module],
+        modules: Sequence[nn.Module],
         hooks: SavedTensorHooks,
         checks: Checks,
         learned: Learned,
     ) -> None:
-        """Of a forward of the last module of `path`, which leads there from the model."""
+        """Of a forward of the last module of `path`, which leads there from the model.
+
+        `modules`: that module, and all in it.
+        """
         self.name = name
         self.path = path
         self.module = path[-1]
         self.hooks = hooks
         self.device = hooks.device_here
         self.when = checks.due(self.module)
+        self.checked = self.when is not When.NEVER
+        """Whether recomputed values are compared with those of this forward."""
         self.complete = False
         """Whether the forward is over."""
         self.inputs: Any = None
@@ -92,22 +97,12 @@ class Recipe:
         """Of outputs, by their number."""
         self.objects = ArgumentObjects(name)
         search = self.checked
-        modules = modules_in(self.module)
         self.weights = Weights(modules, name, learned.version_only)
         self._checks = checks
         self._attributes = ModuleAttributes(modules, learned.attributes, search)
         self.rng_and_buffers = RngAndBuffers(
             modules, name, self.device, learned.changes_buffers, learned.draws_in_python, search=search
         )
-
-    @property
-    def checked(self) -> bool:
-        """Whether recomputed values are compared with those of this forward."""
-        return self.when is not When.NEVER
-
-    def storages(self) -> set[int]:
-        """The storages of weights and buffers, as they were before forward."""
-        return self.weights.storages() | self.rng_and_buffers.storages()
 
     def close(self) -> None:
         """The forward is over: refuse if it has changed what a replay must find unchanged."""

@@ -41,12 +41,16 @@ class RecordedForward(Recording):
         hooks: SavedTensorHooks,
         outer: Region,
         path: Sequence[nn.Module],
+        modules: Sequence[nn.Module],
         name: str,
         rule: Rule,
         arguments: tuple[tuple, dict[str, Any]],
     ) -> None:
-        """Of the last module of `path`, called with `arguments`; inputs wait in the home of `outer`."""
-        self._recipe = Recipe(name, path, hooks, home.checks, home.learned)
+        """Of the last module of `path`, called with `arguments`; inputs wait in the home of `outer`.
+
+        `modules`: that module, and all in it.
+        """
+        self._recipe = Recipe(name, path, modules, hooks, home.checks, home.learned)
         self._recomputed = Recomputed(self._recipe, home)
         self._saved = self._recipe.saved
         self._home = home
@@ -59,12 +63,7 @@ class RecordedForward(Recording):
         """Storages of discarded tensors. The weak reference keeps the key from being given to another storage."""
         self._discarded_bytes = 0
         self._to_summarize: list[tuple[int, torch.Tensor, int]] = []
-        self._note_held(arguments)
         self._recipe.inputs = self._hold(arguments, outer, inputs=True)
-
-    def weight_storages(self) -> set[int]:
-        """The storages of the module's weights and buffers."""
-        return self._recipe.storages()
 
     # --- what operations save ---
 
@@ -72,21 +71,21 @@ class RecordedForward(Recording):
         """Count a tensor that an operation inside saved, whatever becomes of it."""
         self._saved.append((tensor.shape, tensor.dtype))
 
-    def home_of(self, tensor: torch.Tensor) -> Region | None:
+    def home_of(self, tensor: torch.Tensor, key: int | None) -> Region | None:
         """The region whose home takes a tensor saved in this one: None if it is discarded.
 
         An input is held in any case; what is below `min_bytes` stays.
         """
         if tensor.nbytes < self._least_bytes:
             return self._outer
-        key = plain_storage(tensor)
-        held = self._held.get(key, ()) if key is not None else ()
-        at = byte_range(tensor) if held else None
+        held = None if key is None else self._held.get(key)
+        if held is None:
+            return None
+        at = byte_range(tensor)
         return self._outer if any(byte_range(other) == at for other, _ in held) else None
 
-    def discard(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> Discarded:
+    def discard(self, tensor: torch.Tensor, key: int | None, rows: torch.Tensor | None) -> Discarded:
         """Let go of the tensor that was counted last; where there are `rows`, others may be garbage."""
-        key = plain_storage(tensor)
         if key is not None and key not in self._discarded and key not in self._held:
             storage = tensor.untyped_storage()
             self._discarded[key] = StorageWeakRef(storage)
@@ -118,28 +117,22 @@ class RecordedForward(Recording):
             drew_in_python = python_rng is not None and python_rng_drawn(python_rng)
             recipe.once_results.append(
                 OnceResult(
-                    self._hold(result, region),
+                    self._hold(result, region, note=region is not inner),
                     torch_rng_state(recipe.device) if drew else None,
                     python_rng_state() if drew_in_python else None,
                 )
             )
-            if region is not inner:
-                self._note_held(result)
             return result
         finally:
             set_frames(current)
             if region is not inner:
                 self._hooks.close(region)
 
-    def _note_held(self, tree: Any) -> None:
-        """These tensors are held: where an operation saves one, there is nothing to discard."""
-        for tensor in tensors_of(tree):
-            key = plain_storage(tensor)
-            if key is not None and not tensor.is_inference():
-                self._held.setdefault(key, []).append((tensor.detach(), tensor._version))
+    def _hold(self, tree: Any, region: Region, *, inputs: bool = False, note: bool = True) -> Any:
+        """`tree` with its tensors packed in `region`'s home.
 
-    def _hold(self, tree: Any, region: Region, *, inputs: bool = False) -> Any:
-        """`tree` with its tensors packed in `region`'s home."""
+        `note`: where an operation saves one of them, there is nothing to discard.
+        """
         known: dict[int, HeldTensor] = {}
 
         def hold(leaf: Any) -> Any:
@@ -151,22 +144,21 @@ class RecordedForward(Recording):
             # A tensor that is passed twice is one tensor in the replay, too: attention asks whether `query is key`.
             held = known.get(id(leaf))
             if held is None:
-                held = known[id(leaf)] = self._hold_tensor(leaf, region, chained=inputs)
+                held = known[id(leaf)] = self._hold_tensor(leaf, region, chained=inputs, note=note)
             return held
 
         return map_leaves(hold, tree)
 
-    def _hold_tensor(self, tensor: torch.Tensor, region: Region, *, chained: bool) -> HeldTensor:
-        packed = self._hooks.pack_in(region, tensor.detach(), chained=chained)
+    def _hold_tensor(self, tensor: torch.Tensor, region: Region, *, chained: bool, note: bool) -> HeldTensor:
+        key, alone = plain_storage(tensor), tensor.detach()
+        packed = self._hooks.pack_in(region, alone, chained=chained, detached=True)
+        if note and key is not None:
+            self._held.setdefault(key, []).append((alone, tensor._version))
         is_output = isinstance(packed, OutputHandle)
         if isinstance(packed, OutputHandle):
             self._recomputed.replay_bytes += packed.recomputed.replay_bytes
         summary = None
-        if (
-            self._recipe.checked
-            and plain_storage(tensor) is not None
-            and self._hooks.rows_of(region, tensor) is None
-        ):
+        if self._recipe.checked and key is not None and self._hooks.rows_of(region, tensor) is None:
             # What is held must have every bit; what is recomputed may differ by rounding.
             summary = summary_of(tensor) if is_output else checksum(tensor)
         return HeldTensor(packed, tensor.requires_grad, summary)

@@ -128,10 +128,6 @@ class RngAndBuffers:
         copy = buffer.detach().clone() if may_change else None
         return _Buffer(owner, name, buffer, buffer._version, buffer.untyped_storage(), copy)
 
-    def storages(self) -> set[int]:
-        """The storages of the buffers, as they were before forward."""
-        return {key_of_storage(buffer.storage) for buffer in self._buffers}
-
     def watches_python_rng(self) -> bool:
         """Whether forward may draw from Python's or NumPy's generator, as far as is known."""
         return self._python_rng is not None

@@ -21,11 +21,13 @@ def map_leaves(change: Callable[[Any], Any], tree: Any, leaf: type = torch.Tenso
     Most leaves are of the class `leaf`, and for those this takes a tenth of the time of torch's `tree_map`.
     """
     kind = type(tree)
+    if kind is leaf or kind in PLAIN:
+        return change(tree)
     if kind is tuple or kind is list:
         return kind([map_leaves(change, item, leaf) for item in tree])
     if kind is dict:
         return {key: map_leaves(change, item, leaf) for key, item in tree.items()}
-    if isinstance(tree, leaf) or kind in PLAIN:
+    if isinstance(tree, leaf):
         return change(tree)
     return tree_map(lambda leaf: _map_dataclass(change, leaf), tree)
 
@@ -45,11 +47,22 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
     found: list[torch.Tensor] = []
-
-    def look(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        return leaf
-
-    map_leaves(look, tree)
+    _collect(tree, found)
     return found
+
+
+def _collect(tree: Any, found: list[torch.Tensor]) -> None:
+    """As `map_leaves` goes through it, without a new tree."""
+    kind = type(tree)
+    if kind in PLAIN:
+        return
+    if isinstance(tree, torch.Tensor):
+        found.append(tree)
+    elif kind is tuple or kind is list:
+        for item in tree:
+            _collect(item, found)
+    elif kind is dict:
+        for item in tree.values():
+            _collect(item, found)
+    else:
+        map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, tree)

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from pagestash.saved.storage import checksum, storage_keys
+from pagestash.saved.storage import checksum
 from pagestash.saved.streams import capturing
 from pagestash.torch_internals import (
     LOCAL_PART,
@@ -70,11 +70,6 @@ class Weights:
             for name, weight in parameters_of(owner).items()
             if weight is not None
         ]
-
-    def storages(self) -> set[int]:
-        """The storages that the weights live in."""
-        plain = {key_of_storage(weight.memory[0]) for weight in self._weights if weight.memory is not None}
-        return plain | storage_keys(weight.tensor for weight in self._weights if weight.memory is None)
 
     def close(self) -> None:
         """Forward is over: where it raised a version, backward must find the raised one."""

@@ -215,7 +215,7 @@ class Closing(Hook):
         for each in left:
             each.owner.close(each)
         if isinstance(region.run, RecordedForward) and all(frame.run is not region.run for frame in frames()):
-            region.run.close(region.weights | regions.hooks.weights, output)
+            region.run.close(region.weights, output)
 
 
 def _compiled_again(name: str, rule: Rule) -> str:

@@ -156,8 +156,7 @@ class SavedView:
 
     def recipe(self) -> ViewRecipe:
         tensor = self.tensor
-        offset = int(tensor.storage_offset()) * tensor.element_size()
-        return ViewRecipe(tensor.dtype, tensor.shape, tensor.stride(), offset)
+        return ViewRecipe(tensor.dtype, tensor.shape, tensor.stride(), self.first)
 
 
 def row_range(tensor: torch.Tensor, capacity: int) -> tuple[int, int] | None:

@@ -27,7 +27,7 @@ class Learned:
 
     changes_buffers: ChangesBuffers = field(default_factory=WeakKeyDictionary)
     version_only: VersionOnly = field(default_factory=WeakKeyDictionary)
-    attributes: AttributesOfClasses = field(default_factory=WeakKeyDictionary)
+    attributes: AttributesOfClasses = field(default_factory=dict)
     draws_in_python: DrawsInPython = field(default_factory=WeakSet)
 
 
@@ -111,11 +111,12 @@ class Recipe:
         self.objects.close()
         self.complete = True
 
-    def check(self) -> None:
-        """Refuse a replay if anything that forward read was changed since."""
+    def check(self) -> Sequence[nn.Module]:
+        """Refuse a replay if anything that forward read was changed since. Returns the modules that are there."""
         self.objects.check()
-        self.weights.check()
+        modules = self.weights.check()
         self.rng_and_buffers.check()
+        return modules
 
     @contextmanager
     def restored(self) -> Iterator[None]:

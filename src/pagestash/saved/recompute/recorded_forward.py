@@ -166,7 +166,7 @@ class RecordedForward(Recording):
     # --- the end ---
 
     def close(self, weights: set[int], output: Any) -> None:
-        """The forward is over: from here on its outputs can be recomputed. `weights` are storages."""
+        """The forward is over: from here on its outputs can be recomputed. `weights`: storages of the region's."""
         self._recipe.close()
         self._check_held()
         self._remember_outputs(weights, output)
@@ -188,7 +188,7 @@ class RecordedForward(Recording):
         own: dict[int, torch.Tensor] = {}
         for number, tensor in enumerate(tensors_of(output)):
             key = plain_storage(tensor)
-            if key is None or key in weights or key in self._held or key in own:
+            if key is None or key in weights or key in self._hooks.weights or key in self._held or key in own:
                 continue  # it was there before
             if tensor.numel() == 1 or not tensor.is_floating_point():
                 continue  # a scalar is not worth a forward, and a choice is never recomputed

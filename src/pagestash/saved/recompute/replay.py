@@ -6,14 +6,12 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 
 from pagestash.saved.compiled import hidden
 from pagestash.saved.recompute.recipe import Layout, Recipe
 from pagestash.saved.recompute.rng import set_python_rng_state, set_torch_rng_state
 from pagestash.saved.recompute.trees import tensors_of
 from pagestash.saved.region import Forward, Region, frames, set_frames
-from pagestash.torch_internals import modules_in
 
 
 class _Enough(BaseException):  # no `except Exception` of a forward may catch it
@@ -36,13 +34,16 @@ class Replay(Forward):
         """Calls that saved a tensor which they may not have filled yet."""
         self._count = 0
         self._once_calls = 0
-        # A sharded module inside must run to its end, where it reshards its weights.
-        self._may_stop = not wanted_outputs and not any(map(is_sharded, modules_in(recipe.module)[1:]))
+        self._may_stop = False
 
     def run(self) -> None:
         """Run forward; `found` and `outputs` have what was wanted."""
         recipe = self._recipe
-        recipe.check()
+        modules = recipe.check()
+        # A sharded module inside must run to its end, where it reshards its weights.
+        self._may_stop = not self._wanted_outputs and not any(
+            map(is_sharded_class, set(map(type, modules[1:])))
+        )
         args, kwargs = recipe.bring_back(recipe.inputs)
         self._gather_weights()
         before, output, ended = frames(), None, False
@@ -115,7 +116,8 @@ class Replay(Forward):
     def _gather_weights(self) -> None:
         """FSDP2 gathers a module's weights in its backward; an output may be wanted before that."""
         if self._recipe.weights.sharded():
-            unit: Any = next((module for module in reversed(self._recipe.path) if is_sharded(module)), None)
+            units = (module for module in reversed(self._recipe.path) if is_sharded_class(type(module)))
+            unit: Any = next(units, None)
             if unit is not None:
                 unit.unshard()  # and stays so: its backward is near, and reshards it
 
@@ -173,8 +175,6 @@ def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{dtype} {tuple(shape)}"
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 gathers and shards the weights of `module`: it gives the module another class, which can."""
-    # (Asked of the class: what a module does not have takes `hasattr` microseconds.)
-    kind = type(module)
+def is_sharded_class(kind: type) -> bool:
+    """Whether FSDP2 gathers and shards the weights of modules of class `kind`, which it has given them."""
     return hasattr(kind, "unshard") and hasattr(kind, "reshard")

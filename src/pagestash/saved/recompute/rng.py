@@ -2,12 +2,22 @@
 
 import random
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-TorchRng = tuple[torch.Tensor, torch.Tensor | None]
-"""States of the host's generator and, on a GPU, the device's."""
+from pagestash.saved.streams import capturing
+
+
+class TorchRng(NamedTuple):
+    """States of the host's generator and, on a GPU, the device's."""
+
+    on_host: torch.Tensor
+    on_device: torch.Tensor | None = None
+    position: tuple[int, int] | None = None
+    """Seed and offset of the device's generator, which are all of its state; None in a capture, where the host may
+    not ask for them."""
+
 
 PythonRng = tuple[Any, Any]
 """States of Python's generator and, where NumPy is imported, NumPy's."""
@@ -15,23 +25,39 @@ PythonRng = tuple[Any, Any]
 
 def torch_rng_state(device: torch.device) -> TorchRng:
     """The states now. (In a capture, the device's is the offset within the graph.)"""
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), on_device
+    on_host = torch.default_generator.get_state()
+    if device.type != "cuda":
+        return TorchRng(on_host)
+    return TorchRng(on_host, torch.cuda.get_rng_state(device), _position(device))
+
+
+def _position(device: torch.device) -> tuple[int, int] | None:
+    if capturing() or device.index is None:
+        return None
+    generator = torch.cuda.default_generators[device.index]
+    return generator.initial_seed(), generator.get_offset()
 
 
 def set_torch_rng_state(device: torch.device, state: TorchRng) -> None:
-    on_host, on_device = state
-    torch.set_rng_state(on_host)
-    if on_device is not None:
-        torch.cuda.set_rng_state(on_device, device)
+    torch.set_rng_state(state.on_host)
+    if state.on_device is not None:
+        torch.cuda.set_rng_state(state.on_device, device)
 
 
 def torch_rng_drawn(device: torch.device, before: TorchRng) -> bool:
     """Whether a generator of torch was drawn from since its state was `before`."""
-    (on_host, on_device), (host_now, device_now) = before, torch_rng_state(device)
-    if not torch.equal(on_host, host_now):
+    if not torch.equal(_words(before.on_host), _words(torch.default_generator.get_state())):
         return True
-    return on_device is not None and device_now is not None and not torch.equal(on_device, device_now)
+    if before.on_device is None:
+        return False
+    if before.position is not None:
+        return before.position != _position(device)
+    return not torch.equal(before.on_device, torch.cuda.get_rng_state(device))
+
+
+def _words(state: torch.Tensor) -> torch.Tensor:
+    """The bytes as integers of 8, if they are a whole number of those: four times as fast to compare."""
+    return state if state.numel() % 8 else state.view(torch.int64)
 
 
 def python_rng_state() -> PythonRng:

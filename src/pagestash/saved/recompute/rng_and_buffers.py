@@ -1,7 +1,7 @@
 """RNG states, buffers, autocast and attention kernels: what a forward reads and a replay must find as it was."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -171,9 +171,19 @@ class RngAndBuffers:
                     "backward, or give the region another home"
                 )
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> AbstractContextManager[None]:
         """As it was before the first forward; what the replay changes is undone."""
+        nothing = not self._buffers and self._torch_rng is None and self._python_rng is None
+        return nullcontext() if nothing and self._same_modes() else self._restored()
+
+    def _same_modes(self) -> bool:
+        """Whether autocast is off then and now, and attention may use the same kernels."""
+        return self._attention == _attention_kernels() and not any(
+            before[1] or _autocast(before[0]) != before for before in self._autocast
+        )
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
         with ExitStack() as stack:
             self._restore_modes(stack)
             buffers_now: list[tuple[nn.Module, str, Any]] = [

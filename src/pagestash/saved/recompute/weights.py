@@ -1,7 +1,7 @@
 """The weights of a forward: a replay has the same tensors with the same bytes, or is refused by name."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -82,9 +82,9 @@ class Weights:
                     if found is not None:
                         self._checksums[number] = found
 
-    def check(self) -> None:
-        """Refuse a replay with other weights than forward had."""
-        self._check_modules()
+    def check(self) -> Sequence[nn.Module]:
+        """Refuse a replay with other weights than forward had. Returns the modules that there are now."""
+        modules = self._check_modules()
         for number, weight in enumerate(self._weights):
             tensor = weight.tensor
             if tensor._version != weight.version and not self._same_bytes(number):
@@ -97,11 +97,12 @@ class Weights:
                     raise self._refusal(weight, "was replaced and its memory freed")
                 if not is_there and isinstance(getattr(type(weight.owner), weight.name, None), property):
                     raise self._refusal(weight, "was parametrized")
+        return modules
 
-    def _check_modules(self) -> None:
+    def _check_modules(self) -> Sequence[nn.Module]:
         now = modules_in(self._modules[0])
         if now == self._modules:
-            return
+            return now
         there = set(now)
         gone = next((module for module in self._modules if module not in there), None)
         if gone is not None:
@@ -111,6 +112,7 @@ class Weights:
                 "there only while the module around it runs, as a parametrization of PEFT's target_parameters is. "
                 "Give the rule to the module around it, or the region another home"
             )
+        return now
 
     def sharded(self) -> bool:
         """Whether a weight that was whole in forward is in shards now."""
@@ -121,8 +123,7 @@ class Weights:
             for weight in self._weights
         )
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> AbstractContextManager[None]:
         """Each module has the tensors of the first forward, also those that `functional_call` put there."""
         replaced = [
             weight
@@ -134,9 +135,10 @@ class Weights:
             for number, weight in enumerate(self._weights if self._checksums or self._version_only else ())
             if number in self._checksums or self._is_version_only(weight)
         ]
-        if not replaced and not keep_version:
-            yield
-            return
+        return self._restored(replaced, keep_version) if replaced or keep_version else nullcontext()
+
+    @contextmanager
+    def _restored(self, replaced: Sequence[_Weight], keep_version: Sequence[torch.Tensor]) -> Iterator[None]:
         now: list[tuple[dict[str, Any], str, Any]] = []
         # Leaves: a replay needs no graph of theirs, but must know that they want gradients.
         leaves: dict[torch.Tensor, torch.Tensor] = {}

@@ -1,7 +1,7 @@
 """Pinned host memory for tensors of all sizes: extents of slabs, split and joined."""
 
-from bisect import insort
-from dataclasses import dataclass
+from bisect import bisect_left
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +13,7 @@ PIECE = 1 << 20
 the link badly."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """Bytes `start` to `end` of one slab."""
 
     slab: int
@@ -26,16 +25,11 @@ class Extent:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class HostBlock:
-    """Host memory for one tensor, usually in one piece."""
+class HostBlock(NamedTuple):
+    """Host memory for one tensor, usually in one piece. The pieces have as many bytes as it has."""
 
-    pieces: tuple[torch.Tensor, ...]
-    extents: tuple[Extent, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(extent.size for extent in self.extents)
+    pieces: list[torch.Tensor]
+    extents: list[Extent]
 
 
 class HostSlabs:
@@ -62,29 +56,38 @@ class HostSlabs:
         return sum(slab.numel() for slab in self._slabs)
 
     def take(self, size: int) -> HostBlock | None:
-        """A block of at least `size` bytes, or None without room; `forget` it when the refused tensor is freed."""
-        size = aligned(size)
-        self.wanted = max(self.wanted, self.used + self._refused + size)
-        chosen = self._choose(size)
+        """A block for `size` bytes, or None without room; `forget` it when the refused tensor is freed."""
+        room = aligned(size)
+        self.wanted = max(self.wanted, self.used + self._refused + room)
+        chosen = self._choose(room)
         if not chosen:
-            self._refused += size
+            self._refused += room
             return None
-        extents = []
+        self.used += room
+        block = HostBlock([], [])
         for extent in chosen:
-            part = min(extent.size, size)
+            slab, start, end = extent
+            part = min(end - start, room)
+            at = bisect_left(self._free, extent)
+            if start + part == end:
+                del self._free[at]
+            else:
+                self._free[at] = Extent(slab, start + part, end)
+            block.extents.append(Extent(slab, start, start + part))
+            block.pieces.append(self._slabs[slab][start : start + min(part, size)])
+            room -= part
             size -= part
-            extents.append(Extent(extent.slab, extent.start, extent.start + part))
-            self._free[self._free.index(extent)] = Extent(extent.slab, extent.start + part, extent.end)
-        self._free = [extent for extent in self._free if extent.size]
-        self.used += sum(extent.size for extent in extents)
-        pieces = tuple(self._slabs[extent.slab][extent.start : extent.end] for extent in extents)
-        return HostBlock(pieces, tuple(extents))
+        return block
 
     def _choose(self, size: int) -> list[Extent]:
         """The smallest free extent that is large enough, else the fewest largest ones that together are."""
-        fitting = [extent for extent in self._free if extent.size >= size]
-        if fitting:
-            return [min(fitting, key=lambda extent: extent.size)]
+        found, least = None, 0
+        for extent in self._free:
+            room = extent[2] - extent[1]
+            if room >= size and (found is None or room < least):
+                found, least = extent, room
+        if found is not None:
+            return [found]
         chosen: list[Extent] = []
         for extent in sorted(self._free, key=lambda extent: -extent.size):
             if extent.size < min(PIECE, size):
@@ -97,17 +100,16 @@ class HostSlabs:
 
     def give(self, block: HostBlock) -> None:
         """Return a block: the next `take` may get its memory."""
-        for extent in block.extents:
-            insort(self._free, extent, key=lambda free: (free.slab, free.start))
-        self.used -= block.size
-        joined: list[Extent] = []
-        for extent in self._free:
-            last = joined[-1] if joined else None
-            if last is not None and last.slab == extent.slab and last.end == extent.start:
-                joined[-1] = Extent(last.slab, last.start, extent.end)
-            else:
-                joined.append(extent)
-        self._free = joined
+        free = self._free
+        for slab, start, end in block.extents:
+            self.used -= end - start
+            at = bisect_left(free, (slab, start, end))
+            if at < len(free) and free[at][:2] == (slab, end):
+                end = free.pop(at).end
+            if at and free[at - 1].slab == slab and free[at - 1].end == start:
+                at -= 1
+                start = free.pop(at).start
+            free.insert(at, Extent(slab, start, end))
 
     def forget(self, size: int) -> None:
         """Note that a refused tensor is freed."""

@@ -76,11 +76,15 @@ class Entry:
     def length(self) -> int:
         return self.last - self.first
 
-    def source(self) -> torch.Tensor:
-        """The entry's bytes where they are now, as [capacity, row bytes] or flat."""
+    def part(self, start: int, size: int) -> torch.Tensor:
+        """`size` of the entry's bytes from byte `start` on, where they are now."""
         assert self.origin is not None, "the entry's memory was already taken"
         flat = torch.empty(0, dtype=torch.uint8, device=self.origin.device)
-        flat.set_(self.origin.untyped_storage(), self.first, (self.length,), (1,))
+        return flat.set_(self.origin.untyped_storage(), self.first + start, (size,), (1,))
+
+    def source(self) -> torch.Tensor:
+        """The entry's bytes where they are now, as [capacity, row bytes] or flat."""
+        flat = self.part(0, self.length)
         return flat.view(self.capacity, -1) if self.rows is not None else flat
 
     def valid_bytes(self) -> int:

@@ -1,7 +1,6 @@
 """Streams beside the compute stream, and the events that order them; on a CPU all of it is in order anyway."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -13,19 +12,16 @@ class SideStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._used = False
 
-    @contextmanager
-    def after(self, *events: torch.cuda.Event | None) -> Iterator[None]:
-        """Run what is inside on this stream, once the current stream's work so far and `events` are done."""
+    def after(self, *events: torch.cuda.Event | None) -> AbstractContextManager[None]:
+        """Enter it at once. What is inside runs here, behind the current stream's work so far and `events`."""
         if self._stream is None:
-            yield
-            return
+            return nullcontext()
         self._used = True
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         for event in events:
             if event is not None:
                 self._stream.wait_event(event)
-        with torch.cuda.stream(self._stream):
-            yield
+        return torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event | None:
         """An event that is done when everything put on this stream so far is."""

@@ -129,17 +129,17 @@ class Moving:
         rule = entries[0].rule
         assert rule is not None
         key = self._order.key(entries[0].region)
-        shares = {entry: self._split.share(rule, EntryShape.of(entry)) for entry in entries}
-        host_bytes = sum(map(aligned, shares.values()))
-        device_bytes = sum(entry.length for entry, share in shares.items() if share)
+        shares = [self._split.share(rule, EntryShape.of(entry)) for entry in entries]
+        host_bytes = sum(map(aligned, shares))
+        device_bytes = sum(entry.length for entry, share in zip(entries, shares) if share)
         self._order.put(key, GroupBytes(host_bytes, device_bytes, rule.prefetch_bytes))
         stays = self.window.stays(key)
         group = OffloadedGroup(self, WindowGroup(key, device_bytes))
-        for entry, share in shares.items():
+        for entry, share in zip(entries, shares):
             self._admit(group, entry, rule, 0 if stays else share)
         leaving = [entry for entry, member in group.members.items() if member.block is not None]
         if leaving:
-            self.slabs.fixed |= capturing()
+            self.slabs.fixed = self.slabs.fixed or capturing()
             self.transfers.move_out(group, leaving)
         self._groups[group.held] = group
         self.window.put(group.held)
@@ -248,12 +248,10 @@ class Moving:
                 self.window.drop(group.held)
 
     def _give_back(self, group: OffloadedGroup, entry: Entry, member: Member) -> None:
-        held = group.held
         if member.stays is not None:
-            held.kept_bytes -= entry.length
+            self.window.shrink(group.held, kept=entry.length)
         if member.share:
-            held.away_bytes -= entry.length
-            held.travelling_bytes -= member.share
+            self.window.shrink(group.held, away=entry.length, travelling=member.share)
         if entry in group.incoming:
             # Nobody asked for it, and its copy back may still be under way: the buffer's memory and the block's are
             # used again only behind it.

@@ -46,7 +46,8 @@ class Member:
     rows: torch.Tensor | None = None
 
     @property
-    def pieces(self) -> tuple[torch.Tensor, ...]:
+    def pieces(self) -> Sequence[torch.Tensor]:
+        """The host memory of its `share` bytes."""
         return () if self.block is None else self.block.pieces
 
 
@@ -96,11 +97,11 @@ class Transfers:
         """Start to copy the leading bytes of `entries` to their blocks."""
         with self._out.after():
             for entry in entries:
-                member, source, start = group.members[entry], entry.source().view(-1), 0
-                for piece in member.pieces:
-                    part = source[start : min(start + piece.numel(), member.share)]
-                    piece[: part.numel()].copy_(part, non_blocking=True)
-                    start += part.numel()
+                start = 0
+                for piece in group.members[entry].pieces:
+                    size = piece.numel()
+                    piece.copy_(entry.part(start, size), non_blocking=True)
+                    start += size
         group.left = self._out.mark()
         group.sources = [(entry, entry.origin) for entry in entries if entry.origin is not None]
         group.held.leaving_bytes = sum(origin.untyped_storage().nbytes() for _, origin in group.sources)
@@ -131,11 +132,12 @@ class Transfers:
         }
         with self._in.after(group.left):
             for entry, buffer in buffers.items():
-                member, start = group.members[entry], 0
-                for piece in member.pieces:
-                    part = buffer[start : min(start + piece.numel(), member.share)]
-                    part.copy_(piece[: part.numel()], non_blocking=True)
-                    start += part.numel()
+                start = 0
+                for piece in group.members[entry].pieces:
+                    size = piece.numel()
+                    part = buffer if size == entry.length else buffer[start : start + size]
+                    part.copy_(piece, non_blocking=True)
+                    start += size
         group.arrived = self._in.mark()
         group.incoming |= buffers
 

@@ -81,20 +81,14 @@ class Window:
         self.groups: dict[Key, WindowGroup] = {}
         self.resident = 0
         self.leaving = 0
+        self.present = 0
+        """Bytes of all groups on the device, but for what is leaving."""
         self._earlier: set[WindowGroup] = set()  # of a step before, whose key was put again
         self._queue: deque[WindowGroup] = deque()  # copies out, oldest first
 
     def stays(self, key: Key) -> bool:
         """Whether the group of this key is not to leave."""
         return key in self.plan.stays
-
-    @property
-    def present(self) -> int:
-        """Bytes of all groups on the device, but for what is leaving."""
-        return sum(
-            group.kept_bytes + (group.travelling_bytes if group.fetched else 0)
-            for group in (*self.groups.values(), *self._earlier)
-        )
 
     # --- what happens ---
 
@@ -104,6 +98,7 @@ class Window:
         if before is not None:
             self._earlier.add(before)
         self.groups[group.key] = group
+        self.present += group.kept_bytes
         if group.leaving_bytes:
             self._queue.append(group)
             self.leaving += group.leaving_bytes
@@ -139,11 +134,22 @@ class Window:
 
     def fetched(self, group: WindowGroup) -> None:
         """Its copy back has begun."""
+        if not group.fetched:
+            self.present += group.travelling_bytes
         group.fetched = True
         self._take(group, group.away_bytes)
 
+    def shrink(self, group: WindowGroup, *, kept: int = 0, away: int = 0, travelling: int = 0) -> None:
+        """A part of the group can be asked for no more: so many bytes of each kind."""
+        if self.groups.get(group.key) is group or group in self._earlier:
+            self.present -= kept + (travelling if group.fetched else 0)
+        group.kept_bytes -= kept
+        group.away_bytes -= away
+        group.travelling_bytes -= travelling
+
     def drop(self, group: WindowGroup) -> None:
         """Nothing of the group can be asked for any more. (Its copy out may still be under way.)"""
+        self.shrink(group, kept=group.kept_bytes, travelling=group.travelling_bytes)
         self._take(group, 0)
         self._earlier.discard(group)
         if self.groups.get(group.key) is group:

@@ -22,7 +22,7 @@ PYTEST   = $(PY) -m pytest -q -n $(WORKERS) --dist loadfile
 
 .PHONY: demo quick test hf-tests test-all coverage lint docs wheel gpu-test bench clean
 
-demo: $(VENV)/.base
+demo: $(VENV)/.demo
 	$(PY) -m pagestash demo
 
 quick: $(VENV)/.test
@@ -77,6 +77,10 @@ $(VENV)/bin/python:
 $(VENV)/.base: pyproject.toml $(PINS) | $(VENV)/bin/python
 	$(INSTALL) torch || { echo $(NO_TORCH) >&2; exit 1; }
 	$(INSTALL) -e ".[train]"
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	$(INSTALL) -e ".[plan,plot]"
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base

@@ -1,5 +1,7 @@
 """The command line: options and help; `commands/` does the work."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +53,18 @@ def _version(asked: bool) -> None:
     if asked:
         typer.echo(pagestash.__version__)
         raise typer.Exit
+
+
+@contextmanager
+def _needs_train(command: str) -> Iterator[None]:
+    """Say what to install if an import fails for lack of the extra `train`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "safetensors":
+            raise
+        typer.echo(f"error: pagestash {command} needs safetensors: pip install 'pagestash[train]'", err=True)
+        raise typer.Exit(2) from None
 
 
 @app.callback()
@@ -106,13 +120,8 @@ def train(
         "expert_parallel": expert,
         "corpus": tuple(corpus) if corpus else None,
     }
-    try:
+    with _needs_train("train"):
         from pagestash.commands.train import run
-    except ModuleNotFoundError as error:
-        if error.name != "safetensors":
-            raise
-        typer.echo("error: pagestash train needs safetensors: pip install 'pagestash[train]'", err=True)
-        raise typer.Exit(2) from None
     code = run(
         {key: value for key, value in given.items() if value is not None},
         out,
@@ -366,22 +375,23 @@ def partition(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 40,
+    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 20,
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
-    ranks: Annotated[int, typer.Option(help="Processes to divide the experts among, 1 to 4.")] = 2,
+    out: Annotated[Path, typer.Option(help="A folder for pictures, profile and policy.")] = Path("out/demo"),
 ) -> None:
-    """Train the tiny preset with and without a policy: equal losses, and a table of bytes by home."""
-    from pagestash.commands.demo import main
-
-    for name, value, least, most in (
-        ("steps", steps, 1, 2**31 - 1),
-        ("ranks", ranks, 1, 4),
-        ("seed", seed, 0, 2**63 - 1),
-    ):
+    """Profile a small MoE decoder on the CPU, plan for half of its activations, and train with and without."""
+    for name, value, least, most in (("steps", steps, 1, 2**31 - 1), ("seed", seed, 0, 2**63 - 1)):
         if not least <= value <= most:
             typer.echo(f"error: --{name} {value}: expected {least} to {most}", err=True)
             raise typer.Exit(2)
-    if not main(steps, seed, ranks):
+    with _needs_train("demo"):
+        from pagestash.commands.demo import main
+    try:
+        equal = main(steps, seed, out)
+    except OSError as error:
+        typer.echo(f"error: --out {out}: {error.strerror}", err=True)
+        raise typer.Exit(2) from None
+    if not equal:
         raise typer.Exit(1)
 
 

@@ -1,65 +1,19 @@
 """The command line as a user types it."""
 
 import json
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import pagestash
 from pagestash.cli import app
-from pagestash.policy import Policy
 
 
 @pytest.fixture(autouse=True)
 def reference_kernels(monkeypatch):
     monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-
-
-def test_demo_shows_equal_losses_and_bytes_by_home():
-    result = CliRunner().invoke(app, ["demo", "--steps", "2"])
-    assert result.exit_code == 0, result.output
-    text = " ".join(result.output.split())
-    assert "equal to the last bit: yes" in text
-    assert "together" in text
-    assert 0.1 < float(re.search(r"backward: (\d\.\d\d) of before", text)[1]) < 0.5
-
-
-def test_demo_says_when_its_training_fails(monkeypatch, capfd):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    result = CliRunner().invoke(app, ["demo", "--steps", "1", "--ranks", "1"])
-    assert result.exit_code != 0
-    assert "3 ranks do not divide experts=8" in result.stderr
-    assert "ended with code 2" in str(result.stderr) + str(result.exception)
-
-
-def test_demo_fails_when_a_loss_differs(monkeypatch):
-    import pagestash.commands.demo as demo
-
-    def skewed(steps, seed, ranks, folder):
-        line = {
-            "loss": 3.0,
-            "tokens": 8,
-            "seconds": 1.0,
-            "saved_bytes": {"keep": 9, "stash": 4},
-        }
-        return {"no policy": [line], "policy": [{**line, "loss": 3.0 + 1e-7}]}
-
-    monkeypatch.setattr(demo, "runs", skewed)
-    result = CliRunner().invoke(app, ["demo", "--steps", "1"])
-    assert result.exit_code == 1
-    assert "NO" in result.output
-
-
-def test_the_example_policy_is_the_one_of_the_demo(tmp_path):
-    from pagestash.commands.demo import POLICY
-
-    (tmp_path / "policy.toml").write_text(POLICY)
-    example = Path(__file__).parents[2] / "examples" / "stash_and_recompute.toml"
-    assert Policy.load(example) == Policy.load(tmp_path / "policy.toml")
 
 
 def test_bad_options_end_with_code_2():
@@ -71,7 +25,6 @@ def test_bad_options_end_with_code_2():
     "words",
     [
         "demo --steps 0", "demo --steps -1", "demo --seed -1", f"demo --seed {2**63}",
-        "demo --ranks 0", "demo --ranks 5",
         "profile --batch 0", "profile --seq -1", "profile --repeats 0", "profile --depth -1", "profile --layers -1",
         f"profile --layers {10**9}", f"profile --batch {10**30}", f"profile --seq {2**63}", "profile --link 0",
         "profile --device meta", "profile --device mps", "profile --preset deepseek-v3",
@@ -84,14 +37,15 @@ def test_a_number_out_of_range_is_one_line_and_code_2(words):
     assert line.startswith("error: ")
 
 
-def test_training_without_safetensors_says_what_to_install(monkeypatch, tmp_path):
+@pytest.mark.parametrize("command", ["train", "demo"])
+def test_training_without_safetensors_says_what_to_install(command, monkeypatch, tmp_path):
     loaded = ("safetensors", "pagestash.train", "pagestash.commands")
     for name in [name for name in sys.modules if name.startswith(loaded)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    result = CliRunner().invoke(app, ["train", "--out", str(tmp_path / "run")])
+    result = CliRunner().invoke(app, [command, "--out", str(tmp_path / "run")])
     assert result.exit_code == 2
-    assert "pip install 'pagestash[train]'" in result.stderr
+    assert f"pagestash {command} needs safetensors: pip install 'pagestash[train]'" in result.stderr
 
 
 def test_help_and_version_load_no_torch():

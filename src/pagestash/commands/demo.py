@@ -1,111 +1,178 @@
-"""`pagestash demo`: train the tiny preset with and without a policy, its experts divided among ranks.
+"""`pagestash demo`: profile a small MoE decoder, plan for half of its activations, train with and without the plan.
 
-No rank knows how many rows it will receive, so its buffers have the worst-case size. Without a policy whole
-buffers wait for backward. The policy stashes the received rows and recomputes the rest of each layer.
+*Activations* are what a step allocates beside weights, gradients and optimizer state: saved tensors and workspace.
 """
 
-import os
-import subprocess
-import sys
+import importlib.util
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from pagestash.policy import format_bytes
-from pagestash.train.metrics import read_metrics
+from pagestash.models.config import DecoderConfig
+from pagestash.models.decoder import Decoder
+from pagestash.planning.budget import base_bytes, optimizer_state
+from pagestash.planning.make import plan_profile
+from pagestash.planning.predict import predict
+from pagestash.planning.result import Plan
+from pagestash.policy import Policy, format_bytes
+from pagestash.profiling.measure import profile
+from pagestash.profiling.memory import MemoryMeter
+from pagestash.saved.keeper import Keeper
+from pagestash.train.data import Corpus, load_corpus
 
-POLICY = """\
-[pool]
-page = "16KiB"
+# Many layers and tokens, few weights: activations are most of the memory, as in large training runs.
+SHAPE = DecoderConfig(
+    vocab=256,
+    width=128,
+    layers=12,
+    heads=4,
+    kv_heads=2,
+    qk_norm=True,
+    experts=8,
+    top_k=2,
+    expert_width=64,
+    balance_loss=1e-2,
+)
+SEQUENCES, TOKENS = 2, 512
+PROGRESS = 5
+"""Steps between lines."""
 
-[[rule]]
-match = "layers.*.moe.experts"
-home = "stash"
-min_bytes = 4096
-
-[[rule]]
-match = "layers.*"
-home = "recompute"
-"""
-WAITS = ("keep", "stash")
-"""The homes that hold bytes at the peak; recomputed tensors exist only during their own layer's backward."""
-SEQUENCES = 4
-"""Per step, over all ranks."""
-
-
-def runs(steps: int, seed: int, ranks: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Train twice in `folder`: the metrics of every step, by the name of the run."""
-    policy = folder / "policy.toml"
-    policy.write_text(POLICY)
-    metrics = {}
-    for name, chosen in {"no policy": "none", "policy": str(policy)}.items():
-        words = [
-            "--preset",
-            "tiny",
-            "--steps",
-            steps,
-            "--policy",
-            chosen,
-            "--seed",
-            seed,
-            "--out",
-            folder / name,
-        ]
-        words += ["--set", f"batch={SEQUENCES // ranks}", "--set", "device=cpu"]
-        _train(list(map(str, words)), ranks)
-        metrics[name] = read_metrics(folder / name)
-    return metrics
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-def _train(words: list[str], ranks: int) -> None:
-    """Run `pagestash train` on `ranks` processes; its progress is printed."""
-    launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
-    threads = str(max(1, (os.cpu_count() or 1) // ranks))
-    # Interpreted kernels are for tests; on a CPU the torch references are much faster.
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", *launch, "pagestash", "train", *words],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
+class Run:
+    """One training run: the loss and the seconds of each step."""
+
+    def __init__(self, seed: int, policy: Policy | None = None) -> None:
+        self.model = Decoder(SHAPE)
+        self.model.initialise(seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.keeper = None if policy is None else Keeper(policy).attach(self.model)
+        self.losses: list[float] = []
+        self.times: list[float] = []
+
+    def train(self, batch: Batch) -> None:
+        begun = time.perf_counter()
+        loss = self._forward_and_backward(batch)
+        self.times.append(time.perf_counter() - begun)
+        self.losses.append(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def activations(self, batch: Batch) -> int:
+        """The most bytes of activations in one more step, which updates nothing."""
+        meter = MemoryMeter(torch.device("cpu"))
+        with meter:
+            meter.mark()
+            self._forward_and_backward(batch)
+            return meter.mark().peak
+
+    @property
+    def seconds(self) -> float:
+        """The median step, without the first, which warms up."""
+        return statistics.median(self.times[1:] or self.times)
+
+    def _forward_and_backward(self, batch: Batch) -> float:
+        with nullcontext() if self.keeper is None else self.keeper.step():
+            loss: torch.Tensor = sum(self.model(*batch))
+            loss.backward()
+        return loss.item()
+
+
+def main(steps: int, seed: int, out: Path) -> bool:
+    """Run the demo, and write what it finds to `out`; False if any loss differs in a single bit."""
+    threads = torch.get_num_threads()
+    # Operations this small gain little from a second thread, and lose much if its core is busy.
+    torch.set_num_threads(1)
+    try:
+        return _run(steps, seed, out)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(steps: int, seed: int, out: Path) -> bool:
+    console = Console(highlight=False)
+    say = partial(console.print, soft_wrap=True)
+    out.mkdir(parents=True, exist_ok=True)
+    corpus = load_corpus([], TOKENS + 1)
+    say(
+        f"A decoder of {SHAPE.layers} layers with {SHAPE.experts} experts each, {SHAPE.top_k} of them for a token. "
+        f"A batch is {SEQUENCES} × {TOKENS} bytes of Python's standard library. All on one core of the CPU."
     )
-    if done.returncode:
-        sys.stderr.write(done.stderr)
-        hint = "; --ranks 1 needs no communication between processes" if ranks > 1 else ""
-        raise SystemExit(f"error: the training run ended with code {done.returncode}{hint}")
 
-
-def main(steps: int, seed: int, ranks: int) -> bool:
-    """Run both and print the table; False if any loss differs in a single bit."""
-    console = Console()
-    where = f"{ranks} CPU ranks that share its experts" if ranks > 1 else "the CPU"
-    console.print(f"The tiny preset on {where}: {steps} steps without a policy, and {steps} with one.")
-    with TemporaryDirectory() as folder:
-        metrics = runs(steps, seed, ranks, Path(folder))
-    table = Table(title="bytes that wait for backward on a rank, by home, at the most")
-    for heading in ("", *WAITS, "together", "first loss", "last loss", "tokens/s"):
-        table.add_column(heading, justify="right" if heading else "left")
-    together = []
-    for name, lines in metrics.items():
-        sizes = [max(line["saved_bytes"][home] for line in lines) for home in WAITS]
-        rate = sum(line["tokens"] for line in lines) / sum(line["seconds"] for line in lines)
-        together.append(sum(sizes))
-        table.add_row(
-            name,
-            *(format_bytes(size) for size in (*sizes, sum(sizes))),
-            f"{lines[0]['loss']:.6f}",
-            f"{lines[-1]['loss']:.6f}",
-            f"{rate:,.0f}",
-        )
-    console.print(table)
-    plain, planned = ([line["loss"] for line in lines] for lines in metrics.values())
-    equal = plain == planned and len(plain) == steps
-    console.print(
-        f"Losses of all {steps} steps are equal to the last bit: {'yes' if equal else 'NO'}. "
-        f"Bytes that wait for backward: {together[1] / together[0]:.2f} of before.",
-        soft_wrap=True,
+    say("\n1. Profile a step")
+    plain = Run(seed)
+    found = profile(plain.model, _batch(corpus, 0, seed))
+    found.save(out / "profile.json")
+    state = optimizer_state(plain.optimizer)
+    base, needed = base_bytes(found, state), predict(found, Policy()).peak_bytes
+    say(
+        f"   activations {format_bytes(needed)}, of which {format_bytes(found.total_bytes)} are saved for backward;"
+        f" weights, gradients and optimizer {format_bytes(base)}"
     )
+
+    say(f"\n2. Plan for half of the activations, {format_bytes(needed // 2)}")
+    # A CPU has no other memory to offload to.
+    plan = plan_profile(found, budget=base + needed // 2, optimizer_bytes=state, host=0)
+    plan.policy.save(out / "policy.toml")
+    for row in plan.rows:
+        say(f"   {row.home} {row.match}: {format_bytes(row.bytes)}", markup=False)
+
+    say(f"\n3. Train {steps} steps, without a policy and with the plan")
+    runs = plain, Run(seed, plan.policy)
+    for step in range(1, steps + 1):
+        batch = _batch(corpus, step, seed)
+        for run in runs:
+            run.train(batch)
+        if step % PROGRESS == 0 or step == steps:
+            say(f"   step {step}: losses {runs[0].losses[-1]:.6f} and {runs[1].losses[-1]:.6f}")
+    measured = [run.activations(batch) for run in runs]
+
+    say()
+    console.print(_table(plan, runs, measured))
+    equal = runs[0].losses == runs[1].losses
+    say(f"Losses of all {steps} steps are equal to the last bit: {'yes' if equal else 'NO'}.")
+    if importlib.util.find_spec("matplotlib") is None:
+        say("No pictures: they need matplotlib (pip install 'pagestash[plot]').", markup=False)
+    else:
+        plan.plot_curve(out / "curve.png")
+        plan.plot_memory(out / "memory.png")
+        say(f"Pictures: {out / 'curve.png'} and {out / 'memory.png'}")
     return equal
+
+
+def _batch(corpus: Corpus, step: int, seed: int) -> Batch:
+    window = corpus.windows(step, seed, SEQUENCES, TOKENS + 1, 0, SEQUENCES)
+    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+
+def _table(plan: Plan, runs: Sequence[Run], measured: Sequence[int]) -> Table:
+    """Activations at the peak and time of a step, predicted and measured, both ways."""
+    table = Table()
+    for heading in (
+        "",
+        "memory\npredicted",
+        "memory\nmeasured",
+        "time\npredicted",
+        "time\nmeasured",
+        "last loss",
+    ):
+        table.add_column(heading, justify="right" if heading else "left")
+    rows: list[tuple[float, float, float, float]] = []
+    for name, told, size, run in zip(
+        ("without a policy", "planned"), (plan.unplanned, plan.predicted), measured, runs
+    ):
+        rows.append((told.peak_bytes - told.memory["base"][0], size, told.seconds, run.seconds))
+        sizes = (format_bytes(int(own)) for own in rows[-1][:2])
+        times = (f"{1e3 * own:.0f} ms" for own in rows[-1][2:])
+        table.add_row(name, *sizes, *times, f"{run.losses[-1]:.6f}")
+    table.add_section()
+    table.add_row("planned / without", *(f"{after / before:.2f}" for before, after in zip(*rows)), "")
+    return table

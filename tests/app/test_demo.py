@@ -1,0 +1,69 @@
+"""`pagestash demo`: the same losses with about half of the activations."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import pagestash as ps
+import pagestash.commands.demo as demo
+from pagestash.cli import app
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """The same story in seconds, by the torch references of the kernels."""
+    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+    monkeypatch.setattr(demo, "SHAPE", replace(demo.SHAPE, layers=8, experts=4))
+    monkeypatch.setattr(demo, "TOKENS", 128)
+
+
+def run(*words):
+    result = CliRunner().invoke(app, ["demo", "--steps", "2", *map(str, words)], env={"COLUMNS": "100"})
+    return result, " ".join(result.output.split())
+
+
+def test_half_of_the_activations_the_same_losses_and_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "new" / "folder"
+    result, text = run("--out", out)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "Losses of all 2 steps are equal to the last bit: yes." in text
+    predicted, measured, *_ = (float(cell) for cell in re.findall(r"(\d\.\d\d) │", text))
+    assert 0.2 < predicted <= 0.5
+    assert measured == pytest.approx(predicted, rel=0.05)
+    assert ps.Policy.load(out / "policy.toml").rules
+    assert ps.Profile.load(out / "profile.json").total_bytes > 0
+    for path in re.search(r"Pictures: (\S+) and (\S+)", text).groups():
+        assert Path(path).read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result, text = run("--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "No pictures: they need matplotlib (pip install 'pagestash[plot]')." in text
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_it_fails_when_a_loss_differs_in_a_bit(tmp_path, monkeypatch):
+    train = demo.Run.train
+
+    def skewed(self, batch):
+        train(self, batch)
+        if self.keeper is not None:
+            self.losses[0] += 2**-20
+
+    monkeypatch.setattr(demo.Run, "train", skewed)
+    result, text = run("--out", tmp_path)
+    assert result.exit_code == 1
+    assert "equal to the last bit: NO" in text
+
+
+def test_a_folder_that_is_a_file_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    result, _ = run("--out", tmp_path / "file")
+    assert result.exit_code == 2
+    assert result.stderr == f"error: --out {tmp_path / 'file'}: File exists\n"

@@ -1,6 +1,6 @@
 """Plan a policy: measure or load a profile, predict policies, and choose the fastest that fits a budget."""
 
-from pagestash.planning.make import plan, plan_profile
+from pagestash.planning.make import plan, plan_profile, plan_stages
 from pagestash.planning.pool import expected_rows_for, overflow_probability, pool_for
 from pagestash.planning.predict import Prediction, predict
 from pagestash.planning.result import NothingFits, Plan, PlanRow
@@ -17,6 +17,7 @@ __all__ = [
     "overflow_probability",
     "plan",
     "plan_profile",
+    "plan_stages",
     "pool_for",
     "predict",
     "read_tokens_per_expert",

@@ -3,15 +3,15 @@
 from collections.abc import Iterable
 
 from pagestash.planning.layers import find_units, least_bytes_of, rule
-from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Prediction, Predictor, RuleTable
 from pagestash.policy import HomeName, PoolConfig
 from pagestash.profiling.records import Region
 
 
-def alternatives(step: MeasuredStep, host_bytes: int) -> dict[str, Prediction]:
+def alternatives(predictor: Predictor, host_bytes: int) -> dict[str, Prediction]:
     """The step under each of them by name, without those that the profile or the host rules out."""
-    units = find_units(step.profile.regions)
+    profile = predictor.one.profile
+    units = find_units(profile.regions)
     layers = [unit for unit in units if unit.name[-1].isdigit()]
     recomputed = [
         region
@@ -24,7 +24,7 @@ def alternatives(step: MeasuredStep, host_bytes: int) -> dict[str, Prediction]:
         "recompute layers": ("recompute", recomputed),
         "offload all": ("offload", offloaded if host_bytes else []),
     }
-    least, predictor = least_bytes_of(step.profile), Predictor(step)
+    least = least_bytes_of(profile)
     found: dict[str, Prediction] = {}
     for name, (home, regions) in chosen.items():
         rules = {region.name: rule(region.name, home, least) for region in regions}

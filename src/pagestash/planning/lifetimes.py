@@ -1,6 +1,6 @@
 """A profile as a planner reads it: the life of each saved storage, and what else takes memory in each segment."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -8,6 +8,7 @@ from pagestash.planning.row_tensors import find_row_tensors
 from pagestash.planning.skew import Skew
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import ALLOCATED, SavedTensor, Segment
+from pagestash.saved.offload.plan import Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class MeasuredStep:
         # The unobserved step: observing costs time on a CPU, and launches are not in the sum on a GPU.
         self.seconds = scaled(profile.segments, profile.plain_seconds)
         self.segments = [replace(old, seconds=new) for old, new in zip(profile.segments, self.seconds)]
-        self.lives = _lives(profile.tensors)
+        self.lives = lives_of(profile.tensors)
         self.rows = find_row_tensors(profile)
         self.skew: Skew | None = None
         """How its rows vary; None: a pool is sized by what was measured."""
@@ -57,6 +58,10 @@ class MeasuredStep:
             ):
                 self.extra[at] = max(0, (segment.peak_bytes or 0) - alive)
                 self.floor[at] = max(0, (segment.end_bytes or 0) - left)
+        self.positions: Mapping[str, Key] = {}
+        """Where in a schedule a region runs: its stage and microbatch. Empty where there is none."""
+        self.at_once: Container[Key] = ()
+        """Of these, those whose backward follows their forward at once."""
         self._forward: dict[str, list[int]] = {}
         self._backward: dict[str, list[int]] = {}
         for at, segment in enumerate(profile.segments):
@@ -71,6 +76,10 @@ class MeasuredStep:
     def backward_of(self, name: str) -> Sequence[int]:
         """The segments of its backward."""
         return self._backward.get(name, ())
+
+    def where(self, at: int) -> str:
+        """The region of a segment, in words."""
+        return self.profile.segments[at].region or "the model itself"
 
     def span(self, name: str) -> tuple[int, int] | None:
         """The first and the last segment in which the region runs, in forward or backward."""
@@ -96,7 +105,8 @@ def check(profile: ProfiledStep) -> None:
         raise ValueError("the profile has a segment of negative or unknown time")
 
 
-def _lives(tensors: Sequence[SavedTensor]) -> dict[int, Life]:
+def lives_of(tensors: Sequence[SavedTensor]) -> dict[int, Life]:
+    """The storages that the step allocates for these tensors, by number."""
     lives: dict[int, Life] = {}
     for tensor in tensors:
         known = lives.get(tensor.storage)

@@ -1,6 +1,7 @@
 """`plan`: measure a step, and choose the fastest policy that is predicted to fit a budget."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ from pagestash.planning.budget import base_bytes, missing, optimizer_state, pars
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.pool import OVERFLOW
 from pagestash.planning.predict import Prediction, Predictor, RuleTable
+from pagestash.planning.rank import RankPredictor, RankStep, rank_candidates
 from pagestash.planning.result import NothingFits, Plan, policy_of, rows_of
 from pagestash.planning.skew import Rows, Skew, row_distribution
 from pagestash.planning.solve import Candidate, Problem, candidates
+from pagestash.planning.stage import ResultBytes, rank_plan, received, stage_step
 from pagestash.policy import Policy, PoolConfig, format_bytes
 from pagestash.profiling.link import Link
-from pagestash.profiling.measure import Loss, Progress, profile
+from pagestash.profiling.measure import Loss, Progress, default_loss, profile
 from pagestash.profiling.profiled import ProfiledStep
 
 
@@ -34,6 +37,8 @@ def plan(
     autocast: torch.dtype | None = None,
     repeats: int = 3,
     progress: Progress | None = None,
+    schedule: Any = None,
+    stage: int | None = None,
 ) -> Plan:
     """The fastest policy whose step is predicted to fit `budget` bytes of device memory.
 
@@ -50,13 +55,37 @@ def plan(
     the max/mean of a log-normal, or `"measured"`. The pool is then sized so that a step overflows it with a
     probability of at most `overflow`; without `rows`, by what was measured.
 
+    In a pipeline `model` is one stage, `batch` one microbatch of its input, `schedule` one of
+    `torch.distributed.pipelining` (or what `pagestash.pipeline.plans` returns) and `stage` its number. The plan is
+    then for all microbatches of a step, in the schedule's order; its keeper has to `follow` the schedule.
+
     Raises `NothingFits` (a ValueError) if no policy does.
     """
     if rows is not None and rows != "measured":
         rows = row_distribution(rows)  # refuses what is wrong with it before anything is measured
-    found = profile(model, batch, loss=loss, link=link, autocast=autocast, repeats=repeats, progress=progress)
-    state = 0 if optimizer is None else optimizer_state(optimizer)
-    return plan_profile(found, budget=budget, host=host, optimizer_bytes=state, rows=rows, overflow=overflow)
+    if schedule is not None and stage is None:
+        (stage,) = rank_plan(schedule)[0].stages
+    result = ResultBytes(loss or default_loss)
+    found = profile(
+        model,
+        received(batch) if stage else batch,
+        loss=loss if schedule is None else result,
+        link=link,
+        autocast=autocast,
+        repeats=repeats,
+        progress=progress,
+    )
+    return plan_profile(
+        found,
+        budget=budget,
+        host=host,
+        optimizer_bytes=0 if optimizer is None else optimizer_state(optimizer),
+        rows=rows,
+        overflow=overflow,
+        schedule=schedule,
+        stage=stage,
+        result_bytes=result.bytes,
+    )
 
 
 def plan_profile(
@@ -67,16 +96,67 @@ def plan_profile(
     optimizer_bytes: int = 0,
     rows: Rows | None = None,
     overflow: float = OVERFLOW,
+    schedule: Any = None,
+    stage: int | None = None,
+    result_bytes: int | None = None,
 ) -> Plan:
-    """The plan for a step that was measured before, perhaps on another machine. Nothing runs."""
-    step = MeasuredStep(profile, base_bytes(profile, optimizer_bytes))
-    if rows is not None:
-        step.skew = Skew.of(rows, step.rows, overflow)
-    unplanned = Predictor(step).predict(RuleTable({}, PoolConfig()))
+    """The plan for a step that was measured before, perhaps on another machine. Nothing runs.
+
+    With a `schedule`, as for `plan`, the profile is of one microbatch of a stage. `result_bytes` is the size of its
+    result; by default that of its input, and in the last stage nothing.
+    """
+    if schedule is None:
+        step = MeasuredStep(profile, base_bytes(profile, optimizer_bytes))
+        step.skew = None if rows is None else Skew.of(rows, step.rows, overflow)
+        return plan_step(step, budget=budget, host=host)
+    order, _ = rank_plan(schedule, None if stage is None else [stage])
+    if len(order.stages) > 1:
+        raise ValueError(
+            f"the rank has {len(order.stages)} stages: plan_stages of pagestash.planning takes them all"
+        )
+    return plan_stages(
+        {order.stages[0]: profile},
+        schedule=schedule,
+        budget=budget,
+        host=host,
+        optimizer_bytes=optimizer_bytes,
+        rows=rows,
+        overflow=overflow,
+        result_bytes=result_bytes,
+    )
+
+
+def plan_stages(
+    profiles: Mapping[int, ProfiledStep],
+    *,
+    schedule: Any,
+    budget: str | float,
+    host: str | int = "auto",
+    optimizer_bytes: int = 0,
+    rows: Rows | None = None,
+    overflow: float = OVERFLOW,
+    result_bytes: int | None = None,
+) -> Plan:
+    """The plan for a pipeline rank with these stages, by number; each was profiled with one microbatch."""
+    order, last = rank_plan(schedule, profiles)
+    stages = [
+        stage_step(own, at, is_last=at == last, result_bytes=result_bytes) for at, own in profiles.items()
+    ]
+    # Every microbatch but the first adds to gradients that are there.
+    base = sum(base_bytes(own, own.gradient_bytes or 0) for own in profiles.values()) + optimizer_bytes
+    step = RankStep(stages, order, base)
+    step.skew = None if rows is None else Skew.of(rows, step.rows, overflow)
+    return plan_step(step, budget=budget, host=host)
+
+
+def plan_step(step: MeasuredStep, *, budget: str | float, host: str | int = "auto") -> Plan:
+    """The plan for a step, or for a pipeline rank's (`RankStep`)."""
+    profile = step.profile
+    predictor = RankPredictor(step) if isinstance(step, RankStep) else Predictor(step)
+    unplanned = predictor.predict(RuleTable({}, PoolConfig()))
     limit = parse_budget(budget, unplanned, profile.device)
     host_bytes = parse_host(host)
-    notes = missing(profile)
-    beside = alternatives(step, host_bytes)
+    beside = alternatives(predictor, host_bytes)
     if unplanned.peak_bytes <= limit:
         return Plan(
             policy=Policy(),
@@ -84,23 +164,46 @@ def plan_profile(
             unplanned=unplanned,
             budget_bytes=limit,
             turn=step.turn,
-            notes=notes,
+            notes=missing(profile),
             alternatives=beside,
         )
+    found = choose(step, unplanned, limit, host_bytes, find_candidates(step, host_bytes))
+    return replace(found, alternatives=beside)
+
+
+def find_candidates(step: MeasuredStep, host_bytes: int) -> tuple[list[Candidate], bool]:
+    """Candidates, the fastest first, and whether they were solved for. They do not depend on a budget."""
+    if isinstance(step, RankStep):
+        return rank_candidates(step, host_bytes)
     problem = Problem(step, host_bytes)
-    found = candidates(problem)
+    return candidates(problem), problem.exact
+
+
+def choose(
+    step: MeasuredStep,
+    unplanned: Prediction,
+    limit: int,
+    host_bytes: int,
+    candidates: tuple[list[Candidate], bool],
+) -> Plan:
+    """The plan for a budget: the fastest candidate that fits."""
+    found, exact = candidates
     fitting = [item for item in found if item.predicted.peak_bytes <= limit]
     if not fitting:
         smallest = min((item.predicted for item in found), key=lambda item: item.peak_bytes)
-        region = profile.segments[smallest.peak_at].region or "the model itself"
-        raise NothingFits(limit, smallest, region, without_host=not host_bytes)
+        raise NothingFits(limit, smallest, step.where(smallest.peak_at), without_host=not host_bytes)
     best = fitting[0]
+    one = step.one if isinstance(step, RankStep) else step
+    profile = one.profile
     policy = policy_of(best.rules, profile.regions)
+    notes = missing(profile)
+    if isinstance(step, RankStep):
+        notes.append("bytes and times of regions are those of one microbatch")
     expected = None
     if step.skew is not None:
         policy, expected = step.skew.apply(policy, best.predicted.pool, step.rows)
         notes += step.skew.notes(best.predicted.pool, step.rows)
-    if not problem.exact:
+    if not exact:
         off = best.predicted.seconds - unplanned.seconds
         notes.append(
             f"without scipy the plan is found greedily; it is at most {1e3 * off:.2f} ms slower than the best "
@@ -113,11 +216,10 @@ def plan_profile(
         unplanned=unplanned,
         budget_bytes=limit,
         turn=step.turn,
-        rows=rows_of(policy, profile, sum(step.seconds) / measured if measured else 1.0),
+        rows=rows_of(policy, profile, sum(one.seconds) / measured if measured else 1.0),
         limit=_limit(best.predicted, found, limit),
         notes=notes,
         curve=_curve(found),
-        alternatives=beside,
         expected_rows=expected,
     )
 

@@ -115,6 +115,11 @@ class Predictor:
         self.count = 0
         """Predictions so far."""
 
+    @property
+    def one(self) -> MeasuredStep:
+        """The measured step, by whose regions policies are written."""
+        return self.step
+
     def predict(self, rules: RuleTable) -> Prediction:
         self.count += 1
         return _Playing(self.step, rules).play()
@@ -162,11 +167,11 @@ class _Playing:
             segment if segment.seconds == own else replace(segment, seconds=own)
             for segment, own in zip(step.segments, seconds)
         ]
-        moves = moves_of(self.rules, step.profile.tensors, self.when_saved, segments)
+        moves = moves_of(self.rules, step.profile.tensors, self.when_saved, segments, step.positions)
         self._keep()
         for replay in replays:
             self._come_back(replay)
-        plan = plan_of(moves)
+        plan = plan_of(moves, step.at_once)
         plan.headroom = self._headroom(moves, plan, pool)
         played = play(moves, plan, segments, step.profile.link)
         host = self._offload(moves, played)
@@ -461,8 +466,8 @@ class _Playing:
             peak_at=peak_at,
             starts=[0.0, *accumulate(spent)][: step.count],
             memory=memory,
-            staying=frozenset(str(move.key[0]) for move in moves if move.key in plan.stays)
-            - {str(move.key[0]) for move in moves if move.key not in plan.stays},
+            staying=frozenset(str(move.key[-2]) for move in moves if move.key in plan.stays)
+            - {str(move.key[-2]) for move in moves if move.key not in plan.stays},
             held_bytes=held,
             pool=self.pool,
         )

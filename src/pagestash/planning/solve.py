@@ -24,7 +24,7 @@ Which layers: the earliest take the choice that moves most, because their copies
 those that recompute most; the last ones keep, because their backward comes first, where memory is at its most.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -62,6 +62,10 @@ class Problem:
     least_bytes: int = 0
     exact: bool = True
     """Whether counts are solved for; False without scipy."""
+    predictor: Predictor | None = None
+    """What candidates are predicted with; None: the step itself."""
+    others: Callable[[str], int] = lambda unit: 0
+    """Under a schedule: how many more microbatches of a unit are in flight."""
 
     def __post_init__(self) -> None:
         self.least_bytes = least_bytes_of(self.step.profile)
@@ -89,10 +93,10 @@ class Problem:
 
 def candidates(problem: Problem) -> list[Candidate]:
     """All candidates, the fastest first; one of them keeps everything."""
-    predictor = Predictor(problem.step)
+    predictor = problem.predictor or Predictor(problem.step)
     found: dict[frozenset[str], Candidate] = {}
     tried: set[frozenset[str]] = set()
-    for rules in _proposals(problem, predictor):
+    for rules in _proposals(problem):
         if (key := _key(rules)) not in tried:
             tried.add(key)
             item = _predicted(rules, predictor)
@@ -116,16 +120,16 @@ def _predicted(rules: dict[str, Rule], predictor: Predictor) -> Candidate:
     return Candidate(rules, predicted)
 
 
-def _proposals(problem: Problem, predictor: Predictor) -> Iterator[dict[str, Rule]]:
+def _proposals(problem: Problem) -> Iterator[dict[str, Rule]]:
     groups = problem.groups
     if prod(len(group.choices) ** len(group.units) for group in groups) <= EXHAUSTIVE:
         ways = (product(range(len(group.choices)), repeat=len(group.units)) for group in groups)
         yield from map(problem.rules_of_units, product(*ways))
     else:
-        yield from map(problem.rules, _by_counts(problem, predictor))
+        yield from map(problem.rules, _by_counts(problem))
 
 
-def _by_counts(problem: Problem, predictor: Predictor) -> Iterator[Counts]:
+def _by_counts(problem: Problem) -> Iterator[Counts]:
     groups = problem.groups
     yield _uniform(groups, [0] * len(groups))
     smallest = [min(range(len(g.costs)), key=lambda at: g.costs[at].kept_bytes) for g in groups]
@@ -136,7 +140,7 @@ def _by_counts(problem: Problem, predictor: Predictor) -> Iterator[Counts]:
         for g in groups
     ]
     yield _uniform(groups, still)
-    program = _Program(problem, predictor)
+    program = _Program(problem)
     least = program.least()
     yield least
     low, high = program.level(least), program.level(_uniform(groups, [0] * len(groups)))
@@ -144,6 +148,10 @@ def _by_counts(problem: Problem, predictor: Predictor) -> Iterator[Counts]:
         counts = program.solve(low + (high - low) * number / GRID, rate)
         if counts is not None:
             yield counts
+
+
+def _names(group: Group) -> list[str]:
+    return [unit.name for unit in group.units]
 
 
 def _uniform(groups: Sequence[Group], chosen: Sequence[int]) -> Counts:
@@ -180,13 +188,16 @@ class _Moment:
 class _Program:
     """The linear model of a problem."""
 
-    def __init__(self, problem: Problem, predictor: Predictor) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.groups = problem.groups
         step = problem.step
         self.link = step.profile.link
         self.forward, self.backward = sum(step.seconds[: step.turn]), sum(step.seconds[step.turn :])
-        plain = predictor.predict(RuleTable({}, PoolConfig()))
+        self.others = [sum(map(problem.others, names)) / len(names) for names in map(_names, self.groups)]
+        if any(self.others):  # copies both ways have the whole of a forward and a backward
+            self.forward = self.backward = self.forward + self.backward
+        plain = Predictor(step).predict(RuleTable({}, PoolConfig()))
         self._total = [sum(sizes) for sizes in zip(*plain.memory.values())]
         self.moments = self._moments()
         self.far = [sum(self._is_far(unit, group) for unit in group.units) for group in self.groups]
@@ -194,6 +205,8 @@ class _Program:
     def _is_far(self, unit: Unit, group: Group) -> bool:
         """Whether what the unit moves at most could leave and come back before its backward."""
         step = self.problem.step
+        if self.problem.others(unit.name):
+            return True
         forward = step.forward_of(unit.name)
         backward = step.backward_of(unit.name)
         if not forward or not backward:
@@ -234,12 +247,12 @@ class _Program:
         """Bytes of one unit, by group and choice, at that moment."""
         return [
             [
-                share * cost.kept_bytes
+                (others + share) * cost.kept_bytes
                 + (cost.recomputed_bytes + cost.moved_bytes if moment.group == number else 0)
                 / len(group.units)
                 for cost in group.costs
             ]
-            for number, (share, group) in enumerate(zip(moment.shares, self.groups))
+            for number, (share, others, group) in enumerate(zip(moment.shares, self.others, self.groups))
         ]
 
     def level(self, counts: Counts) -> float:
@@ -294,7 +307,8 @@ class _Program:
         late = [1e3 * (c.moved_bytes / back - c.seconds) for c in flat]
         add([*late, 0.0, -1.0], -float("inf"), 1e3 * self.backward)
         host = self.problem.host_bytes if rate else 0
-        add([c.moved_bytes / 2**20 for c in flat], 0.0, host / 2**20)
+        held = [1 + others for others, group in zip(self.others, self.groups) for _ in group.costs]
+        add([n * c.moved_bytes / 2**20 for n, c in zip(held, flat)], 0.0, host / 2**20)
         start = 0
         for group, far in zip(self.groups, self.far):
             add([0.0] * start + [float(c.moved_bytes > 0) for c in group.costs], 0.0, far)
@@ -327,7 +341,9 @@ class _Program:
                     before, after = group.costs[old], group.costs[new]
                     freed = before.kept_bytes - after.kept_bytes
                     moves = moved + after.moved_bytes - before.moved_bytes
-                    if freed <= 0 or moves > (self.problem.host_bytes if rate else 0):
+                    if freed <= 0 or moves * (1 + self.others[number]) > (
+                        self.problem.host_bytes if rate else 0
+                    ):
                         continue
                     if (
                         after.moved_bytes

@@ -13,9 +13,10 @@ A keeper may differ from this in three points, which a profile does not know:
 - With a `fraction` below 1, which tensors leave: here that part of each tensor does.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Literal
 
 from pagestash.policy import HomeName
@@ -50,9 +51,16 @@ class Move:
 
 
 def moves_of(
-    policy: Rules, tensors: Sequence[SavedTensor], homes: Sequence[HomeName], segments: Sequence[Segment]
+    policy: Rules,
+    tensors: Sequence[SavedTensor],
+    homes: Sequence[HomeName],
+    segments: Sequence[Segment],
+    positions: Mapping[str, Key] = MappingProxyType({}),
 ) -> list[Move]:
-    """The groups that leave, each storage once. A region's tensors leave when it ends, and return together."""
+    """The groups that leave, each storage once. A region's tensors leave when it ends, and return together.
+
+    Under a schedule, `positions` has the stage and the microbatch of each region.
+    """
     ends = list(accumulate(segment.seconds for segment in segments))
     groups: dict[tuple[str, int], list[SavedTensor]] = {}
     seen: set[int] = set()
@@ -68,7 +76,7 @@ def moves_of(
         asked = tuple(sorted(tensor.needed_at for tensor in group))
         moves.append(
             Move(
-                key=(name, last),
+                key=(*positions.get(name, ()), name, last),
                 ready=ends[last],
                 needed=ends[asked[0] - 1],
                 bytes=rule.fraction * sum(tensor.valid_bytes for tensor in group),
@@ -96,11 +104,13 @@ def _last_segment(segments: Sequence[Segment], start: int, name: str) -> int:
     return last
 
 
-def plan_of(moves: Sequence[Move]) -> OffloadPlan:
+def plan_of(moves: Sequence[Move], at_once: Container[Key] = ()) -> OffloadPlan:
+    """The keeper's plan. Groups at a position in `at_once`, whose backward follows its forward, stay."""
     groups = {move.key: GroupBytes(max(1, int(move.bytes)), move.device_bytes, move.window) for move in moves}
-    puts: list[Event] = [("put", move.key) for move in sorted(moves, key=lambda move: move.put_at)]
-    gets: list[Event] = [("get", move.key) for move in sorted(moves, key=lambda move: move.asked_at[0])]
-    return make_plan([*puts, *gets], groups)
+    found: list[tuple[int, int, Event]] = [(move.put_at, 0, ("put", move.key)) for move in moves]
+    found += [(move.asked_at[0], 1, ("get", move.key)) for move in moves]
+    found.sort(key=lambda item: item[:2])
+    return make_plan([event for _, _, event in found], groups, at_once)
 
 
 Change = Literal["put", "left", "fetched", "dropped"]

@@ -1,0 +1,369 @@
+"""The step of a pipeline rank: measured stages, unrolled in the order of the schedule's actions.
+
+A stage is profiled with one microbatch. The rank's step is made of copies of its segments, one for each action: `F`
+takes those of forward, `B` those of backward. A region of microbatch m is named `region@m` there, so that each
+microbatch is recomputed and moved by itself. What is assumed:
+
+- A split backward takes half of the measured time in `I` and half in `W`, saved tensors are first needed in `I` and
+  freed in `W`, and replays happen in `I`. On the model's first stage `I` does nothing. Gradients that wait between
+  the halves are not counted: no profile has them.
+- Gradients are there from the beginning, and every backward adds to them: what a segment makes counts once more, in
+  that segment.
+- Each microbatch in flight holds its result until its backward is over, and in the last stage until the step's end.
+  torch has a buffer for each input and each gradient that the rank receives in a step, and holds the result
+  and the gradient that it sent last.
+- A rank that waits for others is not slower for it: bubbles are no part of its step, and hide no copies.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from pagestash.planning.lifetimes import MeasuredStep, lives_of
+from pagestash.planning.predict import Prediction, Predictor, RuleTable
+from pagestash.planning.solve import Candidate, Problem, candidates
+from pagestash.planning.steady import shortened
+from pagestash.policy import PoolConfig
+from pagestash.profiling.profiled import ProfiledStep
+from pagestash.profiling.records import OUTPUT, Region, SavedTensor, Segment
+from pagestash.saved.follow import immediate_backwards
+from pagestash.schedules.plan import Action, Plan, in_flight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageStep:
+    """One microbatch of a stage, as measured, and the messages between stages."""
+
+    index: int
+    profile: ProfiledStep
+    received_bytes: int = 0
+    """Its input, from the stage before."""
+    result_bytes: int = 0
+    """Its result, which the stage after receives, or the step returns."""
+    is_last: bool = False
+    """Whether it is the model's last stage."""
+    saves_input: bool = False
+    """Whether its input is one of the profile's counted storages."""
+
+    @property
+    def message_bytes(self) -> int:
+        """The size of a hidden state."""
+        return max(self.received_bytes, 0 if self.is_last else self.result_bytes)
+
+
+class RankStep(MeasuredStep):
+    """All actions of a rank in one step."""
+
+    def __init__(self, stages: Iterable[StageStep], plan: Plan, base_bytes: int = 0) -> None:
+        self.stages = {stage.index: stage for stage in stages}
+        self.plan = plan
+        _check(self.stages, plan)
+        unrolled = _Unrolled(self.stages, plan.actions, renamed=True, messages=True)
+        super().__init__(unrolled.profile(), base_bytes)
+        self.positions = unrolled.positions
+        self.at_once = immediate_backwards(plan)
+        self.reads_allocator = (
+            False  # a keeper that follows a schedule plans without the headroom it measured
+        )
+        self._held = in_flight(plan)
+        self._stage_of = {
+            region.name[:end]: index
+            for index, stage in self.stages.items()
+            for region in stage.profile.regions
+            for end in (*(at for at, letter in enumerate(region.name) if letter == "."), len(region.name))
+        }
+        self.starts = unrolled.starts
+        self.turn = next(start for action, start in zip(plan.actions, self.starts) if action.kind != "F")
+        """The first segment of each action."""
+        self.microbatches = len({action.microbatch for action in plan.actions})
+        self.one = MeasuredStep(joined(self.stages.values()), base_bytes)
+        """One microbatch through all stages of the rank."""
+
+    def others(self, name: str) -> int:
+        """Microbatches that the stage of a region or layer holds at the most, beside the one that runs."""
+        return self._held[self._stage_of[name]] - 1
+
+    def where(self, at: int) -> str:
+        action = next(
+            a for a, start in zip(reversed(self.plan.actions), reversed(self.starts)) if start <= at
+        )
+        region = self.profile.segments[at].region.partition("@")[0] or "the stage itself"
+        return f"{region} (action {action})"
+
+    def wide(self, rules: RuleTable) -> RuleTable:
+        """Rules by region, for every microbatch."""
+        found = {
+            renamed: rule
+            for renamed in self.positions
+            if (rule := rules.rule_for(renamed.rpartition("@")[0]))
+        }
+        return RuleTable(found, rules.pool)
+
+    def action_seconds(self, predicted: Prediction) -> list[float]:
+        """How long each action takes, waits included."""
+        times = [*predicted.starts, predicted.seconds]
+        ends = [*self.starts[1:], self.count]
+        return [times[end] - times[start] for start, end in zip(self.starts, ends)]
+
+
+class RankPredictor(Predictor):
+    """Predicts policies for a rank's step; their rules name regions without a microbatch."""
+
+    step: RankStep
+
+    @property
+    def one(self) -> MeasuredStep:
+        return self.step.one
+
+    def predict(self, rules: RuleTable) -> Prediction:
+        found = super().predict(self.step.wide(rules))
+        copies: dict[str, int] = {}
+        for name in found.staying:
+            name = name.rpartition("@")[0]
+            copies[name] = copies.get(name, 0) + 1
+        staying = frozenset(name for name, count in copies.items() if count == self.step.microbatches)
+        return replace(found, staying=staying)
+
+
+def rank_candidates(step: RankStep, host_bytes: int) -> tuple[list[Candidate], bool]:
+    """Candidates for a rank, the fastest first, and whether they were solved for (see `Problem.exact`).
+
+    All are predicted on a step whose steady state is cut short, and on the whole one those that no other beats.
+    """
+    plan = shortened(step.plan)
+    short = step if plan is step.plan else RankStep(step.stages.values(), plan, step.base_bytes)
+    short.skew = step.skew
+    problem = Problem(short.one, host_bytes, predictor=RankPredictor(short), others=short.others)
+    found = candidates(problem)
+    if short is not step:
+        predictor, fronts = RankPredictor(step), unbeaten(found)
+        again = [Candidate(c.rules, predictor.predict(RuleTable(c.rules, PoolConfig()))) for c in fronts]
+        found = sorted(
+            (item for item in again if item.predicted.host_bytes <= host_bytes),
+            key=lambda item: (item.predicted.seconds, item.predicted.peak_bytes),
+        )
+    return found, problem.exact
+
+
+def unbeaten(found: Sequence[Candidate]) -> list[Candidate]:
+    """Of candidates, the fastest first, those that take less memory than all faster ones."""
+    front: list[Candidate] = []
+    for item in found:
+        if not front or item.predicted.peak_bytes < front[-1].predicted.peak_bytes:
+            front.append(item)
+    return front
+
+
+def joined(stages: Iterable[StageStep]) -> ProfiledStep:
+    """One microbatch through the stages of a rank, as if they were one model."""
+    by_index = {stage.index: stage for stage in sorted(stages, key=lambda stage: stage.index)}
+    forward = [Action("F", index, 0) for index in by_index]
+    backward = [Action("B", index, 0) for index in reversed(by_index)]
+    return _Unrolled(by_index, [*forward, *backward], renamed=False, messages=False).profile()
+
+
+def _check(stages: Mapping[int, StageStep], plan: Plan) -> None:
+    if set(stages) != set(plan.stages):
+        raise ValueError(
+            f"the schedule runs stages {list(plan.stages)} on this rank: got profiles of {sorted(stages)}"
+        )
+    if {a[1:] for a in plan.actions if a.kind == "F"} != {a[1:] for a in plan.actions if a.kind in "BW"}:
+        raise ValueError("the schedule has forwards without a backward: nothing is saved for those")
+    seen: dict[str, int] = {}
+    for index, stage in stages.items():
+        for region in stage.profile.regions:
+            other = seen.setdefault(region.name, index)
+            if region.name and other != index:
+                raise ValueError(
+                    f"stages {other} and {index} of one rank both have a region {region.name!r}: a policy finds "
+                    "regions by name, so number the layers as the whole model does"
+                )
+
+
+class _Unrolled:
+    """Copies of the stages' segments, tensors and regions, in the order of actions."""
+
+    def __init__(
+        self, stages: Mapping[int, StageStep], actions: Sequence[Action], *, renamed: bool, messages: bool
+    ) -> None:
+        self.stages, self.actions = stages, actions
+        self.renamed = renamed
+        self.one = {index: MeasuredStep(stage.profile) for index, stage in stages.items()}
+        self.gradients = {
+            index: _gradients(step, stages[index].message_bytes) for index, step in self.one.items()
+        }
+        self.positions: dict[str, tuple[int, int]] = {}
+        self.starts: list[int] = []
+        self.persisting = self._persisting(messages)
+        largest = max(_largest_storage(stage.profile) for stage in stages.values())
+        self.shifts = {key: number * (largest + 1) for number, key in enumerate(self._runs())}
+        """Added to the numbers of a microbatch's storages."""
+        self.segments: list[Segment] = []
+        self.extra: list[int] = []
+        self.floor: list[int] = []
+        halves = {(a.stage, a.microbatch) for a in actions if a.kind == "I"}
+        self.at: dict[Action, int] = {}
+        for action, persisting in zip(actions, self.persisting):
+            self.starts.append(len(self.segments))
+            self.at[action] = len(self.segments)
+            part = 1.0 if action[1:] not in halves or action.stage == 0 else 0.5
+            if action.kind != "I" or action.stage:
+                self._add(action, persisting, part if action.kind != "F" else 1.0)
+        self.tensors = [tensor for key in self._runs() for tensor in self._tensors(*key)]
+        self.regions = list(self._regions())
+
+    def profile(self) -> ProfiledStep:
+        """All of it as one step."""
+        first = next(iter(self.stages.values())).profile
+        segments = self.segments
+        if all(step.knows_memory for step in self.one.values()):
+            segments = self._with_memory()
+        profiles = [stage.profile for stage in self.stages.values()]
+        return ProfiledStep(
+            device=first.device,
+            link=first.link,
+            tensors=self.tensors,
+            regions=self.regions,
+            segments=segments,
+            plain_seconds=sum(segment.seconds for segment in segments),
+            model_bytes=_total(profile.model_bytes for profile in profiles),
+            gradient_bytes=_total(profile.gradient_bytes for profile in profiles),
+        )
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """All (stage, microbatch), in the order of their forwards."""
+        return [(action.stage, action.microbatch) for action in self.actions if action.kind == "F"]
+
+    def _persisting(self, messages: bool) -> list[int]:
+        """Bytes that are there in the whole of each action: results in flight, and buffers of messages."""
+        if not messages:
+            return [0] * len(self.actions)
+        most = in_flight(Plan(tuple(self.actions)))
+        after: dict[tuple[str, int], int] = {}
+        now = 0
+        for index, stage in self.stages.items():
+            count = sum(key[0] == index for key in self._runs())
+            if index - 1 not in self.stages:  # inputs, and the last gradient that was sent
+                now += (count + 1 - most[index] * stage.saves_input) * stage.received_bytes
+            if index + 1 in self.stages:  # the next stage has it as its input
+                continue
+            if not stage.is_last:  # gradients of all results, and the last result that was sent
+                now += (count + 1) * stage.result_bytes
+            saved = _saved_result(self.one[index])
+            after["F", index] = held = max(0, stage.result_bytes - saved)
+            after["B", index] = after["W", index] = saved if stage.is_last else -held
+        found = []
+        for action in self.actions:
+            found.append(now)
+            now += after.get((action.kind, action.stage), 0)
+        return found
+
+    # --- segments ---
+
+    def _add(self, action: Action, persisting: int, part: float) -> None:
+        step, gradients = self.one[action.stage], self.gradients[action.stage]
+        forward = action.kind == "F"
+        for at in range(step.turn) if forward else range(step.turn, step.count):
+            segment = step.segments[at]
+            path = self._path(segment.path, action.microbatch)
+            self.segments.append(Segment(path, segment.way, part * step.seconds[at]))
+            before, after = (0, 0) if forward else (gradients[at - 1], gradients[at])
+            self.extra.append(max(0, step.extra[at] - before) + persisting)
+            self.floor.append(max(0, step.floor[at] - after) + persisting)
+
+    def _with_memory(self) -> list[Segment]:
+        count = len(self.segments)
+        changes, after = [0] * (count + 1), [0] * (count + 1)
+        for life in lives_of(self.tensors).values():
+            changes[life.saved_at] += life.bytes
+            changes[life.freed_at + 1] -= life.bytes
+            after[life.saved_at] += life.bytes
+            after[life.freed_at] -= life.bytes
+        return [
+            replace(segment, end_bytes=left + floor, peak_bytes=alive + extra)
+            for segment, alive, left, extra, floor in zip(
+                self.segments, accumulate(changes), accumulate(after), self.extra, self.floor
+            )
+        ]
+
+    # --- tensors and regions ---
+
+    def _tensors(self, stage: int, microbatch: int) -> Iterator[SavedTensor]:
+        step, gradients = self.one[stage], self.gradients[stage]
+        shift = self.shifts[stage, microbatch]
+        forward = self.at[Action("F", stage, microbatch)]
+        whole = self.at.get(Action("B", stage, microbatch))
+        needed = self.at[Action("I", stage, microbatch)] if whole is None and stage else whole
+        freed = self.at[Action("W", stage, microbatch)] if whole is None else whole
+        needed = freed if needed is None else needed
+        persisting = dict(zip(self.starts, self.persisting))[needed]
+        for tensor in step.profile.tensors:
+            beside = tensor.beside_bytes
+            if beside is not None:
+                beside = max(0, beside - gradients[tensor.needed_at - 1]) + persisting
+            yield replace(
+                tensor,
+                region=self._name(tensor.region, microbatch),
+                path=self._path(tensor.path, microbatch),
+                storage=tensor.storage + shift,
+                saved_at=forward + tensor.saved_at,
+                needed_at=needed + tensor.needed_at - step.turn,
+                freed_at=freed + tensor.freed_at - step.turn,
+                beside_bytes=beside,
+            )
+
+    def _regions(self) -> Iterator[Region]:
+        for number, (stage, microbatch) in enumerate(self._runs()):
+            shift = self.shifts[stage, microbatch]
+            for region in self.stages[stage].profile.regions:
+                if not region.name and number:
+                    continue
+                name = self._name(region.name, microbatch)
+                if name:
+                    self.positions[name] = (stage, microbatch)
+                yield replace(
+                    region,
+                    name=name,
+                    path=self._path(region.path, microbatch),
+                    within=self._name(region.within, microbatch),
+                    inputs=tuple(storage + shift for storage in region.inputs),
+                    outputs=tuple(storage + shift for storage in region.outputs),
+                    unsaved_inputs=tuple((storage + shift, size) for storage, size in region.unsaved_inputs),
+                )
+
+    def _name(self, name: str, microbatch: int) -> str:
+        return f"{name}@{microbatch}" if name and self.renamed else name
+
+    def _path(self, path: tuple[str, ...], microbatch: int) -> tuple[str, ...]:
+        return tuple(self._name(name, microbatch) for name in path)
+
+
+def _gradients(step: MeasuredStep, message_bytes: int) -> list[int]:
+    """After each segment, bytes of gradients that backward has made at least; the last entry is for none.
+
+    What is beside saved tensors in backward and never goes away again is gradients, and the gradient of a hidden
+    state, which is as large as a message.
+    """
+    found, least = [0] * step.count, (step.profile.gradient_bytes or 0) + message_bytes
+    for at in reversed(range(step.turn, step.count)):
+        least = min(least, step.floor[at])
+        found[at] = max(0, least - message_bytes)
+    return [*found, 0]
+
+
+def _saved_result(step: MeasuredStep) -> int:
+    """Bytes of the model's result that are saved tensors, too."""
+    results = {tensor.storage for tensor in step.profile.tensors if OUTPUT in tensor.held_by}
+    return sum(life.bytes for storage, life in step.lives.items() if storage in results)
+
+
+def _largest_storage(profile: ProfiledStep) -> int:
+    found = [tensor.storage for tensor in profile.tensors]
+    for region in profile.regions:
+        found += [*region.inputs, *region.outputs, *(storage for storage, _ in region.unsaved_inputs)]
+    return max(found, default=0)
+
+
+def _total(sizes: Iterable[int | None]) -> int | None:
+    known = list(sizes)
+    return None if None in known else sum(size or 0 for size in known)

@@ -124,7 +124,7 @@ def bridge_qwen3(recompute: Sequence[str] = (), overlap: bool = False) -> Run:
         {"ep": 16},
         global_batch=1024,
         recompute=recompute,
-        parameters=ParameterBytes(weight=2, gradient=2, optimizer=12),
+        parameters=ParameterBytes(weight=2, gradient=2, optimizer=12, step=4),
         overlaps_dispatch=overlap,
     )
 

@@ -190,3 +190,35 @@ def test_model_operations_do_not_depend_on_the_layout():
 def test_a_run_that_cannot_be_is_one_sentence(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         step_costs(run(**changes))
+
+
+def test_a_hot_rank_holds_more_rows_and_a_static_buffer_does_not_grow():
+    layout = Layout(devices=8, ep=8)
+    even, hot = (rank_peaks(run(layout=layout, skew=skew))[0] for skew in (1.0, 1.5))
+    routed = sum(
+        part.saved for layer in layers_of(run(layout=layout).shape) for part in layer.parts if part.routed
+    )
+    assert hot.groups["kept"] - even.groups["kept"] == routed // 2
+    padded = [rank_peaks(run(layout=layout, skew=skew, capacity=4.0))[0].total for skew in (1.0, 1.5)]
+    assert padded[0] == padded[1]
+    for changes, sentence in (({"skew": 0.5}, "skew=0.5: expected 1"), ({"skew": 9.0}, "at most EP 8")):
+        with pytest.raises(ValueError, match=sentence):
+            run(layout=layout, **changes)
+    with pytest.raises(ValueError, match=r"capacity=1\.2 holds less than skew=2"):
+        run(layout=layout, skew=2.0, capacity=1.2)
+
+
+def test_sharded_weights_are_whole_while_their_layer_runs():
+    found = [rank_peaks(run(layout=Layout(devices=8, zero=zero)))[0].groups for zero in (1, 2, 3)]
+    largest = max(layer.parameters for layer in layers_of(run().shape))
+    assert [groups.get("gathered", 0) for groups in found] == [0, 4 * largest, (4 + 2 * 2) * largest]
+
+
+def test_the_optimizers_step_can_be_the_peak():
+    each = ParameterBytes(weight=2, gradient=2, optimizer=12, step=400)
+    peak = rank_peaks(run(parameters=each))[0]
+    parameters = sum(layer.parameters for layer in layers_of(run().shape))
+    assert peak.groups["at work"] == 400 * parameters
+    assert peak.groups["kept"] == 0
+    with pytest.raises(ValueError, match="weight=-1 bytes a parameter"):
+        ParameterBytes(weight=-1)

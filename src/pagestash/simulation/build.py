@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from pagestash.models.config import DecoderConfig
@@ -14,7 +15,15 @@ from pagestash.simulation.costs import Amount, LayerCosts, RankCosts, StageCosts
 from pagestash.simulation.framework import FRAMEWORKS, Framework, ParameterBytes
 from pagestash.simulation.homes import Homes, PolicyHomes
 from pagestash.simulation.layout import Layout, check_placement, place_evenly
-from pagestash.simulation.memory import LayerMemory, RankPeak, StageMemory, rank_peak, static_bytes
+from pagestash.simulation.memory import (
+    LayerMemory,
+    RankPeak,
+    StageMemory,
+    gathered_bytes,
+    rank_peak,
+    static_bytes,
+    step_bytes,
+)
 from pagestash.simulation.parts import Layer, Shape, layers_of
 from pagestash.simulation.seconds import Seconds
 
@@ -45,6 +54,8 @@ class Run:
     factors: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Measured over roofline seconds by part, from `seconds.factors`."""
     overlaps_dispatch: bool = False
+    skew: float = 1.0
+    """Received rows over balanced rows, for the memory of a rank that is always hot."""
 
     def __post_init__(self) -> None:
         if self.layout.devices != self.cluster.devices:
@@ -53,6 +64,15 @@ class Run:
             )
         if self.capacity and self.capacity < 1:
             raise ValueError(f"capacity={self.capacity}: expected at least 1, or 0 for buffers of exact size")
+
+        if not 1 <= self.skew <= self.layout.ep:
+            raise ValueError(
+                f"skew={self.skew}: expected 1 for balanced rows, at most EP {self.layout.ep}: a rank that gets all"
+            )
+        if self.capacity and self.capacity < self.skew:
+            raise ValueError(
+                f"capacity={self.capacity} holds less than skew={self.skew} times the balanced rows"
+            )
 
     @property
     def shape(self) -> Shape:
@@ -86,8 +106,7 @@ def step_costs(run: Run) -> StepCosts:
         raise ValueError(
             f"{microbatches} microbatches on {layout.stages} stages: expected at most {MOST_ACTIONS:,} in all"
         )
-    chunks = None if layout.vpp == 1 else layout.vpp
-    found = plans(layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=chunks)
+    found = _plans(layout.schedule, layout.pp, microbatches, layout.vpp)
     layers = layers_of(run.shape)
     stages = _split(layers, placed)
     memory = [_stage_memory(run, index, own) for index, own in enumerate(stages)]
@@ -112,11 +131,17 @@ def step_costs(run: Run) -> StepCosts:
 def rank_peaks(run: Run) -> list[RankPeak]:
     """The peak of every pipeline rank, by what holds it."""
     layout = run.layout
-    chunks = None if layout.vpp == 1 else layout.vpp
-    found = plans(layout.schedule, ranks=layout.pp, microbatches=run.microbatches, chunks=chunks)
+    found = _plans(layout.schedule, layout.pp, run.microbatches, layout.vpp)
     stages = _split(layers_of(run.shape), run.placed)
     memory = [_stage_memory(run, index, own) for index, own in enumerate(stages)]
     return [_peak(run, plan, stages, memory) for plan in found]
+
+
+@lru_cache(maxsize=32)
+def _plans(schedule: str, ranks: int, microbatches: int, vpp: int) -> tuple[Plan, ...]:
+    """The plans of all ranks; a search asks for the same ones again and again."""
+    found = plans(schedule, ranks=ranks, microbatches=microbatches, chunks=None if vpp == 1 else vpp)
+    return tuple(found)
 
 
 def place_by_memory(run: Run, memory: int = 0) -> list[int]:
@@ -162,6 +187,7 @@ def _layer_memory(run: Run, layer: Layer) -> LayerMemory:
         layer=layer,
         placed=tuple(run.homes.place(layer)),
         capacity=run.capacity,
+        skew=run.skew,
         product_workspace=run.cluster.device.product_workspace,
     )
 
@@ -175,8 +201,12 @@ def _peak(run: Run, plan: Plan, stages: Sequence[Sequence[Layer]], memory: Seque
     own = [layer for stage in plan.stages for layer in stages[stage]]
     weights, gradients, optimizer = static_bytes(own, run.layout, run.parameters)
     static = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    gathered = gathered_bytes(own, run.layout, run.parameters)
+    if gathered:
+        static["gathered"] = gathered
+    step = step_bytes(own, run.layout, run.parameters)
     own_memory = [memory[stage] for stage in plan.stages]
-    return rank_peak(plan, own_memory, run.homes, run.framework, static, follows=run.layout.pp > 1)
+    return rank_peak(plan, own_memory, run.homes, run.framework, static, follows=run.layout.pp > 1, step=step)
 
 
 def _rank(

@@ -40,6 +40,8 @@ class PolicyHomes:
     """
 
     policy: Policy = field(default_factory=lambda: Policy([]))
+    _found: dict[str, Rule | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Rules by region, looked up once."""
 
     @property
     def pool(self) -> PoolConfig:

@@ -31,13 +31,23 @@ class LayerMemory:
     placed: tuple[Placed, ...]
     capacity: float = 0.0
     """Rows of static buffers over balanced rows; 0: buffers have the rows that came."""
+    skew: float = 1.0
+    """Received rows over balanced rows."""
     product_workspace: int = 0
     """Bytes that a product has as its workspace."""
 
     def size(self, placed: Placed) -> int:
         """Device bytes of a tensor that is not in pages: static buffers hold their whole capacity."""
-        whole = self.capacity if placed.routed and self.capacity else 1.0
-        return round(placed.bytes * whole)
+        return round(placed.bytes * (self.buffer_rows if placed.routed else 1.0))
+
+    @property
+    def buffer_rows(self) -> float:
+        """Rows of a buffer over balanced rows."""
+        return self.capacity or self.skew
+
+    def valid(self, placed: Placed) -> int:
+        """Its valid bytes, which is what leaves the device or goes to pages."""
+        return round(placed.bytes * (self.skew if placed.routed else 1.0))
 
     @property
     def kept(self) -> int:
@@ -45,14 +55,12 @@ class LayerMemory:
 
     def bytes_of(self, home: str) -> int:
         """Valid bytes by home."""
-        return sum(item.bytes for item in self.placed if item.home == home)
+        return sum(self.valid(item) for item in self.placed if item.home == home)
 
     def groups(self) -> list[tuple[str, int]]:
         """Offloaded bytes by the region of their rule, in the order of forward."""
         moved = [item for item in self.placed if item.home == "offload"]
-        return [
-            (scope, sum(item.bytes for item in items)) for scope, items in groupby(moved, lambda i: i.scope)
-        ]
+        return [(scope, sum(map(self.valid, items))) for scope, items in groupby(moved, lambda i: i.scope)]
 
     def walk(self, stream: int, above: int = 0, staying: Collection[str] = ()) -> tuple[int, int]:
         """Backward through the layer, from `above` bytes over what is held: the most, and what is left.
@@ -67,7 +75,7 @@ class LayerMemory:
                 came.add(scope)
                 live += sum(self.size(i) for i in self.placed if i.home == "recompute" and i.scope == scope)
             restored = sum(self.size(item) for item in own if item.home == "stash")
-            work = part.temporary * (self.capacity if part.routed and self.capacity else 1)
+            work = part.temporary * (self.buffer_rows if part.routed else 1)
             work += self.product_workspace if part.products else 0
             most = max(most, live + round(work) + restored + stream)
             freed = ("keep", "recompute", "offload") if part.name in staying else ("keep", "recompute")
@@ -137,6 +145,23 @@ def static_bytes(layers: Sequence[Layer], layout: Layout, each: ParameterBytes) 
     return share(each.weight, 3), share(each.gradient, 2), share(each.optimizer, 1)
 
 
+def gathered_bytes(layers: Sequence[Layer], layout: Layout, each: ParameterBytes) -> int:
+    """What a rank holds of weights and gradients that it shares, for a while: FSDP2's and ZeRO's copies.
+
+    With ZeRO 3 the weights of the layer at work and of the next one are whole; from ZeRO 2 on, so are the gradients
+    of one layer, until they are reduced.
+    """
+    most = max((layer.parameters for layer in layers), default=0)
+    weights = 2 * each.weight if layout.zero == 3 and layout.stage_ranks > 1 else 0.0
+    gradients = each.gradient if layout.zero >= 2 and layout.stage_ranks > 1 else 0.0
+    return round(most * (weights + gradients))
+
+
+def step_bytes(layers: Sequence[Layer], layout: Layout, each: ParameterBytes) -> int:
+    """Temporary bytes of the optimizer's step."""
+    return static_bytes(layers, layout, ParameterBytes(weight=0, gradient=0, optimizer=each.step))[2]
+
+
 def pool_bytes(stashed: float, headroom: float) -> int:
     """Bytes of a pool for so many stashed bytes at one time."""
     return int(headroom * stashed)
@@ -150,8 +175,13 @@ def rank_peak(
     static: Mapping[str, int],
     *,
     follows: bool,
+    step: int = 0,
 ) -> RankPeak:
-    """The peak of the rank that runs `plan` on its `stages`; `follows`: the keeper knows the schedule."""
+    """The peak of the rank that runs `plan` on its `stages`.
+
+    `follows`: the keeper knows the schedule. `step` are temporary bytes of the optimizer's step, which comes when
+    no activations are left.
+    """
     by_number = {stage.stage: stage for stage in stages}
     kept = {number: stage.kept for number, stage in by_number.items()}
     work = {number: stage.work(framework.margin) for number, stage in by_number.items()}
@@ -160,14 +190,14 @@ def rank_peak(
     pages = max(sum(count * stash[stage] for stage, count in counts.items()) for counts in plan.held())
     fixed = homes.pool.device_bytes
     pool = 0 if not pages else pool_bytes(pages, homes.pool.headroom) if fixed is None else fixed
-    best: dict[str, int] = {}
+    best = {"kept": 0, "offloaded": 0, "at work": step}
     host = 0
     for stage, counts, waiting in _moments(plan, offload):
         held = sum(count * kept[number] for number, count in counts.items())
         here, away = offload.at(counts, waiting)
         host = max(host, away)
         found = {"kept": held, "offloaded": here, "at work": work[stage] if stage is not None else 0}
-        if not best or sum(found.values()) > sum(best.values()):
+        if sum(found.values()) > sum(best.values()):
             best = found
     return RankPeak(groups={**static, "pool": pool, **best}, host=host, pool=pool)
 

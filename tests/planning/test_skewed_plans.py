@@ -17,9 +17,11 @@ import pagestash as ps
 from pagestash.cli import app
 from pagestash.kernels.moe.route import route
 from pagestash.moe import MoE, MoEConfig, Received
-from pagestash.planning import RowDistribution, plan_profile, pool_for, predict
+from pagestash.pipeline import plans
+from pagestash.planning import RowDistribution, overflow_probability, plan_profile, pool_for, predict
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor, RuleTable
+from pagestash.planning.rank import RankPredictor, RankStep, StageStep
 from pagestash.planning.row_tensors import find_row_tensors
 from pagestash.planning.skew import PoolSize, Skew
 
@@ -246,6 +248,29 @@ def test_expected_rows_stay_out_of_the_predicted_pool():
     with keeper.step():
         model(batch()).backward()
     assert found.pool.bytes == keeper.pool.device_pages * 1024
+
+
+def test_a_pipeline_rank_has_a_pool_for_all_microbatches_that_wait():
+    rows, found = RowDistribution.log_normal(1.5), []
+    for index, actions in enumerate(plans("1F1B", ranks=2, microbatches=5)):
+        step = RankStep([StageStep(index=index, profile=measured())], actions)
+        step.skew = Skew.of(rows, step.rows)
+        rules = RuleTable.of(ps.Policy([STASH]), measured().regions)
+        found.append(RankPredictor(step).predict(rules).pool)
+    # Two microbatches wait on the first rank, one on the last; two of five do so four times, and one five times.
+    assert [pool.pairs for pool in found] == [2 * DEPTH, DEPTH]
+    for pool, times in zip(found, (4, 5)):
+        told = overflow_probability(
+            rows,
+            pool.pairs,
+            ROW_BYTES,
+            pool.bytes - 2 * pool.pairs * PAGE,
+            average_rows=ROWS,
+            capacity=CAPACITY,
+            chances=times,
+        )
+        assert pool.overflow == pytest.approx(told, rel=1e-6)
+        assert told <= 1e-3
 
 
 # --- the command line ---

@@ -264,7 +264,7 @@ class _Playing:
         """The pool, if the measured step needs `most` pages."""
         config = self.rules.pool
         if config.device_bytes is not None:
-            return PoolSize(config.device_bytes if most else 0)
+            return PoolSize(config.device_bytes if self.rules.rules else 0)
         if self.step.skew is None:
             return PoolSize(int(config.headroom * most) * config.page_bytes)
         lives, rows = self.step.lives, self.step.rows
@@ -278,10 +278,15 @@ class _Playing:
             changes[lives[storage].last_saved_at] += lives[storage].bytes
             changes[lives[storage].freed_at + 1] -= lives[storage].bytes
         level = list(accumulate(changes))
-        at = level.index(max(level))
+        highest = max(level)
+        # The same number of pairs may be live several times, in a pipeline with other microbatches each time.
+        peaks = [at for at, now in enumerate(level) if now == highest and (not at or level[at - 1] < now)]
+        at = peaks[0]
         live = {s: home for s, home in paged.items() if lives[s].last_saved_at <= at <= lives[s].freed_at}
         fixed = sum(-(-lives[s].valid_bytes // config.page_bytes) for s in live if s not in rows.tensors)
-        return self.step.skew.pool(live, rows, int(config.headroom * fixed), config.page_bytes)
+        return self.step.skew.pool(
+            live, rows, int(config.headroom * fixed), config.page_bytes, chances=len(peaks)
+        )
 
     # --- recompute ---
 

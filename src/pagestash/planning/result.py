@@ -137,8 +137,8 @@ class Plan:
             return []
         rows = "" if self.expected_rows is None else f"; best with expected_rows={self.expected_rows}"
         return [
-            f"pool       {format_bytes(pool.bytes)} for the rows of {pool.pairs} layers: a step overflows it with "
-            f"probability {pool.overflow:.1g}{rows}"
+            f"pool       {format_bytes(pool.bytes)} for {pool.pairs} times the rows of a layer: "
+            f"a step overflows it with probability {pool.overflow:.1g}{rows}"
         ]
 
 

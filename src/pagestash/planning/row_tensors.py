@@ -55,12 +55,17 @@ class RowTensors:
 def find_row_tensors(profile: ProfiledStep) -> RowTensors:
     """The row tensors of a profile: those that the measured step did not fill."""
     fused = {region.name for region in profile.regions if region.within != region.name}
+    full = {
+        _like(tensor): tensor
+        for tensor in reversed(profile.tensors)
+        if tensor.region in fused and _is_full(tensor)
+    }
     found: dict[int, RowTensor] = {}
     heads: set[int] = set()
     for tensor in profile.tensors:
         if not _has_spare_rows(tensor):
             continue
-        head = _head_of(tensor, profile) if tensor.region in fused else None
+        head = full.get(_like(tensor))
         row_bytes = tensor.bytes // tensor.shape[0]
         found[tensor.storage] = RowTensor(
             _pair(tensor.region),
@@ -81,14 +86,13 @@ def _has_spare_rows(tensor: SavedTensor) -> bool:
     return tensor.valid_bytes < tensor.bytes and not tensor.valid_bytes % (tensor.bytes // tensor.shape[0])
 
 
-def _head_of(tensor: SavedTensor, profile: ProfiledStep) -> SavedTensor | None:
-    """The full tensor of the same region with rows of the same size."""
-    like = (tensor.region, tensor.dtype, tensor.shape[1:])
-    for other in profile.tensors:
-        is_full = other.counted > 0 and other.valid_bytes == other.bytes
-        if is_full and (other.region, other.dtype, other.shape[1:]) == like:
-            return other
-    return None
+def _is_full(tensor: SavedTensor) -> bool:
+    return tensor.counted > 0 and tensor.valid_bytes == tensor.bytes
+
+
+def _like(tensor: SavedTensor) -> tuple[str, str, tuple[int, ...]]:
+    """The same for a head and the tensor of the rows beyond it."""
+    return tensor.region, tensor.dtype, tensor.shape[1:]
 
 
 def _pair(region: str) -> str:

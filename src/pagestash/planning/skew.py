@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pagestash.planning.pool import OVERFLOW, Pair, RowBuffer, each_chance, expected_rows_for, rows_beyond
+from pagestash.planning.pool import (
+    OVERFLOW,
+    Pair,
+    RowBuffer,
+    any_chance,
+    each_chance,
+    expected_rows_for,
+    rows_beyond,
+)
 from pagestash.planning.row_tensors import RowTensor, RowTensors
 from pagestash.planning.rows import RowDistribution
 from pagestash.planning.sums import Sum
@@ -54,8 +62,19 @@ class Skew:
             average = sum(received.values()) / len(received) if received else 1.0
         return cls(found, max(1.0, average), overflow)
 
-    def pool(self, homes: Mapping[int, HomeName], rows: RowTensors, fixed_pages: int, page: int) -> PoolSize:
-        """The pool for storages that are in these homes at the same time; `fixed_pages` do not vary."""
+    def pool(
+        self,
+        homes: Mapping[int, HomeName],
+        rows: RowTensors,
+        fixed_pages: int,
+        page: int,
+        *,
+        chances: int = 1,
+    ) -> PoolSize:
+        """The pool for storages that are in these homes at the same time; `fixed_pages` do not vary.
+
+        A step has so many `chances` to overflow it: each time that as many are live.
+        """
         buffers: dict[str, list[RowBuffer]] = {}
         for storage, tensor in rows.tensors.items():
             buffer = self._buffer(tensor, homes[storage]) if storage in homes else None
@@ -66,8 +85,10 @@ class Skew:
             return PoolSize(fixed_pages * page)
         kinds = Counter(tuple(sorted(pair)) for pair in buffers.values())
         beyond = self._sum(kinds)
-        pages = max(1, fixed_pages + math.ceil(beyond.quantile_above(self.overflow) / page))
-        return PoolSize(pages * page, beyond.above((pages - fixed_pages) * page), len(buffers))
+        part = each_chance(self.overflow, chances)
+        pages = max(1, fixed_pages + math.ceil(beyond.quantile_above(part) / page))
+        overflow = any_chance(beyond.above((pages - fixed_pages) * page), chances)
+        return PoolSize(pages * page, overflow, len(buffers))
 
     def apply(self, policy: Policy, pool: PoolSize, rows: RowTensors) -> tuple[Policy, int | None]:
         """The policy with this pool, and the rows that are best left out of it; None where no layer takes them."""

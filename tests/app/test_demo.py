@@ -32,8 +32,9 @@ def test_half_of_the_activations_the_same_losses_and_pictures(tmp_path):
     assert result.exit_code == 0, (result.output, result.exception)
     assert "Losses of all 2 steps are equal to the last bit: yes." in text
     predicted, measured, *_ = (float(cell) for cell in re.findall(r"(\d\.\d\d) │", text))
-    assert 0.2 < predicted <= 0.5
+    assert 0.2 < predicted <= 0.475
     assert measured == pytest.approx(predicted, rel=0.05)
+    assert measured <= 0.5
     assert ps.Policy.load(out / "policy.toml").rules
     assert ps.Profile.load(out / "profile.json").total_bytes > 0
     for path in re.search(r"Pictures: (\S+) and (\S+)", text).groups():

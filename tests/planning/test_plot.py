@@ -1,6 +1,7 @@
 """The pictures of a plan: what is drawn is what is predicted."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 from test_plans import MB, made_up
@@ -132,6 +133,19 @@ def test_memory_is_stacked_to_the_sum_of_every_segment(plan):
         # Each part is in front of those above it.
         orders = [patch.get_zorder() for patch in drawn]
         assert orders == sorted(orders, reverse=True)
+
+
+def test_segments_too_short_to_see_are_joined_with_the_most_of_their_bytes(profile):
+    segments = [replace(own, seconds=1e-9 if "layers.2" in own.path else 1.0) for own in profile.segments]
+    plan = plan_profile(
+        replace(profile, segments=segments, plain_seconds=sum(s.seconds for s in segments)), budget=0.5
+    )
+    for axis, item in zip(memory_of(plan).axes, (plan.unplanned, plan.predicted)):
+        data = [patch.get_data() for patch in axis.patches][-1]
+        assert len(data.values) < len(item.starts)
+        assert min(data.edges[1:] - data.edges[:-1]) >= 1
+        assert data.edges[-1] == 1e3 * item.seconds
+        assert max(data.values) == item.peak_bytes / MIB
 
 
 def test_both_panels_show_budget_peak_and_where_backward_begins(profile, plan):

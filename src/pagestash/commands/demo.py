@@ -41,6 +41,8 @@ SHAPE = DecoderConfig(
     balance_loss=1e-2,
 )
 SEQUENCES, TOKENS = 2, 512
+SPARE = 0.05
+"""Part of the budget that is left free: on a CPU predictions are up to 2 % too low (docs/plan.md)."""
 PROGRESS = 5
 """Steps between lines."""
 
@@ -118,9 +120,10 @@ def _run(steps: int, seed: int, out: Path) -> bool:
         f" weights, gradients and optimizer {format_bytes(base)}"
     )
 
-    say(f"\n2. Plan for half of the activations, {format_bytes(needed // 2)}")
+    half = int((1 - SPARE) * needed / 2)
+    say(f"\n2. Plan for half of the activations, less {100 * SPARE:.0f} % to spare: {format_bytes(half)}")
     # A CPU has no other memory to offload to.
-    plan = plan_profile(found, budget=base + needed // 2, optimizer_bytes=state, host=0)
+    plan = plan_profile(found, budget=base + half, optimizer_bytes=state, host=0)
     plan.policy.save(out / "policy.toml")
     for row in plan.rows:
         say(f"   {row.home} {row.match}: {format_bytes(row.bytes)}", markup=False)

@@ -25,6 +25,8 @@ STACK = {
 DASHES = (0, (4, 3))
 MOST_BASE = 0.5
 """If more of the peak never changes, the axis of memory does not begin at 0."""
+FINEST = 1000
+"""A step in the picture is at least this part of it long."""
 
 
 def draw_curve(
@@ -116,11 +118,8 @@ def draw_memory(*, before: Prediction, after: Prediction, budget_bytes: int, tur
 
 def _stack(axis: Any, item: Prediction, names: Mapping[str, str], divisor: int, bottom: float) -> None:
     """Each part is drawn behind the ones below it, from the bottom up to the sum."""
-    edges = [1e3 * start for start in (*item.starts, item.seconds)]
-    sums = list(
-        accumulate((item.memory[name] for name in names), lambda one, other: list(map(sum, zip(one, other))))
-    )
-    for order, (name, total) in enumerate(zip(names, sums)):
+    edges, columns = _visible(item, list(names))
+    for order, (name, total) in enumerate(zip(names, zip(*columns))):
         axis.stairs(
             [size / divisor for size in total],
             edges,
@@ -130,6 +129,23 @@ def _stack(axis: Any, item: Prediction, names: Mapping[str, str], divisor: int, 
             label=names[name],
             zorder=1.9 - 0.1 * order,
         )
+
+
+def _visible(item: Prediction, names: Sequence[str]) -> tuple[list[float], list[list[int]]]:
+    """Edges in ms, and between them the running sums of the parts.
+
+    Segments too short to see are joined, with the most bytes of any of them: a real step has hundreds.
+    """
+    ends = [*item.starts[1:], item.seconds]
+    edges, columns = [0.0], []
+    joined = [0] * len(names)
+    for at, end in enumerate(ends):
+        joined = list(map(max, joined, accumulate(item.memory[name][at] for name in names)))
+        if 1e3 * end - edges[-1] >= 1e3 * item.seconds / FINEST or at + 1 == len(ends):
+            edges.append(1e3 * end)
+            columns.append(joined)
+            joined = [0] * len(names)
+    return edges, columns
 
 
 def _mark_turn(axis: Any, at: float) -> None:

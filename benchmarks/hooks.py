@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter_ns, thread_time_ns
+from time import perf_counter_ns as now
 from typing import Any, cast
 
 import torch
@@ -31,8 +31,6 @@ WARM = 5
 TENSORS = 8
 """Saved by each layer."""
 
-now = perf_counter_ns if torch.cuda.is_available() else thread_time_ns
-"""On a CPU, backward runs in the same thread, and the thread's own time leaves out what else the machine does."""
 Times = dict[str, int]
 
 

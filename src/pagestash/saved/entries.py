@@ -27,18 +27,21 @@ class Entries:
             )  # every dtype's view starts on an element, and copies are wide
         else:
             rows, capacity, first, last = valid[:4]
-        known = self._known.setdefault((view.key, region.rule.home), [])
-        # The weak reference keeps the storage's identity from being given to another tensor; an entry whose
-        # storage is gone can no longer be the one that is being saved.
-        known[:] = [entry for entry in known if entry.handles and not entry.storage.expired()]
-        for entry in known:
-            if entry.same_content(version, rows, capacity, first, last):
-                return entry
-            if rows is None and entry in region.entries and entry.covers(version, first, last):
-                entry.take_all()
-                return entry
-            if rows is None and entry in region.entries and entry.widen(version, first, last):
-                return entry
+        known = self._known.get((view.key, region.rule.home))
+        if known is None:
+            known = self._known[view.key, region.rule.home] = []
+        else:
+            # The weak reference keeps the storage's identity from being given to another tensor; an entry whose
+            # storage is gone can no longer be the one that is being saved.
+            known[:] = [entry for entry in known if entry.handles and not entry.storage.expired()]
+            for entry in known:
+                if entry.same_content(version, rows, capacity, first, last):
+                    return entry
+                if rows is None and entry in region.entries and entry.covers(version, first, last):
+                    entry.take_all()
+                    return entry
+                if rows is None and entry in region.entries and entry.widen(version, first, last):
+                    return entry
         entry = Entry(
             storage=StorageWeakRef(view.tensor.untyped_storage()),
             version=version,

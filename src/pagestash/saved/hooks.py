@@ -132,10 +132,11 @@ class SavedTensorHooks:
             return None
         # The output of a recomputed region needs no home, unless a rule says to keep it.
         output = self._outputs.output_of(key, tensor, chained=chained)
-        if output is None and region.rule is None:
+        if output is None and not self._may_move(tensor, region.rule):
             return None
         view = SavedView.of(tensor, key)
-        if output is None and not self._worth_moving(view, region.rule):
+        # An expanded view is as small as what it repeats.
+        if output is None and region.rule is not None and view.last - view.first < region.rule.least_bytes:
             return None
         # There are no bytes to move, or they are not the tensor's values as they stand.
         if not tensor.numel() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -207,14 +208,13 @@ class SavedTensorHooks:
         if not handle.asked:
             entry.waiting += 1
 
-    def _worth_moving(self, view: SavedView, rule: Rule | None) -> bool:
-        tensor = view.tensor
+    def _may_move(self, tensor: torch.Tensor, rule: Rule | None) -> bool:
+        """Whether there is a rule to move it, and it is large enough and on the device."""
+        if rule is None:
+            return False
         if self.device is None:
             self.device = tensor.device
-        if rule is None or tensor.device != self.device:
-            return False
-        # An expanded view is as small as what it repeats.
-        return min(tensor.nbytes, view.last - view.first) >= rule.least_bytes
+        return tensor.nbytes >= rule.least_bytes and tensor.device == self.device
 
     # --- regions ---
 

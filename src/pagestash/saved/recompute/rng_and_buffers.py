@@ -115,7 +115,8 @@ class RngAndBuffers:
             for name, buffer in buffers_of(owner).items()
             if buffer is not None
         ]
-        self._autocast = [_autocast(kind) for kind in dict.fromkeys((device.type, "cpu"))]
+        kinds = ("cpu",) if device.type == "cpu" else (device.type, "cpu")
+        self._autocast = [_autocast(kind) for kind in kinds]
         self._attention = _attention_kernels()
         self._torch_rng: TorchRng | None = torch_rng_state(device)
         self._python_rng: PythonRng | None = None

@@ -197,7 +197,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor | None:
     return (sums * (2 * torch.arange(sums.numel(), device=sums.device) + 1)).sum()
 
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+_PLAIN, _STRIDED = (torch.Tensor, nn.Parameter), torch.strided
 
 
 def storage_keys(tensors: Iterable[torch.Tensor | None]) -> set[int]:
@@ -206,7 +206,7 @@ def storage_keys(tensors: Iterable[torch.Tensor | None]) -> set[int]:
     for tensor in tensors:
         if tensor is not None:
             local = tensor if type(tensor) in _PLAIN else getattr(tensor, LOCAL_PART, tensor)
-            if local.layout is torch.strided:  # a sparse one has no storage of its own
+            if local.layout is _STRIDED:  # a sparse one has no storage of its own
                 keys.add(storage_key(local))
     return keys
 
@@ -223,12 +223,14 @@ def buffer_keys(modules: Iterable[nn.Module]) -> set[int]:
     """The storages that the modules' own buffers live in now."""
     tensors: list[torch.Tensor | None] = []
     for module in modules:
-        tensors += buffers_of(module).values()
+        own = buffers_of(module)
+        if own:
+            tensors += own.values()
     return storage_keys(tensors)
 
 
 def plain_storage(tensor: torch.Tensor) -> int | None:
     """The storage of a tensor with plain memory; None for a subclass or a layout that has none of its own."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+    if type(tensor) not in _PLAIN or tensor.layout is not _STRIDED:
         return None
     return storage_key(tensor)

@@ -1,7 +1,6 @@
 """What it takes to repeat one forward of a region: its inputs, all else that it reads, and what it saved."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -99,7 +98,7 @@ class Recipe:
         search = self.checked
         self.weights = Weights(modules, name, learned.version_only)
         self._checks = checks
-        self._attributes = ModuleAttributes(modules, learned.attributes, search)
+        self.attributes = ModuleAttributes(modules, learned.attributes, search)
         self.rng_and_buffers = RngAndBuffers(
             modules, name, self.device, learned.changes_buffers, learned.draws_in_python, search=search
         )
@@ -117,12 +116,6 @@ class Recipe:
         modules = self.weights.check()
         self.rng_and_buffers.check()
         return modules
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """All that the forward read is as it was before it; what the replay changes is undone."""
-        with self.weights.restored(), self._attributes.restored(), self.rng_and_buffers.restored():
-            yield
 
     def bring_back(self, tree: Any) -> Any:
         """`tree` with tensors in place of what was held, without a graph."""

@@ -50,7 +50,14 @@ class Replay(Forward):
         set_frames((Region(recipe.hooks, recipe.name, None, run=self),))
         hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
         try:
-            with recipe.restored(), torch.enable_grad(), hooks:
+            # All that the forward read is as it was before it; what the replay changes is undone.
+            with (
+                recipe.weights.restored(),
+                recipe.attributes.restored(),
+                recipe.rng_and_buffers.restored(),
+                torch.enable_grad(),
+                hooks,
+            ):
                 output = recipe.module.forward(*args, **kwargs)
                 ended = True
         except _Enough:

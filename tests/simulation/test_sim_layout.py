@@ -56,5 +56,11 @@ def test_layers_are_placed_from_the_first_stage():
     assert place_evenly(61, 4) == [16, 16, 16, 13]  # as in Megatron-Bridge's layouts
     assert place_evenly(61, 16) == [4] * 15 + [1]
     assert place_evenly(61, 32) == [2] * 30 + [1, 0]
+    assert place_evenly(6, 8) == [0, 1, 1, 1, 1, 1, 1, 0]
+    for layers in range(1, 70):
+        for stages in range(1, layers + 3):
+            placed = place_evenly(layers, stages)
+            assert sum(placed) == layers
+            assert 0 not in placed[1:-1]  # the first has the embedding, the last the head
     with pytest.raises(ValueError, match="expected 4 stages with 8 layers"):
         check_placement([4, 4], 8, 4)

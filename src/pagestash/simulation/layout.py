@@ -114,11 +114,20 @@ class Layout:
 def place_evenly(layers: int, stages: int) -> list[int]:
     """Layers of each stage: `ceil(layers / stages)` from the first, what is left at the end.
 
+    Where that would leave more stages without a layer than the last one, which has the head, stages differ by one
+    layer instead, and the first and the last have the fewer.
+
     >>> place_evenly(14, 4)
     [4, 4, 4, 2]
+    >>> place_evenly(9, 8)
+    [1, 2, 1, 1, 1, 1, 1, 1]
     """
     each = -(-layers // stages)
-    return [max(0, min(each, layers - stage * each)) for stage in range(stages)]
+    if (stages - 1) * each < layers + each:
+        return [max(0, min(each, layers - stage * each)) for stage in range(stages)]
+    few, more = divmod(layers, stages)
+    inner = [*range(1, stages - 1), 0, stages - 1]
+    return [few + (stage in inner[:more]) for stage in range(stages)]
 
 
 def check_placement(placed: Sequence[int], layers: int, stages: int) -> None:

@@ -1,10 +1,13 @@
 """The operations on their own, kernel against reference: every byte boundary, and the choice between the two."""
 
+import inspect
+
 import pytest
 import torch
 
 from pagestash.kernels import backend as backends
-from pagestash.kernels.pages import copy, release, stash
+from pagestash.kernels.moe import activations
+from pagestash.kernels.pages import chunks, copy, paged, release, stash
 from pagestash.kernels.pages.layout import (
     ACCOUNTS,
     HEADER,
@@ -175,3 +178,26 @@ def test_sizes_on_the_host_are_tritons(value):
     assert backends.power_of_two(value) == triton.next_power_of_2(value)
     for by in (1, 3, 64):
         assert backends.cdiv(value, by) == triton.cdiv(value, by)
+
+
+def test_constants_written_in_kernels_are_those_of_the_references():
+    pytest.importorskip("triton")
+
+    def defaults(function):
+        return {
+            name: parameter.default
+            for name, parameter in inspect.signature(function.fn).parameters.items()
+            if parameter.default is not inspect.Parameter.empty
+        }
+
+    assert defaults(paged.granted_bytes) == {
+        "HEADER": HEADER, "STATUS": Header.STATUS, "BYTES": Header.BYTES, "GRANTED": Status.GRANTED,
+    }  # fmt: skip
+    assert defaults(chunks.page_address) == {"HOST_BASE": HOST_BASE}
+    assert defaults(activations.activate) == {
+        "GELU_SCALE": activations.GELU_SCALE,
+        "GELU_CUBE": activations.GELU_CUBE,
+        "GELU_CUBE_SLOPE": 3 * activations.GELU_CUBE,
+        "SQRT_HALF": activations.SQRT_HALF,
+        "NORMAL_SCALE": activations.NORMAL_SCALE,
+    }

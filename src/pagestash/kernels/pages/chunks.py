@@ -1,12 +1,14 @@
 """Moving one chunk of bytes, the inner step of every copy between a buffer and a page."""
 
 from pagestash.kernels.backend import tl, triton
-from pagestash.kernels.pages.layout import K_HOST_BASE
 
 
 @triton.jit
-def page_address(page, device_slab, host_slab, PAGE: tl.constexpr, HOST_BASE: tl.constexpr = K_HOST_BASE):
-    """The first byte of a page of either tier; slabs are pointers to bytes, or addresses as integers."""
+def page_address(page, device_slab, host_slab, PAGE: tl.constexpr, HOST_BASE: tl.constexpr = 1 << 30):
+    """The first byte of a page of either tier; slabs are pointers to bytes, or addresses as integers.
+
+    `HOST_BASE` is the layout's; see `granted_bytes` for why it is a literal.
+    """
     # 64-bit before the product: a slab may be larger than 4 GiB. Chosen, not branched on: a branch would wait
     # for the page's number before the bytes that go there are even asked for.
     on_device = page < HOST_BASE

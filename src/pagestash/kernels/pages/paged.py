@@ -7,17 +7,7 @@ import torch
 from pagestash.kernels.backend import tl, triton
 from pagestash.kernels.pages.chunks import page_address
 from pagestash.kernels.pages.copy import copy_reference
-from pagestash.kernels.pages.layout import (
-    HEADER,
-    K_BYTES,
-    K_GRANTED,
-    K_HEADER,
-    K_STATUS,
-    Header,
-    PoolMemory,
-    Span,
-    Status,
-)
+from pagestash.kernels.pages.layout import HEADER, Header, PoolMemory, Span, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +69,16 @@ def copy_rows(pages: Pages, buffer: torch.Tensor, *, to_pages: bool) -> None:
 def granted_bytes(
     book,
     member,
-    HEADER: tl.constexpr = K_HEADER,
-    STATUS: tl.constexpr = K_STATUS,
-    BYTES: tl.constexpr = K_BYTES,
-    GRANTED: tl.constexpr = K_GRANTED,
+    HEADER: tl.constexpr = 5,
+    STATUS: tl.constexpr = 3,
+    BYTES: tl.constexpr = 2,
+    GRANTED: tl.constexpr = 1,
 ):
     """Whether a tensor has pages, and its valid bytes.
 
-    The numbers of the layout are defaults: globals that a kernel reads are compared at each launch, 1 µs each.
+    The numbers of the layout are defaults, not globals: Triton compares each global that a kernel reads at each
+    launch, 1 µs. They are literals: Triton's cache on disk goes by the text of a function, not by the values of
+    its defaults.
     """
     header = book + member * HEADER
     return tl.load(header + STATUS) == GRANTED, tl.load(header + BYTES)

@@ -34,16 +34,13 @@ Low-rank updates (LoRA), whose factors are [E, K, I] and [E, O, K] for a rank K,
 `projection.py`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.moe import gated
-from pagestash.kernels.moe.accumulate import accumulate_
-from pagestash.kernels.moe.ends import cut_ends, missing_ends
+from pagestash.kernels.moe.ends import cut_ends
 from pagestash.kernels.moe.grouped import grouped_mm
 from pagestash.kernels.moe.permute import combine, permute, permute_split
 from pagestash.kernels.moe.route import Routing
@@ -52,42 +49,21 @@ from pagestash.moe.bias import bias_gradient, down_bias_gradient, weights_gradie
 from pagestash.moe.lease import Lease, pages_of
 from pagestash.moe.projection import LowRank, Projection, Read, Weight
 from pagestash.moe.saving import BlockOptions
+from pagestash.moe.two_buffers import (
+    Cut,
+    ExcessSource,
+    Pair,
+    of_rows,
+    recompute_missing,
+    sum_update_gradients,
+    up_gradient,
+)
 from pagestash.saved.fused import claim, fused
 from pagestash.saved.region import frames
 from pagestash.torch_internals import keeps_graph
 
 OF_WEIGHTS = ("up", "down", "up_bias", "down_bias", "up_a", "up_b", "down_a", "down_b")
 """The inputs that are weights: a pipeline schedule may ask for their gradients in a half of its own."""
-
-
-@dataclass(slots=True)
-class Pair:
-    """A tensor for the expected rows and one for the rows in excess, which this owns.
-
-    Without expected rows all are in `excess`. A part is None where it is missing: in pages, or to be recomputed.
-    """
-
-    expected: torch.Tensor | None
-    excess: torch.Tensor | None
-
-    def take_expected(self) -> torch.Tensor | None:
-        """Hand over the expected rows: their memory is free when the caller drops them."""
-        taken, self.expected = self.expected, None
-        return taken
-
-    def joined(self) -> torch.Tensor:
-        """All rows in one buffer: a copy where there are two."""
-        assert self.excess is not None
-        return self.excess if self.expected is None else torch.cat([self.expected, self.excess])
-
-
-class Cut(NamedTuple):
-    """Into how many expected rows and rows in excess the capacity is cut."""
-
-    expected: int
-    excess: int
-    received: bool
-    """Whether the rows came off the wire, so that they must wait for backward; else they are permuted again."""
 
 
 class Form(NamedTuple):
@@ -206,9 +182,9 @@ class RoutedExperts(torch.autograd.Function):
             )
         )
         del x_excess_RD
-        h = Pair(_of(up.forward, x.expected, ends.expected), None)
+        h = Pair(of_rows(up.forward, x.expected, ends.expected), None)
         del h_room
-        h.excess = _of(up.forward, x.excess, ends.excess)
+        h.excess = of_rows(up.forward, x.excess, ends.excess)
         if not cut.received:
             x = Pair(None, None)  # backward permutes them again
         h_lease = None
@@ -263,10 +239,10 @@ class RoutedExperts(torch.autograd.Function):
         ends = Pair(expected_ends_E, offsets if excess_ends_E is None else excess_ends_E)
         x, h = Pair(x_expected, x_excess), Pair(h_expected, h_excess)
         del x_expected, x_excess, h_expected, h_excess
-        source = _ExcessSource(tokens_TD, inverse_TK, x_lease, cut, dy_TD)
+        source = ExcessSource(tokens_TD, inverse_TK, x_lease, cut, dy_TD)
         # Unless backward will want it again, the gradient of `h` takes the place of `h`.
         in_place = not comes_again or (h.expected is None and h.excess is None)
-        _recompute_missing(h, x, source, up, ends, h_lease)
+        recompute_missing(h, x, source, up, ends, h_lease)
         dy_RD = permute(dy_TD, inverse_TK, order.numel())
         dinner_RK = down.inner_gradient(dy_RD, offsets)
         da_RN = down.input_gradient(dy_RD, dinner_RK, offsets)
@@ -288,20 +264,21 @@ class RoutedExperts(torch.autograd.Function):
         del dy_RD
         if up_bias is not None and needs(ctx, "up_bias"):
             dup_bias = bias_gradient(dh.joined(), offsets)
-        dup = _up_gradient(dh, x, source, ends) if needs(ctx, "up") else None
+        dup = up_gradient(dh, x, source, ends) if needs(ctx, "up") else None
         dinner = Pair(
-            _of(up.inner_gradient, dh.expected, ends.expected), _of(up.inner_gradient, dh.excess, ends.excess)
+            of_rows(up.inner_gradient, dh.expected, ends.expected),
+            of_rows(up.inner_gradient, dh.excess, ends.excess),
         )
         dup_a, dup_b = None, None
         if up_weight.update is not None and (needs(ctx, "up_a") or needs(ctx, "up_b")):
-            dup_a, dup_b = _update_gradients(up, up_weight.update, dh, dinner, x, source, ends)
+            dup_a, dup_b = sum_update_gradients(up, up_weight.update, dh, dinner, x, source, ends)
         del x
         if x_lease is not None and not comes_again:
             x_lease.close()
         dx_TD = None
         if needs(ctx, "x"):
-            dx_expected = _of(up.input_gradient, dh.take_expected(), dinner.expected, ends.expected)
-            dx_excess = _of(up.input_gradient, dh.excess, dinner.excess, ends.excess)
+            dx_expected = of_rows(up.input_gradient, dh.take_expected(), dinner.expected, ends.expected)
+            dx_excess = of_rows(up.input_gradient, dh.excess, dinner.excess, ends.excess)
             dx_TD = combine(dx_excess, inverse_TK, expected_SD=dx_expected)
         if dweights_TK is not None and ctx.needs_input_grad[1]:
             dweights_TK = dweights_TK.to(weights_TK.dtype)
@@ -326,48 +303,6 @@ def _claim(
         claim(None, order, sized=True)
     else:
         claim(None, order, rows=excess_rows, capacity=cut.excess)
-
-
-@dataclass(frozen=True, slots=True)
-class _ExcessSource:
-    """Where backward gets the rows in excess of those expected, if autograd did not save them."""
-
-    tokens_TD: torch.Tensor | None
-    inverse_TK: torch.Tensor
-    lease: Lease | None
-    cut: Cut
-    like_TD: torch.Tensor
-
-    def rows(self) -> torch.Tensor:
-        if self.tokens_TD is not None:
-            return permute(self.tokens_TD, self.inverse_TK, self.cut.excess)
-        if self.lease is not None:
-            return self.lease.restore()
-        return self.like_TD.new_empty(0, self.like_TD.shape[1])
-
-
-def _recompute_missing(
-    h: Pair, x: Pair, source: _ExcessSource, up: Projection, ends: Pair, h_lease: Lease | None
-) -> None:
-    """Give `h` the parts that were not saved. (Where pages have the excess, a buffer that nobody reads.)"""
-    if h.expected is None:
-        h.expected = _of(up.forward, x.expected, ends.expected)
-    if h.excess is None:
-        assert ends.excess is not None
-        x_RD = source.rows() if x.excess is None else x.excess
-        h.excess = recomputed_projection(x_RD, up, h_lease, ends.excess)
-        if source.lease is None or not source.cut.expected:
-            # Else few rows are in one of the largest buffers: they come back twice rather than stay meanwhile.
-            x.excess = x_RD
-
-
-def recomputed_projection(
-    x_RD: torch.Tensor, up: Projection, lease: Lease | None, ends_E: torch.Tensor
-) -> torch.Tensor:
-    """The first projection in a buffer for all rows; of those in pages, nothing is computed."""
-    if lease is not None:
-        ends_E = missing_ends(ends_E, lease.pages)
-    return up.forward(x_RD, ends_E)
 
 
 def _activation_gradient(
@@ -395,44 +330,6 @@ def _activation_gradient(
         in_place=in_place,
     )
     return dh, a_RN, dweights_TK
-
-
-def _up_gradient(dh: Pair, x: Pair, source: _ExcessSource, ends: Pair) -> torch.Tensor:
-    """The gradient of `up_EHD`, of both parts; of those in excess only experts that have rows there are touched."""
-    assert dh.excess is not None
-    assert ends.excess is not None
-    dup = None
-    if dh.expected is not None:
-        assert x.expected is not None
-        assert ends.expected is not None
-        dup = grouped_mm(dh.expected.t(), x.expected, ends.expected)
-        if not source.cut.excess:
-            return dup
-    x_RD = source.rows() if x.excess is None else x.excess
-    if dup is None:
-        return grouped_mm(dh.excess.t(), x_RD, ends.excess)
-    return accumulate_(dup, dh.excess, x_RD, ends.excess)
-
-
-def _update_gradients(
-    up: Projection, update: LowRank, dh: Pair, dinner: Pair, x: Pair, source: _ExcessSource, ends: Pair
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of the factors of the first projection's update: the sums of both parts."""
-    x_RD = source.rows() if x.excess is None else x.excess
-    parts: Any = [
-        (x.expected, dh.expected, dinner.expected, ends.expected),
-        (x_RD, dh.excess, dinner.excess, ends.excess),
-    ]
-    found = [up.update_gradients(update, *part) for part in parts if part[1] is not None and part[1].shape[0]]
-    (da, db), *more = found
-    for more_a, more_b in more:
-        da, db = da + more_a, db + more_b
-    return da, db
-
-
-def _of(function: Callable[..., Any], rows: torch.Tensor | None, *more: Any) -> Any:
-    """What `function` makes of a buffer's rows; None of none."""
-    return None if rows is None else function(rows, *more)
 
 
 def _asks_for_rows(ctx: Any, options: BlockOptions) -> bool:

@@ -75,8 +75,11 @@ class Projection:
         a, b, scale = weight.update
         rank = a.shape[1]
         padded = -(-rank // ALIGNED) * ALIGNED
-        made = like.new_empty if padded == rank else like.new_zeros
-        a_EKI, b_EOK = made(a.shape[0], padded, a.shape[2]), made(*b.shape[:2], padded)
+        if padded == rank:
+            a_EKI, b_EOK = like.new_empty(a.shape), like.new_empty(b.shape)
+            torch.mul(b, scale, out=b_EOK)
+            return cls(weight_EOI, a_EKI.copy_(a), b_EOK)
+        a_EKI, b_EOK = like.new_zeros(a.shape[0], padded, a.shape[2]), like.new_zeros(*b.shape[:2], padded)
         a_EKI[:, :rank].copy_(a)
         torch.mul(b, scale, out=b_EOK[..., :rank])
         return cls(weight_EOI, a_EKI, b_EOK)

@@ -16,12 +16,13 @@ from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.moe import gated
 from pagestash.kernels.moe.grouped import grouped_mm
 from pagestash.kernels.moe.row_info import RowInfo
-from pagestash.moe.block import in_dtype_of, needs, recomputed_projection
+from pagestash.moe.block import in_dtype_of, needs
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.lease import pages_of
 from pagestash.moe.parts import SelfSaving
 from pagestash.moe.projection import Projection
 from pagestash.moe.saving import BlockOptions
+from pagestash.moe.two_buffers import recomputed_projection
 from pagestash.saved.compiled import run_as_it_is
 from pagestash.saved.fused import needs_backward
 from pagestash.torch_internals import keeps_graph

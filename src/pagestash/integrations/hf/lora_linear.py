@@ -64,7 +64,7 @@ class _Adapted(torch.autograd.Function):
         inner_TK = x.flatten(0, -2) @ a_KI.to(x.dtype).t()
         ctx.save_for_backward(x, inner_TK, a_KI, b_OK)
         ctx.scale = scale
-        y_TO = torch.addmm(result.flatten(0, -2), inner_TK, (b_OK * scale).to(x.dtype).t())
+        y_TO = torch.addmm(result.flatten(0, -2), inner_TK, _scaled(b_OK, scale, x.dtype).t())
         return y_TO.view(result.shape)
 
     @staticmethod
@@ -72,7 +72,7 @@ class _Adapted(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, inner_TK, a_KI, b_OK = ctx.saved_tensors
         dy_TO = dy.flatten(0, -2)
-        dinner_TK = dy_TO @ (b_OK * ctx.scale).to(x.dtype)
+        dinner_TK = dy_TO @ _scaled(b_OK, ctx.scale, x.dtype)
         dx, da, db = None, None, None
         if ctx.needs_input_grad[1]:
             dx = (dinner_TK @ a_KI.to(x.dtype)).view(x.shape)
@@ -81,3 +81,8 @@ class _Adapted(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             db = (dy_TO.t() @ inner_TK).to(b_OK.dtype) * ctx.scale
         return dy, dx, da, db, None
+
+
+def _scaled(b_OK: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """`b_OK` times the scale, rounded once to `dtype`, in one launch."""
+    return torch.mul(b_OK, scale, out=torch.empty(b_OK.shape, dtype=dtype, device=b_OK.device))

@@ -44,7 +44,9 @@ def test_bytes_are_those_of_partition(schedule):
     layout = Layout(devices=ranks, pp=ranks, vpp=stages // ranks, schedule=schedule)
     shape = Shape(config=QWEN, layout=layout, sequence=4096)
     bare = {  # no module takes anything of its own, so that what is held is all there is
-        layer.name: replace(layer, parts=tuple(replace(p, temporary=0, products=()) for p in layer.parts))
+        layer.name: replace(
+            layer, parts=tuple(replace(p, temporary=0, weight_gradient=0, products=()) for p in layer.parts)
+        )
         for layer in layers_of(shape)
     }
     memory = [
@@ -128,6 +130,13 @@ def test_a_stashed_step_in_static_buffers_holds_valid_rows():
     assert stashed.pool == int(1.2 * rows)
     assert stashed.groups["kept"] == exact.groups["kept"] - rows
     assert exact.total < stashed.total < padded.total
+
+
+def test_weight_gradients_do_not_grow_with_the_capacity_of_buffers():
+    layer = layers_of(run(layout=Layout(devices=8, ep=8)).shape)[1]
+    bare = replace(layer, parts=tuple(replace(part, temporary=0, pieces=()) for part in layer.parts))
+    most = [LayerMemory(layer=bare, placed=(), capacity=capacity).walk(0)[0] for capacity in (0.0, 4.0)]
+    assert most[0] == most[1] == max(part.weight_gradient for part in layer.parts) > 0
 
 
 def test_megatrons_names_drop_and_move_its_tensors():

@@ -29,7 +29,9 @@ def test_every_measured_step_of_our_own_machine_is_compared(rows):
     for policy in ("keep", "offload attention", "recompute layers", "offload everything"):
         assert sum(row.what.endswith(f": {policy}") for row in alone) == 2
     assert len(ranks) == 2 * 4 * 2
-    assert all(row.holds for row in (*alone, *ranks))
+    stacks = [row for row in rows if row.group == "static buffers"]
+    assert len(stacks) == 2
+    assert all(row.holds for row in (*alone, *ranks, *stacks))
 
 
 def test_moonlights_policies_save_and_none_costs_memory(rows):

@@ -76,7 +76,7 @@ class LayerMemory:
                 live += sum(self.size(i) for i in self.placed if i.home == "recompute" and i.scope == scope)
             restored = sum(self.size(item) for item in own if item.home == "stash")
             work = part.temporary * (self.buffer_rows if part.routed else 1)
-            work += self.product_workspace if part.products else 0
+            work += part.weight_gradient + (self.product_workspace if part.products else 0)
             most = max(most, live + round(work) + restored + stream)
             freed = ("keep", "recompute", "offload") if part.name in staying else ("keep", "recompute")
             live -= sum(self.size(item) for item in own if item.home in freed)

@@ -73,7 +73,9 @@ class Part:
     traffic: float = 0.0
     """Bytes that its kernels beside products read and write in forward."""
     temporary: int = 0
-    """Most bytes of gradients and copies while its backward runs."""
+    """Most bytes of gradients and copies while its backward runs, beside those of its weight."""
+    weight_gradient: int = 0
+    """Bytes of weight gradients that are temporary tensors then."""
     gathers: tuple[float, ...] = ()
     """Bytes of all-gathers and reduce-scatters over tensor parallel ranks in forward; backward has as many."""
     context_bytes: float = 0.0
@@ -221,7 +223,8 @@ def _attention(shape: Shape) -> list[Part]:
                 pieces=(Piece(shape.product_input(config.width * shape.local_tokens), "attn_norm"),),
                 parameters=config.width * fused + bias,
                 products=(Product(tokens, fused, config.width),),
-                temporary=b * tokens * (fused + config.width) + _weights(shape, config.width * fused),
+                temporary=b * tokens * (fused + config.width),
+                weight_gradient=_weights(shape, config.width * fused),
                 gathers=_gathers(shape),
             )
         )
@@ -262,7 +265,8 @@ def _attention(shape: Shape) -> list[Part]:
         pieces=(Piece(shape.product_input(values * tokens), "attn.attn_proj"),) if shape.quantized else (),
         parameters=values * width + bias,
         products=(Product(tokens, width, values),),
-        temporary=b * tokens * (width + values) + _weights(shape, values * width),
+        temporary=b * tokens * (width + values),
+        weight_gradient=_weights(shape, values * width),
     )
     return [*parts, core, projection]
 
@@ -292,7 +296,8 @@ def _latent_qkv(shape: Shape, queries: int) -> Part:
         parameters=down + up + latents + bias,
         products=tuple(products),
         traffic=2 * b * tokens * (2 * queries + keys_values),
-        temporary=b * tokens * (queries + keys_values + width) + _weights(shape, up),
+        temporary=b * tokens * (queries + keys_values + width),
+        weight_gradient=_weights(shape, up),
         gathers=_gathers(shape),
     )
 
@@ -323,7 +328,8 @@ def _mlp(shape: Shape, name: str, inner: int, *, new_input: bool) -> Part:
         parameters=parameters,
         products=(Product(tokens, parts * inner, config.width), Product(tokens, config.width, inner)),
         traffic=b * tokens * (parts + 1) * inner,
-        temporary=b * tokens * ((parts + 1) * inner + config.width) + _weights(shape, parameters),
+        temporary=b * tokens * ((parts + 1) * inner + config.width),
+        weight_gradient=_weights(shape, parameters),
         gathers=_gathers(shape),
     )
 
@@ -354,7 +360,8 @@ def _experts(shape: Shape) -> list[Part]:
             parameters=here * parts * n * d + bias,
             products=(Product(rows / here, parts * n, d, here),),
             traffic=2 * b * d * rows,  # permuted
-            temporary=b * (d + parts * n) * rows + _weights(shape, here * (parts + fused) * n * d),
+            temporary=b * (d + parts * n) * rows,
+            weight_gradient=_weights(shape, here * (parts + fused) * n * d),
         ),
         Part(
             name="moe.moe_act",
@@ -371,7 +378,8 @@ def _experts(shape: Shape) -> list[Part]:
             parameters=here * n * d,
             products=(Product(rows / here, d, n, here),),
             traffic=2 * b * d * rows,  # summed into tokens
-            temporary=b * (d + n) * rows + _weights(shape, here * n * d),
+            temporary=b * (d + n) * rows,
+            weight_gradient=_weights(shape, here * n * d),
         ),
     ]
     if frame.keeps_combined:
@@ -391,7 +399,8 @@ def _embedding(shape: Shape) -> Layer:
         pieces=(Piece(2 * _INDEX * shape.local_tokens, HELD),),
         parameters=vocab * config.width,
         traffic=2 * shape.stream_bytes,
-        temporary=2 * shape.stream_bytes + _weights(shape, vocab * config.width),
+        temporary=2 * shape.stream_bytes,
+        weight_gradient=_weights(shape, vocab * config.width),
     )
     return Layer(name="embed", parts=(table,))
 

@@ -40,6 +40,10 @@ def test_a_profiled_step_takes_what_was_measured(profile, shape):
             assert told > 0
         else:
             assert told == pytest.approx(measured)
+    head = layers_of(shape)[-1].parts[-1]
+    outside = next(region for region in profile.regions if not region.name)
+    told = timed.forward(head) + timed.backward_input(head) + timed.backward_weight(head)
+    assert told == pytest.approx(outside.forward_seconds + outside.backward_seconds)
     experts = sum(region.forward_seconds for region in profile.regions if ".moe.exp" in region.name)
     experts += sum(region.forward_seconds for region in profile.regions if ".moe.moe_act" in region.name)
     told = sum(

@@ -125,13 +125,22 @@ def factors(profile: ProfiledStep, shape: Shape, cluster: Cluster) -> dict[str, 
         ]
         ahead = sum(plain.forward(part) for part in own)
         back = sum(plain.backward_input(part) + plain.backward_weight(part) for part in own)
-        if ahead > 0 and back > 0 and forward > 0 and backward > 0:
+        if (
+            name == "head" and ahead + back > 0 and forward + backward > 0
+        ):  # the loss computes gradients in forward
+            found[name] = ((forward + backward) / (ahead + back),) * 2
+        elif ahead > 0 and back > 0 and forward > 0 and backward > 0:
             found[name] = forward / ahead, backward / back
     return found
 
 
 def _part_of(words: Sequence[str], names: set[str]) -> str:
-    """The part that a region of a profile belongs to: the longest name that it begins with."""
+    """The part that a region of a profile belongs to: the longest name that it begins with.
+
+    What runs outside all regions counts for the head, as in `pipeline.costs.measured_costs`.
+    """
+    if list(words) == [""]:
+        return "head"
     if words[:2] == ["attn", "k_norm"] or list(words) == ["attn"]:
         return "attn.q_norm" if "attn.q_norm" in names else "attn.core_attn"
     for length in range(len(words), 0, -1):

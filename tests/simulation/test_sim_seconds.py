@@ -12,19 +12,19 @@ from pagestash.simulation.layout import Layout
 from pagestash.simulation.parts import Shape, layers_of
 from pagestash.simulation.seconds import Seconds, factors
 
-TINY = preset("tiny", layers=3)
+TINY = preset("tiny", layers=2)
 
 
 @pytest.fixture(scope="module")
 def profile():
     torch.manual_seed(0)
-    tokens = torch.randint(0, 256, (2, 65))
+    tokens = torch.randint(0, 256, (1, 17))
     return ps.profile(Decoder(TINY), (tokens[:, :-1], tokens[:, 1:]), repeats=1)
 
 
 @pytest.fixture
 def shape():
-    return Shape(config=TINY, layout=Layout(devices=1), sequence=64, microbatch=2)
+    return Shape(config=TINY, layout=Layout(devices=1), sequence=16)
 
 
 def test_a_profiled_step_takes_what_was_measured(profile, shape):

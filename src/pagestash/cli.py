@@ -375,7 +375,7 @@ def partition(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 15,
+    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     out: Annotated[Path, typer.Option(help="A folder for pictures, profile and policy.")] = Path("out/demo"),
 ) -> None:

@@ -8,6 +8,7 @@ from test_plans import MB, made_up
 
 import pagestash as ps
 from pagestash.planning import plan_profile, predict
+from pagestash.planning.budget import HELD_BY
 from pagestash.planning.plot import draw_curve, draw_memory
 from pagestash.policy import format_bytes
 
@@ -175,6 +176,17 @@ def test_an_axis_that_hides_weights_says_so(profile):
     assert 0 < figure.axes[0].get_ylim()[0] < 100 < figure.axes[0].get_ylim()[1]
     assert figure.axes[0].get_ylabel() == "device memory, GiB"
     assert legend(figure)[0].endswith(f": {format_bytes(large.predicted.memory['base'][0])}, not shown whole")
+
+
+@pytest.mark.parametrize(("words", "columns"), [(1, 3), (15, 2), (19, 1)])
+def test_a_legend_stays_inside_the_picture(plan, words, columns, monkeypatch):
+    monkeypatch.setitem(HELD_BY, "keep", "long " * words)
+    figure = memory_of(plan)
+    (found,) = figure.legends
+    assert len(found.get_texts()) == len(labelled(figure.axes[0]))
+    figure.draw_without_rendering()
+    assert len({round(text.get_window_extent().x0) for text in found.get_texts()}) == columns
+    assert found.get_window_extent().x1 <= figure.bbox.x1
 
 
 def test_a_step_that_fits_has_points_and_one_panel(profile):

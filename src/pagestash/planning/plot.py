@@ -47,7 +47,8 @@ def draw_curve(
     if curve:
         _staircase(axis, [(size / divisor, 1e3 * seconds) for size, seconds in reversed(curve)])
     points = [(name, item, *POINTS[name], 55) for name, item in alternatives.items()]
-    for name, item, marker, colour, area in (*points, ("this plan", chosen, "*", RED, 190)):
+    # The plan's mark is larger, and behind: it may be one of the alternatives.
+    for name, item, marker, colour, area in (*points, ("this plan", chosen, "*", RED, 260)):
         axis.scatter(
             [item.peak_bytes / divisor],
             [1e3 * item.seconds],
@@ -55,7 +56,7 @@ def draw_curve(
             marker=marker,
             color=colour,
             s=area,
-            zorder=3,
+            zorder=4 if name in POINTS else 3,
         )
     axis.axvline(
         budget_bytes / divisor, color=RED, linewidth=1.2, linestyle=DASHES, label=_budget(budget_bytes)
@@ -165,7 +166,12 @@ def _budget(budget_bytes: int) -> str:
 
 
 def _legend(figure: Any, axis: Any) -> None:
-    """Below the picture, where it hides nothing."""
+    """Below the picture, where it hides nothing, in as many columns as there is room for."""
     handles, labels = axis.get_legend_handles_labels()
-    style = {"ncols": 3, "frameon": False, "fontsize": 9, "labelcolor": INK}
-    figure.legend(handles, labels, loc="outside lower left", **style)
+    style = {"loc": "outside lower left", "frameon": False, "fontsize": 9, "labelcolor": INK}
+    for columns in (3, 2, 1):
+        legend = figure.legend(handles, labels, ncols=columns, **style)
+        if legend.get_window_extent().width <= figure.bbox.width:
+            return
+        if columns > 1:
+            legend.remove()

@@ -164,7 +164,7 @@ class Opening(Hook):
             self.others |= hooks is not None and not isinstance(
                 getattr(hooks[0], "__self__", None), SavedTensorHooks
             )
-        run = outer.run
+        run, parameters = outer.run, None
         modules = modules_in(module)
         if self.rule.home != "recompute":
             run = None
@@ -172,10 +172,12 @@ class Opening(Hook):
             # (A region inside a recomputed one is recomputed with it. A replica of a module has the module's hooks:
             # the replay runs the replica.)
             way = self.path if module is self.path[-1] else [module]
-            run = RecordedForward(
+            first = RecordedForward(
                 regions.recompute, regions.hooks, outer, way, modules, self.name, self.rule, (args, kwargs)
             )
-        parameters = parameter_keys(modules)
+            run, parameters = first, first.parameters()
+        if parameters is None:
+            parameters = parameter_keys(modules)
         if parameters != self._parameters:
             self._parameters = frozenset(parameters)
             regions.notes.watch(modules[1:])

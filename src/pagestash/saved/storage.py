@@ -202,13 +202,13 @@ _PLAIN, _STRIDED = (torch.Tensor, nn.Parameter), torch.strided
 
 def storage_keys(tensors: Iterable[torch.Tensor | None]) -> set[int]:
     """The storages that `tensors` live in now; those of subclasses without one (DTensor) by their local part."""
-    keys = set()
+    found = []
     for tensor in tensors:
         if tensor is not None:
             local = tensor if type(tensor) in _PLAIN else getattr(tensor, LOCAL_PART, tensor)
             if local.layout is _STRIDED:  # a sparse one has no storage of its own
-                keys.add(storage_key(local))
-    return keys
+                found.append(local)
+    return set(map(storage_key, found))
 
 
 def parameter_keys(modules: Iterable[nn.Module]) -> set[int]:

@@ -65,6 +65,10 @@ class RecordedForward(Recording):
         self._to_summarize: list[tuple[int, torch.Tensor, int]] = []
         self._recipe.inputs = self._hold(arguments, outer, inputs=True)
 
+    def parameters(self) -> set[int]:
+        """The storages of the module's parameters."""
+        return self._recipe.weights.storages
+
     # --- what operations save ---
 
     def note(self, tensor: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from pagestash.saved.storage import checksum
+from pagestash.saved.storage import checksum, storage_keys
 from pagestash.saved.streams import capturing
 from pagestash.torch_internals import (
     LOCAL_PART,
@@ -62,6 +62,7 @@ class Weights:
         self._checksums: dict[int, torch.Tensor] = {}
         """Of weights whose version forward raised, until it is known whether it changed their bytes."""
         self._weights: list[_Weight] = []
+        tensors: list[torch.Tensor] = []
         for owner in modules:
             for name, weight in parameters_of(owner).items():
                 if weight is not None:
@@ -69,6 +70,9 @@ class Weights:
                     if type(weight) in _PLAIN and weight.layout is torch.strided:
                         memory = (weight.untyped_storage(), weight.data_ptr(), weight.storage_offset())
                     self._weights.append(_weight((owner, name, weight, weight._version, memory)))
+                    tensors.append(weight)
+        self.storages = storage_keys(tensors)
+        """The storages that the weights live in."""
 
     def close(self) -> None:
         """Forward is over: where it raised a version, backward must find the raised one."""

@@ -179,11 +179,11 @@ def profile(
 @app.command()
 def plan(
     budget: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Device memory at the peak, like 40GiB; 0.5: half of the saved bytes; auto: of this GPU."
         ),
-    ],
+    ] = None,
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plan for what `pagestash profile --json` measured.")
     ] = None,
@@ -219,15 +219,55 @@ def plan(
     overflow: Annotated[
         float, typer.Option(help="With --rows or --skew: how often a step may overflow the pool.")
     ] = 1e-3,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the policy as TOML.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the policy as TOML; with --cluster, all into a folder."),
+    ] = None,
     curve: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw step time over memory, as PNG or SVG.")
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw memory over the step, before and after.")
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Devices, like gb200:256: search layouts and policies for a model instead."),
+    ] = None,
+    global_batch: Annotated[int, typer.Option(help="With --cluster: sequences of a step.")] = 1024,
+    microbatch: Annotated[
+        int | None, typer.Option(help="With --cluster: sequences of a microbatch.  [default: 1 or 2]")
+    ] = None,
+    precision: Annotated[
+        str, typer.Option(help="With --cluster, of products: bf16, fp8, mxfp8 or fp32.")
+    ] = "bf16",
+    zero: Annotated[int, typer.Option(help="With --cluster: ZeRO 0 to 3.")] = 1,
 ) -> None:
-    """Find the fastest policy whose step is predicted to fit a budget of memory, and print what it takes."""
+    """Find the fastest policy whose step is predicted to fit a budget of memory, and print what it takes.
+
+    With --cluster, find the fastest layout of a model on devices that are not at hand, and a policy for each rank.
+    """
+    if cluster is not None:
+        from pagestash.commands.plan_cluster import ClusterPlanOptions
+        from pagestash.commands.plan_cluster import run as run_cluster
+
+        if budget is not None or profile is not None or module is not None:
+            typer.echo("error: --cluster has its own memory: no --budget, --profile or --module", err=True)
+            raise typer.Exit(2)
+        asked = ClusterPlanOptions(
+            model=preset or "deepseek-v3",
+            cluster=cluster,
+            layers=layers,
+            global_batch=global_batch,
+            seq=seq,
+            microbatch=microbatch,
+            precision=precision,
+            zero=zero,
+            out=out,
+        )
+        raise typer.Exit(run_cluster(asked))
+    if budget is None:
+        typer.echo("error: --budget is missing: how much memory may the step take, like 40GiB?", err=True)
+        raise typer.Exit(2)
     from pagestash.commands.plan import PlanOptions, run
     from pagestash.commands.step import StepOptions
 

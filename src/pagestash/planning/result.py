@@ -162,7 +162,7 @@ def policy_of(rules: Mapping[str, Rule], regions: Iterable[Region]) -> Policy:
     for (pattern, rule), names in sorted(grouped.items(), key=lambda item: (item[0][0], item[0][1].home)):
         if known[pattern] != set(names):
             numbers = sorted(int(match[0]) for name in names if (match := re.search(_NUMBER, name)))
-            listed = pattern.replace("*", f"{{{_ranges(numbers)}}}", 1)
+            listed = pattern.replace("*", f"{{{number_ranges(numbers)}}}", 1)
             rule = replace(rule, match=names[0] if len(names) == 1 else listed)
         found.append(rule)
     return Policy(found)
@@ -173,10 +173,10 @@ def _pattern(name: str) -> str:
     return re.sub(_NUMBER, "*", name, count=1)
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def number_ranges(numbers: Sequence[int]) -> str:
     """Ascending numbers as text.
 
-    >>> _ranges([0, 1, 2, 5])
+    >>> number_ranges([0, 1, 2, 5])
     '0-2,5'
     """
     parts: list[list[int]] = []

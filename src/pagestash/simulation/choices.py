@@ -1,0 +1,281 @@
+"""Homes for the layers of a pipeline rank, for a budget of memory.
+
+A *choice* gives regions of a layer their homes; every layer of a rank has one. With one bound on memory, the
+fastest mix of choices is one of two neighbours on the lower hull of seconds over bytes, so a rank takes the cheaper
+choice of the two for as many layers as fit. A choice costs, for one microbatch of a rank,
+
+    recomputed seconds  +  moved bytes / memory rate, each way  +  max(0, moved bytes / link rate − compute seconds)
+
+All of this proposes. The mix is checked with the byte formulas, and given more layers of the smaller choice until
+every rank fits; the replay gives the time.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pagestash.planning.result import number_ranges
+from pagestash.policy import Policy, PoolConfig, Rule
+from pagestash.saved.offload.plan import WINDOW
+from pagestash.simulation.build import Run, step_costs
+from pagestash.simulation.costs import LayerCosts, RankCosts, StepCosts
+from pagestash.simulation.homes import Placed, PolicyHomes
+from pagestash.simulation.parts import Layer
+
+Allowed = Literal["recompute", "offload"]
+BOTH: tuple[Allowed, ...] = ("recompute", "offload")
+NEAR = 0.02
+"""Part of the device's memory: what is estimated to be over by less is computed."""
+
+Choice = tuple[tuple[str, Allowed], ...]
+_NORMS: Choice = (("attn_norm", "recompute"), ("mlp_norm", "recompute"))
+_EXPERTS: Choice = (("moe.expert_fc1", "offload"), ("moe.moe_act", "offload"))
+_ATTENTION: Choice = (("attn.core_attn", "offload"),)
+
+CHOICES: tuple[Choice, ...] = (
+    (),
+    _NORMS,
+    (("moe.moe_act", "offload"),),
+    _EXPERTS,
+    (*_EXPERTS, *_ATTENTION),
+    (*_NORMS, ("moe.moe_act", "offload")),
+    (*_NORMS, *_EXPERTS),
+    (*_NORMS, *_EXPERTS, *_ATTENTION),
+    (*_NORMS, ("attn.qkv_linear", "recompute")),
+    (*_NORMS, ("attn.qkv_linear", "recompute"), ("moe.moe_act", "recompute")),
+    (*_NORMS, ("attn.qkv_linear", "recompute"), *_EXPERTS),
+    (("", "recompute"),),
+    (("moe.expert_fc1", "offload"), ("", "recompute")),
+)
+"""Regions of a layer ("" is the layer) and their homes; what is not named is kept."""
+
+
+class ChosenHomes:
+    """A choice for each layer; says the same as the ranks' policies together, and is asked faster."""
+
+    def __init__(self, chosen: Mapping[str, Choice]) -> None:
+        self._chosen = chosen
+        self._homes = {choice: PolicyHomes(_uniform(choice)) for choice in {(), *chosen.values()}}
+
+    @property
+    def pool(self) -> PoolConfig:
+        return PoolConfig()
+
+    def place(self, layer: Layer) -> list[Placed]:
+        return self._homes[self._chosen.get(layer.name, ())].place(layer)
+
+
+def _uniform(choice: Choice) -> Policy:
+    return Policy([_rule("layers.*", *item) for item in choice])
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """What a rank takes if all its layers have one choice."""
+
+    choice: Choice
+    device_bytes: int
+    host_bytes: int
+    seconds: float
+    """More than without a policy, for one microbatch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A run with homes that fit, or the nearest to it."""
+
+    run: Run
+    costs: StepCosts
+    policies: tuple[Policy, ...]
+    """Of each pipeline rank."""
+    lacks_bytes: int
+    """What the fullest rank has too little; 0 if all fit."""
+    host_lacks_bytes: int
+
+
+def choices_of(run: Run, allowed: Sequence[Allowed] = BOTH) -> list[Choice]:
+    """The choices whose homes are allowed, and whose regions the model has."""
+    mla = run.config.attention == "mla"
+    found = [
+        choice
+        for choice in CHOICES
+        if all(home in allowed for _, home in choice)
+        and (mla or not any("qkv" in name for name, _ in choice))
+    ]
+    return list(dict.fromkeys(found))
+
+
+def plan_homes(run: Run, allowed: Sequence[Allowed] = BOTH, budget: int | None = None) -> Planned:
+    """The run with a policy for each rank that fits the device and the host; the smallest one if none fits."""
+    room = run.cluster.device.memory if budget is None else budget
+    host = run.cluster.host_bytes_a_device
+    plain = step_costs(replace(run, homes=PolicyHomes(Policy())))
+    layers = [_layers_of(rank) for rank in plain.ranks]
+    if all(rank.device_bytes <= room for rank in plain.ranks):
+        return _made(run, plain, [Policy() for _ in layers], room, host)
+    kinds = {choice: layer_kinds(run, choice) for choice in choices_of(run, allowed)}
+    points = [_points(run, plain, rank, kinds) for rank in plain.ranks]
+    short = max(min(point.device_bytes for point in own) for own in points) - room
+    if short > NEAR * room:  # nothing fits
+        made = _made(run, plain, [Policy() for _ in layers], room, host)
+        return replace(made, lacks_bytes=short)
+    pairs = [_pair(own, room, host) for own in points]
+    counts = [_count(pair, len(own), room) for pair, own in zip(pairs, layers)]
+    while True:
+        costs = step_costs(replace(run, homes=ChosenHomes(_chosen(layers, pairs, counts))))
+        before = list(counts)
+        for at, rank in enumerate(costs.ranks):
+            if rank.device_bytes <= room:
+                continue
+            if counts[at] < len(layers[at]):
+                counts[at] += 1
+            elif smaller := [p for p in points[at] if p.device_bytes < pairs[at][1].device_bytes]:
+                # The estimate was too low: on to the next smaller choice.
+                pairs[at] = pairs[at][1], max(smaller, key=lambda point: point.device_bytes)
+                counts[at] = 1
+        if counts == before:
+            break
+    policies = [
+        _policy(own, pair, count, run.config.dense_layers) for own, pair, count in zip(layers, pairs, counts)
+    ]
+    made = _made(run, costs, policies, room, host)
+    return replace(made, run=replace(run, homes=ChosenHomes(_chosen(layers, pairs, counts))))
+
+
+def layer_kinds(run: Run, choice: Choice = ()) -> Mapping[str, LayerCosts]:
+    """The costs of the embedding, a dense layer, one with experts, and the head: layers of a kind are alike."""
+    config, layout = run.config, replace(run.layout, pp=1, vpp=1, schedule="1F1B")
+    dense = min(1, config.dense_layers)
+    one = replace(
+        run,
+        config=replace(config, layers=dense + 1, dense_layers=dense),
+        layout=layout,
+        global_batch=layout.dp * run.microbatch,
+        placement=None,
+        homes=PolicyHomes(_uniform(choice)),
+    )
+    (stage,) = step_costs(one).stages
+    embedding, *blocks, head = stage.layers
+    return {"embed": embedding, "dense": blocks[0], "moe": blocks[-1], "head": head}
+
+
+def kind_of(name: str, dense: int) -> str:
+    """The kind of a layer by its name; the first `dense` ones have no experts."""
+    if not name.startswith("layers."):
+        return name
+    return "dense" if int(name.removeprefix("layers.")) < dense else "moe"
+
+
+def joined(policies: Sequence[Policy]) -> Policy:
+    """The rules of all ranks: each names layers of its own."""
+    return Policy([rule for policy in policies for rule in policy.rules])
+
+
+def _made(run: Run, costs: StepCosts, policies: Sequence[Policy], room: int, host: int) -> Planned:
+    return Planned(
+        run=replace(run, homes=PolicyHomes(joined(policies))),
+        costs=costs,
+        policies=tuple(policies),
+        lacks_bytes=max(0, max(rank.device_bytes for rank in costs.ranks) - room),
+        host_lacks_bytes=max(0, max(rank.host_bytes for rank in costs.ranks) - host),
+    )
+
+
+def _layers_of(rank: RankCosts) -> list[int]:
+    names = (layer.name for stage in rank.stages for layer in stage.layers)
+    return [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
+
+
+def _points(
+    run: Run, plain: StepCosts, rank: RankCosts, kinds: Mapping[Choice, Mapping[str, LayerCosts]]
+) -> list[_Point]:
+    """What each choice takes of a rank, at the moment when it holds most."""
+    dense = run.config.dense_layers
+    names = {stage.stage: [kind_of(layer.name, dense) for layer in stage.layers] for stage in rank.stages}
+    held = {stage.stage: stage.kept_bytes.at() for stage in rank.stages}
+    counts = max(rank.plan.held(), key=lambda now: sum(count * held[at] for at, count in now.items()))
+    found = []
+    for choice, own in kinds.items():
+        # Every (stage's layer, microbatch in flight), and every layer once.
+        live = [(own[kind], kinds[()][kind], counts[at]) for at, layers in names.items() for kind in layers]
+        moved = sum(layer.moved_bytes.at() * count for layer, _, count in live)
+        window = min(moved, WINDOW * max(layer.moved_bytes.at() for layer, _, _ in live))
+        kept = sum((layer.kept_bytes.at() - old.kept_bytes.at()) * count for layer, old, count in live)
+        work = max(layer.workspace.at() for layer, _, _ in live) - max(
+            old.workspace.at() for _, old, _ in live
+        )
+        found.append(
+            _Point(
+                choice,
+                int(rank.device_bytes + kept + window + work),
+                int(moved - window),
+                _seconds(plain, [layer for layer, _, _ in live]),
+            )
+        )
+    return found
+
+
+def _seconds(costs: StepCosts, layers: Sequence[LayerCosts]) -> float:
+    again = sum(layer.recompute.at() for layer in layers)
+    moved = sum(layer.moved_bytes.at() for layer in layers)
+    kinds = ("forward", "backward_input", "backward_weight")
+    compute = sum(getattr(layer, kind).at() for layer in layers for kind in kinds)
+    link = min(costs.host.both, costs.host.shared_out / costs.host.devices)
+    return again + 2 * moved / costs.memory_rate + max(0.0, moved / link - compute - again)
+
+
+def _pair(points: Sequence[_Point], room: int, host: int) -> tuple[_Point, _Point]:
+    """The two choices to mix: one that may be too large, and one that fits; the smallest twice if none does."""
+    usable = [point for point in points if point.host_bytes <= host] or list(points)
+    small = [point for point in usable if point.device_bytes <= room]
+    if not small:
+        least = min(usable, key=lambda point: point.device_bytes)
+        return least, least
+    best, pair = float("inf"), (small[0], small[0])
+    for fits in small:
+        for large in usable:
+            part = 1.0
+            if large.device_bytes > room:
+                part = (large.device_bytes - room) / (large.device_bytes - fits.device_bytes)
+            elif large is not fits:
+                continue
+            mixed = part * fits.seconds + (1 - part) * large.seconds
+            if mixed < best:
+                best, pair = mixed, (large, fits)
+    return pair
+
+
+def _count(pair: tuple[_Point, _Point], layers: int, room: int) -> int:
+    """So many layers have the smaller choice."""
+    large, fits = pair
+    if large is fits:
+        return layers
+    part = (large.device_bytes - room) / (large.device_bytes - fits.device_bytes)
+    return min(layers, int(part * layers))
+
+
+def _chosen(
+    layers: Sequence[Sequence[int]], pairs: Sequence[tuple[_Point, _Point]], counts: Sequence[int]
+) -> dict[str, Choice]:
+    """The choice of each layer, by name."""
+    return {
+        f"layers.{number}": (fits if at < count else large).choice
+        for own, (large, fits), count in zip(layers, pairs, counts)
+        for at, number in enumerate(sorted(own))
+    }
+
+
+def _policy(layers: Sequence[int], pair: tuple[_Point, _Point], count: int, dense: int) -> Policy:
+    """The first `count` layers have the smaller choice: their copies have the longest way back."""
+    large, fits = pair
+    rules: list[Rule] = []
+    for numbers, point in ((sorted(layers)[:count], fits), (sorted(layers)[count:], large)):
+        for region, home in point.choice:
+            own = [number for number in numbers if number >= dense or not region.startswith("moe.")]
+            if own:
+                rules.append(_rule(f"layers.{{{number_ranges(own)}}}", region, home))
+    return Policy(rules)
+
+
+def _rule(layer: str, region: str, home: Allowed) -> Rule:
+    return Rule(f"{layer}.{region}" if region else layer, home)

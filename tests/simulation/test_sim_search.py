@@ -1,0 +1,159 @@
+"""The search of layouts and policies."""
+
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from pagestash.cli import app
+from pagestash.models.config import preset
+from pagestash.policy import Policy
+from pagestash.simulation.build import Run, step_costs
+from pagestash.simulation.choices import choices_of, joined, plan_homes
+from pagestash.simulation.cluster import read_cluster
+from pagestash.simulation.homes import PolicyHomes
+from pagestash.simulation.layout import Layout
+from pagestash.simulation.parts import layers_of
+from pagestash.simulation.replay import replay
+from pagestash.simulation.search import RUNNERS_UP, Wanted, best_homes, layouts, search, step_seconds
+
+GIB = 1 << 30
+
+
+def run(devices="h100:32", *, layers=16, global_batch=128, **layout) -> Run:
+    cluster = read_cluster(devices)
+    return Run(
+        config=preset("deepseek-v3", layers),
+        cluster=cluster,
+        layout=Layout(devices=cluster.devices, **layout),
+        sequence=4096,
+        global_batch=global_batch,
+    )
+
+
+PIPED = {"pp": 4, "ep": 8}
+
+
+def test_homes_fit_what_they_are_planned_for():
+    plain = step_costs(run(**PIPED))
+    most = max(rank.device_bytes for rank in plain.ranks)
+    for budget in (most - 2 * GIB, most - 4 * GIB, most - 6 * GIB):
+        planned = plan_homes(run(**PIPED), budget=budget)
+        assert planned.lacks_bytes == 0
+        assert max(rank.device_bytes for rank in planned.costs.ranks) <= budget
+        assert any(policy.rules for policy in planned.policies)
+
+
+def test_the_ranks_policies_say_what_was_planned():
+    made = run(**PIPED)
+    planned = plan_homes(made, budget=max(r.device_bytes for r in step_costs(made).ranks) - 4 * GIB)
+    again = step_costs(replace(made, homes=PolicyHomes(joined(planned.policies))))
+    assert [rank.device_bytes for rank in again.ranks] == [r.device_bytes for r in planned.costs.ranks]
+    regions = [f"{layer.name}.{part.name}" for layer in layers_of(made.shape) for part in layer.parts]
+    names = [layer.name for layer in layers_of(made.shape)]
+    for policy in planned.policies:
+        policy.check([*regions, *names])
+
+
+def test_what_fits_needs_no_policy():
+    planned = plan_homes(run(**PIPED), budget=1 << 42)
+    assert [policy.rules for policy in planned.policies] == [()] * 4
+
+
+def test_what_fits_with_no_policy_is_said_to_lack():
+    planned = plan_homes(run(**PIPED), budget=1 * GIB)
+    assert planned.lacks_bytes > 0
+
+
+@pytest.mark.parametrize("layout", [PIPED, {"pp": 2, "ep": 8, "vpp": 2, "schedule": "Interleaved1F1B"}])
+def test_more_memory_is_never_slower(layout):
+    made = run(**layout)
+    most = max(rank.device_bytes for rank in step_costs(made).ranks)
+    times = []
+    for less in range(0, 18, 3):
+        planned = best_homes(made, budget=most - less * GIB)
+        if not planned.lacks_bytes:
+            times.append(replay(planned.costs).seconds)
+    assert len(times) > 2
+    assert times == sorted(times)
+
+
+def test_only_allowed_homes_are_chosen():
+    made = run(**PIPED)
+    assert choices_of(made, ()) == [()]
+    homes = {home for choice in choices_of(made, ("recompute",)) for _, home in choice}
+    assert homes == {"recompute"}
+    gqa = replace(made, config=preset("qwen3-30b-a3b", 16))
+    assert all("qkv" not in name for choice in choices_of(gqa) for name, _ in choice)
+
+
+def test_a_long_steady_state_goes_on_as_it_went():
+    made = run(global_batch=1024, **PIPED)
+    whole = replay(step_costs(made)).seconds
+    assert made.microbatches == 128
+    assert step_seconds(made)[1] == pytest.approx(whole, rel=0.01)
+
+
+def wanted(devices: str, **more) -> Wanted:
+    made = run(devices)
+    return Wanted(
+        config=made.config, cluster=made.cluster, sequence=4096, global_batch=128, base=made, **more
+    )
+
+
+def test_every_layout_divides():
+    found = list(layouts(wanted("h100:32")))
+    assert len(found) > 20
+    for layout, microbatch in found:
+        assert layout.devices % (layout.tp * layout.cp * layout.pp) == 0
+        assert 256 % layout.ep == 0
+        assert 128 % (layout.dp * microbatch) == 0
+    assert {layout.pp for layout, _ in layouts(wanted("h100:32", fixed={"pp": 4}))} == {4}
+
+
+def test_the_best_fits_and_the_others_lack_something():
+    found = search(wanted("h100:64", microbatches=(1,)))
+    best = found.best
+    room = best.run.cluster.device.memory
+    assert max(rank.device_bytes for rank in best.planned.costs.ranks) <= room
+    assert 1 <= len(found.others) <= RUNNERS_UP
+    for other in found.others:
+        assert other.played is None or other.seconds >= best.seconds
+        assert found.lacks(other)
+
+
+def test_a_plan_for_a_cluster_is_printed_and_written(tmp_path):
+    folder = tmp_path / "plan"
+    words = ["--preset", "deepseek-v3", "--layers", "8", "--cluster", "h100:16", "--seq", "4096"]
+    more = ["--global-batch", "64", "--microbatch", "1", "--out", str(folder)]
+    done = CliRunner().invoke(app, ["plan", *words, *more])
+    assert done.exit_code == 0, done.output
+    for text in (
+        "runners-up",
+        "lacks",
+        "--expert-model-parallel-size",
+        "--parallelism.expert_parallel_degree",
+    ):
+        assert text in done.output
+    policies = sorted(folder.glob("policy-rank*.toml"))
+    assert policies
+    for path in policies:
+        Policy.load(path)
+    assert (folder / "flags.txt").read_text().count("\n") == 3
+    assert (folder / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--cluster", "h100:8"], "no layout of 8 devices"),
+        (["--cluster", "h100:8", "--budget", "1GiB"], "--cluster has its own memory"),
+        ([], "--budget is missing"),
+        (["--cluster", "h100:8", "--global-batch", "0"], "--global-batch 0: expected at least 1"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(words, told):
+    done = CliRunner().invoke(app, ["plan", *words])
+    assert done.exit_code == 2
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1

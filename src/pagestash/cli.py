@@ -219,9 +219,18 @@ def plan(
     overflow: Annotated[
         float, typer.Option(help="With --rows or --skew: how often a step may overflow the pool.")
     ] = 1e-3,
+    ranks: Annotated[
+        int | None, typer.Option(help="Plan a pipeline of so many ranks; the step is one microbatch.")
+    ] = None,
+    schedule: Annotated[str, typer.Option(help=f"Of the pipeline: {_SCHEDULES}.")] = "1F1B",
+    microbatches: Annotated[
+        int | None, typer.Option(help="Of the pipeline, per step.  [default: twice the stages]")
+    ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the policy as TOML; with --cluster, all into a folder."),
+        typer.Option(
+            metavar="FILE", help="Write the policy as TOML; with --ranks, --cluster a folder of them."
+        ),
     ] = None,
     curve: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw step time over memory, as PNG or SVG.")
@@ -293,6 +302,9 @@ def plan(
         expert=expert,
         skew=skew,
         overflow=overflow,
+        ranks=ranks,
+        schedule=schedule,
+        microbatches=microbatches,
         out=out,
         curve=curve,
         plot=plot,

@@ -3,13 +3,23 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pagestash.commands.step import StepOptions, check_file, check_picture, exit_code, measure
+from pagestash.commands.partition import MOST_ACTIONS
+from pagestash.commands.step import (
+    StepOptions,
+    check_file,
+    check_numbers,
+    check_picture,
+    exit_code,
+    measure,
+)
+from pagestash.pipeline.planned import PipelinePlan, plan_pipeline
 from pagestash.planning.make import plan_profile
 from pagestash.planning.pool import OVERFLOW
 from pagestash.planning.result import Plan
 from pagestash.planning.skew import Rows, row_distribution
 from pagestash.planning.tokens_per_expert import read_tokens_per_expert
 from pagestash.profiling.result import Profile
+from pagestash.schedules.plan import schedule_name
 
 OPTIMIZERS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
 """State tensors of each parameter, of its dtype."""
@@ -28,6 +38,9 @@ class PlanOptions:
     expert: int = 1
     skew: float | None = None
     overflow: float = OVERFLOW
+    ranks: int | None = None
+    schedule: str = "1F1B"
+    microbatches: int | None = None
     out: Path | None = None
     curve: Path | None = None
     plot: Path | None = None
@@ -39,6 +52,14 @@ def run(options: PlanOptions) -> int:
 
 
 def _run(options: PlanOptions) -> None:
+    if options.ranks is not None:
+        pipeline = _plan_pipeline(options)
+        print(pipeline)
+        if options.out is not None:
+            pipeline.save(options.out)
+        return
+    if options.microbatches is not None:
+        raise ValueError("--microbatches is for a pipeline: pass --ranks, too")
     found = _plan(options)
     print(found)
     if options.out is not None:
@@ -49,21 +70,54 @@ def _run(options: PlanOptions) -> None:
         found.plot_memory(options.plot)
 
 
-def _plan(options: PlanOptions) -> Plan:
+def _plan_pipeline(options: PlanOptions) -> PipelinePlan:
+    for name in ("rows", "skew", "curve", "plot"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} is for a plan of one rank: pass no --ranks beside it")
+    if options.out is not None and options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"--out {options.out}: expected a folder, for one policy a rank")
+    check_numbers(ranks=options.ranks, microbatches=options.microbatches)
+    assert options.ranks is not None
+    if options.ranks * (options.microbatches or 1) > MOST_ACTIONS:
+        raise ValueError(
+            f"--microbatches {options.microbatches}: expected at most {MOST_ACTIONS // options.ranks}"
+        )
+    schedule_name(options.schedule)  # refuses what is none before anything is measured
+    state = _state(options)
+    profile = _profile(options)
+    return plan_pipeline(
+        profile,
+        schedule=options.schedule,
+        ranks=options.ranks,
+        microbatches=options.microbatches,
+        budget=_budget(options),
+        host=options.host,
+        optimizer_bytes=state * (profile.gradient_bytes or 0),
+    )
+
+
+def _state(options: PlanOptions) -> int:
     if options.optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {options.optimizer}: expected one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[options.optimizer]
+
+
+def _budget(options: PlanOptions) -> str | int:
+    return int(options.budget) if options.budget.isdecimal() else options.budget
+
+
+def _plan(options: PlanOptions) -> Plan:
+    state = _state(options)
     check_file("--out", options.out)
     check_picture("--curve", options.curve)
     check_picture("--plot", options.plot)
     rows = _rows(options)
     profile = _profile(options)
-    state = OPTIMIZERS[options.optimizer] * (profile.gradient_bytes or 0)
-    budget = int(options.budget) if options.budget.isdecimal() else options.budget
     return plan_profile(
         profile,
-        budget=budget,
+        budget=_budget(options),
         host=options.host,
-        optimizer_bytes=state,
+        optimizer_bytes=state * (profile.gradient_bytes or 0),
         rows=rows,
         overflow=options.overflow,
     )

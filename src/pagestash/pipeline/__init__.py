@@ -1,6 +1,8 @@
 """Pipeline parallelism with `torch.distributed.pipelining`: plans of schedules, and layers placed by memory."""
 
 from pagestash.pipeline.costs import LayerCost, read_costs
+from pagestash.pipeline.from_costs import profile_of_costs
+from pagestash.pipeline.planned import PipelinePlan, RankPlan, plan_pipeline
 from pagestash.pipeline.split_backward import delay_weight_gradients
 from pagestash.pipeline.stages import Partition, Stage, partition
 from pagestash.saved.early_free import Release, early_free
@@ -14,14 +16,18 @@ __all__ = [
     "Listener",
     "Observation",
     "Partition",
+    "PipelinePlan",
     "Plan",
+    "RankPlan",
     "Release",
     "Stage",
     "delay_weight_gradients",
     "early_free",
     "in_flight",
     "partition",
+    "plan_pipeline",
     "plans",
+    "profile_of_costs",
     "read_costs",
     "read_plan",
 ]

@@ -80,7 +80,22 @@ def partition(
         )
     microbatches = 2 * stages if microbatches is None else microbatches
     ranks = plans(name, ranks=stages // chunks, microbatches=microbatches, chunks=chunks)
-    problem = Problem(
+    problem = _problem(costs, ranks, memory)
+    cuts, optimal = solve(problem)
+    return _partition(problem, name, microbatches, costs, ranks, cuts, optimal=optimal)
+
+
+def at_costs(placed: Partition, costs: Sequence[LayerCost]) -> Partition:
+    """The same placement, for layers that cost something else."""
+    chunks = len(placed.stages) // len(placed.peaks)
+    ranks = plans(placed.schedule, ranks=len(placed.peaks), microbatches=placed.microbatches, chunks=chunks)
+    cuts = (*(stage.first for stage in placed.stages), len(costs))
+    problem, count = _problem(costs, ranks), placed.microbatches
+    return _partition(problem, placed.schedule, count, costs, ranks, cuts, optimal=placed.optimal)
+
+
+def _problem(costs: Sequence[LayerCost], ranks: Sequence[Plan], memory: int = 0) -> Problem:
+    return Problem(
         fixed=list(accumulate((cost.parameters for cost in costs), initial=0)),
         passing=list(accumulate((cost.activations for cost in costs), initial=0)),
         time=_ticks([cost.time for cost in costs]),
@@ -88,7 +103,19 @@ def partition(
         held=[_worst(plan) for plan in ranks],
         budget=memory,
     )
-    cuts, optimal = solve(problem)
+
+
+def _partition(
+    problem: Problem,
+    name: str,
+    microbatches: int,
+    costs: Sequence[LayerCost],
+    ranks: Sequence[Plan],
+    cuts: Sequence[int],
+    *,
+    optimal: bool,
+) -> Partition:
+    """What a placement costs."""
     times = [sum(cost.time for cost in costs[first:last]) for first, last in pairwise(cuts)]
     rank_of = {stage: rank for rank, plan in enumerate(ranks) for stage in plan.stages}
     most = {stage: count for plan in ranks for stage, count in in_flight(plan).items()}

@@ -99,13 +99,23 @@ def rule(match: str, home: HomeName, least_bytes: int) -> Rule:
     return Rule(match, home, min_bytes=None if home == "recompute" else least_bytes)
 
 
+def layer_of(name: str) -> str | None:
+    """The layer that a region is in: its name up to the first number.
+
+    >>> layer_of("model.layers.3.mlp.experts.0")
+    'model.layers.3'
+    """
+    numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", name)
+    return None if numbered is None else numbered[0]
+
+
 def find_units(regions: Iterable[Region]) -> list[Unit]:
     """All units, in the order of forward."""
     units: dict[str, Unit] = {}
     for region in regions:
-        numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", region.name)
-        if numbered:
-            units.setdefault(numbered[0], Unit(numbered[0])).regions.append(region)
+        layer = layer_of(region.name)
+        if layer:
+            units.setdefault(layer, Unit(layer)).regions.append(region)
         elif region.name and region.bytes:
             units[region.name] = Unit(region.name, [region])
     # What is around layers keeps: a home for it would be one for all of them together.

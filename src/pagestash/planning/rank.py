@@ -190,7 +190,7 @@ class _Unrolled:
         self.renamed = renamed
         self.one = {index: MeasuredStep(stage.profile) for index, stage in stages.items()}
         self.gradients = {
-            index: _gradients(step, stages[index].message_bytes) for index, step in self.one.items()
+            index: gradients_so_far(step, stages[index].message_bytes) for index, step in self.one.items()
         }
         self.positions: dict[str, tuple[int, int]] = {}
         self.starts: list[int] = []
@@ -338,7 +338,7 @@ class _Unrolled:
         return tuple(self._name(name, microbatch) for name in path)
 
 
-def _gradients(step: MeasuredStep, message_bytes: int) -> list[int]:
+def gradients_so_far(step: MeasuredStep, message_bytes: int) -> list[int]:
     """After each segment, bytes of gradients that backward has made at least; the last entry is for none.
 
     What is beside saved tensors in backward and never goes away again is gradients, and the gradient of a hidden

@@ -18,14 +18,29 @@ from pagestash.profiling.records import Region
 class NothingFits(ValueError):
     """No policy fits the budget; `smallest` is the prediction of the one that comes nearest."""
 
-    def __init__(self, budget_bytes: int, smallest: Prediction, region: str, without_host: bool) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        smallest: Prediction,
+        region: str,
+        without_host: bool,
+        rank: int | None = None,
+    ) -> None:
         self.budget_bytes, self.smallest = budget_bytes, smallest
+        self.rank = rank
+        """Of a pipeline."""
+        self._region, self._without_host = region, without_host
         host = " Offload had no host memory." if without_host else ""
+        who = "" if rank is None else f"rank {rank}: "
         super().__init__(
-            f"nothing fits {format_bytes(budget_bytes)}: the smallest plan takes "
+            f"{who}nothing fits {format_bytes(budget_bytes)}: the smallest plan takes "
             f"{format_bytes(smallest.peak_bytes)}, {format_bytes(smallest.peak_bytes - budget_bytes)} too much. "
             f"At its peak, in {region}: {describe(smallest)}.{host}"
         )
+
+    def of_rank(self, rank: int) -> "NothingFits":
+        """The same, naming the rank of a pipeline."""
+        return NothingFits(self.budget_bytes, self.smallest, self._region, self._without_host, rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,7 @@ def profile(
         policy=policy,
         model_bytes=_bytes((*model.parameters(), *model.buffers()), device),
         gradient_bytes=_bytes((p for p in model.parameters() if p.requires_grad), device),
+        parameter_bytes=_parameter_bytes(model, device),
     )
 
 
@@ -222,6 +223,15 @@ def _check_loss(value: Any) -> None:
         raise ValueError(
             "the loss has no graph: no parameter requires a gradient, or forward ran under no_grad"
         )
+
+
+def _parameter_bytes(model: nn.Module, device: torch.device) -> dict[str, int]:
+    """Bytes of each module's own parameters; a shared one counts with the first module that has it."""
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        found[owner] = found.get(owner, 0) + _bytes((parameter,), device)
+    return found
 
 
 def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:

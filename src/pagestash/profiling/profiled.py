@@ -36,6 +36,8 @@ class ProfiledStep:
     """Parameters and buffers on the device; None in a file of an earlier version."""
     gradient_bytes: int | None = None
     """Gradients of all parameters that require one. The profiled step starts without any."""
+    parameter_bytes: dict[str, int] | None = None
+    """Of each module's own parameters, by its name, in the model's order; None in a file of an earlier version."""
 
     # --- sums ---
 
@@ -104,6 +106,7 @@ class ProfiledStep:
             "plain_seconds": self.plain_seconds,
             "model_bytes": self.model_bytes,
             "gradient_bytes": self.gradient_bytes,
+            "parameter_bytes": self.parameter_bytes,
             "home_bytes": self.home_bytes(),
             "policy": None if self.policy is None else self.policy.to_toml(),
             "link": asdict(self.link),
@@ -136,6 +139,7 @@ class ProfiledStep:
                 policy=None if policy is None else Policy.from_dict(tomllib.loads(policy)),
                 model_bytes=data.get("model_bytes"),
                 gradient_bytes=data.get("gradient_bytes"),
+                parameter_bytes=data.get("parameter_bytes"),
             )
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}") from error

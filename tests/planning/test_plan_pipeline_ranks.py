@@ -1,0 +1,229 @@
+"""`plan_pipeline`: layers are placed on ranks and every rank gets a policy, together."""
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_plans import MB, made_up
+
+import pagestash as ps
+from pagestash.cli import app
+from pagestash.models import Decoder, preset
+from pagestash.pipeline import (
+    SCHEDULES,
+    LayerCost,
+    partition,
+    plan_pipeline,
+    planned,
+    plans,
+    profile_of_costs,
+)
+from pagestash.pipeline.cut import WholeModel
+from pagestash.pipeline.planned import step_seconds
+from pagestash.planning import NothingFits
+from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.stage import received
+from pagestash.profiling import Link
+
+QUICK = settings(max_examples=5, deadline=None, derandomize=True)
+sizes = st.tuples(st.integers(1, 20).map(lambda n: n * MB), st.integers(1, 12))
+
+
+def model(count=8, first=(8 * MB, 2), second=(5 * MB, 6), **options):
+    """A profile, and what its layers weigh."""
+    names = [*(f"layers.{n}" for n in range(count)), "head"]
+    return made_up(count, first, second, **options), dict.fromkeys(names, 3 * MB)
+
+
+def pipeline(profile_and_weights, schedule="1F1B", ranks=2, microbatches=4, **options):
+    profile, weights = profile_and_weights
+    return plan_pipeline(
+        profile, schedule=schedule, ranks=ranks, microbatches=microbatches, parameters=weights, **options
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_bytes_in_flight_are_those_of_the_partition(name):
+    found = pipeline(model(), name, budget="1GiB")
+    for own in found.ranks:
+        assert own.plan.is_empty
+        weights = sum(stage.parameters for stage in found.placed.of_rank(own.rank))
+        assert weights == 3 * MB * len(own.layers)
+        assert max(own.plan.unplanned.memory["keep"]) == found.placed.peaks[own.rank] - weights
+        assert own.plan.unplanned.seconds == pytest.approx(4 * found.placed.times[own.rank])
+
+
+@QUICK
+@given(sizes, sizes, st.sampled_from(["1F1B", "GPipe", "Interleaved1F1B"]), st.sampled_from([0.5, 0.8]))
+def test_every_rank_is_within_its_budget(first, second, name, part):
+    given = model(6, first, second)
+    found = pipeline(given, name, budget=part)
+    assert all(own.plan.predicted.peak_bytes <= found.budget_bytes for own in found.ranks)
+    assert sorted(name for own in found.ranks for name in own.layers) == sorted(given[1])
+
+
+def test_a_rank_with_more_microbatches_in_flight_keeps_less():
+    found = pipeline(model(8), ranks=4, microbatches=8, budget=60 * MB, host=0)
+    share = [
+        own.plan.predicted.held_bytes["keep"] / sum(own.plan.predicted.held_bytes.values())
+        for own in found.ranks
+    ]
+    assert share == sorted(share)
+    assert share[0] < share[-1]
+    assert len({str(own.plan.policy) for own in found.ranks}) > 1
+
+
+def test_placing_again_is_never_slower(monkeypatch):
+    given = model(9, (8 * MB, 2), (5 * MB, 12))
+    for budget in (50 * MB, 70 * MB, 100 * MB):
+        again = pipeline(given, ranks=3, microbatches=6, budget=budget, host=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(planned, "ROUNDS", 1)
+            once = pipeline(given, ranks=3, microbatches=6, budget=budget, host=0)
+        assert once.rounds == 1
+        assert again.rounds > 1
+        assert again.seconds <= once.seconds
+
+
+def test_the_plan_of_a_pipeline_is_the_same_each_time():
+    one, other = (pipeline(model(), budget=0.5) for _ in range(2))
+    assert one == other
+    assert str(one) == str(other)
+    assert "rank  layers" in str(one)
+
+
+def test_if_nothing_fits_the_rank_is_named():
+    with pytest.raises(NothingFits, match=r"nothing fits 19\.1 MiB: the smallest plan takes ") as refused:
+        pipeline(model(workspace=10 * MB), budget=20 * MB)
+    assert str(refused.value).startswith(f"rank {refused.value.rank}: ")
+
+
+def test_a_step_waits_for_other_ranks():
+    ranks, microbatches = 4, 8
+    orders = plans("1F1B", ranks=ranks, microbatches=microbatches)
+    seconds = [[1.0 if action.kind == "F" else 2.0 for action in order.actions] for order in orders]
+    assert step_seconds(orders, seconds) == pytest.approx(3 * (microbatches + ranks - 1))
+    alone = plans("GPipe", ranks=1, microbatches=3)
+    assert step_seconds(alone, [[1.0] * 6]) == pytest.approx(6)
+    for name in SCHEDULES:  # none waits for itself
+        orders = plans(name, ranks=2, microbatches=6)
+        took = step_seconds(orders, [[1.0] * len(order.actions) for order in orders])
+        assert took >= max(len(order.actions) for order in orders)
+
+
+def test_costs_without_a_profile_are_planned_too():
+    costs = [LayerCost(name="embed", parameters=4 * MB, activations=0, forward=1e-4, backward=1e-4)]
+    costs += [
+        LayerCost(name=f"layers.{n}", parameters=2 * MB, activations=10 * MB, forward=2e-3, backward=4e-3)
+        for n in range(8)
+    ]
+    costs += [LayerCost(name="head", parameters=4 * MB, activations=3 * MB, forward=2e-3, backward=1e-3)]
+    profile = profile_of_costs(costs, hidden_bytes=MB, link=Link(out=1e9, back=1e9))
+    free = plan_pipeline(profile, schedule="1F1B", ranks=4, microbatches=8, budget="1GiB")
+    placed = partition(costs, 4, "1F1B", microbatches=8, memory=1 << 30)
+    assert [stage.layers for stage in free.placed.stages] == [stage.layers for stage in placed.stages]
+    assert free.placed.peaks == placed.peaks
+    found = plan_pipeline(profile, schedule="1F1B", ranks=4, microbatches=8, budget=60 * MB)
+    assert found.seconds > free.seconds
+    assert max(own.plan.predicted.peak_bytes for own in found.ranks) <= 60 * MB
+
+
+# --- a model ---
+
+
+@cache
+def measured():
+    config = preset("tiny", layers=4)
+    whole = Decoder(config)
+    whole.initialise(0)
+    tokens = torch.randint(0, 256, (2, 65), generator=torch.Generator().manual_seed(0))
+    given = tokens[:, :-1], tokens[:, 1:]
+    return config, given, ps.profile(whole, given, repeats=1)
+
+
+def test_a_stage_cut_out_of_a_model_saves_what_the_stage_saves_by_itself():
+    config, (tokens, labels), profile = measured()
+    cut = WholeModel(profile)
+    assert [layer.name for layer in cut.layers] == ["embed", *(f"layers.{n}" for n in range(4)), "head"]
+    assert sum(layer.parameters for layer in cut.layers) == profile.gradient_bytes
+    hidden = torch.randn(2, 64, config.width)
+    parts = [(0, 2, tokens), (2, 4, received(hidden)), (4, 6, (received(hidden), labels))]
+    for index, (first, end, batch) in enumerate(parts):
+        stage = cut.stage(index, first, end)
+        alone = Decoder(config, part=[layer.name for layer in cut.layers[first:end]])
+        alone.initialise(0)
+        own = ps.profile(alone, batch, repeats=1)
+        weights = sum(layer.parameters for layer in cut.layers[first:end])
+        assert weights == own.gradient_bytes == stage.profile.gradient_bytes
+        assert stage.received_bytes == (hidden.nbytes if index else 0)
+        assert stage.result_bytes == (hidden.nbytes if index < 2 else 0)
+        # By itself a stage does not count its input: the caller has it.
+        assert stage.profile.total_bytes - stage.received_bytes == own.total_bytes
+        beside, expected = (max(MeasuredStep(one).extra) for one in (stage.profile, own))
+        assert beside == pytest.approx(expected, rel=0.05)
+
+
+def test_policies_of_ranks_name_regions_of_their_own_stages(tmp_path):
+    config, _, profile = measured()
+    found = plan_pipeline(profile, schedule="1F1B", ranks=2, microbatches=4, budget=0.5, host=0)
+    paths = found.save(tmp_path / "policies")
+    assert [path.name for path in paths] == ["rank0.toml", "rank1.toml"]
+    for path, own in zip(paths, found.ranks):
+        policy = ps.Policy.load(path)
+        assert policy.rules == own.plan.policy.rules
+        if policy.rules:
+            ps.Keeper(policy, backend="torch").attach(Decoder(config, part=own.layers))
+    assert any(own.plan.policy.rules for own in found.ranks)
+
+
+def test_an_earlier_profile_does_not_say_where_the_weights_are():
+    profile, weights = model(2)
+    with pytest.raises(ValueError, match="which layer has which weights; measure it again"):
+        plan_pipeline(profile, schedule="1F1B", ranks=2, budget=0.5)
+    with pytest.raises(ValueError, match=r"parameters: head missing"):
+        pipeline((profile, {name: 1 for name in weights if name != "head"}), budget=0.5)
+
+
+# --- the command ---
+
+TINY = ("--preset", "tiny", "--layers", "3", "--seq", "32", "--repeats", "1", "--device", "cpu")
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["plan", *words])
+
+
+def test_the_command_writes_one_policy_a_rank(tmp_path):
+    out = tmp_path / "policies"
+    done = run(
+        *TINY, "--ranks", "2", "--schedule", "1f1b", "--budget", "0.6", "--host", "0", "--out", str(out)
+    )
+    assert done.exit_code == 0, done.output
+    assert "rank  layers" in done.output
+    assert sorted(path.name for path in out.iterdir()) == ["rank0.toml", "rank1.toml"]
+    assert any(ps.Policy.load(path).rules for path in out.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--ranks", "0"), "--ranks 0: expected at least 1"),
+        (("--ranks", "2", "--schedule", "2F2B"), "unknown schedule '2F2B'"),
+        (("--ranks", "2", "--skew", "1.5"), "--skew is for a plan of one rank"),
+        (("--ranks", "2", "--microbatches", "1000000000"), "expected at most"),
+        (("--ranks", "64"), "every stage needs one"),
+        (("--microbatches", "4"), "--microbatches is for a pipeline"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(words, says):
+    done = run(*TINY, "--budget", "0.5", *words)
+    assert done.exit_code == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -40,6 +40,9 @@ _Link = Annotated[
     str | None, typer.Option(help="Bytes per second to the host, like 50GB; on a GPU measured by default.")
 ]
 _Repeats = Annotated[int, typer.Option(help="Timed steps.")]
+_Gradients = Annotated[
+    str, typer.Option(help="held: the step adds to gradients that are there; fresh: it finds none.")
+]
 
 app = typer.Typer(
     help="Activation memory for Mixture-of-Experts training.",
@@ -145,6 +148,7 @@ def profile(
     policy: Annotated[Path | None, typer.Option(help="A policy file: also show what it would do.")] = None,
     link: _Link = None,
     repeats: _Repeats = 3,
+    gradients: _Gradients = "held",
     depth: Annotated[
         int | None, typer.Option(help="Group regions by the first parts of their names.")
     ] = None,
@@ -171,6 +175,7 @@ def profile(
         autocast=autocast,
         link=link,
         repeats=repeats,
+        gradients=gradients,
     )
     options = ProfileOptions(step=step, policy=policy, depth=depth, tensors=tensors, json=json, plot=plot)
     raise typer.Exit(run(options))
@@ -197,6 +202,7 @@ def plan(
     autocast: _Autocast = None,
     link: _Link = None,
     repeats: _Repeats = 3,
+    gradients: _Gradients = "held",
     optimizer: Annotated[
         str, typer.Option(help="Whose state is on the device, too: none, sgd, momentum or adamw.")
     ] = "none",
@@ -291,6 +297,7 @@ def plan(
         autocast=autocast,
         link=link,
         repeats=repeats,
+        gradients=gradients,
     )
     options = PlanOptions(
         budget=budget,

@@ -10,10 +10,11 @@ pytestmark = pytest.mark.gpu
 
 
 def measured(model, batch, policy):
-    """Loss, gradients and peak of a steady step under a policy; the peak includes the weights."""
+    """Loss and gradients of a steady step under a policy, on the host, and the device's peak."""
     keeper = ps.Keeper(policy).attach(model)
     for _ in range(4):
-        model.zero_grad(set_to_none=True)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         with keeper.step():
@@ -21,16 +22,26 @@ def measured(model, batch, policy):
             loss.backward()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
-    found = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    found = [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
     keeper.detach()
     model.zero_grad(set_to_none=True)
     return found, peak
 
 
+@pytest.fixture
+def one_order():
+    """Attention's gradient and the embedding's add in any order else."""
+    torch.use_deterministic_algorithms(True)
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
 @pytest.mark.parametrize("part", [0.75, 0.5])
-def test_a_planned_step_keeps_its_budget_and_its_bits(part):
+def test_a_planned_step_keeps_its_budget_and_its_bits(part, one_order):
     torch.manual_seed(0)
-    before = torch.cuda.memory_allocated()
     model = Decoder(preset("tiny", layers=8), device="cuda", dtype=torch.bfloat16)
     model.initialise(0)
     tokens = torch.randint(0, 256, (16, 1025), device="cuda")
@@ -40,5 +51,5 @@ def test_a_planned_step_keeps_its_budget_and_its_bits(part):
     plain, _ = measured(model, batch, ps.Policy())
     planned, peak = measured(model, batch, plan.policy)
     assert all(torch.equal(one, other) for one, other in zip(plain, planned, strict=True))
-    assert plan.predicted.peak_bytes == pytest.approx(peak - before, rel=0.05)
-    assert peak - before <= 1.01 * plan.budget_bytes
+    assert plan.predicted.peak_bytes == pytest.approx(peak, rel=0.05)
+    assert peak <= 1.01 * plan.budget_bytes

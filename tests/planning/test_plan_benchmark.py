@@ -17,6 +17,6 @@ def test_all_ways_give_one_loss_and_plans_keep_their_budgets(tmp_path, monkeypat
     assert planned[0]["predicted_peak_bytes"] == pytest.approx(planned[0]["peak_bytes"], rel=0.05)
     assert planned[1]["refused"].startswith("nothing fits ")
     assert {claim["what"].split(",")[0] for claim in body["claims"]} >= {
-        "plan: predicted peak",
+        "plan: predicted peak above weights and gradients",
         "plan: predicted step time",
     }

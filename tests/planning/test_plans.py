@@ -220,7 +220,7 @@ def test_if_nothing_fits_the_error_says_by_how_much_and_what_holds_the_memory():
         plan_profile(profile, budget=50 * MB)
     text = str(refused.value)
     assert text.startswith("nothing fits 47.7 MiB: the smallest plan takes ")
-    assert "workspace and gradients 47.7 MiB" in text
+    assert "workspace and new gradients 47.7 MiB" in text
     assert refused.value.smallest.peak_bytes > 50 * MB
 
 

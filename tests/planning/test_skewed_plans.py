@@ -19,6 +19,7 @@ from pagestash.kernels.moe.route import route
 from pagestash.moe import MoE, MoEConfig, Received
 from pagestash.pipeline import plans
 from pagestash.planning import RowDistribution, overflow_probability, plan_profile, pool_for, predict
+from pagestash.planning.budget import base_bytes
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor, RuleTable
 from pagestash.planning.rank import RankPredictor, RankStep, StageStep
@@ -176,7 +177,7 @@ def test_a_plan_has_the_pool_of_its_prediction_and_says_how_often_it_is_too_smal
         f"probability {plan.overflow_probability:.1g}; best with expected_rows={plan.expected_rows}"
         in str(plan)
     )
-    base = measured().model_bytes
+    base = base_bytes(measured(), 0)
     assert predict(measured(), plan.policy, base_bytes=base).peak_bytes == plan.predicted.peak_bytes
     unskewed = plan_profile(measured(), budget=0.75, host=0)
     assert (unskewed.overflow_probability, unskewed.expected_rows) == (None, None)

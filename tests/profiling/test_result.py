@@ -229,7 +229,7 @@ def test_a_keeper_in_its_step_or_with_its_pool_in_the_model_is_refused():
 def test_progress_is_told():
     told = []
     ps.profile(nn.Linear(2, 2), torch.ones(1, 2), repeats=2, progress=lambda *said: told.append(said))
-    assert [number for _, number, _ in told] == list(range(7))
-    assert {steps for _, _, steps in told} == {6}
+    assert [number for _, number, _ in told] == list(range(8))
+    assert {steps for _, _, steps in told} == {7}
     assert told[0][0] == "warming up"
     assert told[-1][0] == "done"

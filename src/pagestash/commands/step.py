@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -19,6 +19,7 @@ from pagestash.models.decoder import Decoder, count_parameters
 from pagestash.policy import Policy, format_bytes, machine_memory, parse_bytes
 from pagestash.profiling.measure import profile
 from pagestash.profiling.picture import check_suffix
+from pagestash.profiling.records import Gradients
 from pagestash.profiling.result import Profile
 from pagestash.torch_internals import tree_map_only
 
@@ -40,6 +41,7 @@ class StepOptions:
     autocast: str | None = None
     link: str | None = None
     repeats: int = 3
+    gradients: str = "held"
 
 
 def exit_code(work: Callable[[], None]) -> int:
@@ -111,6 +113,7 @@ def measure(options: StepOptions, policy: Policy | None = None) -> Profile:
             link=link,
             autocast=autocast,
             repeats=options.repeats,
+            gradients=cast(Gradients, options.gradients),
             progress=tell,
         )
 

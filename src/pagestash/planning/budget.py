@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ SPARE = 0.03
 """Part of the device that `"auto"` leaves free: the allocator cannot use every byte."""
 
 HELD_BY = {
-    "base": "weights and optimizer",
-    "other": "workspace and gradients",
+    "base": "weights, optimizer and held gradients",
+    "other": "workspace and new gradients",
     "keep": "kept tensors",
     "stash": "the pool",
     "offload": "the offload window",
@@ -74,16 +75,24 @@ def parse_host(host: str | int) -> int:
 
 
 def base_bytes(profile: ProfiledStep, optimizer_bytes: int) -> int:
-    """What the device holds before the step: weights, buffers and the optimizer's state."""
-    return (profile.model_bytes or 0) + optimizer_bytes
+    """What the device holds before the step: weights, held gradients, optimizer state, and what is not ours."""
+    held = profile.gradient_bytes or 0 if profile.gradients == "held" else 0
+    return (profile.model_bytes or 0) + held + (profile.other_bytes or 0) + optimizer_bytes
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state on the parameters' devices, also before its first step.
+def rank_bytes(stages: Iterable[ProfiledStep], optimizer_bytes: int) -> int:
+    """What a pipeline rank's device holds before the step; its microbatches add to gradients that are there."""
+    known = list(stages)
+    own = sum((stage.model_bytes or 0) + (stage.gradient_bytes or 0) for stage in known)
+    return own + max(stage.other_bytes or 0 for stage in known) + optimizer_bytes
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, *, to_come: bool = False) -> int:
+    """Bytes of the optimizer's state, also before its first step; `to_come`: without what is allocated already.
 
     A parameter without a state yet gets what one step of the same optimizer gives a small one, scaled to its size.
     """
-    known = sum(_state_bytes(state) for state in optimizer.state.values())
+    known = 0 if to_come else sum(_state_bytes(state) for state in optimizer.state.values())
     for group in optimizer.param_groups:
         fresh = [p for p in group["params"] if p not in optimizer.state and p.requires_grad]
         per_element: dict[torch.dtype, float] = {}
@@ -123,6 +132,8 @@ def missing(profile: ProfiledStep) -> list[str]:
         found.append("weights are not in this profile: the budget is for the step alone")
     if any(segment.peak_bytes is None for segment in profile.segments):
         found.append("workspace and gradients are not in this profile: the peak is that of saved tensors")
+    if profile.overhead is None and profile.device.startswith("cuda"):
+        found.append("what a keeper costs the host is not in this profile: times are those of the device")
     return found
 
 

@@ -6,9 +6,13 @@ from itertools import accumulate
 
 from pagestash.planning.row_tensors import find_row_tensors
 from pagestash.planning.skew import Skew
+from pagestash.profiling.overhead import Overhead
 from pagestash.profiling.profiled import ProfiledStep
-from pagestash.profiling.records import ALLOCATED, SavedTensor, Segment
+from pagestash.profiling.records import ALLOCATED, SavedTensor
 from pagestash.saved.offload.plan import Key
+
+HOST_BOUND = 0.7
+"""The step waits for the host here and there, if the host takes this part of the device's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,10 @@ class MeasuredStep:
         self.base_bytes = base_bytes
         self.count = len(profile.segments)
         self.turn = sum(segment.way == "forward" for segment in profile.segments)
-        # The unobserved step: observing costs time on a CPU, and launches are not in the sum on a GPU.
-        self.seconds = scaled(profile.segments, profile.plain_seconds)
+        self.lanes = Lanes.of(profile)
+        self.seconds = self.lanes.seconds()
+        """Of each segment of the unobserved step."""
+        self.overhead = profile.overhead or Overhead()
         self.segments = [replace(old, seconds=new) for old, new in zip(profile.segments, self.seconds)]
         self.lives = lives_of(profile.tensors)
         self.rows = find_row_tensors(profile)
@@ -68,6 +74,17 @@ class MeasuredStep:
             runs = self._forward if segment.way == "forward" else self._backward
             for name in segment.path:
                 runs.setdefault(name, []).append(at)
+
+    def exposed_overhead(self) -> float:
+        """Seconds that a recomputed region costs the host, where the step waits for the host."""
+        found = 0.0
+        for seconds, part in (
+            (self.overhead.record, slice(self.turn)),
+            (self.overhead.replay, slice(self.turn, None)),
+        ):
+            if sum(self.lanes.host[part]) > HOST_BOUND * sum(self.lanes.device[part]):
+                found += seconds
+        return found
 
     def forward_of(self, name: str) -> Sequence[int]:
         """The segments of forward in which the region runs."""
@@ -126,8 +143,58 @@ def lives_of(tensors: Sequence[SavedTensor]) -> dict[int, Life]:
     return lives
 
 
-def scaled(segments: Sequence[Segment], seconds: float) -> list[float]:
-    """The segments' times, scaled so that their sum is `seconds`."""
-    whole = sum(segment.seconds for segment in segments)
-    factor = seconds / whole if whole > 0 and seconds > 0 else 1.0
-    return [factor * segment.seconds for segment in segments]
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Seconds of each segment on the device, and on the host that launches it (none where both are one)."""
+
+    device: list[float]
+    host: list[float]
+
+    @classmethod
+    def of(cls, profile: ProfiledStep) -> "Lanes":
+        """The lanes whose step takes what the unobserved one took.
+
+        Observing costs time on a CPU. On a GPU the device runs by itself in an observed step, and cooler: it is
+        slower where the step is bound by it. If the host alone takes longer than the step did, both are scaled.
+        """
+        device = [segment.seconds for segment in profile.segments]
+        host = [segment.host_seconds or 0.0 for segment in profile.segments]
+        whole, plain = sum(cls(device, host).seconds()), profile.plain_seconds
+        if not (whole > 0 and plain > 0):
+            return cls(device, host)
+        if sum(host) < plain and whole < plain:
+            low, high = 1.0, plain / max(sum(device), 1e-12)
+            for _ in range(40):
+                middle = (low + high) / 2
+                takes = sum(cls([middle * own for own in device], host).seconds())
+                low, high = (middle, high) if takes < plain else (low, middle)
+            device = [high * own for own in device]
+            whole = sum(cls(device, host).seconds())
+        factor = plain / whole
+        return cls([factor * own for own in device], [factor * own for own in host])
+
+    def copy(self) -> "Lanes":
+        return Lanes(list(self.device), list(self.host))
+
+    def add(self, at: int, *, device: float = 0.0, host: float = 0.0) -> None:
+        """Segment `at` takes longer."""
+        self.device[at] += device
+        self.host[at] += host
+
+    def seconds(self) -> list[float]:
+        """From the end of each segment to the end of the next.
+
+        The device begins a segment when it is done with the last and the host has begun to launch this one. It ends
+        after the host.
+        """
+        if not any(self.host):
+            return list(self.device)
+        launched = done = 0.0
+        found = []
+        for device, host in zip(self.device, self.host):
+            begin = max(done, launched)
+            launched += host
+            end = max(begin + device, launched)
+            found.append(end - done)
+            done = end
+        return found

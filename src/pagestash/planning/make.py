@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 from pagestash.planning.alternatives import alternatives
-from pagestash.planning.budget import base_bytes, missing, optimizer_state, parse_budget, parse_host
+from pagestash.planning.budget import (
+    base_bytes,
+    missing,
+    optimizer_state,
+    parse_budget,
+    parse_host,
+    rank_bytes,
+)
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.pool import OVERFLOW
 from pagestash.planning.predict import Prediction, Predictor, RuleTable
@@ -21,6 +28,7 @@ from pagestash.policy import Policy, PoolConfig, format_bytes
 from pagestash.profiling.link import Link
 from pagestash.profiling.measure import Loss, Progress, default_loss, profile
 from pagestash.profiling.profiled import ProfiledStep
+from pagestash.profiling.records import Gradients
 
 
 def plan(
@@ -36,6 +44,7 @@ def plan(
     link: float | Link | None = None,
     autocast: torch.dtype | None = None,
     repeats: int = 3,
+    gradients: Gradients = "held",
     progress: Progress | None = None,
     schedule: Any = None,
     stage: int | None = None,
@@ -48,8 +57,9 @@ def plan(
 
     `budget` is for all that the device holds at the step's peak, weights included: `"40GiB"`, bytes, `"auto"` (what
     this process can have of its GPU), or a float: that part of the saved bytes at the unplanned peak. `host` is the
-    pinned memory that offload may take. The state of `optimizer` counts, also before its first step. The step is
-    measured with `ps.profile`, which takes `loss`, `link`, `autocast`, `repeats` and `progress`.
+    pinned memory that offload may take. The state of `optimizer` counts, also before its first step, and so do the
+    gradients: they are there all the time, or with `gradients="fresh"` from where backward computes them. The step
+    is measured with `ps.profile`, which takes `loss`, `link`, `autocast`, `repeats`, `gradients` and `progress`.
 
     `rows` says how the rows vary that a stash holds: a `RowDistribution`, a path of Megatron's tokens per expert,
     the max/mean of a log-normal, or `"measured"`. The pool is then sized so that a step overflows it with a
@@ -73,13 +83,17 @@ def plan(
         link=link,
         autocast=autocast,
         repeats=repeats,
+        gradients=gradients,
         progress=progress,
     )
+    # What is allocated already is in `other_bytes`, where that is known.
+    there = found.other_bytes is not None
+    state = 0 if optimizer is None else optimizer_state(optimizer, to_come=there)
     return plan_profile(
         found,
         budget=budget,
         host=host,
-        optimizer_bytes=0 if optimizer is None else optimizer_state(optimizer),
+        optimizer_bytes=state,
         rows=rows,
         overflow=overflow,
         schedule=schedule,
@@ -142,9 +156,7 @@ def plan_stages(
     stages = [
         stage_step(own, at, is_last=at == last, result_bytes=result_bytes) for at, own in profiles.items()
     ]
-    # Every microbatch but the first adds to gradients that are there.
-    base = sum(base_bytes(own, own.gradient_bytes or 0) for own in profiles.values()) + optimizer_bytes
-    step = RankStep(stages, order, base)
+    step = RankStep(stages, order, rank_bytes(profiles.values(), optimizer_bytes))
     step.skew = None if rows is None else Skew.of(rows, step.rows, overflow)
     return plan_step(step, budget=budget, host=host)
 

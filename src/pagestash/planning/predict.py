@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from pagestash.planning.lifetimes import Life, MeasuredStep
+from pagestash.planning.lifetimes import Lanes, Life, MeasuredStep
 from pagestash.planning.skew import PoolSize
 from pagestash.policy import HOMES, HomeName, Policy, PoolConfig, Rule
 from pagestash.profiling.assign import Recomputing, assign_when_saved, rule_of
 from pagestash.profiling.copies import Move, Played, moves_of, plan_of, play
 from pagestash.profiling.profiled import ProfiledStep
-from pagestash.profiling.records import Region
+from pagestash.profiling.records import ALLOCATED, Region
 from pagestash.saved.offload.plan import Event, Key, OffloadPlan
 
 FUSED_SHARE = 2 / 3
@@ -139,6 +139,9 @@ class _Replay:
     storages: list[int]
     first: int
     seconds: float
+    """Of the segments that run again, as they took in forward."""
+    device_seconds: float
+    host_seconds: float
 
 
 class _Playing:
@@ -159,15 +162,17 @@ class _Playing:
         step = self.step
         self.changes = {home: [0] * (step.count + 1) for home in HOMES}
         replays = self._replays()
-        seconds = list(step.seconds)
+        lanes = step.lanes.copy()
         for replay in replays:
-            seconds[replay.first] += replay.seconds
-        stash_seconds, pool = self._stash(seconds)
+            lanes.add(replay.first, device=replay.device_seconds, host=replay.host_seconds)
+        stash_seconds, pool = self._stash(lanes)
+        moves = moves_of(self.rules, step.profile.tensors, self.when_saved, step.segments, step.positions)
+        self._hooks(lanes, replays, moves)
+        seconds = lanes.seconds()
         segments = [
             segment if segment.seconds == own else replace(segment, seconds=own)
             for segment, own in zip(step.segments, seconds)
         ]
-        moves = moves_of(self.rules, step.profile.tensors, self.when_saved, segments, step.positions)
         self._keep()
         for replay in replays:
             self._come_back(replay)
@@ -195,6 +200,7 @@ class _Playing:
             kept_bytes=held["keep"] + unsaved + int(self.rules.pool.headroom * held["stash"]),
             moved_bytes=sum(moved.values()),
             seconds=sum(replay.seconds for replay in replays)
+            + len(replays) * self.step.exposed_overhead()
             + 2 * held["stash"] / self.step.profile.link.copy,
             recomputed_bytes=max(back, default=0),
         )
@@ -240,7 +246,7 @@ class _Playing:
                     seen.add(storage)
                     yield storage, size, *span
 
-    def _stash(self, seconds: list[float]) -> tuple[float, int]:
+    def _stash(self, lanes: Lanes) -> tuple[float, int]:
         """Seconds that copies on the device take, which are added to the segments, and bytes of the pool."""
         pages = [0] * (self.step.count + 1)
         took = 0.0
@@ -250,8 +256,8 @@ class _Playing:
                 continue
             life = self.step.lives[storage]
             copy = life.valid_bytes / self.step.profile.link.copy
-            seconds[life.last_saved_at] += copy
-            seconds[life.needed_at] += copy
+            lanes.add(life.last_saved_at, device=copy, host=self.step.overhead.put)
+            lanes.add(life.needed_at, device=copy, host=self.step.overhead.get)
             took += 2 * copy
             self._add("stash", life.saved_at, life.last_saved_at, life.bytes)
             self._add("stash", life.needed_at, life.freed_at, life.bytes)
@@ -288,6 +294,25 @@ class _Playing:
             live, rows, int(config.headroom * fixed), config.page_bytes, chances=len(peaks)
         )
 
+    def _hooks(self, lanes: Lanes, replays: Sequence[_Replay], moves: Sequence[Move]) -> None:
+        """The host's time of the keeper itself."""
+        cost, step = self.step.overhead, self.step
+        if not self.rules.rules:
+            return
+        for tensor in step.profile.tensors:
+            if tensor.kind in ALLOCATED:
+                lanes.add(tensor.saved_at, host=cost.pack)
+                lanes.add(tensor.needed_at, host=cost.unpack)
+        for region in self.recomputing.regions.values():
+            for at in self.step.forward_of(region.within)[:1]:
+                lanes.add(at, host=cost.record)
+        for replay in replays:
+            # A replay saves its tensors again.
+            lanes.add(replay.first, host=cost.replay + len(replay.storages) * cost.pack)
+        for move in moves:
+            lanes.add(move.put_at - 1, host=cost.put)
+            lanes.add(move.asked_at[0], host=cost.get)
+
     # --- recompute ---
 
     def _replays(self) -> list[_Replay]:
@@ -299,8 +324,10 @@ class _Playing:
         for name, storages in owned.items():
             region = self.recomputing.regions[name]
             first = min(self.step.lives[storage].needed_at for storage in storages)
-            forward, seconds = self._repeated(region, storages)
-            found[name] = _Replay(region, forward, storages, first, seconds)
+            forward, share = self._repeated(region, storages)
+            lanes = (self.step.seconds, self.step.lanes.device, self.step.lanes.host)
+            seconds = (share * sum(own[at] for at in forward) for own in lanes)
+            found[name] = _Replay(region, forward, storages, first, *seconds)
         # A replay needs its inputs: those that are themselves recomputed come back with it.
         for replay in sorted(found.values(), key=lambda item: min(item.forward, default=0), reverse=True):
             for storage in replay.region.inputs:
@@ -318,15 +345,14 @@ class _Playing:
         return rule_of(self.rules, self.step.lives[storage].path)[1]
 
     def _repeated(self, region: Region, storages: Sequence[int]) -> tuple[Sequence[int], float]:
-        """The forward segments that run again for these storages, and their seconds."""
+        """The forward segments that run again for these storages, and what part of their time."""
         forward = self.step.forward_of(region.within)
-        seconds = self.step.seconds
         if region.within != region.name:
-            return forward, FUSED_SHARE * sum(seconds[at] for at in forward)
+            return forward, FUSED_SHARE
         if not any(storage in region.outputs for storage in storages):
             last = max(self.step.lives[storage].saved_at for storage in storages)
             forward = [at for at in forward if at <= last]
-        return forward, sum(seconds[at] for at in forward)
+        return forward, 1.0
 
     def _come_back(self, replay: _Replay) -> None:
         lives = [self.step.lives[storage] for storage in replay.storages]

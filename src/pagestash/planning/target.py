@@ -85,7 +85,8 @@ class Target:
             )
         if found.device.startswith("cuda"):
             torch.cuda.empty_cache()  # steps under the policy need not reserve what the measured ones did
-        state = 0 if self.optimizer is None else optimizer_state(self.optimizer)
+        there = found.other_bytes is not None  # what is allocated already is in it
+        state = 0 if self.optimizer is None else optimizer_state(self.optimizer, to_come=there)
         plan = plan_profile(found, budget=self.budget, host=self.host, optimizer_bytes=state)
         modules = named_modules(model)
         return plan, [region.name for region in found.regions if region.name and region.name not in modules]

@@ -32,6 +32,8 @@ def _assign(tensors: Sequence[SavedTensor], rules: "PathRules", recomputed: "Rec
         is_input = found is not None and recomputed.holds(tensor.storage, name)
         if home == "recompute" and is_input:
             home = recomputed.home_of_input(tensor, name)
+        elif home == "recompute" and tensor.once:
+            home = recomputed.home_around(name)
         elif home == "keep" and tensor.storage in recomputed.makers and not is_input:
             home = "recompute"  # recomputed with the region whose output it is
         homes.append(home if tensor.kind in ("activation", "weight_cast") else "keep")
@@ -96,32 +98,32 @@ class Recomputing:
         self._replay_bytes: dict[str, int] = {}
         """What a replay brings back, with the replays that it needs for its inputs."""
         self._bytes: dict[int, int] = {}
-        floating: set[int] = set()
+        replayed: set[int] = set()
         for tensor in tensors:
             self._bytes[tensor.storage] = tensor.storage_bytes
-            if "float" in tensor.dtype:
-                floating.add(tensor.storage)
+            if "float" in tensor.dtype and not tensor.once:
+                replayed.add(tensor.storage)
         for region in regions:
             rule = policy.rule_for(region.name) if region.name else None
             if rule is not None and rule.home == "recompute":
                 self.regions[region.name] = region
         brought = self._brought_back(tensors) if self.regions else {}
         for region in self.regions.values():  # in the order of forward
-            self._add(region, brought[region.name], floating)
+            self._add(region, brought[region.name], replayed)
 
     def _brought_back(self, tensors: Sequence[SavedTensor]) -> dict[str, set[int]]:
         """By region: what was saved in it and is no input of it."""
         brought: dict[str, set[int]] = {name: set() for name in self.regions}
         for tensor in tensors:
-            if tensor.kind not in UNTOUCHED:
+            if tensor.kind not in UNTOUCHED and not tensor.once:
                 for name in tensor.path:
                     if name in brought and not self.holds(tensor.storage, name):
                         brought[name].add(tensor.storage)
         return brought
 
-    def _add(self, region: Region, brought: set[int], floating: set[int]) -> None:
+    def _add(self, region: Region, brought: set[int], replayed: set[int]) -> None:
         outputs = {
-            storage for storage in region.outputs if storage in floating and storage not in region.inputs
+            storage for storage in region.outputs if storage in replayed and storage not in region.inputs
         }
         size = sum(self._bytes[storage] for storage in brought | outputs)
         for storage in region.inputs:
@@ -142,6 +144,10 @@ class Recomputing:
         """The home of a tensor that is an input of the recomputed region `name`: that of the region around it."""
         if tensor.storage in self.makers and self._chained(tensor.storage):
             return "recompute"
+        return self.home_around(name)
+
+    def home_around(self, name: str) -> HomeName:
+        """The home of what is held for a replay of the region `name`."""
         home = self._outer_home(self.regions[name])
         return "keep" if home == "recompute" else home
 

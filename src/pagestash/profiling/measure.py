@@ -1,9 +1,9 @@
 """`profile`: run a step several times and report what it saves and how long its regions take."""
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -11,18 +11,20 @@ from torch import nn
 from pagestash.policy import Policy
 from pagestash.profiling.link import Link, find_link
 from pagestash.profiling.memory import MemoryMeter
+from pagestash.profiling.overhead import measure_overhead
 from pagestash.profiling.recorder import TensorRecorder
-from pagestash.profiling.records import Segment
+from pagestash.profiling.records import ALLOCATED, Gradients, Segment
 from pagestash.profiling.regions import make_regions
 from pagestash.profiling.result import Profile
-from pagestash.profiling.timeline import MODEL, Clock, EventClock, HostClock, NoClock, Timeline
+from pagestash.profiling.steps import RepeatedStep
+from pagestash.profiling.timeline import Clock, EventClock, HostClock, NoClock, StepClock, Timeline
 from pagestash.profiling.tracker import RegionTracker
 from pagestash.saved.compiled import is_compiled
 from pagestash.saved.region import frames
 from pagestash.torch_internals import LOCAL_PART
 
-LEAD = 2.0
-"""Head start of the host in an observed step, in step times: the host launches about half as fast there."""
+LEAD, LEAST_LEAD = 1.5, 20e-6
+"""Head start of the host in an observed segment: so many times what it takes to launch it, and in seconds."""
 
 Loss = Callable[[Any], torch.Tensor]
 Progress = Callable[[str, int, int], None]
@@ -38,6 +40,7 @@ def profile(
     link: float | Link | None = None,
     autocast: torch.dtype | None = None,
     repeats: int = 3,
+    gradients: Gradients = "held",
     progress: Progress | None = None,
 ) -> Profile:
     """Every tensor that one step of `model` saves for backward, by region, and what each home would save and cost.
@@ -51,93 +54,116 @@ def profile(
     scalars, or the sum of a tensor. With a `policy` each tensor also has the home that the policy gives it.
     `link` is in bytes per second; by default it is measured on a GPU.
 
-    The step runs once to warm up, once to record tensors, once to time the whole, and `repeats` times to time each
+    `gradients="held"`: the step finds gradients in place and adds to them, as every microbatch but the first does.
+    `"fresh"`: it finds none, as after `zero_grad()`.
+
+    The step runs once to warm up, once to record tensors, and `repeats` times each to time the whole and each
     region, always from the same random state. Gradients and buffers are restored afterwards.
     """
     args, kwargs = _arguments(batch)
     _check(model, args, kwargs, repeats)
+    if gradients not in get_args(Gradients):
+        raise ValueError(f"gradients={gradients!r}: expected 'held' or 'fresh'")
     device = _device_of(model, args, kwargs)
+    step = RepeatedStep(model, args, kwargs, device, loss or default_loss, gradients == "held", autocast)
+    with step.gradients():
+        return _measure(step, policy, link, repeats, gradients, progress)
 
-    def run(
-        timeline: Timeline,
-        forward: AbstractContextManager[Any] | None = None,
-        seen: Callable[[Any], None] | None = None,
-    ) -> list[float]:
-        """Run one step; the seconds of its segments (forward and backward, if `forward` observes nothing).
 
-        `seen` is called with forward's result before backward begins.
-        """
-        with _state_of(model, device, args, kwargs):
-            with forward or nullcontext():
-                timeline.switch(MODEL)
-                with torch.autocast(device.type, autocast) if autocast else nullcontext():
-                    output = model(*args, **kwargs)
-                value = (loss or default_loss)(output)
-                _check_loss(value)
-            # As at the end of an autocast block, even if the caller has one open.
-            torch.clear_autocast_cache()
-            if seen is not None:
-                seen((output, value))
-            del output
-            timeline.begin_backward(value if forward else None)
-            value.backward()
-            return timeline.finish()
+def _measure(
+    step: RepeatedStep,
+    policy: Policy | None,
+    link: float | Link | None,
+    repeats: int,
+    gradients: Gradients,
+    progress: Progress | None,
+) -> Profile:
+    model, device = step.model, step.device
 
     def tell(what: str, number: int) -> None:
         if progress is not None:
-            progress(what, number, repeats + 4)
-
-    def clock(lead: float = 0.0) -> Clock:
-        return EventClock(lead) if device.type == "cuda" else HostClock()
+            progress(what, number, 2 * repeats + 3)
 
     tell("warming up", 0)
-    run(Timeline(NoClock()))
+    step.run(Timeline(NoClock()))
 
     tell("recording what is saved", 1)
     # On a CPU operations are counted one by one, which a compiled model does not have.
     counts = device.type != "cpu" or not any(map(is_compiled, model.modules()))
     meter = MemoryMeter(device) if counts else None
     order = Timeline(meter or NoClock())
-    recorder = TensorRecorder(model, (args, kwargs), order, device, meter)
+    recorder = TensorRecorder(model, (step.args, step.kwargs), order, device, meter)
     with meter or nullcontext():
-        run(order, recorder.forward(), recorder.look_around)
+        step.run(order, recorder.forward(), recorder.look_around)
     tensors = recorder.tensors()
     if policy is not None:
         policy.check([*(name for name, _ in model.named_modules()), *(t.region for t in tensors)])
 
-    times: list[list[float]] = []
-    tell("timing", 2)
-    plain = run(Timeline(clock()))
+    plain, launches = [], []
     for number in range(repeats):
-        tell("timing by region", 3 + number)
-        # Observing slows the host down, and the device must not wait for it.
-        timed = Timeline(clock(lead=LEAD * sum(plain)))
-        times.append(run(timed, RegionTracker(model, timed).forward()))
+        tell("timing", 2 + number)
+        clock = StepClock() if device.type == "cuda" else HostClock()
+        plain.append(sum(step.run(Timeline(clock))))
+        launches.append(clock.launched if isinstance(clock, StepClock) else [])
+
+    def watched(clock: Clock) -> list[float]:
+        """The seconds of each segment."""
+        timed = Timeline(clock)
+        seconds = step.run(timed, RegionTracker(model, timed).forward())
         if timed.paths != order.paths or timed.turn != order.turn:
             raise RuntimeError(
                 "the model took another path when the same batch ran again; ps.profile() needs a repeatable step"
             )
-    tell("measuring the link", repeats + 3)
+        return seconds
+
+    times, hosts = [], []
+    for number in range(repeats):
+        tell("timing by region", 2 + repeats + number)
+        if device.type == "cuda":
+            # Observing slows the host down, and the device must not wait for it.
+            hosts.append(watched(HostClock()))
+            times.append(watched(EventClock([LEAD * own + LEAST_LEAD for own in hosts[-1]])))
+        else:
+            times.append(watched(HostClock()))
+    tell("measuring the link and the keeper", 2 * repeats + 2)
     memory = [(None, None)] * len(order.paths) if meter is None else meter.readings
+    seconds = [statistics.median(own) for own in zip(*times)]
+    launching = _unobserved(hosts, launches, order.turn) if hosts else [None] * len(seconds)
     segments = [
-        Segment(path, "forward" if index < order.turn else "backward", statistics.median(seconds), *reading)
-        for index, (path, seconds, reading) in enumerate(zip(order.paths, zip(*times), memory))
+        Segment(path, "forward" if index < order.turn else "backward", own, *reading, host)
+        for index, (path, own, reading, host) in enumerate(zip(order.paths, seconds, memory, launching))
     ]
     speed = find_link(device, link)
-    tell("done", repeats + 4)
+    regions = make_regions(tensors, segments, recorder, speed)
+    overhead = measure_overhead(step, regions, sum(tensor.kind in ALLOCATED for tensor in tensors))
+    tell("done", 2 * repeats + 3)
     return Profile(
         device=str(device),
         link=speed,
         tensors=tensors,
-        regions=make_regions(tensors, segments, recorder, speed),
+        regions=regions,
         segments=segments,
-        plain_seconds=sum(plain),
+        plain_seconds=statistics.median(plain),
         allocated_bytes=recorder.allocated_bytes,
         policy=policy,
         model_bytes=_bytes((*model.parameters(), *model.buffers()), device),
         gradient_bytes=_bytes((p for p in model.parameters() if p.requires_grad), device),
         parameter_bytes=_parameter_bytes(model, device),
+        gradients=gradients,
+        other_bytes=recorder.other_bytes,
+        overhead=overhead,
     )
+
+
+def _unobserved(hosts: list[list[float]], launches: list[list[float]], turn: int) -> list[float]:
+    """The host's seconds of each segment, scaled so that forward and backward take what they take unobserved."""
+    seconds = [statistics.median(own) for own in zip(*hosts)]
+    found = []
+    for own, whole in zip((seconds[:turn], seconds[turn:]), zip(*launches)):
+        # The least: what disturbs the host makes it slower, never faster.
+        scale = min(whole) / sum(own) if sum(own) else 1.0
+        found += [min(1.0, scale) * one for one in own]
+    return found
 
 
 def default_loss(output: Any) -> torch.Tensor:
@@ -159,25 +185,6 @@ def default_loss(output: Any) -> torch.Tensor:
             total = total + value
         return total
     raise ValueError(f"the model returned {type(output).__name__}: pass loss=, which turns it into a scalar")
-
-
-@contextmanager
-def _state_of(model: nn.Module, device: torch.device, args: Any, kwargs: Any) -> Iterator[None]:
-    """Run a step from the same state as every other; restores gradients, buffers and random state afterwards."""
-    leaves = [*model.parameters(), *(t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))]
-    gradients = [(leaf, leaf.grad) for leaf in leaves if leaf.is_leaf]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    for leaf, _ in gradients:
-        leaf.grad = None
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        for leaf, gradient in gradients:
-            leaf.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -213,16 +220,6 @@ def _check(model: Any, args: Any, kwargs: Any, repeats: int) -> None:
             raise RuntimeError(
                 f"{name} stores its tensors for a keeper, unseen by autograd; call keeper.detach() first"
             )
-
-
-def _check_loss(value: Any) -> None:
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ValueError(f"the loss is {shape}: expected a tensor of one element")
-    if value.grad_fn is None:
-        raise ValueError(
-            "the loss has no graph: no parameter requires a gradient, or forward ran under no_grad"
-        )
 
 
 def _parameter_bytes(model: nn.Module, device: torch.device) -> dict[str, int]:

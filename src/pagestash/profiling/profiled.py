@@ -11,7 +11,8 @@ from pagestash.policy import HOMES, HomeName, Policy, Rule
 from pagestash.profiling.assign import assign, assign_when_saved
 from pagestash.profiling.fit import Fit, fit
 from pagestash.profiling.link import Link
-from pagestash.profiling.records import HomeEstimate, Kind, Region, SavedTensor, Segment
+from pagestash.profiling.overhead import Overhead
+from pagestash.profiling.records import Gradients, HomeEstimate, Kind, Region, SavedTensor, Segment
 
 FORMAT = 1
 """Version of the JSON format; other versions are refused."""
@@ -27,17 +28,23 @@ class ProfiledStep:
     regions: list[Region]
     segments: list[Segment]
     plain_seconds: float
-    """The unobserved step. On a GPU the segments' sum is smaller if the step is bound by launches; on a CPU it is
-    larger by the cost of observing."""
+    """The unobserved step, until the device is done. On a GPU the segments' sum is smaller if the step is bound by
+    launches; on a CPU it is larger by the cost of observing."""
     allocated_bytes: int | None = None
     """On a GPU: the bytes that forward left allocated, without the model's output."""
     policy: Policy | None = None
     model_bytes: int | None = None
     """Parameters and buffers on the device; None in a file of an earlier version."""
     gradient_bytes: int | None = None
-    """Gradients of all parameters that require one. The profiled step starts without any."""
+    """Gradients of all parameters that require one."""
     parameter_bytes: dict[str, int] | None = None
     """Of each module's own parameters, by its name, in the model's order; None in a file of an earlier version."""
+    gradients: Gradients = "held"
+    """Whether the step found them in place."""
+    other_bytes: int | None = None
+    """On a GPU: what was allocated before the step and not by the model, such as libraries' workspace."""
+    overhead: Overhead | None = None
+    """What a keeper costs the host; None on a CPU, and in a file of an earlier version."""
 
     # --- sums ---
 
@@ -107,6 +114,9 @@ class ProfiledStep:
             "model_bytes": self.model_bytes,
             "gradient_bytes": self.gradient_bytes,
             "parameter_bytes": self.parameter_bytes,
+            "gradients": self.gradients,
+            "other_bytes": self.other_bytes,
+            "overhead": None if self.overhead is None else asdict(self.overhead),
             "home_bytes": self.home_bytes(),
             "policy": None if self.policy is None else self.policy.to_toml(),
             "link": asdict(self.link),
@@ -140,6 +150,9 @@ class ProfiledStep:
                 model_bytes=data.get("model_bytes"),
                 gradient_bytes=data.get("gradient_bytes"),
                 parameter_bytes=data.get("parameter_bytes"),
+                gradients=data.get("gradients", "fresh"),
+                other_bytes=data.get("other_bytes"),
+                overhead=Overhead(**data["overhead"]) if data.get("overhead") else None,
             )
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}") from error

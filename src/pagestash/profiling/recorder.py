@@ -16,6 +16,7 @@ from pagestash.profiling.records import ALLOCATED, BATCH, OUTPUT, USER, Kind, Sa
 from pagestash.profiling.timeline import Path, Timeline
 from pagestash.profiling.tracker import RegionTracker
 from pagestash.saved.compiled import hidden, is_compiled
+from pagestash.saved.recompute.trees import tensors_of
 from pagestash.saved.region import Region, frames
 from pagestash.saved.storage import byte_range, row_range
 from pagestash.saved.valid_rows.mark import Valid
@@ -50,6 +51,7 @@ class _Storage:
     made_by: str | None = None
     """The first module that returned it."""
     handles: int = 0
+    once: bool = False
     holders: tuple[str, ...] = ()
     needed_at: int | None = None
     freed_at: int | None = None
@@ -114,6 +116,7 @@ class TensorRecorder:
         self.tracker = RegionTracker(model, timeline, self)
         self.inputs: dict[str, set[int]] = {}
         self.outputs: dict[str, set[int]] = {}
+        self._model = model
         self._timeline = timeline
         self._device = device
         self._meter = meter
@@ -129,6 +132,8 @@ class TensorRecorder:
         self._before = 0
         self.allocated_bytes: int | None = None
         """Bytes that forward left allocated, without its result; None without a GPU."""
+        self.other_bytes: int | None = None
+        """Bytes allocated before the step, not by this model, such as libraries' workspace; None without a GPU."""
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -136,6 +141,8 @@ class TensorRecorder:
         casts = _Casts(self) if self._tell_casts else nullcontext()
         gc.collect()  # an old model freed in the middle of this would falsify the count
         self._before = self._allocated()
+        if self._device.type == "cuda":
+            self.other_bytes = max(0, self._before - self._model_bytes())
         with (
             self.tracker.forward(),
             casts,
@@ -162,6 +169,12 @@ class TensorRecorder:
             storage = self._storage(tensor)
             storage.made_by = storage.made_by or name
             self.outputs.setdefault(name, set()).add(storage.number)
+
+    def decided(self, result: Any) -> None:
+        # A recomputed region holds it for its replay, as it holds its inputs.
+        numbers = {self._storage(local).number for local in map(_local, tensors_of(result)) if _plain(local)}
+        for name in self.tracker.path():
+            self.inputs.setdefault(name, set()).update(numbers)
 
     # --- saved tensors ---
 
@@ -200,6 +213,7 @@ class TensorRecorder:
 
                 frame.owner.marks.wait(storage_key(local), frame.name, local.shape, whole)
         storage.handles += 1
+        storage.once |= self.tracker.inside_once
         self._saved.append(saved)
         # A new tensor object: an output that held itself would never be freed.
         return _Handle(tensor.detach(), saved, self._timeline)
@@ -288,6 +302,7 @@ class TensorRecorder:
                     needed_at=last if storage.needed_at is None else storage.needed_at,
                     freed_at=last if storage.freed_at is None else storage.freed_at,
                     beside_bytes=storage.beside_bytes,
+                    once=storage.once,
                 )
             )
         return found
@@ -297,6 +312,13 @@ class TensorRecorder:
         if self._device.type != "cuda":
             return 0
         return torch.cuda.memory_stats(self._device)["requested_bytes.all.current"]
+
+    def _model_bytes(self) -> int:
+        """Bytes of the model on the device, its gradients included."""
+        gradients = (p.grad for p in self._model.parameters() if p.grad is not None)
+        known = map(_local, (*self._model.parameters(), *self._model.buffers(), *gradients))
+        here = (tensor for tensor in known if _plain(tensor) and tensor.device == self._device)
+        return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in here}.values())
 
     # --- identity ---
 

@@ -9,6 +9,9 @@ ALLOCATED: tuple[Kind, ...] = ("activation", "weight_cast")
 
 Way = Literal["forward", "backward"]
 
+Gradients = Literal["held", "fresh"]
+"""Whether a step finds gradients in place, and adds to them, or finds none."""
+
 BATCH, OUTPUT, USER = "the batch", "the model's output", "user code"
 
 
@@ -49,6 +52,8 @@ class SavedTensor:
     beside_bytes: int | None = None
     """Bytes allocated beside saved tensors when backward first needed the storage, relative to the start of the
     step; None if memory was not read."""
+    once: bool = False
+    """Whether `ps.once` saved a tensor of its storage, which no replay brings back."""
 
     @property
     def elsewhere(self) -> bool:
@@ -92,7 +97,7 @@ class Region:
     hidden_bytes: int
     """`min(forward_seconds × link.out, backward_seconds × link.back)`, of the region `within`."""
     inputs: tuple[int, ...] = ()
-    """Saved storages that are inputs of the region."""
+    """Saved storages that are inputs of the region, or results of `ps.once` in it."""
     outputs: tuple[int, ...] = ()
     """Saved storages that are outputs of the region."""
     unsaved_inputs: tuple[tuple[int, int], ...] = ()
@@ -112,6 +117,8 @@ class Segment:
     """Bytes allocated at its end, relative to the start of the step; None if memory was not read."""
     peak_bytes: int | None = None
     """The most bytes allocated in it, relative to the start of the step."""
+    host_seconds: float | None = None
+    """The host's time to launch it; None on a CPU, and in a file of an earlier version."""
 
     @property
     def region(self) -> str:

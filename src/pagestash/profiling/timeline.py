@@ -2,7 +2,7 @@
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ MODEL: Path = ("",)
 CYCLES = 2e9
 """Cycles of a GPU's clock per second, roughly."""
 LONGEST_LEAD = 1.0
-"""Longest head start in seconds; a longer step keeps the device busy anyway."""
+"""Longest head start in seconds; a longer segment keeps the device busy anyway."""
 
 
 class Clock(Protocol):
@@ -47,26 +47,49 @@ class HostClock:
         return [after - before for before, after in pairwise(marks)]
 
 
+class StepClock:
+    """The host's clock around a step that a GPU runs: it begins with an idle device and ends when that is done."""
+
+    def __init__(self) -> None:
+        self.launched: list[float] = []
+        """Seconds between the marks, when the host had launched what lies between them."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def between(self, marks: list[float]) -> list[float]:
+        self.launched = [after - before for before, after in pairwise(marks)]
+        torch.cuda.synchronize()
+        return [*self.launched[:-1], time.perf_counter() - marks[-2]]
+
+
 class EventClock:
     """CUDA events on the compute stream: the device's time, without a wait of the host.
 
-    The device starts `lead` seconds late, so that the host stays ahead and no gap between two launches is counted.
+    Before segment i the device spins for `leads[i]` seconds, which count for no segment. The host has launched the
+    segment by then, so that no gap between two launches is counted.
     """
 
-    def __init__(self, lead: float = 0.0) -> None:
-        self._lead = lead
+    def __init__(self, leads: Iterable[float] = ()) -> None:
+        self._leads = iter(leads)
 
-    def mark(self) -> torch.cuda.Event:
-        if self._lead:
-            spin(int(min(self._lead, LONGEST_LEAD) * CYCLES))
-            self._lead = 0.0
+    def mark(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """The end of a segment, and the beginning of the next."""
+        end = self._record()
+        lead = next(self._leads, 0.0)
+        if not lead:
+            return end, end
+        spin(int(min(lead, LONGEST_LEAD) * CYCLES))
+        return end, self._record()
+
+    def between(self, marks: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[float]:
+        torch.cuda.synchronize()
+        return [before[1].elapsed_time(after[0]) / 1e3 for before, after in pairwise(marks)]
+
+    def _record(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def between(self, marks: list[torch.cuda.Event]) -> list[float]:
-        torch.cuda.synchronize()
-        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
 
 
 class Timeline:

@@ -1,8 +1,8 @@
 """Track which region is running: modules, named `ps.region`s, and what a fused operation claims."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,13 +16,17 @@ from pagestash.saved.module_hook import Hook
 from pagestash.saved.region import Region, enter, frames, leave, set_frames
 from pagestash.saved.valid_rows.marks import Marks
 
+T = TypeVar("T")
+
 
 class ModuleListener(Protocol):
-    """Is told the inputs and outputs of modules."""
+    """Is told the inputs and outputs of modules, and what `ps.once` returns."""
 
     def entered(self, name: str, module: nn.Module, given: Any) -> None: ...
 
     def left(self, name: str, result: Any) -> None: ...
+
+    def decided(self, result: Any) -> None: ...
 
 
 class RegionTracker:
@@ -41,6 +45,7 @@ class RegionTracker:
         # Observing every operation costs time; without a listener the step is timed.
         self.marks = Marks(on=listener is not None)
         self.weights: set[int] = set()
+        self.inside_once = False
         self._listener = listener
         self._modules = list(watched(model))
         for name, module in model.named_modules():
@@ -76,6 +81,17 @@ class RegionTracker:
 
     def close(self, region: Region) -> None:
         self._switch()
+
+    def run_once(self, fn: Callable[[], T]) -> T:
+        """What `ps.once` runs: a recomputed region around it would hold what it saves, and its result."""
+        outer, self.inside_once = self.inside_once, True
+        try:
+            result = fn()
+        finally:
+            self.inside_once = outer
+        if self._listener is not None:
+            self._listener.decided(result)
+        return result
 
     def _hook(self, name: str, module: nn.Module) -> list[Any]:
         opening = _Opening(self, name)

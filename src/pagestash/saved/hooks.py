@@ -1,9 +1,9 @@
 """The hooks that see every saved tensor: `pack` gives it a home, `unpack` (packed.py) gives the value back."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +19,8 @@ from pagestash.saved.storage import SavedView, ViewRecipe, plain_storage, row_ra
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.saved.valid_rows.marks import Marks
 from pagestash.torch_internals import LOCAL_PART, current_transform, storage_key
+
+T = TypeVar("T")
 
 
 class Output(Protocol):
@@ -246,6 +248,10 @@ class SavedTensorHooks:
                 self._homes[region.rule.home].put(group)
             finally:
                 self.marks.paused = before
+
+    def run_once(self, fn: Callable[[], T]) -> T:
+        """No region around is recomputed."""
+        return fn()
 
     def give_up(self) -> None:
         """The step was ended by an exception: no backward of it will come to its end."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +18,8 @@ from pagestash.saved.valid_rows import rowwise
 from pagestash.saved.valid_rows.marks import Marks
 from pagestash.saved.valid_rows.old_form import OldForm
 from pagestash.torch_internals import key_of_storage
+
+T = TypeVar("T")
 
 
 class RegionOwner(Protocol):
@@ -36,6 +38,10 @@ class RegionOwner(Protocol):
 
     def close(self, region: "Region") -> None:
         """The region is over."""
+        ...
+
+    def run_once(self, fn: Callable[[], T]) -> T:
+        """Run what `ps.once` is given, where no region around is recomputed."""
         ...
 
 

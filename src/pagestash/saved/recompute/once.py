@@ -32,4 +32,4 @@ def once(fn: Callable[[], T]) -> T:
     for frame in reversed(current):
         if frame.run is not None:
             return frame.run.run_once(fn)
-    return fn()
+    return current[-1].owner.run_once(fn) if current else fn()

@@ -1,0 +1,106 @@
+"""A step that runs again and again from the same state: the same batch, random numbers, buffers and gradients."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagestash.profiling.timeline import MODEL, Timeline
+from pagestash.torch_internals import LOCAL_PART
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedStep:
+    """Forward, loss and backward of `model` on one batch."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    device: torch.device
+    loss: Callable[[Any], torch.Tensor]
+    held: bool = True
+    """Whether a run finds gradients in place, and adds to them."""
+    autocast: torch.dtype | None = None
+
+    def run(
+        self,
+        timeline: Timeline,
+        forward: AbstractContextManager[Any] | None = None,
+        seen: Callable[[Any], None] | None = None,
+        around: AbstractContextManager[Any] | None = None,
+    ) -> list[float]:
+        """Run once; the seconds of its segments (forward and backward, if `forward` observes nothing).
+
+        `seen` is called with forward's result before backward begins. `around` is open during the step.
+        """
+        with self._state(), around or nullcontext():
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            with forward or nullcontext():
+                timeline.switch(MODEL)
+                with torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext():
+                    output = self.model(*self.args, **self.kwargs)
+                value = self.loss(output)
+                _check_loss(value)
+            # As at the end of an autocast block, even if the caller has one open.
+            torch.clear_autocast_cache()
+            if seen is not None:
+                seen((output, value))
+            del output
+            timeline.begin_backward(value if forward else None)
+            value.backward()
+            return timeline.finish()
+
+    @contextmanager
+    def gradients(self) -> Iterator[None]:
+        """Around all runs: gradients for them to find, and afterwards those of the caller again."""
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        others: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        for parameter in self.model.parameters():
+            gradient = parameter.grad
+            wanted = self.held and parameter.requires_grad
+            if wanted and gradient is not None and gradient.layout == torch.strided:
+                # On the host: the device may have no room for a second set.
+                local = getattr(gradient, LOCAL_PART, gradient).detach()
+                copies.append((local, local.to("cpu", copy=True)))
+            else:
+                others.append((parameter, gradient))
+                parameter.grad = torch.zeros_like(parameter) if wanted else None
+        try:
+            yield
+        finally:
+            for tensor, gradient in others:
+                tensor.grad = gradient
+            for local, copy in copies:
+                local.copy_(copy)
+
+    @contextmanager
+    def _state(self) -> Iterator[None]:
+        """Restores buffers, random state and the gradients of the batch."""
+        given = [t for t in (*self.args, *self.kwargs.values()) if isinstance(t, torch.Tensor) and t.is_leaf]
+        gradients = [(tensor, tensor.grad) for tensor in given]
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+        for tensor in given if self.held else (*given, *self.model.parameters()):
+            tensor.grad = None
+        try:
+            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                yield
+        finally:
+            for tensor, gradient in gradients:
+                tensor.grad = gradient
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+def _check_loss(value: Any) -> None:
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(f"the loss is {shape}: expected a tensor of one element")
+    if value.grad_fn is None:
+        raise ValueError(
+            "the loss has no graph: no parameter requires a gradient, or forward ran under no_grad"
+        )

@@ -1,0 +1,51 @@
+"""Measured steps start from one state: gradients in place or none, and the caller's are put back."""
+
+import pytest
+import torch
+from torch import nn
+
+import pagestash as ps
+
+WIDTH = 4
+
+
+class Watching(nn.Module):
+    """Notes whether forward finds gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.frozen = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.found = []
+
+    def forward(self, x):
+        self.found.append([parameter.grad is not None for parameter in self.parameters()])
+        return self.frozen(self.layer(x)).square().sum()
+
+
+@pytest.mark.parametrize("gradients", ["held", "fresh"])
+def test_every_run_finds_gradients_in_place_or_none(gradients):
+    model = Watching()
+    ps.profile(model, torch.randn(2, WIDTH), repeats=2, gradients=gradients)
+    there = gradients == "held"
+    assert all(found == [there, there, False, False] for found in model.found)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("gradients", ["held", "fresh"])
+def test_gradients_of_the_caller_are_the_same_tensors_with_the_same_bits(gradients):
+    model = Watching()
+    mine = torch.randn(WIDTH, WIDTH)
+    model.layer.weight.grad, copy = mine, mine.clone()
+    ps.profile(model, torch.randn(2, WIDTH), repeats=1, gradients=gradients)
+    assert model.layer.weight.grad is mine
+    assert torch.equal(mine, copy)
+    assert model.layer.bias.grad is None
+
+
+def test_a_profile_says_how_it_was_measured_and_refuses_anything_else(tmp_path):
+    model = Watching()
+    for gradients in ("held", "fresh"):
+        ps.profile(model, torch.randn(2, WIDTH), repeats=1, gradients=gradients).save(tmp_path / "p.json")
+        assert ps.Profile.load(tmp_path / "p.json").gradients == gradients
+    with pytest.raises(ValueError, match="gradients='none': expected 'held' or 'fresh'"):
+        ps.profile(model, torch.randn(2, WIDTH), gradients="none")

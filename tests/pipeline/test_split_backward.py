@@ -42,7 +42,7 @@ def products(monkeypatch):
         count[0] += 1
         return inner(*args)
 
-    for module in (block, projection, shared):
+    for module in (bias, block, projection, shared, two_buffers):
         monkeypatch.setattr(module, "grouped_mm", counted)
     return count
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
-from pagestash.moe import MoE, MoEConfig, block, projection, shared
+from pagestash.moe import MoE, MoEConfig, bias, block, projection, shared, two_buffers
 from pagestash.moe.saving import Half
 from pagestash.pages.pool import PagePool
 from pagestash.pipeline import Action

@@ -75,6 +75,28 @@ def run(
     )
 
 
+def seed_2(offload: bool) -> Run:
+    """Megatron-LM #1752: DP4 EP4 PP2 VPP2, offload of qkv. The shapes are not stated.
+
+    A group of 160 MiB is 16,384 tokens of width 5,120, two layers a chunk are what its figures need (rule 9), and
+    16 experts of which a token has 2 are taken here.
+    """
+    config = DecoderConfig(
+        vocab=151_936,
+        width=5120,
+        layers=8,
+        heads=40,
+        kv_heads=8,
+        head_dim=128,
+        experts=16,
+        top_k=2,
+        expert_width=5120,
+    )
+    layout = {"pp": 2, "vpp": 2, "ep": 4, "schedule": "Interleaved1F1B"}
+    names = ("qkv_linear",) if offload else ()
+    return run(config, "h100:8", layout, global_batch=32, microbatch=4, offload=names)
+
+
 def seed_3a(offload: bool) -> Run:
     """Megatron-LM #1913 on H100: DeepSeek-V3's layers, 14 with experts, TP1 PP4 EP16, MBS 1 GBS 512, bf16.
 

@@ -5,11 +5,11 @@ Every part has `rows()` and `claims(rows)`.
 
 from pathlib import Path
 
-from benchmarks import simulated_memory
+from benchmarks import simulated_memory, simulated_time
 from benchmarks.harness import Claim, write
 from benchmarks.simulated import Row
 
-PARTS = (simulated_memory,)
+PARTS = (simulated_memory, simulated_time)
 
 
 def run(out: Path | None = None, quick: bool = False) -> Path:

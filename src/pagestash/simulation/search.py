@@ -111,6 +111,8 @@ class Wanted:
     allowed: Sequence[Allowed] = BOTH
     fixed: dict[str, int] = field(default_factory=dict)
     """Degrees that are given: {"pp": 8}."""
+    refines: bool = True
+    """Whether the best layout's homes are looked for once more, among more candidates."""
 
 
 def search(wanted: Wanted) -> Search:
@@ -141,7 +143,8 @@ def search(wanted: Wanted) -> Search:
             f"nothing fits: the nearest of {len(found)} layouts, {told}, lacks "
             f"{format_bytes(nearest.planned.lacks_bytes or nearest.planned.host_lacks_bytes)}"
         )
-    fitting[0] = _refined(fitting[0], wanted.allowed)
+    if wanted.refines:
+        fitting[0] = _refined(fitting[0], wanted.allowed)
     # Those that would be faster if they fitted say what memory is worth.
     tempting = [item for item in found if item.played is None and item.bound < fitting[0].seconds][:2]
     slower = fitting[1 : 1 + RUNNERS_UP - len(tempting)]
@@ -209,12 +212,18 @@ def best_homes(run: Run, allowed: Sequence[Allowed] = BOTH, budget: int | None =
 
 
 def _try(run: Run, bound: float, allowed: Sequence[Allowed]) -> Found:
-    planned = plan_homes(shortened(run), allowed)
-    planned = replace(planned, run=replace(planned.run, global_batch=run.global_batch))
-    if planned.lacks_bytes or planned.host_lacks_bytes:
-        return Found(planned=planned, bound=bound)
-    played, seconds = step_seconds(planned.run)
-    return Found(planned=planned, bound=bound, played=played, seconds=seconds)
+    # What may be offloaded is not always better offloaded: the estimate of waits is rough.
+    kinds: list[Sequence[Allowed]] = [allowed, ("recompute",)] if len(allowed) > 1 else [allowed]
+    found = []
+    for own in kinds:
+        planned = plan_homes(shortened(run), own)
+        planned = replace(planned, run=replace(planned.run, global_batch=run.global_batch))
+        if planned.lacks_bytes or planned.host_lacks_bytes:
+            found.append(Found(planned=planned, bound=bound))
+        else:
+            played, seconds = step_seconds(planned.run)
+            found.append(Found(planned=planned, bound=bound, played=played, seconds=seconds))
+    return min(found, key=lambda item: (item.seconds, item.planned.lacks_bytes))
 
 
 def _refined(item: Found, allowed: Sequence[Allowed]) -> Found:

@@ -87,3 +87,13 @@ def test_a_rule_that_matches_nothing_is_refused(tmp_path):
     done = run(*SMALL, "--global-batch", "64", "--policy", str(policy))
     assert done.exit_code == 2
     assert "matches no region" in done.stderr
+
+
+def test_a_step_of_256_devices_has_few_events(tmp_path):
+    out = tmp_path / "o.json"
+    words = ("--cluster", "h100:256", "--pp", "8", "--ep", "32", "--vpp", "4", "--global-batch", "2048")
+    assert run("--preset", "deepseek-v3", *words, "--json", str(out)).exit_code == 0
+    found = json.loads(out.read_text())
+    actions = 2 * 64 * 32  # forward and backward of 64 microbatches on 32 stages
+    assert found["events"] <= 4 * actions
+    assert found["microbatches"] == 64

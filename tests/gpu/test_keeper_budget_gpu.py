@@ -20,7 +20,7 @@ def made():
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), batch
 
 
-def test_eager_training_keeps_its_bits_and_its_budget():
+def test_eager_training_keeps_its_bits_and_its_budget(one_order):
     results = []
     for with_keeper in (False, True):
         before = torch.cuda.memory_allocated()
@@ -49,7 +49,7 @@ def test_eager_training_keeps_its_bits_and_its_budget():
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_a_graph_is_captured_under_the_plan():
+def test_a_graph_is_captured_under_the_plan(one_order):
     results = []
     for with_budget in (False, True):
         model, optimizer, batch = made()

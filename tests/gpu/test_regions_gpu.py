@@ -18,21 +18,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from ten_names import MORE, NAMES, TINY, covering, table
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_order")]
 SEQUENCES, LENGTH = 2, 128
-
-
-@pytest.fixture(autouse=True)
-def same_bits_every_time():
-    """Attention's gradient and the embedding's add in any order otherwise."""
-    torch.use_deterministic_algorithms(True)
-    filled, torch.utils.deterministic.fill_uninitialized_memory = (
-        torch.utils.deterministic.fill_uninitialized_memory,
-        False,
-    )
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def make():

@@ -188,7 +188,7 @@ def test_pipeline():
 
 def test_huggingface(monkeypatch):
     transformers = pytest.importorskip("transformers", minversion="5.7")
-    for needed in ("accelerate", "peft"):
+    for needed in ("accelerate", "datasets", "peft"):
         pytest.importorskip(needed)
     trl = pytest.importorskip("trl")
     monkeypatch.setattr(trl, "SFTConfig", partial(trl.SFTConfig, use_cpu=True))  # bf16 wants that said

@@ -630,3 +630,18 @@ def test_a_capture_before_the_plan_is_refused(monkeypatch):
     monkeypatch.setattr("pagestash.keeper.capturing", lambda: True)
     with pytest.raises(RuntimeError, match="warmup=2"), keeper.step():
         pass
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_count_all_the_time_where_a_microbatch_finds_them(microbatches):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+    x = torch.randn(512, 64)
+    keeper = ps.Keeper(budget=1.0, loss=torch.sum, repeats=1).attach(model)
+    for _ in range(2):
+        with keeper.step():
+            for _ in range(microbatches):
+                model(x).sum().backward()
+        model.zero_grad(set_to_none=True)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert keeper.plan.unplanned.memory["base"][0] == microbatches * weights

@@ -14,7 +14,7 @@ from pagestash.planning.result import Plan
 from pagestash.policy import HOMES
 from pagestash.profiling.measure import Loss, Progress, profile
 from pagestash.saved.compiled import is_compiled, is_wrapper
-from pagestash.saved.first_call import FirstCall
+from pagestash.saved.first_call import FirstCall, has_gradients
 from pagestash.saved.names import named_modules
 from pagestash.saved.recompute.rng import python_rng_state, set_python_rng_state
 from pagestash.torch_internals import accumulate_hooks_of, buffers_of, modules_in
@@ -74,6 +74,7 @@ class Target:
         self.check(model)
         if first.overlaps:
             raise ValueError(ONE_FORWARD)
+        held = first.gradients_held or has_gradients(model)
         with _as_before(model):
             found = profile(
                 model,
@@ -81,6 +82,7 @@ class Target:
                 loss=self.loss,
                 autocast=call.autocast,
                 repeats=self.repeats,
+                gradients="held" if held else "fresh",
                 progress=self.progress,
             )
         if found.device.startswith("cuda"):

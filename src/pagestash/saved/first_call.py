@@ -63,6 +63,11 @@ def _leaf(value: Any) -> Any:
     return value
 
 
+def has_gradients(model: nn.Module) -> bool:
+    """Whether a parameter has one."""
+    return any(parameter.grad is not None for parameter in model.parameters())
+
+
 class FirstCall:
     """Watches a model until a step has called it: `call` is set then, and `over` when that step is."""
 
@@ -74,6 +79,8 @@ class FirstCall:
         self.over = False
         self.overlaps = False
         """Whether another forward began before the backward of the one before."""
+        self.gradients_held = False
+        """Whether a forward of the step found gradients in place."""
         self._regions = regions
         self._in_step = False
         self._waiting = 0
@@ -97,7 +104,7 @@ class FirstCall:
         try:
             yield
         except BaseException:
-            self.call, self.overlaps, self._waiting = None, False, 0
+            self.call, self.overlaps, self.gradients_held, self._waiting = None, False, False, 0
             raise
         finally:
             self._in_step = before
@@ -123,6 +130,7 @@ class FirstCall:
         if not self._counts():
             return
         self.overlaps |= self._waiting > 0
+        self.gradients_held |= has_gradients(self.model)
         if self.call is None:
             self.call = Call.of(self.model, args, kwargs)
 

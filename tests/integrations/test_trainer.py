@@ -89,7 +89,7 @@ def test_a_keeper_with_a_budget_plans_for_the_trainer(tmp_path, settings):
     plain = trainer_of(model_of(), tmp_path / "plain", **settings)
     plain.train()
     trainer = trainer_of(model_of(), tmp_path / "kept", **settings)
-    keeper = ps.Keeper(budget=0.9, repeats=1)
+    keeper = ps.Keeper(budget=0.95, repeats=1)
     assert pagestash.hf.wrap(trainer, keeper) is keeper
     trainer.train()
     assert keeper.plan is not None

@@ -7,9 +7,9 @@ choices.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from operator import le
 
 from pagestash.planning.lifetimes import MeasuredStep
@@ -26,6 +26,8 @@ FEW_CHOICES = 12
 """So many are all considered: one may be worse by its sums, and better at the moment that counts."""
 PRICES = (0.0, 0.3, 1.0, 3.0, 30.0)
 """What a moved byte may cost, as a part of its time on the link: that depends on what else is moved."""
+MOST_MOVES = 3
+"""Sets of regions that are offloaded beside a choice, one after the other, and to begin with."""
 WORTH = 0.01
 """Part of a unit's bytes: a home that frees less of it is not considered."""
 
@@ -56,6 +58,8 @@ class Group:
     units: list[Unit]
     choices: list[Choice] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
+    mixes: dict[Choice, Cost] = field(default_factory=dict)
+    """Choices that move nothing, and the same with some regions offloaded beside them."""
 
     @property
     def seconds(self) -> float:
@@ -78,7 +82,7 @@ def find_groups(step: MeasuredStep, *, host: bool, least_bytes: int) -> list[Gro
         _choose(step, first, host=host, least_bytes=least_bytes)
         for group in others:  # they differ in time alone
             ratio = group.seconds / first.seconds if first.seconds else 1.0
-            group.choices = first.choices
+            group.choices, group.mixes = first.choices, first.mixes
             group.costs = [cost._replace(seconds=ratio * cost.seconds) for cost in first.costs]
     return [group for alike in found.values() for group in alike if len(group.choices) > 1]
 
@@ -145,6 +149,7 @@ def _choose(step: MeasuredStep, group: Group, *, host: bool, least_bytes: int) -
     )
     predictor = Predictor(MeasuredStep(own))
 
+    @cache
     def cost(choice: Choice) -> Cost:
         return predictor.cost(RuleTable(rules_of(unit, choice, least_bytes), PoolConfig()))
 
@@ -159,6 +164,33 @@ def _choose(step: MeasuredStep, group: Group, *, host: bool, least_bytes: int) -
                 known[joined] = cost(joined)
         front = _best(known, step.profile.link)
     group.choices, group.costs = front, [known[choice] for choice in front]
+    moves = [item for item in steps if item[0][1] == "offload"]
+    still = [choice for choice in front if not known[choice].moved_bytes]
+    moving = [choice for before in still for choice in _offloaded_beside(before, moves, cost)]
+    group.mixes = {choice: cost(choice) for choice in (*still, *moving)}
+
+
+def _offloaded_beside(
+    still: Choice, moves: Sequence[Choice], cost: Callable[[Choice], Cost]
+) -> Iterator[Choice]:
+    """The choice with offload beside it: of each of the sets of regions that free most, and of more after it."""
+    for begun in _freeing(still, moves, cost)[:MOST_MOVES]:
+        chosen: Choice | None = begun
+        for _ in range(MOST_MOVES):
+            if chosen is None:
+                break
+            yield chosen
+            chosen = next(iter(_freeing(chosen, moves, cost)), None)
+
+
+def _freeing(choice: Choice, moves: Sequence[Choice], cost: Callable[[Choice], Cost]) -> list[Choice]:
+    """The choice with one more set of regions offloaded, what frees most first."""
+    joined = {other for item in moves if (other := _join(choice, item)) is not None}
+    least = (1 - WORTH) * cost(choice).kept_bytes
+    return sorted(
+        (other for other in joined if cost(other).kept_bytes < least),
+        key=lambda other: (cost(other).kept_bytes, other),
+    )
 
 
 def _steps(unit: Unit, own: ProfiledStep, *, host: bool) -> list[Choice]:

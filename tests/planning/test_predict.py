@@ -173,7 +173,7 @@ def test_a_profile_without_memory_still_predicts_the_saved_bytes(tmp_path):
     assert predict(old, ps.Policy()).peak_bytes == profile.total_bytes
 
 
-def test_a_small_hugging_face_model_is_predicted_as_its_keeper_steps():
+def small_qwen(attention, experts):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
@@ -189,10 +189,28 @@ def test_a_small_hugging_face_model_is_predicted_as_its_keeper_steps():
         num_experts_per_tok=2,
         use_cache=False,
     )
-    config._attn_implementation, config._experts_implementation = "eager", "eager"
+    config._attn_implementation, config._experts_implementation = attention, experts
     model = transformers.Qwen3MoeForCausalLM(config)
     ids, labels = batch(96, 32)
-    given = {"input_ids": ids, "labels": labels}
+    return model, {"input_ids": ids, "labels": labels}
+
+
+def test_what_a_router_decides_once_is_held_for_a_layer_around_it_and_not_for_a_norm_before_it():
+    pytest.importorskip("transformers")
+    import pagestash.hf
+
+    model, given = small_qwen("sdpa", "pagestash")
+    pagestash.hf.optimize(model)
+    profile = ps.profile(model, given, repeats=1, link=LINK)
+    assert any(tensor.once for tensor in profile.tensors)
+    for match in ("model.layers.{0-1}", "model.layers.*.*_layernorm", "model.layers.*.self_attn"):
+        policy = ps.Policy([ps.Rule(match, "recompute")])
+        peak, _ = step_under(model, policy, lambda: model(**given).loss.backward())
+        assert abs(predict(profile, policy).peak_bytes - peak) < 256
+
+
+def test_a_small_hugging_face_model_is_predicted_as_its_keeper_steps():
+    model, given = small_qwen("eager", "eager")
     profile = ps.profile(model, given, repeats=1, link=LINK)
     for match in ("model.layers.*.*_layernorm", "model.layers.*.self_attn", "model.layers.*"):
         policy = ps.Policy([ps.Rule(match, "recompute")])

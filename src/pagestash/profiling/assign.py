@@ -32,7 +32,7 @@ def _assign(tensors: Sequence[SavedTensor], rules: "PathRules", recomputed: "Rec
         is_input = found is not None and recomputed.holds(tensor.storage, name)
         if home == "recompute" and is_input:
             home = recomputed.home_of_input(tensor, name)
-        elif home == "recompute" and tensor.once:
+        elif home == "recompute" and recomputed.held_once(tensor.storage, name):
             home = recomputed.home_around(name)
         elif home == "keep" and tensor.storage in recomputed.makers and not is_input:
             home = "recompute"  # recomputed with the region whose output it is
@@ -98,32 +98,41 @@ class Recomputing:
         self._replay_bytes: dict[str, int] = {}
         """What a replay brings back, with the replays that it needs for its inputs."""
         self._bytes: dict[int, int] = {}
-        replayed: set[int] = set()
+        self._once: dict[int, set[str]] = {}
+        """By storage: the regions in which `ps.once` saved it."""
+        floating: set[int] = set()
         for tensor in tensors:
             self._bytes[tensor.storage] = tensor.storage_bytes
-            if "float" in tensor.dtype and not tensor.once:
-                replayed.add(tensor.storage)
+            if "float" in tensor.dtype:
+                floating.add(tensor.storage)
+            if tensor.once:
+                self._once.setdefault(tensor.storage, set()).update(tensor.path)
         for region in regions:
             rule = policy.rule_for(region.name) if region.name else None
             if rule is not None and rule.home == "recompute":
                 self.regions[region.name] = region
         brought = self._brought_back(tensors) if self.regions else {}
         for region in self.regions.values():  # in the order of forward
-            self._add(region, brought[region.name], replayed)
+            self._add(region, brought[region.name], floating)
 
     def _brought_back(self, tensors: Sequence[SavedTensor]) -> dict[str, set[int]]:
         """By region: what was saved in it and is no input of it."""
         brought: dict[str, set[int]] = {name: set() for name in self.regions}
         for tensor in tensors:
-            if tensor.kind not in UNTOUCHED and not tensor.once:
+            if tensor.kind not in UNTOUCHED:
                 for name in tensor.path:
-                    if name in brought and not self.holds(tensor.storage, name):
+                    held = self.holds(tensor.storage, name) or self.held_once(tensor.storage, name)
+                    if name in brought and not held:
                         brought[name].add(tensor.storage)
         return brought
 
-    def _add(self, region: Region, brought: set[int], replayed: set[int]) -> None:
+    def _add(self, region: Region, brought: set[int], floating: set[int]) -> None:
         outputs = {
-            storage for storage in region.outputs if storage in replayed and storage not in region.inputs
+            storage
+            for storage in region.outputs
+            if storage in floating
+            and storage not in region.inputs
+            and not self.held_once(storage, region.name)
         }
         size = sum(self._bytes[storage] for storage in brought | outputs)
         for storage in region.inputs:
@@ -139,6 +148,10 @@ class Recomputing:
     def holds(self, storage: int, name: str) -> bool:
         """Whether the storage is an input of that region, if it is a recomputed one."""
         return name in self.regions and storage in self.regions[name].inputs
+
+    def held_once(self, storage: int, name: str) -> bool:
+        """Whether `ps.once` saved the storage inside that region."""
+        return name in self._once.get(storage, ())
 
     def home_of_input(self, tensor: SavedTensor, name: str) -> HomeName:
         """The home of a tensor that is an input of the recomputed region `name`: that of the region around it."""

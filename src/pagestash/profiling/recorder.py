@@ -51,7 +51,6 @@ class _Storage:
     made_by: str | None = None
     """The first module that returned it."""
     handles: int = 0
-    once: bool = False
     holders: tuple[str, ...] = ()
     needed_at: int | None = None
     freed_at: int | None = None
@@ -80,6 +79,7 @@ class _Saved:
     at: int
     valid: tuple[int, int]
     """Byte range of the storage that backward reads."""
+    once: bool
     held: bool = True
 
 
@@ -202,6 +202,7 @@ class TensorRecorder:
             storage=storage,
             at=self._timeline.now,
             valid=span,
+            once=self.tracker.inside_once,
         )
         rows = self._rows(local, frame, claimed)
         if rows is not None:
@@ -213,7 +214,6 @@ class TensorRecorder:
 
                 frame.owner.marks.wait(storage_key(local), frame.name, local.shape, whole)
         storage.handles += 1
-        storage.once |= self.tracker.inside_once
         self._saved.append(saved)
         # A new tensor object: an output that held itself would never be freed.
         return _Handle(tensor.detach(), saved, self._timeline)
@@ -302,7 +302,7 @@ class TensorRecorder:
                     needed_at=last if storage.needed_at is None else storage.needed_at,
                     freed_at=last if storage.freed_at is None else storage.freed_at,
                     beside_bytes=storage.beside_bytes,
-                    once=storage.once,
+                    once=saved.once,
                 )
             )
         return found

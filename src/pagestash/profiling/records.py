@@ -53,7 +53,7 @@ class SavedTensor:
     """Bytes allocated beside saved tensors when backward first needed the storage, relative to the start of the
     step; None if memory was not read."""
     once: bool = False
-    """Whether `ps.once` saved a tensor of its storage, which no replay brings back."""
+    """Whether `ps.once` saved it: no replay of a region around brings it back."""
 
     @property
     def elsewhere(self) -> bool:

@@ -49,9 +49,9 @@ class Keeper(saved.Keeper):
 
     With a `budget` instead of a policy, the keeper plans one: the first step runs without a policy, and when the
     second begins, the first call of the model is measured and planned for, as `ps.plan` does, which takes `loss`,
-    `optimizer`, `host`, `repeats` and `progress`. Gradients, buffers and random states are restored afterwards.
-    The policy holds from the second step on, whatever batches come. The second step raises `NothingFits` if no
-    policy fits; steps after that run without one.
+    `optimizer`, `host`, `repeats` and `progress`. Gradients count as held if a forward of the first step finds any.
+    Gradients, buffers and random states are restored afterwards. The policy holds from the second step on, whatever
+    batches come. The second step raises `NothingFits` if no policy fits; steps after that run without one.
     """
 
     plan: "Plan | None" = None

@@ -645,3 +645,34 @@ def test_gradients_count_all_the_time_where_a_microbatch_finds_them(microbatches
         model.zero_grad(set_to_none=True)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert keeper.plan.unplanned.memory["base"][0] == microbatches * weights
+
+
+class Counting(nn.Module):
+    """Scales by how often it ran, which it counts in a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.calls = 0
+
+    def forward(self, *args, **kwargs):
+        self.calls += 1
+        x = args[0] * kwargs["by"]
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x * self.calls
+
+
+def test_a_count_in_an_attribute_and_arguments_of_both_kinds_are_those_without_a_budget():
+    results = []
+    for with_budget in (False, True):
+        torch.manual_seed(0)
+        model, x = Counting(), torch.randn(256, 32)
+        keeper = ps.Keeper(budget=1.0, loss=torch.sum, repeats=1).attach(model) if with_budget else None
+        for _ in range(3):
+            with nullcontext() if keeper is None else keeper.step():
+                model(x, by=2.0).sum().backward()
+        results.append([model.calls, *(parameter.grad for parameter in model.parameters())])
+    assert keeper.plan is not None
+    assert results[0][0] == results[1][0] == 3
+    assert same(results[0][1:], results[1][1:])

@@ -49,3 +49,40 @@ def test_a_profile_says_how_it_was_measured_and_refuses_anything_else(tmp_path):
         assert ps.Profile.load(tmp_path / "p.json").gradients == gradients
     with pytest.raises(ValueError, match="gradients='none': expected 'held' or 'fresh'"):
         ps.profile(model, torch.randn(2, WIDTH), gradients="none")
+
+
+def test_gradients_are_put_back_where_there_is_no_memory_for_those_that_a_run_should_find(monkeypatch):
+    model = Watching()
+    made = []
+
+    def too_little(like):
+        if made:
+            raise torch.OutOfMemoryError("none left")
+        made.append(like)
+        return torch.zeros(like.shape)
+
+    monkeypatch.setattr(torch, "zeros_like", too_little)
+    with pytest.raises(torch.OutOfMemoryError):
+        ps.profile(model, torch.randn(2, WIDTH), repeats=1)
+    assert made
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_gradient_that_a_hook_takes_away_and_one_with_a_graph_are_put_back():
+    model = Watching()
+    weight, bias = model.layer.weight, model.layer.bias
+    weight.grad = torch.ones_like(weight)
+    source = torch.ones(WIDTH, requires_grad=True)
+    bias.grad = source.square()
+    mine = weight.grad, bias.grad
+    weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    ps.profile(model, torch.randn(2, WIDTH), repeats=1)
+    assert (weight.grad is mine[0], bias.grad is mine[1]) == (True, True)
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    bias.grad.sum().backward()
+    assert torch.equal(source.grad, torch.full((WIDTH,), 2.0))
+
+
+def test_parameters_without_a_shape_yet_are_profiled():
+    model = nn.Sequential(nn.LazyLinear(WIDTH), nn.GELU(), nn.Linear(WIDTH, 1))
+    assert ps.profile(model, torch.randn(2, WIDTH), repeats=1).total_bytes > 0

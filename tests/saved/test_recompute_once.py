@@ -1,6 +1,7 @@
 """Decisions of a recomputed region that `ps.once` takes once."""
 
 import pytest
+import torch
 from recomputed import WIDTH, Routed, Square, X, empty, keep, step
 from support import same
 from torch import nn
@@ -58,3 +59,12 @@ def test_once_inside_once_and_inside_a_region_of_another_home():
             assert len(calls) == 3 * number
         assert empty(keeper)
         keeper.detach()
+
+
+def test_once_is_traced_by_a_compiler():
+    class Model(nn.Module):
+        def forward(self, x):
+            return ps.once(lambda: x.sin()) * x
+
+    x = torch.randn(4)
+    assert torch.equal(torch.compile(Model(), fullgraph=True, backend="eager")(x), x.sin() * x)

@@ -12,10 +12,11 @@ from pagestash.planning.budget import optimizer_state, parse_budget, parse_host
 from pagestash.planning.make import plan_profile
 from pagestash.planning.result import Plan
 from pagestash.policy import HOMES
-from pagestash.profiling.measure import Loss, Progress, profile
+from pagestash.profiling.measure import Arguments, Loss, Progress, profile
 from pagestash.saved.compiled import is_compiled, is_wrapper
 from pagestash.saved.first_call import FirstCall, has_gradients
 from pagestash.saved.names import named_modules
+from pagestash.saved.recompute.module_attributes import ModuleAttributes
 from pagestash.saved.recompute.rng import python_rng_state, set_python_rng_state
 from pagestash.torch_internals import accumulate_hooks_of, buffers_of, modules_in
 
@@ -78,7 +79,7 @@ class Target:
         with _as_before(model):
             found = profile(
                 model,
-                call.batch(model),
+                Arguments(call.args, call.kwargs),
                 loss=self.loss,
                 autocast=call.autocast,
                 repeats=self.repeats,
@@ -105,11 +106,14 @@ class _AnyStep:
 
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
-    """Restores what `profile` does not: generators of Python and NumPy, and buffers that forward replaces."""
+    """Restores what `profile` does not: generators of Python and NumPy, buffers that forward replaces, and plain
+    attributes that it counts in."""
     random = python_rng_state()
+    attributes = ModuleAttributes(list(modules_in(model)), {}, search=True)
     buffers = [(module, dict(buffers_of(module))) for module in modules_in(model) if buffers_of(module)]
     try:
-        yield
+        with attributes.restored():
+            yield
     finally:
         set_python_rng_state(random)
         for module, before in buffers:

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -27,6 +27,15 @@ LEAD, LEAST_LEAD = 1.5, 20e-6
 """Head start of the host in an observed segment: so many times what it takes to launch it, and in seconds."""
 
 Loss = Callable[[Any], torch.Tensor]
+
+
+class Arguments(NamedTuple):
+    """A batch of which a part is positional and a part has names."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 Progress = Callable[[str, int, int], None]
 """Is told what runs, its number, and the total."""
 
@@ -188,6 +197,8 @@ def default_loss(output: Any) -> torch.Tensor:
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Arguments):
+        return batch
     if isinstance(batch, torch.Tensor):
         return (batch,), {}
     if isinstance(batch, Mapping):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pagestash.profiling.timeline import MODEL, Timeline
 from pagestash.torch_internals import LOCAL_PART
@@ -57,23 +58,22 @@ class RepeatedStep:
     @contextmanager
     def gradients(self) -> Iterator[None]:
         """Around all runs: gradients for them to find, and afterwards those of the caller again."""
+        before = [(parameter, parameter.grad) for parameter in self.model.parameters()]
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        others: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        for parameter in self.model.parameters():
-            gradient = parameter.grad
-            wanted = self.held and parameter.requires_grad
-            if wanted and gradient is not None and gradient.layout == torch.strided:
-                # On the host: the device may have no room for a second set.
-                local = getattr(gradient, LOCAL_PART, gradient).detach()
-                copies.append((local, local.to("cpu", copy=True)))
-            else:
-                others.append((parameter, gradient))
-                parameter.grad = torch.zeros_like(parameter) if wanted else None
         try:
+            for parameter, gradient in before:
+                if not self.held or not parameter.requires_grad or is_lazy(parameter):
+                    parameter.grad = None
+                elif gradient is None or gradient.layout != torch.strided or gradient.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+                else:
+                    # On the host: the device may have no room for a second set.
+                    local = getattr(gradient, LOCAL_PART, gradient).detach()
+                    copies.append((local, local.to("cpu", copy=True)))
             yield
         finally:
-            for tensor, gradient in others:
-                tensor.grad = gradient
+            for parameter, gradient in before:
+                parameter.grad = gradient
             for local, copy in copies:
                 local.copy_(copy)
 

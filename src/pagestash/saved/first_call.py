@@ -1,6 +1,5 @@
 """The first call of a model in a keeper's step: its arguments, so that it can be measured between steps."""
 
-import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,22 +38,6 @@ class Call:
         kind = next((tensor.device.type for tensor in model.parameters()), "cpu")
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return cls(args, kwargs, autocast)
-
-    def batch(self, model: nn.Module) -> tuple[Any, ...] | dict[str, Any]:
-        """The arguments as a tuple or as a dict; where there are both kinds, all by the names that forward has."""
-        if not self.args or not self.kwargs:
-            return self.args or self.kwargs
-        signature = inspect.signature(model.forward)
-        named = dict(signature.bind(*self.args, **self.kwargs).arguments)
-        for name, parameter in signature.parameters.items():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                named |= named.pop(name, {})
-            elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL) and name in named:
-                raise ValueError(
-                    "the model is called with keywords, and with positional arguments that its forward has no "
-                    "names for; pass all of them by keyword"
-                )
-        return named
 
 
 def _leaf(value: Any) -> Any:

@@ -54,7 +54,7 @@ def claim(
     tensors of several kinds, a region with `rows` would take any that happens to have as many rows for one of them.
     A `sized` tensor is kept where a rule would stash it: in pages it would take as much memory, and two copies.
     """
-    if tensor is None or not frames() or torch.compiler.is_compiling():
+    if tensor is None or torch.compiler.is_compiling() or not frames():
         return
     inner = frames()[-1]
     owner = _owner(inner, module, rows, capacity)
@@ -94,8 +94,8 @@ def _owner(
 @hidden
 def has_rule(module: nn.Module) -> bool:
     """Whether a rule names `module`, in the step that we are in."""
-    current = frames()
-    return bool(current) and not torch.compiler.is_compiling() and module in current[-1].owner.names
+    current = () if torch.compiler.is_compiling() else frames()
+    return bool(current) and module in current[-1].owner.names
 
 
 @hidden

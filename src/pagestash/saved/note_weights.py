@@ -5,6 +5,9 @@ later. Most models have none, and a hook makes every call of its module 5 µs sl
 new in a step is taken off. It is put back when the region opens with other parameter storages than the last time.
 That is in time: the modules inside have not run yet, and a parameter that is gathered later than its region opens
 is in shards when it opens, which are in other storages than the whole of it.
+
+Weights that something else puts into a module inside (`functional_call` from some step on) are found when all hooks
+are put back, every `LOOK_AGAIN` steps. Until then they count as activations: more memory, and the same values.
 """
 
 from collections.abc import Iterable
@@ -20,6 +23,8 @@ from pagestash.saved.region import frames
 from pagestash.saved.storage import storage_keys
 from pagestash.torch_internals import parameters_of
 
+LOOK_AGAIN = 16
+
 
 class WeightNotes:
     """The hooks of one keeper that note weights."""
@@ -28,6 +33,7 @@ class WeightNotes:
         self.in_step = False
         self._of_modules: WeakKeyDictionary[nn.Module, NoteWeights] = WeakKeyDictionary()
         self._on: list[NoteWeights] = []
+        self._steps = 0
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
         """Note the weights of `modules` from here on. Once for each, however many regions it is in."""
@@ -36,10 +42,14 @@ class WeightNotes:
                 note = self._of_modules.get(module)
                 if note is None:
                     note = self._of_modules[module] = NoteWeights(self)
-                if note.handle is None:
-                    note.handle = module.register_forward_pre_hook(note)
-                    self._on.append(note)
-                note.ran, note.found = False, False
+                self._put_on(module, note)
+                note.found = False
+
+    def _put_on(self, module: nn.Module, note: "NoteWeights") -> None:
+        if note.handle is None:
+            note.handle = module.register_forward_pre_hook(note)
+            self._on.append(note)
+        note.ran = False
 
     def step_over(self) -> None:
         """Take off the hooks of modules that ran, and had the weights that were known."""
@@ -48,6 +58,10 @@ class WeightNotes:
             if note.ran and not note.found:
                 note.take_off()
         self._on = [note for note in self._on if note.handle is not None]
+        self._steps += 1
+        if self._steps % LOOK_AGAIN == 0:
+            for module, note in self._of_modules.items():
+                self._put_on(module, note)
 
     def remove(self) -> None:
         """Take all hooks off."""

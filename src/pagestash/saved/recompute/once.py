@@ -25,10 +25,10 @@ def once(fn: Callable[[], T]) -> T:
 
     Outside a region under recompute this is `fn()`.
     """
-    # (A compiled module is replayed as the same graph, which decides the same.)
-    current = frames()
-    if not current or torch.compiler.is_compiling():
+    # (A compiled module is replayed as the same graph, which decides the same. Its tracer cannot read a context.)
+    if torch.compiler.is_compiling():
         return fn()
+    current = frames()
     for frame in reversed(current):
         if frame.run is not None:
             return frame.run.run_once(fn)

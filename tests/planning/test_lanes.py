@@ -9,7 +9,7 @@ from test_plans import MB, made_up
 
 import pagestash as ps
 from pagestash.planning import predict
-from pagestash.planning.lifetimes import Lanes
+from pagestash.planning.lanes import Lanes
 from pagestash.profiling.overhead import Overhead
 
 seconds = st.floats(0.0, 1.0)

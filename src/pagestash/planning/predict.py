@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from pagestash.planning.lifetimes import Lanes, Life, MeasuredStep
+from pagestash.planning.lanes import Lanes
+from pagestash.planning.lifetimes import Life, MeasuredStep
 from pagestash.planning.skew import PoolSize
 from pagestash.policy import HOMES, HomeName, Policy, PoolConfig, Rule
 from pagestash.profiling.assign import Recomputing, assign_when_saved, rule_of

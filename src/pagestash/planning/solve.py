@@ -18,7 +18,8 @@ where recomputed and moved bytes are back at moments of g's own backward. Moment
 backward of the last and the first layer of each group; share(g) is the part of g's layers whose forward comes
 before that moment's layer. All of this is linear and only proposes: every candidate is predicted (`predict.py`),
 and a plan is chosen by what is predicted. The candidates do not depend on the budget, so more memory never makes a
-plan slower. If there are at most `EXHAUSTIVE` ways to give each layer a choice, all are candidates.
+plan slower. Pairs of choices are candidates beside the counts (`pairs.py`). If there are at most `EXHAUSTIVE` ways
+to give each layer a choice, all are candidates.
 
 Which layers: the earliest take the choice that moves most, because their copies have the longest way back; then
 those that recompute most; the last ones keep, because their backward comes first, where memory is at its most.
@@ -29,9 +30,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
-from pagestash.planning.layers import Choice, Group, Unit, find_groups, least_bytes_of, rules_of
+from pagestash.planning.layers import Group, Unit, find_groups, least_bytes_of, rules_of
 from pagestash.planning.lifetimes import MeasuredStep
-from pagestash.planning.predict import Cost, Prediction, Predictor, RuleTable
+from pagestash.planning.pairs import likely_pairs
+from pagestash.planning.predict import Prediction, Predictor, RuleTable
 from pagestash.policy import PoolConfig, Rule
 
 GRID = 10
@@ -39,10 +41,6 @@ RATES = (1.0, 0.4, 0.0)
 """Parts of the link's rates that the program counts on. Real copies hide less well than their sum says: a window
 holds few groups, and the last layers' come back at once. With 0 nothing is moved."""
 EXHAUSTIVE = 256
-PARTS, RANGES, EACH = 4, 12, 4
-"""Of mixes: quarters of the layers differ; of each twelfth of the range of sizes, four are tried."""
-HIDDEN = 0.5
-"""Part of forward behind which copies out may hide, roughly; only to say which mixes are tried."""
 
 Counts = tuple[tuple[int, ...], ...]
 """For each group, how many of its units take each of its choices."""
@@ -148,7 +146,7 @@ def _mixed(problem: Problem) -> Iterator[dict[str, Rule]]:
         (unit for group in problem.groups if group.mixes for unit in group.units),
         key=lambda unit: (step.span(unit.name) or (0, 0))[0],
     )
-    for first, second, count in _likely(_pairs(main.mixes, len(units), step)):
+    for first, second, count in likely_pairs(main.mixes, len(units), step):
         rules: dict[str, Rule] = {}
         for number, unit in enumerate(units):
             inner = {unit.inner(region) for region in unit.regions}
@@ -156,46 +154,6 @@ def _mixed(problem: Problem) -> Iterator[dict[str, Rule]]:
             own = tuple(item for item in choice if item[0] in inner)
             rules.update(rules_of(unit, own, problem.least_bytes))
         yield rules
-
-
-Pair = tuple[float, float, Choice, Choice, int]
-"""Kept bytes, seconds, the choice of the first layers, that of the others, and how many are first."""
-
-
-def _pairs(mixes: dict[Choice, Cost], layers: int, step: MeasuredStep) -> list[Pair]:
-    """All pairs, with what they take roughly: copies hide behind a part of forward."""
-    link = step.profile.link
-    hidden = HIDDEN * link.out * sum(step.seconds[: step.turn])
-    found: list[Pair] = []
-    for (first, one), (second, other) in product(mixes.items(), repeat=2):
-        if not one.moved_bytes or other.moved_bytes > one.moved_bytes:
-            continue
-        for part in range(1, PARTS + 1 if first == second else PARTS):
-            count = layers if first == second else layers * part // PARTS
-            kept, moved, spent = (
-                count * a + (layers - count) * b
-                for a, b in (
-                    (one.kept_bytes, other.kept_bytes),
-                    (one.moved_bytes, other.moved_bytes),
-                    (one.seconds, other.seconds),
-                )
-            )
-            spent += max(0.0, moved - hidden) * (1 / link.out + 1 / link.back)
-            found.append((kept, spent, first, second, int(count)))
-    return found
-
-
-def _likely(found: Sequence[Pair]) -> list[tuple[Choice, Choice, int]]:
-    """Of each of so many ranges of kept bytes, the ones that take the least time."""
-    if not found:
-        return []
-    low, high = min(item[0] for item in found), max(item[0] for item in found)
-    width = (high - low) / RANGES or 1.0
-    ranges: dict[int, list[Pair]] = {}
-    for item in found:
-        ranges.setdefault(min(RANGES - 1, int((item[0] - low) / width)), []).append(item)
-    best = (sorted(own, key=lambda item: (item[1], item[0]))[:EACH] for own in ranges.values())
-    return [item[2:] for own in best for item in own]
 
 
 def _by_counts(problem: Problem) -> Iterator[Counts]:

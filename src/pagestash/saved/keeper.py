@@ -29,23 +29,7 @@ from pagestash.saved.streams import capturing
 
 
 class Keeper:
-    """Gives the saved tensors of a model's regions the homes that a policy names.
-
-        keeper = Keeper(Policy(rules=[Rule("layers.*.moe.experts", "stash")])).attach(model)
-        with keeper.step():
-            loss = model(batch)
-            loss.backward()
-
-    Results are the same to the last bit with and without a keeper. With `pool.device = "auto"` the first step that
-    stashes anything is measured, which waits for the device; the pool is made when it ends.
-
-    A module under a stash rule that has `use_pool(pool, account)` is given the pool, to write pages from its own
-    kernels (`pagestash.moe` does). A module under a recompute rule that has `use_recompute(on)` recomputes by
-    itself; of any other module, `forward` is run again.
-
-    `check`: whether eager steps look for gradients that reach rows which `ps.rows` let go, and raise. None: in the
-    first step that has marks; True: in every step, which waits for the device; False: never.
-    """
+    """A keeper for a given policy. Users have `ps.Keeper`, which documents it and also takes a budget."""
 
     def __init__(self, policy: Policy, *, backend: str = "auto", check: bool | None = None) -> None:
         self.policy = policy

@@ -1,0 +1,62 @@
+"""The time of a step on two lanes: the host launches its segments, and the device runs them."""
+
+from dataclasses import dataclass
+
+from pagestash.profiling.profiled import ProfiledStep
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Seconds of each segment on the device, and on the host that launches it (none where both are one)."""
+
+    device: list[float]
+    host: list[float]
+
+    @classmethod
+    def of(cls, profile: ProfiledStep) -> "Lanes":
+        """The lanes whose step takes what the unobserved one took.
+
+        Observing costs time on a CPU. On a GPU the device runs by itself in an observed step, and cooler: it is
+        slower where the step is bound by it. If the host alone takes longer than the step did, both are scaled.
+        """
+        device = [segment.seconds for segment in profile.segments]
+        host = [segment.host_seconds or 0.0 for segment in profile.segments]
+        whole, plain = sum(cls(device, host).seconds()), profile.plain_seconds
+        if not (whole > 0 and plain > 0):
+            return cls(device, host)
+        if sum(host) < plain and whole < plain:
+            low, high = 1.0, plain / max(sum(device), 1e-12)
+            for _ in range(40):
+                middle = (low + high) / 2
+                takes = sum(cls([middle * own for own in device], host).seconds())
+                low, high = (middle, high) if takes < plain else (low, middle)
+            device = [high * own for own in device]
+            whole = sum(cls(device, host).seconds())
+        factor = plain / whole
+        return cls([factor * own for own in device], [factor * own for own in host])
+
+    def copy(self) -> "Lanes":
+        return Lanes(list(self.device), list(self.host))
+
+    def add(self, at: int, *, device: float = 0.0, host: float = 0.0) -> None:
+        """Segment `at` takes longer."""
+        self.device[at] += device
+        self.host[at] += host
+
+    def seconds(self) -> list[float]:
+        """From the end of each segment to the end of the next.
+
+        The device begins a segment when it is done with the last and the host has begun to launch this one. It ends
+        after the host.
+        """
+        if not any(self.host):
+            return list(self.device)
+        launched = done = 0.0
+        found = []
+        for device, host in zip(self.device, self.host):
+            begin = max(done, launched)
+            launched += host
+            end = max(begin + device, launched)
+            found.append(end - done)
+            done = end
+        return found

@@ -196,9 +196,10 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
         }
         policies.append((row, plan.policy))
     seen: list[list[dict[str, Any]]] = [[] for _ in policies]
-    for _ in range(rounds):
-        for (_, policy), found in zip(policies, seen):
+    for turn in range(rounds):
+        for (row, policy), found in zip(policies, seen):
             found.append(bench.measure(policy, repeats))
+            show(row, found[-1], f"round {turn + 1} of {rounds}")
     rows = [
         row
         | {
@@ -211,6 +212,16 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
     del bench
     gc.collect()
     return rows + refused
+
+
+def show(row: dict[str, Any], measured: dict[str, Any], when: str) -> None:
+    """One line of progress: milliseconds and GiB above weights and gradients, and what was predicted of them."""
+    ms, above = 1000 * statistics.median(measured["times"]), measured["peak_bytes"] - row["held_bytes"]
+    line = f"{row['case']}, {row['way']} {row.get('part', '')}: {ms:.1f} ms, {above / (1 << 30):.2f} GiB"
+    if "predicted_seconds" in row:
+        predicted = row["predicted_peak_bytes"] - row["held_bytes"]
+        line += f" (predicted {1000 * row['predicted_seconds']:.1f} ms, {predicted / (1 << 30):.2f} GiB)"
+    print(f"{line}, {when}", flush=True)
 
 
 def claims_of(rows: list[dict[str, Any]]) -> list[Claim]:
@@ -255,6 +266,10 @@ def run(out: Path | None = None, quick: bool = False) -> Path:
     cases = CASES if cuda and not quick else QUICK
     device = torch.device("cuda" if cuda else "cpu")
     rounds, repeats = (1, 1) if quick else (ROUNDS, REPEATS)
-    rows = [row for case in cases for row in compare(case, device, rounds=rounds, repeats=repeats)]
     config = {"parts": PARTS, "warm": WARM, "rounds": rounds, "repeats": repeats, "quick": quick}
-    return write("plan", config=config, rows=rows, claims=claims_of(rows), out=out)
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        rows += compare(case, device, rounds=rounds, repeats=repeats)
+        # After each model, because a run of minutes may be cut off.
+        path = write("plan", config=config, rows=rows, claims=claims_of(rows), out=out)
+    return path

@@ -19,7 +19,7 @@ from test_plans import MB, made_up
 import pagestash as ps
 from pagestash.pipeline import SCHEDULES, in_flight, plans
 from pagestash.planning import NothingFits, plan_profile, plan_stages, predict
-from pagestash.planning.predict import RuleTable
+from pagestash.planning.prediction import RuleTable
 from pagestash.planning.rank import RankPredictor, RankStep, StageStep
 from pagestash.planning.stage import received, stage_step
 from pagestash.planning.steady import shortened

@@ -16,7 +16,8 @@ from pagestash.models import Decoder, preset
 from pagestash.planning import NothingFits, plan_profile, predict
 from pagestash.planning.budget import optimizer_state, parse_budget
 from pagestash.planning.lifetimes import MeasuredStep
-from pagestash.planning.predict import Predictor, RuleTable
+from pagestash.planning.predict import Predictor
+from pagestash.planning.prediction import RuleTable
 from pagestash.planning.solve import Problem, candidates
 from pagestash.profiling import HomeEstimate, Link, Region, SavedTensor, Segment
 

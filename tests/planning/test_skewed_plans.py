@@ -21,7 +21,8 @@ from pagestash.pipeline import plans
 from pagestash.planning import RowDistribution, overflow_probability, plan_profile, pool_for, predict
 from pagestash.planning.budget import base_bytes
 from pagestash.planning.lifetimes import MeasuredStep
-from pagestash.planning.predict import Predictor, RuleTable
+from pagestash.planning.predict import Predictor
+from pagestash.planning.prediction import RuleTable
 from pagestash.planning.rank import RankPredictor, RankStep, StageStep
 from pagestash.planning.row_tensors import find_row_tensors
 from pagestash.planning.skew import PoolSize, Skew

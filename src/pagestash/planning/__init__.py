@@ -2,7 +2,8 @@
 
 from pagestash.planning.make import plan, plan_profile, plan_stages
 from pagestash.planning.pool import expected_rows_for, overflow_probability, pool_for
-from pagestash.planning.predict import Prediction, predict
+from pagestash.planning.predict import predict
+from pagestash.planning.prediction import Prediction
 from pagestash.planning.result import NothingFits, Plan, PlanRow
 from pagestash.planning.rows import RowDistribution
 from pagestash.planning.tokens_per_expert import read_tokens_per_expert

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from pagestash.planning.layers import find_units, least_bytes_of, rule
-from pagestash.planning.predict import Prediction, Predictor, RuleTable
+from pagestash.planning.predict import Predictor
+from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.policy import HomeName, PoolConfig
 from pagestash.profiling.records import Region
 

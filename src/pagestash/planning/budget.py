@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pagestash.planning.predict import Prediction
+from pagestash.planning.prediction import Prediction
 from pagestash.policy import HOMES, format_bytes, machine_memory, parse_bytes
 from pagestash.profiling.profiled import ProfiledStep
 

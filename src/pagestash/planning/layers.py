@@ -13,7 +13,8 @@ from functools import cache, partial
 from operator import le
 
 from pagestash.planning.lifetimes import MeasuredStep
-from pagestash.planning.predict import Cost, Predictor, RuleTable
+from pagestash.planning.predict import Predictor
+from pagestash.planning.prediction import Cost, RuleTable
 from pagestash.policy import MIN_BYTES, HomeName, PoolConfig, Rule
 from pagestash.profiling.link import Link
 from pagestash.profiling.profiled import ProfiledStep

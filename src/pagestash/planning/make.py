@@ -18,7 +18,8 @@ from pagestash.planning.budget import (
 )
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.pool import OVERFLOW
-from pagestash.planning.predict import Prediction, Predictor, RuleTable
+from pagestash.planning.predict import Predictor
+from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.planning.rank import RankPredictor, RankStep, rank_candidates
 from pagestash.planning.result import NothingFits, Plan, policy_of, rows_of
 from pagestash.planning.skew import Rows, Skew, row_distribution

@@ -5,7 +5,7 @@ from itertools import product
 
 from pagestash.planning.layers import Choice
 from pagestash.planning.lifetimes import MeasuredStep
-from pagestash.planning.predict import Cost
+from pagestash.planning.prediction import Cost
 
 PARTS, RANGES, EACH = 4, 12, 4
 """Of mixes: quarters of the layers differ; of each twelfth of the range of sizes, four are tried."""

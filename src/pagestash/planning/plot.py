@@ -5,7 +5,7 @@ from itertools import accumulate
 from typing import Any
 
 from pagestash.planning.budget import HELD_BY
-from pagestash.planning.predict import Prediction
+from pagestash.planning.prediction import Prediction
 from pagestash.policy import format_bytes
 from pagestash.profiling.picture import FAINT, INK, byte_unit, new_figure, tidy
 

@@ -20,12 +20,12 @@ backward is done with it. So do the inputs of R, which are held for the replay.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
 
 from pagestash.planning.lanes import Lanes
 from pagestash.planning.lifetimes import Life, MeasuredStep
+from pagestash.planning.prediction import Cost, Prediction, RuleTable
 from pagestash.planning.skew import PoolSize
-from pagestash.policy import HOMES, HomeName, Policy, PoolConfig, Rule
+from pagestash.policy import HOMES, HomeName, Policy
 from pagestash.profiling.assign import Recomputing, assign_when_saved, rule_of
 from pagestash.profiling.copies import Move, Played, moves_of, plan_of, play
 from pagestash.profiling.profiled import ProfiledStep
@@ -35,70 +35,6 @@ from pagestash.saved.offload.plan import Event, Key, OffloadPlan
 FUSED_SHARE = 2 / 3
 """Part of its forward that a fused region repeats for one tensor of its own: of three products of gated experts,
 the first two."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """One step under a policy."""
-
-    seconds: float
-    recompute_seconds: float
-    stash_seconds: float
-    wait_seconds: float
-    """How long compute waits for copies."""
-    waits: Sequence[tuple[int, float]]
-    """The segment before which it waits, and for how long."""
-    out_seconds: float
-    back_seconds: float
-    """How long the link is busy each way."""
-    moved_bytes: int
-    host_bytes: int
-    """The most that is on the host at one time."""
-    peak_bytes: int
-    """The most device memory at one time, with `base`."""
-    peak_at: int
-    """The segment in which that is."""
-    starts: Sequence[float]
-    """When each segment begins."""
-    memory: dict[str, Sequence[int]]
-    """Device bytes in each segment: of each home, `base`, and `other`: workspace and gradients."""
-    staying: frozenset[str]
-    """Regions under an offload rule of which all groups stay on the device."""
-    held_bytes: dict[HomeName, int]
-    """Saved bytes by their home: of `recompute` and `offload`, what is dropped or leaves."""
-    pool: PoolSize
-
-    def at_peak(self) -> dict[str, int]:
-        """Device bytes by what holds them, where memory peaks."""
-        return {name: sizes[self.peak_at] for name, sizes in self.memory.items()}
-
-
-class Cost(NamedTuple):
-    """What a policy takes of one part of a step, as sums; what matters most comes first."""
-
-    kept_bytes: int
-    """On the device at the end of forward."""
-    moved_bytes: int
-    """Over the link, each way."""
-    seconds: float
-    """Of replays and copies on the device."""
-    recomputed_bytes: int
-    """The most that one replay brings back."""
-
-
-class RuleTable:
-    """Rules by region, looked up once."""
-
-    def __init__(self, rules: dict[str, Rule], pool: PoolConfig) -> None:
-        self.rules, self.pool = rules, pool
-
-    @classmethod
-    def of(cls, policy: Policy, regions: Iterable[Region]) -> "RuleTable":
-        found = ((region.name, policy.rule_for(region.name)) for region in regions if region.name)
-        return cls({name: rule for name, rule in found if rule is not None}, policy.pool)
-
-    def rule_for(self, name: str) -> Rule | None:
-        return self.rules.get(name)
 
 
 def predict(profile: ProfiledStep, policy: Policy, *, base_bytes: int = 0) -> Prediction:
@@ -183,7 +119,7 @@ class _Playing:
         host = self._offload(moves, played)
         return self._result(replays, moves, plan, played, seconds, stash_seconds, pool, host)
 
-    def cost(self) -> "Cost":
+    def cost(self) -> Cost:
         """Sums alone, without a timeline."""
         held = dict.fromkeys(HOMES, 0)
         for storage, home in self.homes.items():

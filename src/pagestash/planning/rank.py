@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from pagestash.planning.lifetimes import MeasuredStep, lives_of
-from pagestash.planning.predict import Prediction, Predictor, RuleTable
+from pagestash.planning.predict import Predictor
+from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.planning.solve import Candidate, Problem, candidates
 from pagestash.planning.steady import shortened
 from pagestash.policy import PoolConfig

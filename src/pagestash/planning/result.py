@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pagestash.planning.budget import describe
 from pagestash.planning.plot import draw_curve, draw_memory
-from pagestash.planning.predict import Prediction
+from pagestash.planning.prediction import Prediction
 from pagestash.policy import HomeName, Policy, Rule, format_bytes
 from pagestash.profiling.assign import rule_of
 from pagestash.profiling.picture import write

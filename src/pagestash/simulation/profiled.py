@@ -3,7 +3,8 @@
 from itertools import pairwise
 
 from pagestash.planning.lifetimes import MeasuredStep
-from pagestash.planning.predict import Predictor, RuleTable
+from pagestash.planning.predict import Predictor
+from pagestash.planning.prediction import RuleTable
 from pagestash.policy import Policy
 from pagestash.profiling.assign import Recomputing, assign_when_saved
 from pagestash.profiling.copies import moves_of

@@ -1,0 +1,73 @@
+"""What a prediction takes and gives: rules by region; a step's time and memory; the sums of a part of a step."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pagestash.planning.skew import PoolSize
+from pagestash.policy import HomeName, Policy, PoolConfig, Rule
+from pagestash.profiling.records import Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One step under a policy."""
+
+    seconds: float
+    recompute_seconds: float
+    stash_seconds: float
+    wait_seconds: float
+    """How long compute waits for copies."""
+    waits: Sequence[tuple[int, float]]
+    """The segment before which it waits, and for how long."""
+    out_seconds: float
+    back_seconds: float
+    """How long the link is busy each way."""
+    moved_bytes: int
+    host_bytes: int
+    """The most that is on the host at one time."""
+    peak_bytes: int
+    """The most device memory at one time, with `base`."""
+    peak_at: int
+    """The segment in which that is."""
+    starts: Sequence[float]
+    """When each segment begins."""
+    memory: dict[str, Sequence[int]]
+    """Device bytes in each segment: of each home, `base`, and `other`: workspace and gradients."""
+    staying: frozenset[str]
+    """Regions under an offload rule of which all groups stay on the device."""
+    held_bytes: dict[HomeName, int]
+    """Saved bytes by their home: of `recompute` and `offload`, what is dropped or leaves."""
+    pool: PoolSize
+
+    def at_peak(self) -> dict[str, int]:
+        """Device bytes by what holds them, where memory peaks."""
+        return {name: sizes[self.peak_at] for name, sizes in self.memory.items()}
+
+
+class Cost(NamedTuple):
+    """What a policy takes of one part of a step, as sums; what matters most comes first."""
+
+    kept_bytes: int
+    """On the device at the end of forward."""
+    moved_bytes: int
+    """Over the link, each way."""
+    seconds: float
+    """Of replays and copies on the device."""
+    recomputed_bytes: int
+    """The most that one replay brings back."""
+
+
+class RuleTable:
+    """Rules by region, looked up once."""
+
+    def __init__(self, rules: dict[str, Rule], pool: PoolConfig) -> None:
+        self.rules, self.pool = rules, pool
+
+    @classmethod
+    def of(cls, policy: Policy, regions: Iterable[Region]) -> "RuleTable":
+        found = ((region.name, policy.rule_for(region.name)) for region in regions if region.name)
+        return cls({name: rule for name, rule in found if rule is not None}, policy.pool)
+
+    def rule_for(self, name: str) -> Rule | None:
+        return self.rules.get(name)

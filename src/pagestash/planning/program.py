@@ -1,8 +1,8 @@
 """A linear program that proposes how many layers of each group take which choice.
 
 It is solved by HiGHS (`scipy.optimize.milp`), and its counts are rounded. (A program over integers takes 30 times
-as long. Its counts differ by a layer or two of a group, and every proposal is predicted anyway.) With n(g, c) layers
-of group g that take choice c,
+as long. Its counts differ by a layer or two of a group, and every proposal is predicted anyway.) With n(g, c)
+layers of group g that take choice c,
 
     minimise    sum of n(g, c) × seconds(c)  +  wait out  +  wait back
     such that   sum over c of n(g, c) = layers of g

@@ -42,6 +42,23 @@ def test_the_inputs_of_a_region_die_when_its_backward_is_over():
         assert [weak.expired() for weak in inputs] == [True]
 
 
+def test_inputs_of_regions_die_though_somebody_holds_the_output_of_the_last():
+    """As a pipeline schedule does. Each region's input is the output of the one before, which can be recomputed."""
+    model = nn.Sequential(Square(), MLP(), MLP(), MLP())
+    keeper = keep(model, "{1-3}")
+    with keeper.step():
+        out = model(X.clone().requires_grad_())
+        out.backward(torch.ones_like(out), retain_graph=True)
+        held = [model[0].made[-1], model[1].made[2], model[2].made[2]]
+        assert not any(weak.expired() for weak in held)  # a second backward needs them
+        out.backward(torch.ones_like(out))
+        assert all(weak.expired() for weak in held)
+        later = out.detach().requires_grad_().square()  # saved like any other tensor
+        later.sum().backward()
+        assert [layer.forwards for layer in model] == [1, 3, 3, 3]
+    assert empty(keeper)
+
+
 def test_what_the_region_saved_and_its_output_die_in_forward():
     model = nn.Sequential(MLP(), Square())
     keeper = keep(model, "0")

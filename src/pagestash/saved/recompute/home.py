@@ -50,6 +50,7 @@ class Recompute(Home):
         """From here on, `tensor` can be recomputed wherever it is saved."""
         self.prune()
         self._outputs[key] = _KnownOutput(StorageWeakRef(tensor.untyped_storage()), tensor._version, output)
+        output.recomputed.output_keys.append(key)
 
     def output_of(self, key: int, tensor: torch.Tensor, *, chained: bool) -> Output | None:
         """The output that the tensor is a view of; None if it is none that can be recomputed.
@@ -70,9 +71,17 @@ class Recompute(Home):
 
     def prune(self) -> None:
         """Let go of forwards whose outputs are gone: no operation can save them any more."""
-        gone = [key for key, known in self._outputs.items() if known.storage.expired()]
+        # (A copy: another thread's part of backward may forget outputs meanwhile.)
+        gone = [key for key, known in self._outputs.copy().items() if known.storage.expired()]
         for key in gone:
-            del self._outputs[key]
+            self._outputs.pop(key, None)
+
+    def forget_outputs(self, recomputed: Recomputed) -> None:
+        """From here on, outputs of that forward are saved like any other tensor."""
+        for key in recomputed.output_keys:
+            known = self._outputs.get(key)
+            if known is not None and known.output.recomputed is recomputed:
+                self._outputs.pop(key, None)
 
     def settle(self) -> None:
         """The step is over: outputs that are alive now belong to the caller."""

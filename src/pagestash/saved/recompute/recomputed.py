@@ -24,6 +24,8 @@ class Waiting(Protocol):
 
     def prune(self) -> None: ...
 
+    def forget_outputs(self, recomputed: "Recomputed") -> None: ...
+
     def note_entry(self, entry: Entry) -> None: ...
 
 
@@ -39,11 +41,14 @@ class Recomputed:
         """Bytes that a replay brings back, with those of the replays that it needs for its inputs."""
         self.entries: dict[int, Entry] = {}
         """Of outputs that a later region saved."""
+        self.output_keys: list[int] = []
+        """Storages of outputs, under which the home knows this forward."""
         self._home = home
         self._wanted: set[int] = set()
         self._tensors: dict[int, torch.Tensor] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None  # of the last replay
+        self._replayed = False
 
     def want(self, number: int) -> None:
         """The tensor saved under `number` was discarded, and backward may ask for it."""
@@ -80,6 +85,7 @@ class Recomputed:
         tensor = self._tensors.pop(number, None)
         if tensor is not None:
             self._home.release(self.recipe.name, tensor)
+        self._let_go_of_inputs()
 
     def forget_output(self, number: int) -> None:
         """Nothing can ask for that output any more."""
@@ -87,6 +93,17 @@ class Recomputed:
         tensor = self._outputs.pop(number, None)
         if tensor is not None:
             self._home.release(self.recipe.name, tensor)
+        self._let_go_of_inputs()
+
+    def _let_go_of_inputs(self) -> None:
+        """If backward has been here and nobody can ask again, the home need not know this forward any more.
+
+        Its output may live on: a pipeline schedule holds that of a stage until its backward is over, and that of
+        the last stage to the end of the step. While the home knows a forward, its input is held, which is the
+        output of the forward before, and so on to the first. An operation that saves such an output later keeps it.
+        """
+        if self._replayed and not self._wanted and not self.entries:
+            self._home.forget_outputs(self)
 
     def let_go(self) -> None:
         """Let go of what was recomputed; whoever asks for it causes a replay."""
@@ -104,6 +121,7 @@ class Recomputed:
         self._home.prune()  # the inputs of forwards that are done go before the replay takes memory
         self.let_go()  # the replay brings these back, too
         self._home.replayed.add(self)
+        self._replayed = True
         outputs: set[int] = set()
         if output is not None:  # forward runs to its end then, where the other outputs are, too
             outputs = {output} | {number for number, entry in self.entries.items() if entry.waiting}

@@ -44,6 +44,13 @@ _Gradients = Annotated[
     str, typer.Option(help="held: the step adds to gradients that are there; fresh: it finds none.")
 ]
 
+_ProfiledOn = Annotated[
+    str | None,
+    typer.Option(
+        help="Where --profile was measured: h100, h200, b200, gb200 or a file.  [default: as --cluster]"
+    ),
+]
+
 app = typer.Typer(
     help="Activation memory for Mixture-of-Experts training.",
     no_args_is_help=True,
@@ -190,7 +197,11 @@ def plan(
         ),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plan for what `pagestash profile --json` measured.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Plan for what `pagestash profile --json` measured; with --cluster, for layers of such times.",
+        ),
     ] = None,
     preset: _Preset = None,
     module: _Module = None,
@@ -256,6 +267,7 @@ def plan(
         str, typer.Option(help="With --cluster, of products: bf16, fp8, mxfp8 or fp32.")
     ] = "bf16",
     zero: Annotated[int, typer.Option(help="With --cluster: ZeRO 0 to 3.")] = 1,
+    profiled_on: _ProfiledOn = None,
 ) -> None:
     """Find the fastest policy whose step is predicted to fit a budget of memory, and print what it takes.
 
@@ -265,8 +277,8 @@ def plan(
         from pagestash.commands.plan_cluster import ClusterPlanOptions
         from pagestash.commands.plan_cluster import run as run_cluster
 
-        if budget is not None or profile is not None or module is not None:
-            typer.echo("error: --cluster has its own memory: no --budget, --profile or --module", err=True)
+        if budget is not None or module is not None:
+            typer.echo("error: --cluster has its own memory: no --budget or --module", err=True)
             raise typer.Exit(2)
         asked = ClusterPlanOptions(
             model=preset or "deepseek-v3",
@@ -277,6 +289,8 @@ def plan(
             microbatch=microbatch,
             precision=precision,
             zero=zero,
+            profile=profile,
+            profiled_on=profiled_on,
             out=out,
         )
         raise typer.Exit(run_cluster(asked))
@@ -350,7 +364,14 @@ def simulate(
     capacity: Annotated[
         float, typer.Option(help="Rows of static buffers over balanced rows; 0: exact sizes.")
     ] = 0.0,
-    policy: Annotated[Path | None, typer.Option(help="A policy file.")] = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="A policy file, by hand or of `pagestash plan`.")
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Layers take the times of `pagestash profile --json`, scaled."),
+    ] = None,
+    profiled_on: _ProfiledOn = None,
     skew: Annotated[
         float, typer.Option(help="Rows of the hottest rank over the mean, on average over layers.")
     ] = 1.0,
@@ -385,6 +406,8 @@ def simulate(
         overlap=overlap,
         capacity=capacity,
         policy=policy,
+        profile=profile,
+        profiled_on=profiled_on,
         skew=skew,
         rows=rows,
         plot=plot,

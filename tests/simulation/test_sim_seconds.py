@@ -1,70 +1,15 @@
-"""Seconds of modules: the roofline's, and a profile's scaled by it."""
+"""Seconds of modules by the roofline."""
 
 import pytest
-import torch
 
 import pagestash as ps
-from pagestash.models import Decoder, preset
+from pagestash.models import preset
 from pagestash.simulation.build import Run, step_costs
 from pagestash.simulation.cluster import load_cluster
 from pagestash.simulation.homes import PolicyHomes
 from pagestash.simulation.layout import Layout
 from pagestash.simulation.parts import Shape, layers_of
-from pagestash.simulation.seconds import Seconds, factors
-
-TINY = preset("tiny", layers=2)
-
-
-@pytest.fixture(scope="module")
-def profile():
-    torch.manual_seed(0)
-    tokens = torch.randint(0, 256, (1, 17))
-    return ps.profile(Decoder(TINY), (tokens[:, :-1], tokens[:, 1:]), repeats=1)
-
-
-@pytest.fixture
-def shape():
-    return Shape(config=TINY, layout=Layout(devices=1), sequence=16)
-
-
-def test_a_profiled_step_takes_what_was_measured(profile, shape):
-    cluster = load_cluster("h100", 1)
-    timed = Seconds(cluster, factors=factors(profile, shape, cluster))
-    layers = layers_of(shape)[1:-1]
-    for inner in ("attn.core_attn", "mlp_norm", "moe.router"):
-        measured = sum(
-            region.forward_seconds for region in profile.regions if region.name.endswith(f".{inner}")
-        )
-        told = sum(timed.forward(part) for layer in layers for part in layer.parts if part.name == inner)
-        if inner == "attn.core_attn":
-            assert told > 0
-        else:
-            assert told == pytest.approx(measured)
-    head = layers_of(shape)[-1].parts[-1]
-    outside = next(region for region in profile.regions if not region.name)
-    told = timed.forward(head) + timed.backward_input(head) + timed.backward_weight(head)
-    assert told == pytest.approx(outside.forward_seconds + outside.backward_seconds)
-    experts = sum(region.forward_seconds for region in profile.regions if ".moe.exp" in region.name)
-    experts += sum(region.forward_seconds for region in profile.regions if ".moe.moe_act" in region.name)
-    told = sum(
-        timed.forward(part)
-        for layer in layers
-        for part in layer.parts
-        if part.name in ("moe.experts", "moe.expert_fc1", "moe.moe_act", "moe.expert_fc2")
-    )
-    assert told == pytest.approx(experts)
-
-
-def test_measured_times_scale_with_the_devices_roofline(profile, shape):
-    cluster, faster = load_cluster("h100", 1), load_cluster("b200", 1)
-    found = factors(profile, shape, cluster)
-    big = Shape(config=preset("qwen3-30b-a3b", layers=1), layout=Layout(devices=1), sequence=4096)
-    for part in layers_of(big)[1].parts:
-        if part.operations > 1e11:
-            one, other = (Seconds(c, factors=found).forward(part) for c in (cluster, faster))
-            plain, quick = (Seconds(c).forward(part) for c in (cluster, faster))
-            assert one / other == pytest.approx(plain / quick)
-            assert one > other
+from pagestash.simulation.seconds import Seconds
 
 
 def test_backward_is_about_twice_forward_and_fp8_is_faster():

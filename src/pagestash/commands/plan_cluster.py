@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pagestash.commands.simulate import precision_of, zero_of
+from pagestash.commands.simulate import factors_of, precision_of, zero_of
 from pagestash.commands.step import check_numbers, exit_code
 from pagestash.policy import format_bytes
 from pagestash.simulation.build import Run
@@ -28,6 +28,8 @@ class ClusterPlanOptions:
     precision: str = "bf16"
     zero: int = 1
     overlap: bool = False
+    profile: Path | None = None
+    profiled_on: str | None = None
     fixed: dict[str, int] = field(default_factory=dict)
     out: Path | None = None
 
@@ -59,6 +61,7 @@ def wanted_of(options: ClusterPlanOptions) -> Wanted:
         global_batch=options.global_batch,
         precision=precision_of(options.precision),
         overlaps_dispatch=options.overlap,
+        factors=factors_of(options.profile, options.profiled_on, config, cluster),
     )
     sizes = (1, 2) if options.microbatch is None else (options.microbatch,)
     return Wanted(

@@ -1,22 +1,27 @@
 """`pagestash simulate`."""
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pagestash.commands.step import check_file, check_picture, exit_code
+from pagestash.models.config import DecoderConfig
 from pagestash.planning.rows import RowDistribution
 from pagestash.planning.tokens_per_expert import read_tokens_per_expert
 from pagestash.policy import Policy
 from pagestash.profiling.picture import write
+from pagestash.profiling.profiled import ProfiledStep
 from pagestash.simulation.build import Run
-from pagestash.simulation.cluster import PRECISIONS, Precision, read_cluster
+from pagestash.simulation.cluster import PRECISIONS, Cluster, Precision, load_cluster, read_cluster
 from pagestash.simulation.framework import framework
 from pagestash.simulation.homes import PolicyHomes
 from pagestash.simulation.layout import Layout
+from pagestash.simulation.measured import measured
 from pagestash.simulation.model import read_model
 from pagestash.simulation.parts import layers_of
+from pagestash.simulation.regions import check_policy
 from pagestash.simulation.result import simulate
 from pagestash.simulation.trace import write_trace
 
@@ -45,6 +50,8 @@ class SimulateOptions:
     overlap: bool = False
     capacity: float = 0.0
     policy: Path | None = None
+    profile: Path | None = None
+    profiled_on: str | None = None
     skew: float = 1.0
     rows: Path | None = None
     plot: Path | None = None
@@ -89,8 +96,9 @@ def run_of(options: SimulateOptions) -> Run:
         zero=zero_of(options.zero),
         schedule=schedule,
     )
+    config = read_model(options.model, layers=options.layers)
     made = Run(
-        config=read_model(options.model, layers=options.layers),
+        config=config,
         cluster=cluster,
         layout=layout,
         sequence=options.seq,
@@ -101,12 +109,37 @@ def run_of(options: SimulateOptions) -> Run:
         precision=precision_of(options.precision),
         capacity=options.capacity,
         overlaps_dispatch=options.overlap,
+        factors=factors_of(options.profile, options.profiled_on, config, cluster),
     )
     if options.policy is not None:
-        names = [layer.name for layer in layers_of(made.shape)]
-        inner = [f"{layer.name}.{part.name}" for layer in layers_of(made.shape) for part in layer.parts]
-        Policy.load(options.policy).check([*names, *inner])
+        unheard = check_policy(Policy.load(options.policy), layers_of(made.shape))
+        if unheard:
+            note(
+                f"parts of a simulated layer are larger than the regions of these rules: {', '.join(unheard)}"
+            )
     return made
+
+
+def factors_of(
+    profile: Path | None, profiled_on: str | None, config: DecoderConfig, cluster: Cluster
+) -> dict[str, tuple[float, float]]:
+    """Measured over roofline seconds of a profile's parts; what it says nothing of is a note on stderr."""
+    if profile is None:
+        if profiled_on is not None:
+            raise ValueError("--profiled-on names the device of a --profile, and there is none")
+        return {}
+    device = cluster if profiled_on is None else load_cluster(profiled_on, 1)
+    try:
+        found = measured(ProfiledStep.load(profile), config, device)
+    except ValueError as error:
+        raise ValueError(f"--profile {profile}: {error}") from error
+    for text in found.notes():
+        note(text)
+    return found.factors
+
+
+def note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def precision_of(text: str) -> Precision:

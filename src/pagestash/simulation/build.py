@@ -52,7 +52,7 @@ class Run:
     placement: Sequence[int] | None = None
     """Layers of each stage; None: evenly from the first."""
     factors: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Measured over roofline seconds by part, from `seconds.factors`."""
+    """Measured over roofline seconds by part, from `measured.measured`."""
     overlaps_dispatch: bool = False
     skew: float = 1.0
     """Received rows over balanced rows, for the memory of a rank that is always hot."""

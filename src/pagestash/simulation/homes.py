@@ -6,7 +6,8 @@ from functools import cached_property
 from typing import Protocol
 
 from pagestash.policy import HomeName, Policy, PoolConfig, Rule
-from pagestash.simulation.parts import ACTIVATION, HELD, RESIDUAL, STATISTICS, UP, Layer, Part, Piece
+from pagestash.simulation.parts import ACTIVATION, HELD, KV_UP, RESIDUAL, STATISTICS, UP, Layer, Part, Piece
+from pagestash.simulation.regions import aliases
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +73,29 @@ class PolicyHomes:
 
     def _rule(self, layer: str, region: str) -> tuple[Rule | None, str]:
         """The rule of the innermost region, and that region."""
-        name = layer if region in (RESIDUAL, layer) else f"{layer}.{region}"
-        while name:
-            rule = self.policy.rule_for(name)
+        inner = "" if region in (RESIDUAL, layer) else region
+        while True:
+            name = f"{layer}.{inner}" if inner else layer
+            if name not in self._found:
+                rules = map(self.policy.rule_for, aliases(layer, inner))
+                self._found[name] = next((rule for rule in rules if rule is not None), None)
+            rule = self._found[name]
             if rule is not None:
                 return rule, name
-            fused = name in (f"{layer}.moe.expert_fc1", f"{layer}.moe.moe_act", f"{layer}.moe.expert_fc2")
+            if not inner:
+                return None, ""
             # The experts run these three in one node, and their rule is for all of it.
-            around = f"{layer}.moe.experts" if fused else name.rpartition(".")[0]
-            name = around if name != layer else ""
-        return None, ""
+            fused = inner in ("moe.expert_fc1", "moe.moe_act", "moe.expert_fc2")
+            inner = "moe.experts" if fused else inner.rpartition(".")[0]
 
     def window_of(self, scope: str) -> int | None:
-        rule = self.policy.rule_for(scope)
+        rule = self._found.get(scope)
         return None if rule is None else rule.prefetch_bytes
 
 
 _RECOMPUTE = {
     "core_attn": (STATISTICS,),
-    "mla_up_proj": (UP,),
+    "mla_up_proj": (UP, KV_UP),
     "layernorm": ("attn_norm", "mlp_norm"),
     "moe_act": (ACTIVATION,),
     "mlp": ("mlp",),

@@ -46,9 +46,10 @@ class Piece:
     """The region that makes it; `HELD` where no recompute of this layer drops it."""
 
 
-UP, STATISTICS, ACTIVATION = "attn.qkv_linear.up", "attn.core_attn.statistics", "moe.experts.activation"
-"""Makers of the results of latent attention's up-projections, of softmax's statistics, of the second product's
-input."""
+UP, KV_UP = "attn.qkv_linear.up", "attn.qkv_linear.kv_up"
+"""Makers of latent attention's queries and keys, and of the up-projection that values are a view of."""
+STATISTICS, ACTIVATION = "attn.core_attn.statistics", "moe.experts.activation"
+"""Makers of softmax's statistics, and of the second product's input."""
 RESIDUAL = "residual"
 """Maker of the sum after attention, which only the recompute of whole layers drops."""
 HELD = ""
@@ -211,7 +212,10 @@ def _attention(shape: Shape) -> list[Part]:
         queries, values = heads * (config.nope_dim + config.rope_dim), heads * config.v_dim
         keys = queries
         parts.append(_latent_qkv(shape, queries))
-        pieces = [Piece(tokens * b * (2 * queries + heads * (config.nope_dim + config.v_dim)), UP)]
+        pieces = [
+            Piece(tokens * b * 2 * queries, UP),
+            Piece(tokens * b * heads * (config.nope_dim + config.v_dim), KV_UP),
+        ]
     else:
         size, shared = config.head_size, (config.kv_heads or config.heads) // tp
         queries = keys = values = heads * size

@@ -103,3 +103,41 @@ def test_a_compiled_layer_on_a_gpu(home):
         with keeper.step():
             found = gradients()
         assert same(found, plain)
+
+
+class RemakesItsOutput(torch.autograd.Function):
+    """Its backward makes a graph of its own. One operation there saves its output, and nobody asks for it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sigmoid()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            x.softmax(1)
+            y = x.sigmoid()
+        return torch.autograd.grad(y, x, gradient)[0]
+
+
+class Remakes(nn.Module):
+    def forward(self, x):
+        return RemakesItsOutput.apply(x)
+
+
+@pytest.mark.parametrize("home", ["stash", "offload", "recompute"])
+def test_steps_whose_backward_makes_a_graph_leave_no_memory(home):
+    model = nn.Sequential(nn.Linear(256, 256), Remakes(), nn.Linear(256, 256)).cuda()
+    keeper = ps.Keeper(ps.Policy([ps.Rule("1", home, min_bytes=16)])).attach(model)
+    x = torch.randn(512, 256, device="cuda")
+    allocated = []
+    for _ in range(8):
+        with keeper.step():
+            model(x).square().mean().backward()
+        torch.cuda.synchronize()
+        gc.collect()
+        allocated.append(torch.cuda.memory_allocated())
+    assert len(set(allocated[4:])) == 1

@@ -8,8 +8,10 @@ from offloaded import moving
 from stack import Stack, batch, policy, run
 from support import same
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
 
 import pagestash as ps
+from pagestash.saved.packed import unpack
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 
@@ -82,3 +84,27 @@ def test_a_backward_that_is_still_to_come_has_its_memory(name, steps):
     del keeper
     loss.backward()
     assert same((loss.detach(), [p.grad for p in model.parameters()]), plain)
+
+
+def test_an_output_that_no_backward_asks_for_is_freed_outside_all_regions():
+    """As in a backward of a GPU: its thread has the hooks of the step, and no region."""
+    keeper = ps.Keeper(POLICIES["offload"], backend="torch").attach(Stack())
+    with torch.autograd.graph.saved_tensors_hooks(keeper._saved.pack, unpack):
+        x = torch.randn(4, requires_grad=True)
+        y = x.sigmoid()  # saves its own output
+        storage = StorageWeakRef(y.untyped_storage())
+        del y
+        assert storage.expired()
+        y = x.sigmoid()
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, y.detach() * (1 - y.detach()))
+
+
+def test_an_output_of_a_subclass_that_no_backward_asks_for_is_freed():
+    keeper = ps.Keeper(POLICIES["offload"], backend="torch").attach(Stack())
+    with keeper.step():
+        x = TwoTensor(torch.randn(4), torch.randn(4)).requires_grad_()
+        y = x.sigmoid()
+        storage = StorageWeakRef(y.a.untyped_storage())
+        del y
+        assert storage.expired()

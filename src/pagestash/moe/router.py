@@ -122,10 +122,11 @@ def _auxiliary_losses(
     if not ids_TK.shape[0]:  # a rank without tokens: means over nothing would be NaN
         return aux
     if config.balance_loss:
-        shares_TE = torch.softmax(logits_TE, dim=1)
         if config.score == "sigmoid":
-            shares_TE = torch.sigmoid(logits_TE)
-            shares_TE = shares_TE / (shares_TE.sum(1, keepdim=True) + 1e-20)
+            scores_TE = torch.sigmoid(logits_TE)
+            shares_TE = scores_TE / (scores_TE.sum(1, keepdim=True) + 1e-20)
+        else:
+            shares_TE = torch.softmax(logits_TE, dim=1)
         taken_E = counts_E * (config.experts / ids_TK.numel())
         aux = aux + config.balance_loss * (taken_E * shares_TE.mean(0)).sum()
     if config.z_loss:

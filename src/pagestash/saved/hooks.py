@@ -75,8 +75,11 @@ class SavedTensorHooks:
                 # one that is recomputed itself.
                 run = frame.run
                 run.note(tensor)
-        if region is None or owner is None or current_transform() is not None:
+        if current_transform() is not None:
             return Untouched(tensor, tensor._version)
+        if region is None or owner is None:
+            # A backward of a GPU, in a thread of its own, makes a graph inside.
+            return Untouched.of(tensor)
         packed = owner.pack_in(region, tensor, caller=sys._getframe(1) if owner.marks.any else None)
         if owner.look is not None:
             owner.look.saw(region, tensor, packed)
@@ -106,7 +109,9 @@ class SavedTensorHooks:
                 return run.discard(tensor, key, self.rows_of(owner, tensor))
             region, owner, chained = outer, outer.claimed(key) or outer, True
         version = tensor._version
-        if key is None or key in self.weights or key in region.weights:
+        if key is None:
+            return Untouched.of(tensor)
+        if key in self.weights or key in region.weights:
             return Untouched(tensor, version)
         if owner.rule is None or owner.rule.home != "keep":
             handle = self._handle(owner, key, tensor, chained, caller)

@@ -51,6 +51,11 @@ class Untouched(Packed):
     tensor: torch.Tensor
     version: int
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Untouched":
+        """Detached: with its graph, an operation's own output would keep that operation alive for ever."""
+        return cls(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+
     def changed(self) -> bool:
         return self.tensor._version != self.version
 

@@ -69,6 +69,8 @@ POLICIES = {
     "one layer": [ps.Rule("layers.2", "recompute")],
     "offloaded attention": [offload(CORE)],
     "offloaded attention, no window": [offload(CORE, prefetch_bytes=0)],
+    "a third of attention offloaded": [offload(CORE, prefetch_bytes=0, fraction=0.33)],
+    "two thirds of attention offloaded": [offload(CORE, fraction=0.67), offload(PROJECTION)],
     "offloaded attention with its projection": [offload(CORE, prefetch_bytes=0), offload(PROJECTION)],
     "both": [*NORMS, offload(CORE, prefetch_bytes=0), offload("layers.*.moe.moe_act", prefetch_bytes=0)],
 }

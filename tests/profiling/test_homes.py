@@ -9,6 +9,7 @@ from torch import nn
 import pagestash as ps
 from pagestash.profiling import Link, SavedTensor, Segment
 from pagestash.profiling.copies import moves_of
+from pagestash.saved.offload.split import EntryShape, RowSplit
 
 ROWS, WIDTH = 64, 16
 SIZE = ROWS * WIDTH * 4
@@ -223,10 +224,37 @@ def test_bytes_that_do_not_fit_have_a_fraction_that_does():
     found = profile.fits("layers.*")
     assert not found.fits
     assert found.exposed_seconds == pytest.approx(10 * MS + 5 * copy - 70 * MS)
-    assert found.fraction == pytest.approx(12 * MS / copy, abs=0.01)
-    rule = ps.Rule("layers.*", "offload", fraction=found.fraction)
-    assert profile.fits(ps.Policy([rule])).fits
-    assert not profile.fits(ps.Policy([ps.Rule("layers.*", "offload", fraction=found.fraction + 0.02)])).fits
+    # Whole tensors leave: with 0.78 all but the third and the seventh, of which the last three stay.
+    assert found.fraction == 0.78
+    less = profile.fits(ps.Policy([ps.Rule("layers.*", "offload", fraction=0.78)]))
+    assert less.fits
+    assert (less.moved_bytes, less.staying_bytes) == (300 * MEGABYTE, 300 * MEGABYTE)
+    assert not profile.fits(ps.Policy([ps.Rule("layers.*", "offload", fraction=0.79)])).fits
+
+
+def test_which_tensors_leave_under_a_fraction_is_what_the_keepers_split_says():
+    profile = stack(8)
+    policy = ps.Policy([ps.Rule("layers.*", "offload", fraction=0.4)])
+    moves = moves_of(policy, profile.tensors, ["offload"] * 8, profile.segments)
+    split, rule = RowSplit({}), policy.rules[0]
+    shares = [split.share(rule, EntryShape(100 * MEGABYTE)) for _ in range(8)]
+    assert [move.bytes for move in moves] == shares
+    assert [move.device_bytes for move in moves] == shares
+    assert [move.kept_bytes for move in moves] == [100 * MEGABYTE - share for share in shares]
+    assert [bool(move.leaving) for move in moves] == [bool(share) for share in shares]
+    assert 0 < sum(map(bool, shares)) < 8
+
+
+def test_rows_leave_up_to_the_part_of_those_that_are_expected():
+    profile = stack(4)
+    few = [
+        replace(tensor, shape=(100, 1 << 20), valid_bytes=valid * MEGABYTE)
+        for tensor, valid in zip(profile.tensors, (10, 20, 30, 40))
+    ]
+    policy = ps.Policy([ps.Rule("layers.*", "offload", fraction=0.5)])
+    moves = moves_of(policy, few, ["offload"] * 4, profile.segments)
+    assert [move.bytes for move in moves] == [12 * MEGABYTE] * 4  # of a mean of 25 rows
+    assert [move.device_bytes for move in moves] == [100 * MEGABYTE] * 4
 
 
 def test_backward_may_be_what_does_not_fit():
@@ -274,7 +302,8 @@ def test_a_region_leaves_when_it_ends_and_returns_whole():
     assert move.ready == pytest.approx(30 * MS)
     assert move.needed == pytest.approx(50 * MS)
     assert (move.put_at, move.asked_at, move.dropped_at) == (2, (4, 5), 6)
-    assert (move.bytes, move.device_bytes, move.window) == (50.5 * MEGABYTE, 200 * MEGABYTE, 7)
+    assert (move.bytes, move.device_bytes, move.window) == (100 * MEGABYTE, 100 * MEGABYTE, 7)
+    assert (move.storages, move.leaving, move.kept_bytes) == ((0, 1), {0}, 100 * MEGABYTE)
 
 
 def test_a_policy_that_moves_nothing_fits_and_one_that_can_move_nothing_does_not():

@@ -366,20 +366,21 @@ class _Playing:
         away: dict[Key, int] = {}
         for at, what, key in played.changes:
             move = by_key[key]
-            own = sum(self.step.lives[s].bytes for s in move.storages if self.homes.get(s) == "offload")
-            leaves = int(move.fraction * own)
+            freed = {s: self.step.lives[s].bytes for s in move.storages if self.homes.get(s) == "offload"}
+            own = sum(freed.values())
+            leaves = sum(size for storage, size in freed.items() if storage in move.leaving)
             if what == "put":
                 changes[at] += own
             elif what == "left":
                 changes[at] -= leaves
-                away[key] = int(move.bytes)
+                away[key] = move.bytes
             elif what == "fetched":
-                changes[at] += int(move.fraction * move.device_bytes)
+                changes[at] += move.device_bytes
                 fetched.add(key)
             else:
                 changes[at] -= own
                 if key in fetched:
-                    changes[at] -= int(move.fraction * move.device_bytes) - leaves
+                    changes[at] -= move.device_bytes - leaves
                 elif key in away:
                     changes[at] += leaves
         for _, what, key in played.changes:  # host memory is taken when a copy out begins
@@ -428,7 +429,7 @@ class _Playing:
             waits=played.waits,
             out_seconds=played.out_seconds,
             back_seconds=played.back_seconds,
-            moved_bytes=round(sum(move.bytes for move in moves if move.key not in plan.stays)),
+            moved_bytes=sum(move.bytes for move in moves if move.key not in plan.stays),
             host_bytes=host,
             peak_bytes=total[peak_at],
             peak_at=peak_at,

@@ -5,25 +5,27 @@ its window (`saved/offload/window.py`) what leaves and what is fetched at which 
 here: compute takes its measured time, the link moves one copy at a time in each direction, and compute waits
 when the window says so. `Profile.fits` asks how long compute waits; a plan also where the bytes are meanwhile.
 
-A keeper may differ from this in three points, which a profile does not know:
+Which tensors leave under a `fraction` is decided by the keeper's own rule, too (`saved/offload/split.py`).
+
+A keeper may differ from this in two points, which a profile does not know:
 
 - The headroom: where memory is far below its peak, a keeper lets copies out take longer, so it waits no longer.
 - Which part of a storage a tensor covers. Here the whole storage counts, once; a keeper moves the range that a
   region's tensors cover, and each thin slice (less than half of what it spans) by itself.
-- With a `fraction` below 1, which tensors leave: here that part of each tensor does.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Literal
 
-from pagestash.policy import HomeName
+from pagestash.policy import HomeName, Rule
 from pagestash.profiling.assign import Rules, rule_of
 from pagestash.profiling.link import Link
 from pagestash.profiling.records import SavedTensor, Segment
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, make_plan
+from pagestash.saved.offload.split import EntryShape, RowSplit, mean_rows
 from pagestash.saved.offload.window import Decision, Window, WindowGroup
 
 
@@ -34,14 +36,17 @@ class Move:
     key: Key
     ready: float
     needed: float
-    bytes: float
+    bytes: int
     """Bytes copied each way."""
     device_bytes: int
+    """Of the storages that leave."""
+    kept_bytes: int
+    """Of those that do not, by its rule's `fraction`."""
     window: int | None
     """Its rule's `prefetch_bytes`."""
-    fraction: float
-    """The part of its bytes that leaves."""
     storages: tuple[int, ...]
+    leaving: frozenset[int]
+    """The storages that leave, in whole or in part: all, unless its rule has a `fraction`."""
     put_at: int
     """The segment that begins when its region ends."""
     asked_at: tuple[int, ...]
@@ -69,27 +74,50 @@ def moves_of(
             seen.add(tensor.storage)
             _, name = rule_of(policy, tensor.path)
             groups.setdefault((name, _last_segment(segments, tensor.saved_at, name)), []).append(tensor)
+    rules = {name: rule for name, _ in groups if (rule := policy.rule_for(name)) is not None}
+    split = RowSplit(_expected_rows((rules[name], group) for (name, _), group in groups.items()))
     moves = []
-    for (name, last), group in groups.items():
-        rule = policy.rule_for(name)
-        assert rule is not None
+    for (name, last), group in sorted(groups.items(), key=lambda item: item[0][1]):
+        rule = rules[name]
+        shares = {tensor.storage: split.share(rule, _shape(tensor)) for tensor in group}
         asked = tuple(sorted(tensor.needed_at for tensor in group))
         moves.append(
             Move(
                 key=(*positions.get(name, ()), name, last),
                 ready=ends[last],
                 needed=ends[asked[0] - 1],
-                bytes=rule.fraction * sum(tensor.valid_bytes for tensor in group),
-                device_bytes=sum(tensor.storage_bytes for tensor in group),
+                bytes=sum(shares.values()),
+                device_bytes=sum(tensor.storage_bytes for tensor in group if shares[tensor.storage]),
+                kept_bytes=sum(tensor.storage_bytes for tensor in group if not shares[tensor.storage]),
                 window=rule.prefetch_bytes,
-                fraction=rule.fraction,
-                storages=tuple(tensor.storage for tensor in group),
+                storages=tuple(shares),
+                leaving=frozenset(storage for storage, share in shares.items() if share),
                 put_at=last + 1,
                 asked_at=asked,
                 dropped_at=1 + max(tensor.freed_at for tensor in group),
             )
         )
     return moves
+
+
+def _shape(tensor: SavedTensor) -> EntryShape:
+    """What the keeper's split sees; with rows where the measured step did not fill all of them."""
+    rows = tensor.shape[0] if tensor.shape else 0
+    has_rows = tensor.valid_bytes < tensor.storage_bytes and rows and not tensor.storage_bytes % rows
+    return EntryShape(tensor.storage_bytes, rows if has_rows else 0)
+
+
+def _expected_rows(
+    groups: Iterable[tuple[Rule, Sequence[SavedTensor]]],
+) -> dict[tuple[str, int], float]:
+    """Valid rows that the keeper expects, by a rule's pattern and the capacity of its tensors."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for rule, tensors in groups:
+        for tensor in tensors:
+            if (shape := _shape(tensor)).capacity:
+                rows = tensor.valid_bytes // shape.row_bytes
+                found.setdefault((rule.match, shape.capacity), []).append(rows)
+    return mean_rows(found)
 
 
 def _last_segment(segments: Sequence[Segment], start: int, name: str) -> int:
@@ -106,7 +134,7 @@ def _last_segment(segments: Sequence[Segment], start: int, name: str) -> int:
 
 def plan_of(moves: Sequence[Move], at_once: Container[Key] = ()) -> OffloadPlan:
     """The keeper's plan. Groups at a position in `at_once`, whose backward follows its forward, stay."""
-    groups = {move.key: GroupBytes(max(1, int(move.bytes)), move.device_bytes, move.window) for move in moves}
+    groups = {move.key: GroupBytes(move.bytes, move.device_bytes, move.window) for move in moves}
     found: list[tuple[int, int, Event]] = [(move.put_at, 0, ("put", move.key)) for move in moves]
     found += [(move.asked_at[0], 1, ("get", move.key)) for move in moves]
     found.sort(key=lambda item: item[:2])
@@ -131,32 +159,29 @@ class Played:
     """How long the link is busy each way."""
 
 
-def play(
-    moves: Sequence[Move], plan: OffloadPlan, segments: Sequence[Segment], link: Link, fraction: float = 1.0
-) -> Played:
-    """One step in which `fraction` of the bytes are copied."""
+def play(moves: Sequence[Move], plan: OffloadPlan, segments: Sequence[Segment], link: Link) -> Played:
+    """One step."""
     starts = [0.0, *accumulate(segment.seconds for segment in segments)]
-    return _Step(plan, link, fraction).play(moves, starts)
+    return _Step(plan, link).play(moves, starts)
 
 
 class _Step:
     """The window decides, this class keeps the time."""
 
-    def __init__(self, plan: OffloadPlan, link: Link, fraction: float) -> None:
+    def __init__(self, plan: OffloadPlan, link: Link) -> None:
         self._window = Window(plan)
         self._link = link
-        self._fraction = fraction
         self._now = 0.0
         self._at = 0  # the segment that begins now
         self._found = Played()
         self._out_free = self._back_free = 0.0
-        self._copies: dict[Key, float] = {}  # bytes
+        self._copies: dict[Key, int] = {}  # bytes
         self._gone: dict[Key, float] = {}  # when the copy out ends
         self._here: dict[Key, float] = {}  # when the copy back ends
         self._leaving: list[WindowGroup] = []
 
     def play(self, moves: Sequence[Move], starts: Sequence[float]) -> Played:
-        self._copies = {move.key: self._fraction * move.bytes for move in moves}
+        self._copies = {move.key: move.bytes for move in moves}
         held: dict[Key, WindowGroup] = {}
         for at, kind, move in _events(moves):
             self._at, self._now = at, starts[at] + self._found.waited
@@ -173,12 +198,14 @@ class _Step:
         return self._found
 
     def _put(self, move: Move) -> WindowGroup:
-        size, key = move.device_bytes, move.key
+        size, kept, key = move.device_bytes, move.kept_bytes, move.key
         self._found.changes.append((self._at, "put", key))
         if self._window.stays(key):
-            group = WindowGroup(key, size, kept_bytes=size)
+            group = WindowGroup(key, size, kept_bytes=size + kept)
         else:
-            group = WindowGroup(key, size, away_bytes=size, travelling_bytes=size, leaving_bytes=size)
+            group = WindowGroup(
+                key, size, away_bytes=size, travelling_bytes=size, kept_bytes=kept, leaving_bytes=size
+            )
             seconds = self._copies[key] / self._link.out
             self._out_free = max(self._out_free, self._now) + seconds
             self._gone[key] = self._out_free

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pagestash.policy import HomeName, Policy
-from pagestash.profiling.copies import moves_of, plan_of, play
+from pagestash.policy import HomeName, Policy, Rule
+from pagestash.profiling.copies import Move, moves_of, plan_of, play
 from pagestash.profiling.link import Link
 from pagestash.profiling.records import SavedTensor, Segment
 
@@ -35,7 +35,7 @@ class Fit:
     exposed_seconds: float
     """How long compute would wait."""
     fraction: float
-    """The largest fraction of the policy's bytes that would hide, in hundredths; 1.0 if all do."""
+    """The largest `fraction` (times that of each rule) with which the copies hide, in hundredths; 1.0 if all do."""
 
 
 def fit(
@@ -51,16 +51,18 @@ def fit(
     """
     step = sum(segment.seconds for segment in segments)
     turn = sum(segment.seconds for segment in segments if segment.way == "forward")
-    moves = moves_of(policy, tensors, homes, segments)
-    plan = plan_of(moves)
-    going = [move for move in moves if move.key not in plan.stays]
 
-    def waited(fraction: float) -> float:
-        return play(moves, plan, segments, link, fraction).waited
+    def played(fraction: float) -> tuple[list[Move], list[Move], float]:
+        """The groups, those that leave, and how long compute waits."""
+        moves = moves_of(_Part(policy, fraction), tensors, homes, segments)
+        plan = plan_of(moves)
+        going = [move for move in moves if move.key not in plan.stays]
+        return moves, going, play(moves, plan, segments, link).waited
 
-    def hides(fraction: float) -> bool:
-        return waited(fraction) <= UNSEEN * step and bool(going or not moves)
+    def hides(moves: Sequence[Move], going: Sequence[Move], waited: float) -> bool:
+        return waited <= UNSEEN * step and bool(going or not moves)
 
+    moves, going, waited = played(1.0)
     moved = sum(move.bytes for move in going)
     ways = [(0.0, 0.0)]
     if going:
@@ -68,15 +70,28 @@ def fit(
         ways = [(moved / link.out, turn - first), (moved / link.back, last - turn)]
     needed, available = max(ways, key=lambda way: way[0] - way[1])
     whole = Fit(
-        fits=hides(1.0),
-        moved_bytes=round(moved),
-        staying_bytes=round(sum(move.bytes for move in moves) - moved),
+        fits=hides(moves, going, waited),
+        moved_bytes=moved,
+        staying_bytes=sum(move.bytes for move in moves) - moved,
         needed_seconds=needed,
         available_seconds=available,
-        exposed_seconds=waited(1.0),
+        exposed_seconds=waited,
         fraction=1.0,
     )
     if whole.fits:
         return whole
     smaller = (number / STEPS for number in range(STEPS - 1, 0, -1))
-    return replace(whole, fraction=next((part for part in smaller if hides(part)), 0.0))
+    return replace(whole, fraction=next((part for part in smaller if hides(*played(part))), 0.0))
+
+
+class _Part:
+    """The same rules, of whose bytes a part leaves."""
+
+    def __init__(self, policy: Policy, fraction: float) -> None:
+        self._policy, self._fraction = policy, fraction
+
+    def rule_for(self, name: str) -> Rule | None:
+        rule = self._policy.rule_for(name)
+        if rule is None or rule.home != "offload":
+            return rule
+        return replace(rule, fraction=self._fraction * rule.fraction)

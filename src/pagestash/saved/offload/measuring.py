@@ -14,7 +14,7 @@ from pagestash.policy import Rule
 from pagestash.saved.homes import Tally
 from pagestash.saved.offload.headroom import HeadroomMeter
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, StepOrder, make_plan
-from pagestash.saved.offload.split import EntryShape, RowSplit
+from pagestash.saved.offload.split import EntryShape, RowSplit, mean_rows
 from pagestash.saved.storage import Entry
 
 
@@ -136,13 +136,13 @@ class Measuring:
         return pages
 
     def _expected_rows(self) -> dict[tuple[str, int], float]:
-        """The mean over a rule's tensors of one capacity: they vary from step to step as from layer to layer."""
+        """The mean over a rule's tensors of one capacity."""
         found: dict[tuple[str, int], list[int]] = {}
         for group in self._groups.values():
             for shape, valid in group.entries:
                 if shape.capacity:
                     found.setdefault((group.rule.match, shape.capacity), []).append(valid // shape.row_bytes)
-        return {which: sum(rows) / len(rows) for which, rows in found.items()}
+        return mean_rows(found)
 
 
 def _peak(events: Sequence[Event], sizes: dict[Key, int]) -> int:

@@ -5,7 +5,7 @@ tensor is split at a fixed row, `fraction` of the rows that are expected. If few
 harmlessly. If more are, they wait in pages.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pagestash.policy import Rule
@@ -27,6 +27,11 @@ class EntryShape(NamedTuple):
     @classmethod
     def of(cls, entry: Entry) -> "EntryShape":
         return cls(entry.length, 0 if entry.rows is None else entry.capacity)
+
+
+def mean_rows(found: Mapping[tuple[str, int], Sequence[int]]) -> dict[tuple[str, int], float]:
+    """What a `RowSplit` expects, by what was found: rows vary from step to step as from layer to layer."""
+    return {which: sum(rows) / len(rows) for which, rows in found.items()}
 
 
 class RowSplit:

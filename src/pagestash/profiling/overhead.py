@@ -1,18 +1,22 @@
-"""What a keeper costs the host, measured on the model's own step: one that is bound by launches pays for it."""
+"""What a keeper costs the host: a step that is bound by launches pays for it.
 
-import re
-from collections.abc import Sequence
+Measured on a chain of small modules whose kernels take no longer than their launches. In a model's own step the
+host waits for the device now and then, and such a wait is many times what a keeper costs.
+"""
+
+import time
+from collections import OrderedDict
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
 from pagestash.policy import Policy, Rule
-from pagestash.profiling.records import Region
-from pagestash.profiling.steps import RepeatedStep
-from pagestash.profiling.timeline import StepClock, Timeline
 from pagestash.saved.keeper import Keeper
 
-WARM, ROUNDS = 3, 6
-LEAST_BYTES = 4096
-"""A tensor that is moved to see what that costs."""
+WARM, ROUNDS = 4, 12
+REGIONS, WIDTH = 16, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +37,29 @@ class Overhead:
     """The same in backward."""
 
 
-def measure_overhead(step: RepeatedStep, regions: Sequence[Region], tensors: int) -> Overhead | None:
-    """Run the step, which saves so many tensors, without a keeper and under keepers that do little.
+class _Small(nn.Module):
+    """Saves its input, and one tensor of its own."""
 
-    None without a GPU, and for a model that a keeper refuses.
-    """
-    pattern, tried = _small_regions(step, regions)
-    if step.device.type != "cuda" or not tried:
-        return None
-    try:
-        alone = _launched(step, None)
-        kept = _launched(step, Rule(tried[0].name, "keep"))
-        recomputed = _launched(step, Rule(pattern, "recompute", min_bytes=LEAST_BYTES))
-        moved = _launched(step, Rule(pattern, "offload", min_bytes=LEAST_BYTES, prefetch_bytes=0))
-    except (RuntimeError, ValueError):
-        return None
+    saves = 2
 
-    own = alone[0] * sum(r.total_forward_seconds for r in tried) / _forward_seconds(regions)
-    pack, unpack = _each(kept, alone, max(1, tensors))
-    record, replay = _each(recomputed, kept, len(tried))
-    put, get = _each(moved, kept, len(tried))
-    return Overhead(pack, unpack, record, max(0.0, replay - own / len(tried)), put, get)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(nn.functional.silu(x))
+
+
+def measure_overhead(device: torch.device) -> Overhead:
+    """Run a chain of regions without a keeper, and under keepers that keep, recompute and move every second one."""
+    chain = nn.Sequential(
+        OrderedDict((f"{kind}{at}", _Small()) for at in range(REGIONS) for kind in ("other", "region"))
+    )
+    alone = _launched(chain, device, None)
+    kept = _launched(chain, device, Rule("region0", "keep"))
+    recomputed = _launched(chain, device, Rule("region*", "recompute", min_bytes=1))
+    moved = _launched(chain, device, Rule("region*", "offload", min_bytes=1, prefetch_bytes=0))
+
+    pack, unpack = _each(kept, alone, _Small.saves * len(chain))
+    record, replay = _each(recomputed, kept, REGIONS)
+    put, get = _each(moved, kept, REGIONS)
+    return Overhead(pack, unpack, record, max(0.0, replay - alone[0] / len(chain)), put, get)
 
 
 def _each(seconds: tuple[float, float], others: tuple[float, float], count: int) -> tuple[float, float]:
@@ -62,41 +68,25 @@ def _each(seconds: tuple[float, float], others: tuple[float, float], count: int)
     return forward, backward
 
 
-def _small_regions(step: RepeatedStep, regions: Sequence[Region]) -> tuple[str, list[Region]]:
-    """The pattern of alike modules, many of them, that save something and take the least time."""
-    modules = dict(step.model.named_modules())
-    alike: dict[str, list[Region]] = {}
-    for region in regions:
-        inner = any(other.name.startswith(region.name + ".") for other in regions)
-        if region.name in modules and region.calls == 1 and region.bytes >= LEAST_BYTES and not inner:
-            alike.setdefault(re.sub(r"\b\d+\b", "*", region.name), []).append(region)
-    if not alike:
-        return "", []
-    most = max(map(len, alike.values()))
-
-    def seconds(pattern: str) -> float:
-        return sum(region.total_forward_seconds for region in alike[pattern])
-
-    pattern = min((name for name, found in alike.items() if len(found) > most / 2), key=seconds)
-    return pattern, alike[pattern]
-
-
-def _forward_seconds(regions: Sequence[Region]) -> float:
-    return sum(region.forward_seconds for region in regions) or 1.0
-
-
-def _launched(step: RepeatedStep, rule: Rule | None) -> tuple[float, float]:
+def _launched(chain: nn.Module, device: torch.device, rule: Rule | None) -> tuple[float, float]:
     """The host's seconds of forward and backward, under a keeper with one rule or without.
 
     The least of several steps: what disturbs the host makes it slower, never faster.
     """
-    keeper = None if rule is None else Keeper(Policy([rule])).attach(step.model)
+    x = torch.zeros(WIDTH, WIDTH, device=device, requires_grad=True)
+    keeper = None if rule is None else Keeper(Policy([rule])).attach(chain)
     times = []
     try:
         for _ in range(WARM + ROUNDS):
-            clock = StepClock()
-            step.run(Timeline(clock), around=None if keeper is None else keeper.step())
-            times.append(clock.launched)
+            x.grad = None
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            with nullcontext() if keeper is None else keeper.step():
+                begin = time.perf_counter()
+                loss = chain(x).sum()
+                turn = time.perf_counter()
+                loss.backward()
+                times.append((turn - begin, time.perf_counter() - turn))
     finally:
         if keeper is not None:
             keeper.detach()

@@ -31,13 +31,12 @@ class RepeatedStep:
         timeline: Timeline,
         forward: AbstractContextManager[Any] | None = None,
         seen: Callable[[Any], None] | None = None,
-        around: AbstractContextManager[Any] | None = None,
     ) -> list[float]:
         """Run once; the seconds of its segments (forward and backward, if `forward` observes nothing).
 
-        `seen` is called with forward's result before backward begins. `around` is open during the step.
+        `seen` is called with forward's result before backward begins.
         """
-        with self._state(), around or nullcontext():
+        with self._state():
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             with forward or nullcontext():

@@ -62,7 +62,11 @@ def test_regions_take_together_what_the_step_takes():
     # No more than the step itself: watching it is not counted. Less, by the gaps between its launches.
     assert 0.2 * found.plain_seconds < watched < 1.05 * found.plain_seconds
     layers = [found.region(f"layers.{index}") for index in range(3)]
-    assert all(0 < layer.total_forward_seconds < layer.total_backward_seconds for layer in layers)
+    assert all(layer.total_forward_seconds > 0 for layer in layers)
+    forward, backward = (
+        sum(getattr(layer, f"total_{way}_seconds") for layer in layers) for way in ("forward", "backward")
+    )
+    assert forward < backward
     # Equal layers take equal times, and most of a layer is in its experts.
     assert layers[1].total_forward_seconds == pytest.approx(layers[2].total_forward_seconds, rel=0.2)
     moe = found.region("layers.1.moe")

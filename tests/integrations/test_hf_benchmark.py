@@ -20,9 +20,13 @@ def reference(monkeypatch):
 
 
 def test_a_step_with_its_optimizer_gives_one_loss_both_ways():
-    eager, graphed = B.compare_graphed(TINY, torch.device("cpu"), torch.float32, repeats=1)
-    assert [eager["way"], graphed["way"]] == [B.EAGER_STEP, B.GRAPHED_STEP]
-    assert eager["loss"] == graphed["loss"]
+    rows = B.compare_graphed(TINY, torch.device("cpu"), torch.float32, repeats=1)
+    assert [row["way"] for row in rows] == [
+        way.format(kind) for kind in ("SGD", "AdamW") for way in (B.EAGER_STEP, B.GRAPHED_STEP)
+    ]
+    assert len(B.graphed_claims(rows, "")) == 2
+    assert rows[0]["loss"] == rows[1]["loss"]
+    assert rows[2]["loss"] == rows[3]["loss"]
 
 
 def test_all_ways_of_lora_give_one_loss():

@@ -8,11 +8,15 @@ from pagestash.commands.simulate import factors_of, precision_of, zero_of
 from pagestash.commands.step import check_numbers, exit_code
 from pagestash.policy import format_bytes
 from pagestash.simulation.build import Run
+from pagestash.simulation.choices import joined
 from pagestash.simulation.cluster import read_cluster
 from pagestash.simulation.flags import megatron_flags, pagestash_flags, torchtitan_flags
 from pagestash.simulation.layout import Layout
 from pagestash.simulation.model import read_model
 from pagestash.simulation.search import Found, Search, Wanted, describe, search
+
+JOINED = "policy.toml"
+"""The policies of all ranks in one file: each names layers of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,20 +112,30 @@ def _shares(item: Found) -> str:
 
 
 def _flags(item: Found) -> list[str]:
+    """A line for each program: its flags, or why it has none for this layout."""
     policies = item.planned.policies
-    return [
-        f"pagestash   {' '.join(pagestash_flags(item.run))}",
-        f"megatron    {' '.join(megatron_flags(item.run, policies))}",
-        f"torchtitan  {' '.join(torchtitan_flags(item.run, policies))}",
-    ]
+    made = {
+        "pagestash": lambda: pagestash_flags(item.run, JOINED),
+        "megatron": lambda: megatron_flags(item.run, policies),
+        "torchtitan": lambda: torchtitan_flags(item.run, policies),
+    }
+    lines = []
+    for name, flags in made.items():
+        try:
+            told = " ".join(flags())
+        except ValueError as error:
+            told = f"({error})"
+        lines.append(f"{name:<10}  {told}")
+    return lines
 
 
 def write(found: Search, folder: Path) -> None:
-    """One policy file a rank, the flags, and the table as text and JSON."""
+    """One policy file a rank and one for all, the flags, and the table as text and JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     best = found.best
     for number, policy in enumerate(best.planned.policies):
         policy.save(folder / f"policy-rank{number}.toml")
+    joined(best.planned.policies).save(folder / JOINED)
     (folder / "flags.txt").write_text("\n".join(_flags(best)) + "\n", encoding="utf-8")
     (folder / "plan.txt").write_text(report(found) + "\n", encoding="utf-8")
     rows = [

@@ -1,0 +1,259 @@
+"""Launch flags: those that other programs know, with values that they take."""
+
+import re
+import shlex
+from functools import cache
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from pagestash.cli import app
+from pagestash.models.config import preset
+from pagestash.policy import Policy, Rule
+from pagestash.simulation.build import Run
+from pagestash.simulation.cluster import read_cluster
+from pagestash.simulation.flags import megatron_flags, pagestash_flags, torchtitan_division, torchtitan_flags
+from pagestash.simulation.layout import Layout
+from pagestash.simulation.search import Wanted, layouts
+from pagestash.train.config import checked, merge, parse_assignments
+
+# What is printed, checked by hand against Megatron-LM d98e8a64dd (core 0.20, 22 August 2026): `megatron/training/
+# arguments.py`, `megatron/core/transformer/transformer_config.py`. None: a flag without a value.
+MEGATRON = {
+    **dict.fromkeys(
+        (
+            "--tensor-model-parallel-size",
+            "--context-parallel-size",
+            "--pipeline-model-parallel-size",
+            "--expert-model-parallel-size",
+            "--expert-tensor-parallel-size",
+            "--micro-batch-size",
+            "--global-batch-size",
+            "--seq-length",
+            "--recompute-num-layers",
+        ),
+        r"\d+",
+    ),
+    **dict.fromkeys(
+        (
+            "--sequence-parallel",
+            "--moe-grouped-gemm",
+            "--bf16",
+            "--use-distributed-optimizer",
+            "--use-megatron-fsdp",
+            "--fine-grained-activation-offloading",
+        ),
+        None,
+    ),
+    "--moe-token-dispatcher-type": "allgather|alltoall|flex",
+    "--pipeline-model-parallel-layout": r"[EtL|()*\d]+",
+    "--recompute-granularity": "full|selective",
+    "--recompute-method": "uniform|block",
+    "--recompute-modules": "(( ?)(moe_act|layernorm|mla_up_proj))+",
+    "--offload-modules": "(( ?)(core_attn|expert_fc1|moe_act|attn_norm|mlp_norm))+",
+    "--activation-offload-fraction": r"0\.\d\d",
+    "--fp8-format": "e4m3|hybrid",
+    "--fp8-recipe": "tensorwise|mxfp8",
+    "--data-parallel-sharding-strategy": "optim_grads|optim_grads_params",
+    "--ckpt-format": "fsdp_dtensor",
+}
+# Checked by hand against torchtitan b5bcd76c66 (21 August 2026): `torchtitan/config/configs.py`, `trainer.py`,
+# `distributed/pipeline_parallel.py`, `distributed/activation_checkpoint.py`.
+TORCHTITAN = {
+    **dict.fromkeys(
+        (
+            "--parallelism.tensor_parallel_degree",
+            "--parallelism.context_parallel_degree",
+            "--parallelism.pipeline_parallel_degree",
+            "--parallelism.pipeline_parallel_layers_per_stage",
+            "--parallelism.pipeline_parallel_first_stage_less_layers",
+            "--parallelism.pipeline_parallel_last_stage_less_layers",
+            "--parallelism.num_pp_microbatches",
+            "--parallelism.expert_parallel_degree",
+            "--training.num_tokens_per_microbatch_per_dp_rank",
+            "--training.num_tokens_per_train_step",
+            "--training.max_context_length",
+        ),
+        r"\d+",
+    ),
+    "--parallelism.data_parallel_shard_degree": r"-1|\d+",
+    "--parallelism.pipeline_parallel_schedule": "1F1B|Interleaved1F1B",
+    "--parallelism.fsdp_reshard_after_forward": "default|always|never",
+    "--training.disable_cuda_graphs": None,
+}
+
+POLICIES = {
+    "none": [],
+    "norms": [Rule("layers.{0-3}.attn_norm", "recompute"), Rule("layers.*.mlp_norm", "recompute")],
+    "offload": [Rule("layers.0.moe.moe_act", "offload"), Rule("layers.0.attn.core_attn", "offload")],
+    "both": [Rule("layers.*.moe.expert_fc1", "offload"), Rule("layers.*.moe.moe_act", "recompute")],
+    "whole": [Rule("layers.*", "recompute")],
+    "some whole": [Rule("layers.{0-1}", "recompute"), Rule("layers.*.moe.expert_fc1", "offload")],
+}
+
+
+def run(devices="gb200:64", *, model="deepseek-v3", layers=None, **more) -> Run:
+    cluster = read_cluster(devices)
+    other = {name: more.pop(name) for name in ("precision", "global_batch", "microbatch") if name in more}
+    return Run(
+        config=preset(model, layers),
+        cluster=cluster,
+        layout=Layout(devices=cluster.devices, **more),
+        sequence=4096,
+        **{"global_batch": 256, **other},
+    )
+
+
+@cache
+def runs() -> list[Run]:
+    """Layouts of every kind: all that a search of 61 layers looks at on 64 devices, and other ZeRO, precision."""
+    made = run()
+    wanted = Wanted(
+        config=made.config,
+        cluster=made.cluster,
+        sequence=4096,
+        global_batch=256,
+        base=made,
+        microbatches=(1,),
+    )
+    found = [
+        run(tp=x.tp, cp=x.cp, ep=x.ep, pp=x.pp, vpp=x.vpp, schedule=x.schedule) for x, _ in layouts(wanted)
+    ]
+    found = [made for made in found if made.layout.vpp == 1 or made.microbatches % made.layout.pp == 0]
+    more = [
+        run(zero=zero, tp=2, ep=8, precision=name)
+        for zero, name in enumerate(("fp32", "fp8", "mxfp8", "bf16"))
+    ]
+    return [*found, *more]
+
+
+def words_of(flags: list[str]) -> dict[str, str | None]:
+    """The flags as a shell would pass them: names and values."""
+    found: dict[str, str | None] = {}
+    name = ""
+    for word in shlex.split(" ".join(flags)):
+        if word.startswith("--"):
+            assert word not in found, f"{word} twice"
+            name, found[word] = word, None
+        else:
+            found[name] = word if found[name] is None else f"{found[name]} {word}"
+    return found
+
+
+def check(words: dict[str, str | None], known: dict[str, str | None]) -> None:
+    for name, value in words.items():
+        assert name in known
+        wanted = known[name]
+        assert (value is None) if wanted is None else re.fullmatch(wanted, value or ""), (name, value)
+
+
+@pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
+def test_megatron_knows_every_flag_and_allows_them_together(rules):
+    for made in runs():
+        words, layout = words_of(megatron_flags(made, [Policy(rules)])), made.layout
+        check(words, MEGATRON)
+        # Its rules: `validate_args`, `TransformerConfig.__post_init__`, `PipelineParallelLayerLayout`.
+        assert ("--sequence-parallel" in words) == (layout.tp > 1)
+        assert ("--use-megatron-fsdp" in words) == ("--ckpt-format" in words) == (layout.zero >= 2)
+        assert "--use-distributed-optimizer" in words or not layout.zero
+        if words.get("--recompute-granularity") == "selective":
+            assert not {"--recompute-method", "--recompute-num-layers"} & {*words}
+        if words.get("--recompute-granularity") == "full":
+            assert {"--recompute-method", "--recompute-num-layers"} <= {*words}
+            assert not {"--recompute-modules", "--offload-modules"} & {*words}
+        if "--fp8-format" in words:
+            assert "--bf16" in words
+        if layout.pp > 1:
+            stages = unrolled(words["--pipeline-model-parallel-layout"]).split("|")
+            assert [stage.count("t") for stage in stages] == made.placed
+            assert (stages[0][:1], stages[-1][-1:]) == ("E", "L")
+            assert len(stages) % layout.pp == 0
+        else:
+            assert "--pipeline-model-parallel-layout" not in words
+
+
+def unrolled(text: str) -> str:
+    """Megatron's reading of a layout: `(tt|)*3` is `tt|tt|tt|`."""
+    return re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found[1] * int(found[2]), text)
+
+
+@pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
+def test_torchtitan_knows_every_flag_and_allows_them_together(rules):
+    for made in runs():
+        layout = made.layout
+        *flags, last = torchtitan_flags(made, [Policy(rules)])
+        assert re.fullmatch("activation-checkpoint:(selective|full|none)", last)
+        words = words_of(flags)
+        check(words, TORCHTITAN)
+        assert "--training.disable_cuda_graphs" in words or layout.pp == layout.ep == 1
+        tokens = int(words["--training.num_tokens_per_microbatch_per_dp_rank"] or 0)
+        assert tokens % (layout.tp * (2 * layout.cp if layout.cp > 1 else 1)) == 0
+        if layout.pp > 1:
+            tokens *= int(words["--parallelism.num_pp_microbatches"] or 0)
+            each, before, after = (
+                int(words[f"--parallelism.pipeline_parallel_{name}"] or 0)
+                for name in ("layers_per_stage", "first_stage_less_layers", "last_stage_less_layers")
+            )
+            effective = made.config.layers + before + after
+            assert -(-effective // each) == layout.stages
+            assert sum(torchtitan_division(layout.stages, made.config.layers, before, after) or []) == 61
+        assert int(words["--training.num_tokens_per_train_step"] or 0) % (tokens * layout.dp) == 0
+
+
+def test_stages_that_torchtitan_has_no_flag_for_are_one_sentence():
+    with pytest.raises(ValueError, match="no flag for 9 layers on 8 stages: set parallelism.module_fqns"):
+        torchtitan_flags(run(layers=9, pp=2, vpp=4, ep=8, schedule="Interleaved1F1B"), [])
+
+
+def test_torchtitan_divides_layers_as_the_run_does_where_it_can():
+    made = run(layers=14, pp=4, ep=8)
+    assert made.placed == [4, 4, 4, 2]
+    words = words_of(torchtitan_flags(made, [])[:-1])
+    less = [words[f"--parallelism.pipeline_parallel_{end}_stage_less_layers"] for end in ("first", "last")]
+    assert torchtitan_division(4, 14, *map(int, less)) == made.placed
+    assert torchtitan_division(8, 9, 1, 0) == [1, 2, 1, 1, 1, 1, 1, 1]
+    assert torchtitan_division(2, 3, 3, 2) == [1, 2]
+    assert torchtitan_division(4, 4, 3, 0) is None
+
+
+def test_megatron_recomputes_and_offloads_only_as_much_as_the_fullest_rank():
+    made = run(layers=16, pp=4, ep=8)
+    some = [Policy(POLICIES["some whole"])]
+    assert megatron_flags(made, some)[-1].endswith("--recompute-method block --recompute-num-layers 2")
+    one = [Policy([Rule("layers.{0-2}.moe.moe_act", "offload")]), Policy(), Policy(), Policy()]
+    assert megatron_flags(made, one)[-1] == "--activation-offload-fraction 0.75"
+    whole = [Policy([Rule("layers.*.moe.moe_act", "offload")])]
+    assert megatron_flags(made, whole)[-1].endswith("--offload-modules moe_act")
+
+
+def test_our_parser_and_settings_take_every_flag():
+    train = typer.main.get_command(app).commands["train"]
+    seen = 0
+    for made in runs():
+        layout = made.layout
+        if layout.tp > 1 or layout.cp > 1:
+            with pytest.raises(ValueError, match="no tensor or context parallel ranks"):
+                pagestash_flags(made, "policy.toml")
+            continue
+        words = shlex.split(" ".join(pagestash_flags(made, "policy.toml")))
+        parsed = train.make_context("train", ["--out", "run", *words])
+        given = {
+            "pipeline": parsed.params["pipeline"],
+            "schedule": parsed.params["schedule"],
+            "expert_parallel": parsed.params["expert"],
+        }
+        given = {key: value for key, value in given.items() if value is not None}
+        settings = merge(parse_assignments(parsed.params["assignments"]), checked(given))
+        assert (settings.pipeline, settings.expert_parallel) == (layout.pp, layout.ep)
+        assert settings.parts == made.microbatches
+        assert settings.tokens == made.microbatch * made.sequence
+        assert layout.vpp == 1 or settings.chunks == layout.vpp
+        seen += 1
+    assert seen > 20
+
+
+def test_a_flag_that_our_parser_does_not_know_would_be_noticed():
+    done = CliRunner().invoke(app, ["train", "--out", "run", "--pipelines", "2"])
+    assert done.exit_code == 2
+    assert "No such option: --pipelines" in done.stderr

@@ -66,6 +66,7 @@ if ".".join(torch.__version__.split(".")[:2]) not in CHECKED:
     log.debug("torch %s: the versions that pagestash was checked on are %s", torch.__version__, CHECKED)
 
 try:
+    from torch.multiprocessing.reductions import StorageWeakRef as _TorchStorageWeakRef
     from torch.utils import _python_dispatch
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import tree_flatten as tree_flatten
@@ -91,6 +92,23 @@ tensor_references: Callable[[torch.Tensor], int] = internal_if_called(torch.Tens
 COUNTS_REFERENCES = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = _attribute(torch.empty(0), "_base")
 """The tensor that a view is a view of."""
+_free_weak_ref: Callable[[int], None] = internal(torch.UntypedStorage, "_free_weak_ref")
+_expired: Callable[[int], bool] = internal(torch.UntypedStorage, "_expired")
+
+
+class StorageWeakRef(_TorchStorageWeakRef):
+    """torch's weak reference to a storage, made and asked in half the time: one is made for every saved tensor."""
+
+    __slots__ = ()
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.cdata = storage._weak_ref()
+        self._free_weak_ref = _free_weak_ref
+
+    def expired(self) -> bool:
+        return _expired(self.cdata)
+
+
 LOCAL_PART = "_local_tensor"
 """The attribute of a distributed tensor that is the part of it on this rank. (A name, because
 `getattr(tensor, LOCAL_PART, tensor)` costs less than a call.)"""

@@ -1,6 +1,8 @@
 """Pinned host memory for tensors of all sizes: extents of slabs, split and joined."""
 
 from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,6 +13,13 @@ ALIGNMENT = 512
 PIECE = 1 << 20
 """If no free extent is large enough, a tensor is spread over several of at least this size. Smaller copies use
 the link badly."""
+_MOST_VIEWS = 4096
+"""Steady steps take the same extents in the same forms. Views of so many are cached: making one costs more than the
+rest of `take`."""
+_COPIED_AS_THEY_ARE = frozenset(
+    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64)
+)
+"""Of these dtypes `copy_` copies bits, on every device."""
 
 
 class Extent(NamedTuple):
@@ -23,6 +32,10 @@ class Extent(NamedTuple):
     @property
     def size(self) -> int:
         return self.end - self.start
+
+
+_extent: Callable[[tuple[int, int, int]], Extent] = partial(tuple.__new__, Extent)
+"""Makes one of its fields, in a third of the time."""
 
 
 class HostBlock(NamedTuple):
@@ -49,6 +62,8 @@ class HostSlabs:
         self._refused = 0
         self._slabs: list[torch.Tensor] = []
         self._free: list[Extent] = []  # by slab and start
+        self._pieces: dict[Extent, torch.Tensor] = {}
+        self._forms: dict[tuple[object, ...], torch.Tensor | None] = {}
 
     @property
     def size(self) -> int:
@@ -73,11 +88,40 @@ class HostSlabs:
                 del self._free[at]
             else:
                 self._free[at] = Extent(slab, start + part, end)
-            block.extents.append(Extent(slab, start, start + part))
-            block.pieces.append(self._slabs[slab][start : start + min(part, size)])
+            block.extents.append(_extent((slab, start, start + part)))
+            block.pieces.append(self._piece(_extent((slab, start, start + min(part, size)))))
             room -= part
             size -= part
         return block
+
+    def _piece(self, extent: Extent) -> torch.Tensor:
+        found = self._pieces.get(extent)
+        if found is None:
+            if len(self._pieces) >= _MOST_VIEWS:
+                self._pieces.clear()
+            slab, start, end = extent
+            found = self._pieces[extent] = self._slabs[slab][start:end]
+        return found
+
+    def in_form_of(self, tensor: torch.Tensor, block: HostBlock) -> torch.Tensor | None:
+        """The block as a tensor of the dtype, size and strides of `tensor`, whose bytes it is for.
+
+        None if it is in several pieces, or if the tensor's elements are not all the bytes of its range, each once.
+        """
+        if len(block.extents) != 1:
+            return None
+        key = (block.extents[0], tensor.dtype, tensor.shape, tensor.stride())
+        try:
+            return self._forms[key]
+        except KeyError:
+            if len(self._forms) >= _MOST_VIEWS:
+                self._forms.clear()
+            form = None
+            if tensor.dtype in _COPIED_AS_THEY_ARE and _is_dense(tensor):
+                flat = block.pieces[0][: tensor.nbytes].view(tensor.dtype)
+                form = flat.as_strided(tensor.shape, tensor.stride())
+            self._forms[key] = form
+            return form
 
     def _choose(self, size: int) -> list[Extent]:
         """The smallest free extent that is large enough, else the fewest largest ones that together are."""
@@ -127,6 +171,8 @@ class HostSlabs:
                     self.device
                 )  # copies that were ordered but not waited for may still run
             self._free, self._slabs = [], []
+            self._pieces.clear()
+            self._forms.clear()
         if size > self.size:
             more = host_slab(size - self.size, self.device)
             self._free.append(Extent(len(self._slabs), 0, more.numel()))
@@ -136,3 +182,14 @@ class HostSlabs:
 def aligned(size: int) -> int:
     """`size` rounded up to the alignment of blocks."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie side by side, in whatever order of dimensions, and none twice."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.profiling.memory import MemoryMeter
 from pagestash.profiling.records import ALLOCATED, BATCH, OUTPUT, USER, Kind, SavedTensor
@@ -22,6 +21,7 @@ from pagestash.saved.storage import byte_range, row_range
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.torch_internals import (
     LOCAL_PART,
+    StorageWeakRef,
     TorchDispatchMode,
     key_of_storage,
     storage_key,

@@ -1,12 +1,11 @@
 """Which entry holds the bytes of a tensor that is being saved: one that is there already, or a new one."""
 
-from torch.multiprocessing.reductions import StorageWeakRef
-
 from pagestash.policy import HomeName
 from pagestash.saved.lost import give_up
 from pagestash.saved.region import Region
 from pagestash.saved.storage import Entry, SavedView
 from pagestash.saved.valid_rows.mark import Valid
+from pagestash.torch_internals import StorageWeakRef
 
 
 class Entries:
@@ -19,7 +18,7 @@ class Entries:
     def find(self, view: SavedView, region: Region, valid: Valid | None) -> Entry:
         """The entry that holds the bytes of `view`, or a new one in the region's group."""
         assert region.rule is not None
-        version = view.version
+        version, which = view.version, (view.key, region.rule.home)
         if valid is None:
             rows, capacity, last = None, 0, view.last
             first = (
@@ -27,9 +26,9 @@ class Entries:
             )  # every dtype's view starts on an element, and copies are wide
         else:
             rows, capacity, first, last = valid[:4]
-        known = self._known.get((view.key, region.rule.home))
+        known = self._known.get(which)
         if known is None:
-            known = self._known[view.key, region.rule.home] = []
+            known = self._known[which] = []
         else:
             # The weak reference keeps the storage's identity from being given to another tensor; an entry whose
             # storage is gone can no longer be the one that is being saved.
@@ -42,18 +41,20 @@ class Entries:
                     return entry
                 if rows is None and entry in region.entries and entry.widen(version, first, last):
                     return entry
+        tensor = view.tensor
+        # (By position: eleven names take half a microsecond.)
         entry = Entry(
-            storage=StorageWeakRef(view.tensor.untyped_storage()),
-            version=version,
-            first=first,
-            last=last,
-            origin=view.tensor.detach(),
-            rows=rows,
-            rows_version=0 if rows is None else rows._version,
-            capacity=capacity,
-            covered=last - first,
-            region=region.name,
-            rule=region.rule,
+            StorageWeakRef(tensor.untyped_storage()),
+            version,
+            first,
+            last,
+            tensor.detach(),
+            rows,
+            0 if rows is None else rows._version,
+            capacity,
+            last - first,
+            region.name,
+            region.rule,
         )
         known.append(entry)
         region.entries.append(entry)

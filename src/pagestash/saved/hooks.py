@@ -9,13 +9,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from pagestash.policy import HomeName, Policy, Rule
+from pagestash.policy import HomeName, Policy
 from pagestash.saved.compiled import hidden
 from pagestash.saved.entries import Entries
 from pagestash.saved.homes import Keep, TakesGroups
 from pagestash.saved.packed import DenseHandle, Handle, Kept, Look, Packed, Untouched
 from pagestash.saved.region import Recording, Region, frames
-from pagestash.saved.storage import SavedView, ViewRecipe, plain_storage, row_range
+from pagestash.saved.storage import SPARSE, SavedView, ViewRecipe, byte_range, plain_storage, row_range
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.saved.valid_rows.marks import Marks
 from pagestash.torch_internals import LOCAL_PART, current_transform, storage_key
@@ -65,21 +65,27 @@ class SavedTensorHooks:
     @hidden
     def pack(self, tensor: torch.Tensor) -> Packed:
         """A handle for an activation; weights and what has no plain memory stay as they are."""
-        region = owner = run = None
-        for frame in reversed(frames()):
-            if region is None and isinstance(frame.owner, SavedTensorHooks):
-                # Perhaps another keeper's, whose step is open around this one's: torch asks the inner hooks only.
-                region, owner = frame, frame.owner
-            if frame.run is not None and frame.run is not run:
-                # Every recorded forward around counts it: one may lie in a region of another home, which lies in
-                # one that is recomputed itself.
-                run = frame.run
-                run.note(tensor)
+        current = frames()
+        region: Region | None = current[-1] if current else None
+        owner = None if region is None else region.owner
+        if region is None or region.recorded or type(owner) is not SavedTensorHooks:
+            region = owner = run = None
+            for frame in reversed(current):
+                if region is None and isinstance(frame.owner, SavedTensorHooks):
+                    # Perhaps another keeper's, whose step is open around this one's: torch asks the inner hooks
+                    # only.
+                    region, owner = frame, frame.owner
+                if frame.run is not None and frame.run is not run:
+                    # Every recorded forward around counts it: one may lie in a region of another home, which lies
+                    # in one that is recomputed itself. (It looks at our caller's frame.)
+                    run = frame.run
+                    run.note(tensor)
         if current_transform() is not None:
             return Untouched(tensor, tensor._version)
-        if region is None or owner is None:
+        if region is None:
             # A backward of a GPU, in a thread of its own, makes a graph inside.
             return Untouched.of(tensor)
+        assert isinstance(owner, SavedTensorHooks)
         packed = owner.pack_in(region, tensor, caller=sys._getframe(1) if owner.marks.any else None)
         if owner.look is not None:
             owner.look.saw(region, tensor, packed)
@@ -114,7 +120,7 @@ class SavedTensorHooks:
         if key in self.weights or key in region.weights:
             return Untouched(tensor, version)
         if owner.rule is None or owner.rule.home != "keep":
-            handle = self._handle(owner, key, tensor, chained, caller)
+            handle = self._handle(owner, key, version, tensor, chained, caller)
             if handle is not None:
                 return handle
         # Detached: with its graph, an operation's own output would keep that operation alive.
@@ -131,27 +137,41 @@ class SavedTensorHooks:
         return key in self.weights or key in region.weights
 
     def _handle(
-        self, region: Region, key: int, tensor: torch.Tensor, chained: bool, caller: FrameType | None
+        self,
+        region: Region,
+        key: int,
+        version: int,
+        tensor: torch.Tensor,
+        chained: bool,
+        caller: FrameType | None,
     ) -> Packed | None:
         """A handle of what moves or is recomputed; None for what stays."""
         # What another region keeps alive anyway is worth neither a copy nor a forward.
-        if self._keep.holds(key, tensor._version):
+        if self._keep.holds(key, version):
             return None
         # The output of a recomputed region needs no home, unless a rule says to keep it.
         output = self._outputs.output_of(key, tensor, chained=chained)
-        if output is None and not self._may_move(tensor, region.rule):
-            return None
-        view = SavedView.of(tensor, key)
+        least, size = 0, tensor.nbytes
+        if output is None:
+            rule = region.rule
+            if rule is None:
+                return None
+            least = rule.least_bytes
+            if size < least or not self._is_here(tensor):
+                return None
+        first, last = byte_range(tensor, size)
         # An expanded view is as small as what it repeats.
-        if output is None and region.rule is not None and view.last - view.first < region.rule.least_bytes:
+        if last - first < least:
             return None
         # There are no bytes to move, or they are not the tensor's values as they stand.
-        if not tensor.numel() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        if not size or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return None
+        view = SavedView(tensor, key, version, first, last)
         if output is not None:
             return output.pack(tensor, view.recipe(), whole=self.rows_of(region, tensor) is None)
-        valid = self._valid(region, view, caller)
-        if view.sparse:
+        valid = self._valid(region, view, caller) if region.exact or self.marks.any else None
+        # A thin slice of what it spans, and no expanded view.
+        if last - first > SPARSE * size:
             return self._pack_dense(region, view, valid)
         handle = Handle(self._entries.find(view, region, valid), view.recipe())
         return self._wait_for_reader(handle, key, view, region, valid)
@@ -161,7 +181,9 @@ class SavedTensorHooks:
         before, self.marks.paused = self.marks.paused, True
         elements = view.tensor.detach().contiguous()
         self.marks.paused = before
-        dense = SavedView.of(elements, storage_key(elements))
+        dense = SavedView(
+            elements, storage_key(elements), elements._version, *byte_range(elements, elements.nbytes)
+        )
         recipe = view.recipe()
         recipe.byte_offset = 0
         if valid is not None:
@@ -173,8 +195,9 @@ class SavedTensorHooks:
         self, handle: Handle, key: int, view: SavedView, region: Region, valid: Valid | None
     ) -> Handle:
         """Where a mark cut rows off, the operation that takes in storage `key` next must read row by row."""
-        handle.entry.handles += 1
-        handle.entry.waiting += 1
+        entry = handle.entry
+        entry.handles += 1
+        entry.waiting += 1
         if valid is not None and not valid.sure:
             handle.inferred = True
             view.tensor = view.tensor.detach()
@@ -189,13 +212,14 @@ class SavedTensorHooks:
         return region.rows if found is None else found[0].rows
 
     def _valid(self, region: Region, view: SavedView, caller: FrameType | None) -> Valid | None:
-        """The tensor's valid rows, where somebody said that it has any, and only these are read."""
+        """The tensor's valid rows, where it has any, and only these are read.
+
+        Asked where the region says so (`exact`), or there are marks.
+        """
         if region.exact:
             found = row_range(view.tensor, region.capacity)
             assert region.rows is not None
             return None if found is None else Valid(region.rows, region.capacity, *found, sure=True)
-        if not self.marks.any:
-            return None
         # (Asked for by the old form alone: a set of all weights takes 10 µs.)
         weights = self.weights | region.weights if self.marks.old_forms else region.weights
         return self.marks.saved(view.tensor, view.key, weights, caller, region.name)
@@ -215,13 +239,11 @@ class SavedTensorHooks:
         if not handle.asked:
             entry.waiting += 1
 
-    def _may_move(self, tensor: torch.Tensor, rule: Rule | None) -> bool:
-        """Whether there is a rule to move it, and it is large enough and on the device."""
-        if rule is None:
-            return False
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        """Whether it is on the keeper's device."""
         if self.device is None:
             self.device = tensor.device
-        return tensor.nbytes >= rule.least_bytes and tensor.device == self.device
+        return tensor.device == self.device
 
     # --- regions ---
 

@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import Policy, Rule
 from pagestash.saved.compiled import hidden
@@ -17,7 +16,7 @@ from pagestash.saved.storage import Entry
 from pagestash.saved.valid_rows import rowwise
 from pagestash.saved.valid_rows.marks import Marks
 from pagestash.saved.valid_rows.old_form import OldForm
-from pagestash.torch_internals import key_of_storage
+from pagestash.torch_internals import StorageWeakRef, key_of_storage
 
 T = TypeVar("T")
 
@@ -91,6 +90,8 @@ class Region:
     """Storages whose bytes, when saved in here, belong to another region."""
     run: Forward | None = None
     """What discards the tensors saved in here, to recompute them; None where they have a home."""
+    recorded: bool = True
+    """Whether this region, or one around it, may have a `run`. `enter` knows."""
     whole_step: bool = False
     """The outermost region, open for the whole step. No tensor can be claimed in it."""
     looking: "rowwise.RowWise | None" = None
@@ -124,7 +125,9 @@ def set_frames(value: tuple[Region, ...]) -> None:
 
 
 def enter(region: Region) -> None:
-    _frames.set((*_frames.get(), region))
+    current = _frames.get()
+    region.recorded = region.run is not None or (bool(current) and current[-1].recorded)
+    _frames.set((*current, region))
     region.modes = rowwise.depth()
     if region.owner.marks.any and not region.whole_step:
         look_at_operations(region)

@@ -11,10 +11,9 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import Rule
-from pagestash.torch_internals import LOCAL_PART, buffers_of, parameters_of, storage_key
+from pagestash.torch_internals import LOCAL_PART, StorageWeakRef, buffers_of, parameters_of, storage_key
 
 SPARSE = 2
 """A view that spans more than this many times its own bytes is packed densely rather than by range."""
@@ -65,12 +64,12 @@ class Entry:
     rows_version: int = 0
     capacity: int = 0
     covered: int = 0
+    region: str = ""
+    rule: Rule | None = None
     handles: int = 0
     waiting: int = 0  # handles that backward has not asked for yet
     spoiled: bool = False
     place: Place | None = None
-    region: str = ""
-    rule: Rule | None = None
 
     @property
     def length(self) -> int:
@@ -130,13 +129,16 @@ class Entry:
         return self.rows is not None and self.rows._version != self.rows_version
 
 
-def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and end of the storage bytes that the tensor's elements lie in."""
-    first = int(tensor.storage_offset()) * tensor.element_size()
+def byte_range(tensor: torch.Tensor, nbytes: int | None = None) -> tuple[int, int]:
+    """First byte and end of the storage bytes that the tensor's elements lie in. `nbytes` are its own, if known."""
+    item = tensor.element_size()
+    first = int(tensor.storage_offset()) * item
     if tensor.is_contiguous():  # so is what has no elements
-        return first, first + tensor.nbytes
-    span = 1 + sum(int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride()))
-    return first, first + span * tensor.element_size()
+        return first, first + (tensor.nbytes if nbytes is None else nbytes)
+    span = 1
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        span += (size - 1) * stride
+    return first, first + int(span) * item
 
 
 @dataclass(slots=True, eq=False)
@@ -148,15 +150,6 @@ class SavedView:
     version: int
     first: int
     last: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, key: int) -> "SavedView":
-        return cls(tensor, key, tensor._version, *byte_range(tensor))
-
-    @property
-    def sparse(self) -> bool:
-        """Whether the tensor is a thin slice of what it spans, and no expanded view."""
-        return self.last - self.first > SPARSE * self.tensor.nbytes
 
     def recipe(self) -> ViewRecipe:
         tensor = self.tensor

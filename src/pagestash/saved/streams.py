@@ -4,24 +4,50 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+_NOTHING = nullcontext()
+
+
+class _Current:
+    """A stream is the current one; then the stream before is again.
+
+    (As `torch.cuda.stream`, which asks for the current stream once more and for devices: those are known here.)
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, before: torch.cuda.Stream) -> None:
+        self._stream, self._before = stream, before
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self._before)
+
 
 class SideStream:
     """A stream for host copies. Work runs `after` the compute stream's present, and leaves an event to wait for."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Recorded again and again: whoever waits for it waits for what was recorded last by then, and the stream is
+        # told to wait at once.
+        self._present = torch.cuda.Event() if device.type == "cuda" else None
         self._used = False
 
     def after(self, *events: torch.cuda.Event | None) -> AbstractContextManager[None]:
         """Enter it at once. What is inside runs here, behind the current stream's work so far and `events`."""
-        if self._stream is None:
-            return nullcontext()
+        stream, present = self._stream, self._present
+        if stream is None or present is None:
+            return _NOTHING
         self._used = True
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        compute = torch.cuda.current_stream(stream.device)
+        present.record(compute)
+        stream.wait_event(present)
         for event in events:
             if event is not None:
-                self._stream.wait_event(event)
-        return torch.cuda.stream(self._stream)
+                stream.wait_event(event)
+        if torch.cuda.current_device() != stream.device_index:
+            return torch.cuda.stream(stream)  # which makes the device current again, too
+        return _Current(stream, compute)
 
     def mark(self) -> torch.cuda.Event | None:
         """An event that is done when everything put on this stream so far is."""

@@ -42,7 +42,7 @@ class Moving:
     ) -> None:
         self.slabs = slabs
         self.window = Window(plan)
-        self.transfers = Transfers(device)
+        self.transfers = Transfers(device, slabs)
         self.refused = Tally()
         """Bytes that should have left, but found no room on the host, and stayed."""
         self.moved_regions: set[str] = set()
@@ -55,6 +55,9 @@ class Moving:
         self._order = order
         self._groups: dict[WindowGroup, OffloadedGroup] = {}
         self._dead: deque[tuple[OffloadedGroup, Entry]] = deque()
+        self._asked: OffloadedGroup | None = None
+        """The group that was asked for last. None once another was put, or all of one dropped: until then, whoever
+        asks for more of it finds everything decided."""
 
     @property
     def plan(self) -> OffloadPlan:
@@ -79,6 +82,7 @@ class Moving:
 
     def settle(self) -> None:
         """End of a step: the current stream has waited for both side streams, and the host knows what is free."""
+        self._asked = None
         self._sweep()
         self._carry_out(self.window.let_all_go())
         self.transfers.join()
@@ -125,13 +129,15 @@ class Moving:
     # --- out: forward saves a group ---
 
     def put(self, entries: Sequence[Entry]) -> None:
+        self._asked = None
         self._sweep()
-        rule = entries[0].rule
+        first = entries[0]
+        rule, region = first.rule, first.region
         assert rule is not None
-        key = self._order.key(entries[0].region)
-        shares = [self._split.share(rule, EntryShape.of(entry)) for entry in entries]
+        key = self._order.key(region)
+        shares = self._split.shares(rule, entries)
         host_bytes = sum(map(aligned, shares))
-        device_bytes = sum(entry.length for entry, share in zip(entries, shares) if share)
+        device_bytes = sum(entry.last - entry.first for entry, share in zip(entries, shares) if share)
         self._order.put(key, GroupBytes(host_bytes, device_bytes, rule.prefetch_bytes))
         stays = self.window.stays(key)
         group = OffloadedGroup(self, WindowGroup(key, device_bytes))
@@ -146,7 +152,7 @@ class Moving:
         for entry, member in group.members.items():
             if member.stays is None:
                 entry.origin = None
-                self.moved_regions.add(entry.region)
+                self.moved_regions.add(region)
         self._see_what_has_left()
         self._carry_out(self.window.after_put(group.held))
 
@@ -154,6 +160,7 @@ class Moving:
         """Settle what becomes of an entry's bytes, and put away those that do not leave."""
         member = group.members[entry] = Member()
         entry.place = group  # from here on its end gives back what it was given, also if something fails
+        held = group.held
         if share:
             member.block = self.slabs.take(share)
             if member.block is None:
@@ -162,12 +169,13 @@ class Moving:
                 share = 0
         member.share = share
         if not share and (entry.rows is None or self._split.mostly_valid(rule, EntryShape.of(entry))):
-            group.held.kept_bytes += entry.length
+            held.kept_bytes += entry.length
             member.stays = self._keep.stay(entry)
             return
-        self._tally.count(entry.region, share)
-        group.held.travelling_bytes += share
-        group.held.away_bytes += entry.length if share else 0
+        if share:
+            self._tally.count(entry.region, share)
+            held.travelling_bytes += share
+            held.away_bytes += entry.last - entry.first
         if entry.rows is not None:
             # Its buffer has room for the worst case: rows that do not leave are better off in pages.
             member.rows = entry.rows.detach().clone()
@@ -179,10 +187,12 @@ class Moving:
 
     def get(self, group: OffloadedGroup, entry: Entry) -> torch.Tensor:
         self._sweep()
-        self._see_what_has_left()
-        self._order.get(group.held.key)
         stays = group.members[entry].stays
-        self._carry_out(self.window.get(group.held, kept=stays is not None), entry)
+        if self._asked is not group or (stays is None and entry not in group.restored):
+            self._see_what_has_left()
+            self._order.get(group.held.key)
+            self._carry_out(self.window.get(group.held, kept=stays is not None), entry)
+            self._asked = group
         if stays is not None:
             return stays.get(entry)
         flat = group.restored[entry]
@@ -243,6 +253,7 @@ class Moving:
             group, entry = self._dead.popleft()
             self._give_back(group, entry, group.members.pop(entry))
             if not group.members and self._groups.pop(group.held, None) is not None:
+                self._asked = None
                 if self.window.groups.get(group.held.key) is group.held:
                     self._order.drop(group.held.key)
                 self.window.drop(group.held)

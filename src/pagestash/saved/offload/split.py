@@ -51,6 +51,16 @@ class RowSplit:
         expected = self.expected.get((rule.match, shape.capacity), 0.0)
         return expected >= MOSTLY * shape.capacity
 
+    def shares(self, rule: Rule, entries: Sequence[Entry]) -> list[int]:
+        """The `share` of each entry."""
+        whole = rule.fraction == 1.0  # then a tensor without valid rows leaves, and nothing is owed
+        return [
+            entry.last - entry.first
+            if whole and entry.rows is None
+            else self.share(rule, EntryShape.of(entry))
+            for entry in entries
+        ]
+
     def share(self, rule: Rule, shape: EntryShape) -> int:
         """Bytes from the start of the entry that leave the device."""
         if shape.capacity and not self.mostly_valid(rule, shape):

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from pagestash.pages.slabs import HostBlock
+from pagestash.pages.slabs import HostBlock, HostSlabs
 from pagestash.saved.homes import Held
 from pagestash.saved.offload.window import WindowGroup
 from pagestash.saved.stash import StashPlace
@@ -87,25 +87,42 @@ class OffloadedGroup:
 class Transfers:
     """The copies that are under way."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, slabs: HostSlabs) -> None:
         self._device = device
+        self._slabs = slabs
         self._out = SideStream(device)
         self._in = SideStream(device)
         self._leaving: deque[OffloadedGroup] = deque()
 
     def move_out(self, group: OffloadedGroup, entries: Sequence[Entry]) -> None:
         """Start to copy the leading bytes of `entries` to their blocks."""
+        sources, leaving_bytes = [], 0
         with self._out.after():
             for entry in entries:
-                start = 0
-                for piece in group.members[entry].pieces:
-                    size = piece.numel()
-                    piece.copy_(entry.part(start, size), non_blocking=True)
-                    start += size
+                member, origin = group.members[entry], entry.origin
+                assert origin is not None
+                assert member.block is not None
+                # Mostly a whole tensor leaves: then the block is seen in the form of the tensor, which costs less
+                # than to see the tensor as bytes.
+                whole = member.share == entry.last - entry.first == origin.nbytes
+                host = self._slabs.in_form_of(origin, member.block) if whole else None
+                if host is not None:
+                    host.copy_(origin, non_blocking=True)
+                else:
+                    self._copy_parts(entry, member.block.pieces)
+                sources.append((entry, origin))
+                leaving_bytes += origin.untyped_storage().nbytes()
         group.left = self._out.mark()
-        group.sources = [(entry, entry.origin) for entry in entries if entry.origin is not None]
-        group.held.leaving_bytes = sum(origin.untyped_storage().nbytes() for _, origin in group.sources)
+        group.sources = sources
+        group.held.leaving_bytes = leaving_bytes
         self._leaving.append(group)
+
+    def _copy_parts(self, entry: Entry, pieces: Sequence[torch.Tensor]) -> None:
+        start = 0
+        for piece in pieces:
+            size = piece.numel()
+            piece.copy_(entry.part(start, size), non_blocking=True)
+            start += size
 
     def oldest_has_left(self) -> bool:
         """Whether the oldest copy out is known to be over."""

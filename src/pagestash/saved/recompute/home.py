@@ -9,7 +9,6 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import HomeName
 from pagestash.saved.homes import Home
@@ -20,6 +19,7 @@ from pagestash.saved.recompute.recipe import Learned
 from pagestash.saved.recompute.recomputed import Recomputed
 from pagestash.saved.recompute.value_checks import Checks
 from pagestash.saved.storage import Entry, plain_storage
+from pagestash.torch_internals import StorageWeakRef
 
 
 class _KnownOutput(NamedTuple):

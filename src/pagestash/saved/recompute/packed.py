@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.saved.compiled import hidden
 from pagestash.saved.packed import Handle, Packed
 from pagestash.saved.recompute.recomputed import Recomputed
 from pagestash.saved.recompute.value_checks import summary_of
 from pagestash.saved.storage import Entry, ViewRecipe
+from pagestash.torch_internals import StorageWeakRef
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.policy import Rule
 from pagestash.saved.hooks import SavedTensorHooks
@@ -30,6 +29,7 @@ from pagestash.saved.recompute.trees import map_leaves, tensors_of
 from pagestash.saved.recompute.value_checks import summary_of
 from pagestash.saved.region import Recording, Region, frames, set_frames
 from pagestash.saved.storage import byte_range, checksum, plain_storage
+from pagestash.torch_internals import StorageWeakRef
 
 
 class RecordedForward(Recording):

@@ -6,9 +6,9 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.saved.valid_rows.old_form import OldForm
+from pagestash.torch_internals import StorageWeakRef
 
 
 class Valid(NamedTuple):

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.saved.storage import plain_storage, row_range
 from pagestash.saved.valid_rows.gradient_check import expect_garbage, watch_gradient
 from pagestash.saved.valid_rows.mark import Effect, Mark, Valid, Waiting
 from pagestash.saved.valid_rows.old_form import OldForm
+from pagestash.torch_internals import StorageWeakRef
 
 
 class Marks:

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pagestash.saved.storage import plain_storage
+from pagestash.torch_internals import StorageWeakRef
 
 
 @dataclass(slots=True, eq=False)

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch.distributed as dist
 from support import same
 
 # Read once, at the first product on a GPU, which may be another file's.
@@ -70,6 +71,29 @@ def test_a_graph_trains_as_eager_steps_do(tmp_path):
     # Rates reach a graph as float32, and eager steps as Python's floats.
     for a, b in zip(eager, graphed, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+
+
+@pytest.fixture
+def nccl(tmp_path):
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+def test_a_rank_with_nccl_trains_in_a_graph_as_it_does_eagerly(tmp_path, dispatch):
+    """One rank, with the collectives that several would run: dispatch, gradients, norm, loss and flag."""
+    given = {"policy": policy(tmp_path), "dispatch": dispatch, "shard": False}
+    eager = run(tmp_path / "eager", **given, graph=False)
+    graphed = run(tmp_path / "graphed", **given)
+    short = run(tmp_path / "short", **given | {"policy": policy(tmp_path, 'device = "16KiB"')})
+    # Rates reach a graph as float32, and eager steps as Python's floats.
+    for a, b in zip(eager, graphed, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+    assert numbers(short) == numbers(graphed)
+    assert sum(line["rerun"] for line in short) >= 1
+    assert same_weights(tmp_path / "graphed", tmp_path / "short")
 
 
 def test_a_short_pool_is_told_and_changes_no_bit(tmp_path):

@@ -44,6 +44,14 @@ def runs(rank, world, jobs):
         train(prepare(given, out, resume=resume))
 
 
+def runs_short_of_pages(rank, world, given, out, short):
+    """Train on these ranks; rank `short` begins with a pool of a page."""
+    text = Path(given["policy"]).read_text()
+    own = Path(given["policy"]).with_name(f"rank{rank}.toml")
+    own.write_text(text.replace("page = 1024", f'page = 1024\ndevice = "{1 if rank == short else 4096}KiB"'))
+    runs(rank, world, [({**given, "policy": str(own)}, out, False)])
+
+
 def without_time(lines):
     return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 sys.path.insert(0, str(Path(__file__).parent))
 from gloo import spawn
-from small import MODEL, run, runs, settings, words
+from small import MODEL, run, runs, runs_short_of_pages, settings, words
 
 from pagestash.train import read_metrics
 from pagestash.train.checkpoint import latest
@@ -58,6 +58,8 @@ LAYOUTS = [
     pytest.param(2, {"dispatch": "all_to_all"}, id="all_to_all", marks=pytest.mark.slow),
     pytest.param(2, {"dispatch": "all_to_all_exact"}, id="exact", marks=pytest.mark.slow),
     pytest.param(4, {"expert_parallel": 2}, id="both", marks=pytest.mark.slow),
+    pytest.param(2, {"shard": False, "expert_parallel": 1}, id="replicated", marks=pytest.mark.slow),
+    pytest.param(4, {"shard": False, "expert_parallel": 2}, id="replicated groups"),
 ]
 
 
@@ -66,7 +68,7 @@ def test_ranks_train_what_one_process_does(tmp_path, ranks, layout):
     whole = few(tmp_path, 4)
     run(whole, tmp_path / "whole")
     parts = few(tmp_path, 4 // ranks, policy=str(tmp_path / "stash.toml"), **layout)
-    if layout == {"dispatch": "all_gather"}:
+    if layout == {"dispatch": "all_gather"} or "shard" in layout:
         spawn(
             runs, ranks, [(parts, tmp_path / "ranks", False)]
         )  # quicker than a launch, which the others test
@@ -79,6 +81,22 @@ def test_ranks_train_what_one_process_does(tmp_path, ranks, layout):
         # The first projection of 32 tokens of two choices, with their weights, order and places: none of the
         # experts' parameters, which FSDP2 gathered just before and which are not those of the module that runs.
         assert set(stashed[1:]) == {32 * 2 * (2 * MODEL["expert_width"] + 3) * 4}
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_an_overflow_on_one_rank_is_skipped_and_rerun_by_all(tmp_path, shard):
+    """Rank 0 writes the metrics, and has pages to spare."""
+    given = few(tmp_path, 2, policy=str(tmp_path / "stash.toml"), shard=shard)
+    for name, short in (("enough", None), ("short", 1)):
+        spawn(runs_short_of_pages, 2, given, tmp_path / name, short)
+    enough, short = (read_metrics(tmp_path / name) for name in ("enough", "short"))
+    assert [line["rerun"] for line in enough] == [0, 0, 0]
+    assert [line["rerun"] for line in short] == [1, 0, 0]
+    assert [(line["loss"], line["grad_norm"]) for line in enough] == [
+        (line["loss"], line["grad_norm"]) for line in short
+    ]
+    a, b = (load_file(latest(tmp_path / name) / "model.safetensors") for name in ("enough", "short"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 AGAIN = """

@@ -1,6 +1,7 @@
 """Settings and corpora: which source wins, what a wrong one is told."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from small import settings
 
+from pagestash.models import Decoder, preset
 from pagestash.train import parse_assignments, prepare, read_toml
 from pagestash.train.config import checked, merge
 from pagestash.train.data import load_corpus, standard_library
+from pagestash.train.parallel import World, expert_parameters, parameters_a_rank
+from pagestash.train.prepare import check_graph
 
 
 def test_later_sources_win_and_the_model_merges_by_key(tmp_path):
@@ -118,3 +122,39 @@ def test_capacity_is_a_multiple_of_the_rows_that_arrive(tmp_path):
     plan = prepare(settings(tmp_path, capacity_factor=1.5), tmp_path / "run")
     assert plan.decoder.capacity == 1.5 * 2 * 16 * 2
     assert not (tmp_path / "run").exists()
+
+
+def on_gpus(folder, ranks, **changes):
+    """The plan of a rank, as on a machine that has GPUs."""
+    plan = prepare(settings(folder, **changes), folder / "out")
+    world = World(size=ranks, expert_parallel=ranks, pipeline=plan.config.pipeline)
+    return replace(plan, device=torch.device("cuda", 0), world=world)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "graphed"),
+    [
+        (1, {}, True),
+        (1, {"graph": False}, False),
+        (2, {}, False),
+        (2, {"shard": False}, True),
+        (2, {"shard": False, "graph": False}, False),
+    ],
+)
+def test_steps_are_graphs_where_the_host_decides_nothing(tmp_path, ranks, changes, graphed):
+    assert on_gpus(tmp_path, ranks, **changes).graphed == graphed
+    assert not prepare(settings(tmp_path, **changes), tmp_path / "other").graphed  # on a CPU
+
+
+def test_a_dispatch_that_asks_the_host_is_refused_in_a_graph(tmp_path):
+    check_graph(on_gpus(tmp_path, 2, dispatch="all_to_all_exact"))
+    with pytest.raises(ValueError, match=r"reads counts on the host.*graph=false"):
+        check_graph(on_gpus(tmp_path, 2, dispatch="all_to_all_exact", shard=False))
+
+
+def test_a_rank_without_shards_holds_its_experts_and_all_else():
+    model = Decoder(preset("tiny"), device="meta")
+    total, experts = (sum(p.numel() for p in each) for each in (model.parameters(), expert_parameters(model)))
+    world = World(size=4, expert_parallel=2)
+    assert parameters_a_rank(model, world, shard=True) == total // 4
+    assert parameters_a_rank(model, world, shard=False) == total - experts // 2

@@ -51,6 +51,9 @@ class TrainConfig:
     """Ranks that a layer's experts are divided among; 0: all. Groups of such ranks are data parallel."""
     dispatch: str = "all_gather"
     """How rows reach the ranks of their experts: all_gather, all_to_all, all_to_all_exact."""
+    shard: bool = True
+    """Whether FSDP2 shards what several ranks hold in common. Without it each of them has all of it, and on GPUs
+    the step is a CUDA graph, collectives included."""
     pipeline: int = 1
     """Ranks that the layers are divided among; `schedule` determines each rank's stages."""
     schedule: str = "1F1B"
@@ -70,7 +73,7 @@ class TrainConfig:
     tensorboard: bool = False
     device: str = "auto"
     graph: bool = True
-    """Whether a step on a single GPU is a CUDA graph."""
+    """Whether a step on a GPU is a CUDA graph; with several ranks, if `shard` is off and there is no pipeline."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():

@@ -50,7 +50,7 @@ def train(plan: RunPlan, listeners: Sequence[StepListener] = (), *, backend: str
     """
     with ExitStack() as stack:
         stack.enter_context(_deterministic(plan.config.deterministic and plan.device.type == "cuda"))
-        ranks = RunRanks(plan.world, plan.device)
+        ranks = RunRanks(plan.world, plan.device, shard=plan.config.shard)
         stack.callback(ranks.close)
         ranks.any(False)  # every rank has read the folder before the first one writes to it
         ranks.lead(lambda: _begin(plan, stack))
@@ -84,7 +84,7 @@ class _Run:
         for model in self.models:
             model.initialise(config.seed, world.expert_rank * here)
             ranks.shard(model)
-        self.parameters = [parameter for model in self.models for parameter in model.parameters()]
+        self.copies = {p: count for model in self.models for p, count in ranks.copies(model).items()}
         self.optimizer = make_optimizer(self.models, config)
         self.state = TrainState(self.models, self.optimizer, ranks)
         if plan.start is not None:
@@ -103,8 +103,7 @@ class _Run:
             self._train_step,
             self.keeper,
             optimizer=self.optimizer,
-            # FSDP decides on the host which collectives to run, so only steps of a single GPU are captured.
-            graph=config.graph and plan.device.type == "cuda" and world.size == 1,
+            graph=plan.graphed,
         )
 
     def open(self, stack: ExitStack) -> list[StepListener]:
@@ -129,7 +128,8 @@ class _Run:
         return [Decoder(plan.decoder, part=stage.layers, **made) for stage in stages]
 
     def _make_dispatch(self, config: MoEConfig) -> Dispatch | None:
-        if self.plan.world.expert_parallel == 1:
+        world = self.plan.world
+        if self.ranks.experts is None or (world.expert_parallel == 1 and world.size > 1):
             return None
         return make_dispatch(config, self.config.dispatch, self.ranks.experts, self.config.tokens)
 
@@ -137,8 +137,8 @@ class _Run:
         self.runs.add_(1)
         loss, held = self.passes(tokens)
         for model in self.models:
-            self.ranks.average_experts(model)
-        norm = clip_gradients(self.parameters, self.config.clip, self.ranks)
+            self.ranks.average(model)
+        norm = clip_gradients(self.copies, self.config.clip, self.ranks)
         self.optimizer.step()
         self.optimizer.zero_grad()
         for model in self.models:

@@ -3,11 +3,12 @@
 Ranks that hold the same layers are *peers*: all ranks without a pipeline, and with one each block of `size /
 pipeline` consecutive ranks. Each peer has its own tokens. The experts of every layer are divided among
 `expert_parallel` consecutive peers; groups of such peers are data parallel. FSDP2 shards an expert over the
-ranks that hold the same experts, and all other parameters over the peers.
+ranks that hold the same experts, and all other parameters over the peers. With `shard=False` they are replicated
+there instead, and their gradients averaged after backward.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -79,10 +80,14 @@ class World:
 
 
 class RunRanks:
-    """The process groups of a run; in a single process there are none, and every method is a no-op."""
+    """The process groups of a run; in a single process there are none, and every method is a no-op.
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    (Unless a process group of one rank is initialised: then it runs the collectives that several ranks would.)
+    """
+
+    def __init__(self, world: World, device: torch.device, *, shard: bool = True) -> None:
         self.world, self.device = world, device
+        self.sharded = shard and world.peers > 1
         self.everyone: Any = None
         self.peers: Any = None
         self.experts: Any = None
@@ -90,7 +95,7 @@ class RunRanks:
         self._mesh: Any = None
         self._expert_mesh: Any = None
         self._mine = False
-        if world.size == 1:
+        if world.size == 1 and not (dist.is_available() and dist.is_initialized()):
             return
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -115,14 +120,14 @@ class RunRanks:
     def shard(self, model: Decoder) -> None:
         """Shard the model, or one stage of it, over the ranks that hold it (FSDP2)."""
         world = self.world
-        if world.peers == 1:
+        if not self.sharded:
             return
         from torch.distributed.fsdp import fully_shard
 
         # Under a pipeline weights stay gathered between the passes of a step. Otherwise a stage's next forward
         # would reshard them under a split backward, which then silently skips gradients.
         again: Any = {"reshard_after_forward": False} if world.pipeline > 1 else {}
-        apart = set(self._experts(model)) if world.expert_parallel > 1 else set()
+        apart = set(self._apart(model))
         if apart and world.peers > world.expert_parallel:
             for moe in model.modules():
                 if isinstance(moe, MoE):
@@ -135,22 +140,36 @@ class RunRanks:
         fully_shard(model, mesh=self._mesh["peers"], ignored_params=apart, **again)
 
     @torch.no_grad()
-    def average_experts(self, model: Decoder) -> None:
-        """Divide the gradients of the experts, so that they are those of the ranks' mean loss, as FSDP's are.
+    def average(self, model: Decoder) -> None:
+        """Make the gradients those of the ranks' mean loss, as far as FSDP has not done it.
 
         An expert's rows come from all ranks of its group, so its gradient is the sum over their losses.
         """
-        ways = self.world.expert_parallel
-        if ways > 1:
-            gradients = [_local(p.grad) for p in self._experts(model) if p.grad is not None]
-            if gradients:  # a stage may have none
-                foreach_div_(gradients, ways)
+        apart = self._apart(model)
+        experts = _gradients(apart)
+        if self.everyone is not None and not self.sharded:
+            self._mean_over(self.peers, _gradients(p for p in model.parameters() if p not in apart))
+            self._mean_over(self._expert_mesh.get_group("data"), experts)
+        if experts:
+            foreach_div_(experts, self.world.expert_parallel)
 
-    def _experts(self, model: Decoder) -> list[nn.Parameter]:
-        """The parameters of the routed experts."""
-        return [
-            p for module in model.modules() if isinstance(module, ExpertLinear) for p in module.parameters()
-        ]
+    def _mean_over(self, group: Any, gradients: list[torch.Tensor]) -> None:
+        """In place. Every rank of the group has gradients of the same parameters, in the same order."""
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=group)
+        if gradients:
+            foreach_div_(gradients, dist.get_world_size(group))
+
+    def copies(self, model: Decoder) -> dict[nn.Parameter, int]:
+        """How many ranks have the same part of each parameter."""
+        if self.everyone is None or self.sharded:
+            return dict.fromkeys(model.parameters(), 1)
+        apart, groups = self._apart(model), self.world.peers // self.world.expert_parallel
+        return {p: groups if p in apart else self.world.peers for p in model.parameters()}
+
+    def _apart(self, model: Decoder) -> dict[nn.Parameter, None]:
+        """The parameters of routed experts, in order, if ranks have different ones; a stage may have none."""
+        return dict.fromkeys(expert_parameters(model)) if self.world.expert_parallel > 1 else {}
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place."""
@@ -221,6 +240,20 @@ class RunRanks:
         return whole
 
 
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those of the routed experts."""
+    return [p for module in model.modules() if isinstance(module, ExpertLinear) for p in module.parameters()]
+
+
+def parameters_a_rank(model: nn.Module, world: World, *, shard: bool) -> int:
+    """How many of a whole model's parameters one rank holds, on average over pipeline stages."""
+    total = sum(p.numel() for p in model.parameters())
+    if shard:
+        return total // world.size
+    experts = sum(p.numel() for p in expert_parameters(model))
+    return (total - experts + experts // world.expert_parallel) // world.pipeline
+
+
 def make_dispatch(config: MoEConfig, kind: str, group: Any, tokens: int) -> Dispatch:
     """The dispatch of one layer, for at most `tokens` tokens per rank and microbatch."""
     if kind == "all_to_all_exact":
@@ -229,17 +262,30 @@ def make_dispatch(config: MoEConfig, kind: str, group: Any, tokens: int) -> Disp
 
 
 @torch.no_grad()
-def clip_gradients(parameters: list[nn.Parameter], most: float, ranks: RunRanks) -> torch.Tensor:
+def clip_gradients(copies: dict[nn.Parameter, int], most: float, ranks: RunRanks) -> torch.Tensor:
     """Scale all gradients so that their norm is at most `most` (0: no clipping); returns the norm before.
 
-    The host does not wait. Each rank has other parts of the parameters, so the squares are summed over all ranks.
+    `copies` has every parameter, and how many ranks have the same part of it. The host does not wait. Ranks have
+    different parts of the parameters, so the squares are summed over all ranks.
     """
-    locals_ = [_local(p.grad) for p in parameters if p.grad is not None]
+    locals_ = [_local(p.grad) for p in copies if p.grad is not None]
     norms = torch.stack(foreach_norm(locals_)).float()
-    total = ranks.sum(norms.square().sum()).sqrt() if ranks.everyone is not None else norms.norm()
+    if ranks.everyone is None:
+        total = norms.norm()
+    else:
+        squares = norms.square()
+        counts = [count for p, count in copies.items() if p.grad is not None]
+        if any(count > 1 for count in counts):
+            foreach_div_(list(squares.unbind()), [float(count) for count in counts])
+        total = ranks.sum(squares.sum()).sqrt()
     if most:
         foreach_mul_(locals_, (most / (total + 1e-6)).clamp(max=1.0))
     return total
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """This rank's parts of the gradients that there are."""
+    return [_local(p.grad) for p in parameters if p.grad is not None]
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from pagestash.train.config import TrainConfig, checked, merge
 from pagestash.train.data import Corpus, load_corpus
 from pagestash.train.folder import SETTINGS, RunError, read_settings, reason
 from pagestash.train.metrics import METRICS, recorded
-from pagestash.train.parallel import World
+from pagestash.train.parallel import World, parameters_a_rank
 
 COUNT_ONLY = (Rule("*", "keep"),)
 """The rules of a run without a policy, so that the keeper counts bytes for the metrics. They cover all modules, so
@@ -46,6 +46,12 @@ class RunPlan:
     notices: tuple[str, ...] = ()
     """What a user should know about the run that is resumed."""
 
+    @property
+    def graphed(self) -> bool:
+        """Whether steps are CUDA graphs. FSDP and schedules decide on the host which collectives to run."""
+        alone = self.world.size == 1 or not (self.config.shard or self.world.pipeline > 1)
+        return self.config.graph and self.device.type == "cuda" and alone
+
 
 def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = False) -> RunPlan:
     """Check `settings` (as `checked` returns them) against each other, the machine and what `out` holds.
@@ -69,7 +75,7 @@ def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = Fals
         policy = replace(policy, rules=COUNT_ONLY)
     device = _device(config.device, world)
     _check_room(config, decoder, policy, device)
-    skeleton = _skeleton(decoder, world, device)
+    skeleton = _skeleton(decoder, world, device, shard=config.shard)
     policy.check([name for name, _ in skeleton.named_modules()])
     if start is not None:
         shapes = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
@@ -84,8 +90,20 @@ def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = Fals
         )
     if found.step > config.steps:
         raise ValueError(f"{out}: the run is at step {found.step}, past steps={config.steps}")
-    notices = tuple(found.notices)
-    return RunPlan(config, decoder, policy, corpus, world, device, out, start, placed, resume, notices)
+    plan = RunPlan(
+        config, decoder, policy, corpus, world, device, out, start, placed, resume, tuple(found.notices)
+    )
+    check_graph(plan)
+    return plan
+
+
+def check_graph(plan: RunPlan) -> None:
+    """Raise if steps are to be CUDA graphs, and something in them asks the host."""
+    if plan.graphed and plan.world.expert_parallel > 1 and plan.config.dispatch == "all_to_all_exact":
+        raise ValueError(
+            "dispatch='all_to_all_exact' reads counts on the host, which a CUDA graph cannot; use all_to_all or "
+            "all_gather, or pass --set graph=false"
+        )
 
 
 def check_unchanged(plan: RunPlan) -> None:
@@ -111,14 +129,14 @@ def _check_room(config: TrainConfig, decoder: DecoderConfig, policy: Policy, dev
             raise ValueError(f"{what} takes {format_bytes(size)}, {device} has {format_bytes(most)}")
 
 
-def _skeleton(decoder: DecoderConfig, world: World, device: torch.device) -> Decoder:
+def _skeleton(decoder: DecoderConfig, world: World, device: torch.device, *, shard: bool) -> Decoder:
     """The model on the meta device; raises if its weights would not fit."""
     try:
         skeleton = Decoder(decoder, device="meta")
     except RuntimeError as error:  # a tensor's bytes must fit in 64 bits
         raise ValueError(f"the model is too large: {error}") from error
-    # In float32: weights, gradients and the optimizer's two moments, sharded over all ranks.
-    needed = 16 * sum(value.numel() for value in skeleton.parameters()) // world.size
+    # In float32: weights, gradients and the optimizer's two moments.
+    needed = 16 * parameters_a_rank(skeleton, world, shard=shard)
     if needed > device_memory(device):
         raise ValueError(
             f"weights, gradients and optimizer of this model take {format_bytes(needed)} a rank, {device} has "

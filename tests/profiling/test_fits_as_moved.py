@@ -8,7 +8,7 @@ from torch import nn
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
-from pagestash.profiling.assign import assign_when_saved
+from pagestash.profiling.assign import Recomputing, TensorIndex, assign_when_saved
 
 SEQUENCE = 64
 CORE = {"match": "layers.*.attn.core_attn", "home": "offload", "min_bytes": 1024}
@@ -74,12 +74,12 @@ def test_moved_and_staying_bytes_are_those_of_the_keeper(name):
 def test_a_tensor_that_a_later_region_keeps_is_moved_all_the_same():
     """The projection saves attention's output and keeps it, but when attention saved it nobody knew."""
     _, profile = profiled()
-    policy = ps.Policy([ps.Rule(**CORE, prefetch_bytes=0)])
+    policy, index = ps.Policy([ps.Rule(**CORE, prefetch_bytes=0)]), TensorIndex(profile.tensors)
     saved = [
         (tensor.storage, at_first, in_the_end)
         for tensor, at_first, in_the_end in zip(
             profile.tensors,
-            assign_when_saved(policy, profile.tensors, profile.regions),
+            assign_when_saved(policy, index, Recomputing(policy, index, profile.regions)),
             profile.homes(policy),
         )
         if tensor.region.endswith("core_attn")

@@ -1,6 +1,7 @@
 """The time of a step on two lanes: the host launches its segments, and the device runs them."""
 
 from dataclasses import dataclass
+from itertools import accumulate, islice
 
 from pagestash.profiling.profiled import ProfiledStep
 
@@ -51,12 +52,9 @@ class Lanes:
         """
         if not any(self.host):
             return list(self.device)
-        launched = done = 0.0
-        found = []
-        for device, host in zip(self.device, self.host):
-            begin = max(done, launched)
-            launched += host
-            end = max(begin + device, launched)
-            found.append(end - done)
-            done = end
-        return found
+        # end(s) = max(end(s-1) + device(s), launched(s-1) + device(s), launched(s)); less the device's sum up to s,
+        # that is the largest lead of the host over the device so far.
+        launched, ran = list(accumulate(self.host)), list(accumulate(self.device))
+        leads = accumulate((one - other for one, other in zip(launched, ran)), max, initial=0.0)
+        ends = [done + lead for done, lead in zip(ran, islice(leads, 1, None))]
+        return [end - begin for begin, end in zip((0.0, *ends), ends)]

@@ -9,7 +9,7 @@ choices.
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from operator import le
 
 from pagestash.planning.lifetimes import MeasuredStep
@@ -99,6 +99,7 @@ def rules_of(unit: Unit, choice: Choice, least_bytes: int) -> dict[str, Rule]:
     return {names[inner]: rule(names[inner], home, least_bytes) for inner, home in choice}
 
 
+@lru_cache(maxsize=1 << 16)
 def rule(match: str, home: HomeName, least_bytes: int) -> Rule:
     """A rule of a plan."""
     return Rule(match, home, min_bytes=None if home == "recompute" else least_bytes)
@@ -148,7 +149,7 @@ def _choose(step: MeasuredStep, group: Group, *, host: bool, least_bytes: int) -
         tensors=[tensor for tensor in step.profile.tensors if names & set(tensor.path)],
         regions=[region for region in step.profile.regions if region.name in names],
     )
-    predictor = Predictor(MeasuredStep(own))
+    predictor = Predictor(MeasuredStep(own, lanes=step.lanes))
 
     @cache
     def cost(choice: Choice) -> Cost:

@@ -7,6 +7,7 @@ from itertools import accumulate
 from pagestash.planning.lanes import Lanes
 from pagestash.planning.row_tensors import find_row_tensors
 from pagestash.planning.skew import Skew
+from pagestash.profiling.assign import TensorIndex
 from pagestash.profiling.overhead import Overhead
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import ALLOCATED, SavedTensor
@@ -34,16 +35,23 @@ class Life:
 class MeasuredStep:
     """The measured step without a policy. See `predict.py` for `extra` and `floor`."""
 
-    def __init__(self, profile: ProfiledStep, base_bytes: int = 0) -> None:
+    def __init__(self, profile: ProfiledStep, base_bytes: int = 0, *, lanes: Lanes | None = None) -> None:
         check(profile)
         self.profile = profile
         self.base_bytes = base_bytes
         self.count = len(profile.segments)
         self.turn = sum(segment.way == "forward" for segment in profile.segments)
-        self.lanes = Lanes.of(profile)
+        self.lanes = lanes or Lanes.of(profile)
         self.seconds = self.lanes.seconds()
         """Of each segment of the unobserved step."""
         self.overhead = profile.overhead or Overhead()
+        self.hooked_lanes = self.lanes.copy()
+        """With the host's time of a keeper's hooks, which it has for every saved tensor."""
+        for tensor in profile.tensors:
+            if tensor.kind in ALLOCATED:
+                self.hooked_lanes.add(tensor.saved_at, host=self.overhead.pack)
+                self.hooked_lanes.add(tensor.needed_at, host=self.overhead.unpack)
+        self.index = TensorIndex(profile.tensors)
         self.segments = [replace(old, seconds=new) for old, new in zip(profile.segments, self.seconds)]
         self.lives = lives_of(profile.tensors)
         self.rows = find_row_tensors(profile)

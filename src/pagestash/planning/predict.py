@@ -18,7 +18,7 @@ backward is done with it. So do the inputs of R, which are held for the replay.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from pagestash.planning.lanes import Lanes
@@ -29,7 +29,7 @@ from pagestash.policy import HOMES, HomeName, Policy
 from pagestash.profiling.assign import Recomputing, assign_when_saved, rule_of
 from pagestash.profiling.copies import Move, Played, moves_of, plan_of, play
 from pagestash.profiling.profiled import ProfiledStep
-from pagestash.profiling.records import ALLOCATED, Region
+from pagestash.profiling.records import Region
 from pagestash.saved.offload.plan import Event, Key, OffloadPlan
 
 FUSED_SHARE = 2 / 3
@@ -87,8 +87,8 @@ class _Playing:
     def __init__(self, step: MeasuredStep, rules: RuleTable) -> None:
         self.step, self.rules = step, rules
         profile = step.profile
-        self.recomputing = Recomputing(rules, profile.tensors, profile.regions)
-        self.when_saved = assign_when_saved(rules, profile.tensors, profile.regions, self.recomputing)
+        self.recomputing = Recomputing(rules, step.index, profile.regions)
+        self.when_saved = assign_when_saved(rules, step.index, self.recomputing)
         self.homes = self._homes()
         self.pool = PoolSize()
         self.changes: dict[HomeName, list[int]] = {}
@@ -99,23 +99,19 @@ class _Playing:
         step = self.step
         self.changes = {home: [0] * (step.count + 1) for home in HOMES}
         replays = self._replays()
-        lanes = step.lanes.copy()
+        lanes = (step.hooked_lanes if self.rules.rules else step.lanes).copy()
         for replay in replays:
             lanes.add(replay.first, device=replay.device_seconds, host=replay.host_seconds)
         stash_seconds, pool = self._stash(lanes)
         moves = moves_of(self.rules, step.profile.tensors, self.when_saved, step.segments, step.positions)
         self._hooks(lanes, replays, moves)
         seconds = lanes.seconds()
-        segments = [
-            segment if segment.seconds == own else replace(segment, seconds=own)
-            for segment, own in zip(step.segments, seconds)
-        ]
         self._keep()
         for replay in replays:
             self._come_back(replay)
         plan = plan_of(moves, step.at_once)
         plan.headroom = self._headroom(moves, plan, pool)
-        played = play(moves, plan, segments, step.profile.link)
+        played = play(moves, plan, seconds, step.profile.link)
         host = self._offload(moves, played)
         return self._result(replays, moves, plan, played, seconds, stash_seconds, pool, host)
 
@@ -232,14 +228,10 @@ class _Playing:
         )
 
     def _hooks(self, lanes: Lanes, replays: Sequence[_Replay], moves: Sequence[Move]) -> None:
-        """The host's time of the keeper itself."""
-        cost, step = self.step.overhead, self.step
+        """The host's time of the keeper itself, beside that of its hooks."""
+        cost = self.step.overhead
         if not self.rules.rules:
             return
-        for tensor in step.profile.tensors:
-            if tensor.kind in ALLOCATED:
-                lanes.add(tensor.saved_at, host=cost.pack)
-                lanes.add(tensor.needed_at, host=cost.unpack)
         for region in self.recomputing.regions.values():
             for at in self.step.forward_of(region.within)[:1]:
                 lanes.add(at, host=cost.record)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pagestash.policy import HomeName, Rule
-from pagestash.profiling.records import Kind, Region, SavedTensor
+from pagestash.profiling.records import ALLOCATED, Kind, Region, SavedTensor
 from pagestash.saved.recompute.chain import discards
 
 UNTOUCHED: tuple[Kind, ...] = ("weight", "weight_view", "buffer")
@@ -17,9 +17,35 @@ class Rules(Protocol):
     def rule_for(self, name: str) -> Rule | None: ...
 
 
+class TensorIndex:
+    """What a policy asks of saved tensors again and again, found once."""
+
+    def __init__(self, tensors: Sequence[SavedTensor]) -> None:
+        self.tensors = tensors
+        self.bytes = {tensor.storage: tensor.storage_bytes for tensor in tensors}
+        """Of each storage."""
+        self.floating = {tensor.storage for tensor in tensors if "float" in tensor.dtype}
+        self.once: dict[int, set[str]] = {}
+        """By storage: the regions in which `ps.once` saved it."""
+        self.inside: dict[str, list[int]] = {}
+        """By region: the storages that were saved in it, without weights and buffers."""
+        self.paths = {tensor.path for tensor in tensors}
+        for tensor in tensors:
+            if tensor.once:
+                self.once.setdefault(tensor.storage, set()).update(tensor.path)
+            if tensor.kind not in UNTOUCHED:
+                for name in tensor.path:
+                    self.inside.setdefault(name, []).append(tensor.storage)
+
+    def rules(self, policy: Rules) -> "PathRules":
+        """By path: its rule, and the region that has it."""
+        return {path: rule_of(policy, path) for path in self.paths}
+
+
 def assign(policy: Rules, tensors: Sequence[SavedTensor], regions: Sequence[Region]) -> list[HomeName]:
     """Where the bytes of each tensor are. If one tensor of a storage is kept, all of them are."""
-    return _assign(tensors, _rules(policy, tensors), Recomputing(policy, tensors, regions))
+    index = TensorIndex(tensors)
+    return _assign(tensors, index.rules(policy), Recomputing(policy, index, regions))
 
 
 def _assign(tensors: Sequence[SavedTensor], rules: "PathRules", recomputed: "Recomputing") -> list[HomeName]:
@@ -27,6 +53,9 @@ def _assign(tensors: Sequence[SavedTensor], rules: "PathRules", recomputed: "Rec
     for tensor in tensors:
         found, name = rules[tensor.path]
         home: HomeName = "keep"
+        if tensor.kind not in ALLOCATED or (found is None and tensor.storage not in recomputed.makers):
+            homes.append(home)
+            continue
         if found is not None and tensor.bytes >= found.least_bytes and not tensor.elsewhere:
             home = found.home
         is_input = found is not None and recomputed.holds(tensor.storage, name)
@@ -36,17 +65,12 @@ def _assign(tensors: Sequence[SavedTensor], rules: "PathRules", recomputed: "Rec
             home = recomputed.home_around(name)
         elif home == "keep" and tensor.storage in recomputed.makers and not is_input:
             home = "recompute"  # recomputed with the region whose output it is
-        homes.append(home if tensor.kind in ("activation", "weight_cast") else "keep")
+        homes.append(home)
     kept = {tensor.storage for tensor, home in zip(tensors, homes) if home == "keep"} | recomputed.kept_inputs
     return ["keep" if tensor.storage in kept else home for tensor, home in zip(tensors, homes)]
 
 
-def assign_when_saved(
-    policy: Rules,
-    tensors: Sequence[SavedTensor],
-    regions: Sequence[Region],
-    recomputing: "Recomputing | None" = None,
-) -> list[HomeName]:
+def assign_when_saved(policy: Rules, index: TensorIndex, recomputed: "Recomputing") -> list[HomeName]:
     """The home that a keeper gives each tensor when it is saved, which is what it moves.
 
     A keeper does not know what comes later, nor who holds a storage without saving it. So it also moves
@@ -56,16 +80,17 @@ def assign_when_saved(
 
     Their bytes stay on the device in any case: `assign` says `keep`. What an earlier region keeps is not moved.
     """
-    rules = _rules(policy, tensors)
-    recomputed = recomputing or Recomputing(policy, tensors, regions)
+    rules = index.rules(policy)
     made = recomputed.makers
     kept: set[int] = set()
     homes: list[HomeName] = []
-    for tensor, final in zip(tensors, _assign(tensors, rules, recomputed)):
-        rule, _ = rules[tensor.path]
-        moves = rule is not None and rule.home in ("stash", "offload") and tensor.bytes >= rule.least_bytes
+    for tensor, final in zip(index.tensors, _assign(index.tensors, rules, recomputed)):
         home: HomeName = "keep"
         if tensor.kind not in UNTOUCHED and tensor.storage not in kept:
+            rule, _ = rules[tensor.path]
+            moves = (
+                rule is not None and rule.home in ("stash", "offload") and tensor.bytes >= rule.least_bytes
+            )
             if final == "recompute" or (moves and tensor.storage in made):
                 home = "recompute"
             elif moves and rule is not None:
@@ -88,53 +113,39 @@ def rule_of(policy: Rules, path: Sequence[str]) -> tuple[Rule | None, str]:
 class Recomputing:
     """The recomputed regions of a policy: their inputs, which are held, and their outputs, which are discarded."""
 
-    def __init__(self, policy: Rules, tensors: Sequence[SavedTensor], regions: Sequence[Region]) -> None:
+    def __init__(self, policy: Rules, index: TensorIndex, regions: Sequence[Region]) -> None:
         self.makers: dict[int, Region] = {}
         """By storage: the recomputed region whose discarded output it is."""
         self.kept_inputs: set[int] = set()
         """Inputs of recomputed regions that stay on the device."""
         self.regions: dict[str, Region] = {}
-        self._policy = policy
+        self._policy, self._index = policy, index
         self._replay_bytes: dict[str, int] = {}
         """What a replay brings back, with the replays that it needs for its inputs."""
-        self._bytes: dict[int, int] = {}
-        self._once: dict[int, set[str]] = {}
-        """By storage: the regions in which `ps.once` saved it."""
-        floating: set[int] = set()
-        for tensor in tensors:
-            self._bytes[tensor.storage] = tensor.storage_bytes
-            if "float" in tensor.dtype:
-                floating.add(tensor.storage)
-            if tensor.once:
-                self._once.setdefault(tensor.storage, set()).update(tensor.path)
         for region in regions:
             rule = policy.rule_for(region.name) if region.name else None
             if rule is not None and rule.home == "recompute":
                 self.regions[region.name] = region
-        brought = self._brought_back(tensors) if self.regions else {}
         for region in self.regions.values():  # in the order of forward
-            self._add(region, brought[region.name], floating)
+            self._add(region)
 
-    def _brought_back(self, tensors: Sequence[SavedTensor]) -> dict[str, set[int]]:
-        """By region: what was saved in it and is no input of it."""
-        brought: dict[str, set[int]] = {name: set() for name in self.regions}
-        for tensor in tensors:
-            if tensor.kind not in UNTOUCHED:
-                for name in tensor.path:
-                    held = self.holds(tensor.storage, name) or self.held_once(tensor.storage, name)
-                    if name in brought and not held:
-                        brought[name].add(tensor.storage)
-        return brought
+    def _brought_back(self, name: str) -> set[int]:
+        """What was saved in the region and is no input of it."""
+        return {
+            storage
+            for storage in self._index.inside.get(name, ())
+            if not self.holds(storage, name) and not self.held_once(storage, name)
+        }
 
-    def _add(self, region: Region, brought: set[int], floating: set[int]) -> None:
+    def _add(self, region: Region) -> None:
         outputs = {
             storage
             for storage in region.outputs
-            if storage in floating
+            if storage in self._index.floating
             and storage not in region.inputs
             and not self.held_once(storage, region.name)
         }
-        size = sum(self._bytes[storage] for storage in brought | outputs)
+        size = sum(self._index.bytes[storage] for storage in self._brought_back(region.name) | outputs)
         for storage in region.inputs:
             maker = self.makers.get(storage)
             if maker is not None and self._chained(storage):
@@ -151,7 +162,7 @@ class Recomputing:
 
     def held_once(self, storage: int, name: str) -> bool:
         """Whether `ps.once` saved the storage inside that region."""
-        return name in self._once.get(storage, ())
+        return name in self._index.once.get(storage, ())
 
     def home_of_input(self, tensor: SavedTensor, name: str) -> HomeName:
         """The home of a tensor that is an input of the recomputed region `name`: that of the region around it."""
@@ -169,12 +180,7 @@ class Recomputing:
         return "keep" if rule is None else rule.home
 
     def _chained(self, storage: int) -> bool:
-        return discards(self._replay_bytes[self.makers[storage].name], self._bytes[storage])
+        return discards(self._replay_bytes[self.makers[storage].name], self._index.bytes[storage])
 
 
 PathRules = dict[tuple[str, ...], tuple[Rule | None, str]]
-
-
-def _rules(policy: Rules, tensors: Sequence[SavedTensor]) -> PathRules:
-    """By path: its rule, and the region that has it."""
-    return {path: rule_of(policy, path) for path in {tensor.path for tensor in tensors}}

@@ -159,9 +159,9 @@ class Played:
     """How long the link is busy each way."""
 
 
-def play(moves: Sequence[Move], plan: OffloadPlan, segments: Sequence[Segment], link: Link) -> Played:
-    """One step."""
-    starts = [0.0, *accumulate(segment.seconds for segment in segments)]
+def play(moves: Sequence[Move], plan: OffloadPlan, seconds: Sequence[float], link: Link) -> Played:
+    """One step, whose segments take so long."""
+    starts = [0.0, *accumulate(seconds)]
     return _Step(plan, link).play(moves, starts)
 
 

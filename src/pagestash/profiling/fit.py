@@ -49,7 +49,8 @@ def fit(
 
     `homes` are those that a keeper gives the tensors when they are saved (`assign_when_saved`).
     """
-    step = sum(segment.seconds for segment in segments)
+    seconds = [segment.seconds for segment in segments]
+    step = sum(seconds)
     turn = sum(segment.seconds for segment in segments if segment.way == "forward")
 
     def played(fraction: float) -> tuple[list[Move], list[Move], float]:
@@ -57,7 +58,7 @@ def fit(
         moves = moves_of(_Part(policy, fraction), tensors, homes, segments)
         plan = plan_of(moves)
         going = [move for move in moves if move.key not in plan.stays]
-        return moves, going, play(moves, plan, segments, link).waited
+        return moves, going, play(moves, plan, seconds, link).waited
 
     def hides(moves: Sequence[Move], going: Sequence[Move], waited: float) -> bool:
         return waited <= UNSEEN * step and bool(going or not moves)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pagestash.policy import HOMES, HomeName, Policy, Rule
-from pagestash.profiling.assign import assign, assign_when_saved
+from pagestash.profiling.assign import Recomputing, TensorIndex, assign, assign_when_saved
 from pagestash.profiling.fit import Fit, fit
 from pagestash.profiling.link import Link
 from pagestash.profiling.overhead import Overhead
@@ -96,7 +96,8 @@ class ProfiledStep:
         if isinstance(policy, str):
             policy = Policy([Rule(policy, "offload", min_bytes=min_bytes)])
         policy.check(region.name for region in self.regions)
-        homes = assign_when_saved(policy, self.tensors, self.regions)
+        index = TensorIndex(self.tensors)
+        homes = assign_when_saved(policy, index, Recomputing(policy, index, self.regions))
         return fit(policy, self.tensors, homes, self.segments, self.link)
 
     # --- JSON ---

@@ -24,8 +24,7 @@ def program_of_profile(profile: ProfiledStep, policy: Policy) -> StageProgram:
         waits[at] += wait
     ends = pairwise((*predicted.starts, predicted.seconds))
     seconds = [end - start - waits[at] for at, (start, end) in enumerate(ends)]
-    recomputing = Recomputing(rules, profile.tensors, profile.regions)
-    homes = assign_when_saved(rules, profile.tensors, profile.regions, recomputing)
+    homes = assign_when_saved(rules, step.index, Recomputing(rules, step.index, profile.regions))
     segments = [Segment(segment.path, segment.way, own) for segment, own in zip(profile.segments, seconds)]
     pieces = [Piece(segment.way, segment.seconds) for segment in segments]
     groups: dict[str, MovedGroup] = {}

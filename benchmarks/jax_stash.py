@@ -30,7 +30,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is run: `layers` for time and memory, `more_layers` for memory alone."""
+    """What is run: `layers` for time and memory, `more_layers` and twice as many for memory alone."""
 
     tokens: int
     width: int
@@ -147,7 +147,7 @@ def inputs_of(setting: Setting, layers: int) -> tuple[Any, Any]:
 
 
 def measure(setting: Setting) -> list[dict[str, Any]]:
-    """One row a variant, then one row for the memory of a taller stack."""
+    """One row a variant, then rows for the memory of taller stacks."""
     on_gpu = jax.default_backend() == "gpu"
     variants = scans(setting, offload=on_gpu)
     weights, x = inputs_of(setting, setting.layers)
@@ -174,11 +174,12 @@ def measure(setting: Setting) -> list[dict[str, Any]]:
             row["report"] = {field: int(value) for field, value in report._asdict().items()}
         _say(f"{row['variant']}: {row['ms']:.1f} ms, gradients off by {row['gradient_difference']:.1e}")
 
-    tall = jax.eval_shape(lambda: inputs_of(setting, setting.more_layers))
-    for name in ("plain", "stash"):
-        program = step_of(setting, variants[name]).lower(*tall).compile()
-        rows.append({"variant": name, "layers": setting.more_layers, **_memory(program)})
-        _say(f"{name}, {setting.more_layers} layers: {_told(rows[-1])}")
+    for layers in (setting.more_layers, 2 * setting.more_layers):
+        tall = jax.eval_shape(lambda layers=layers: inputs_of(setting, layers))
+        for name in ("plain", "stash"):
+            program = step_of(setting, variants[name]).lower(*tall).compile()
+            rows.append({"variant": name, "layers": layers, **_memory(program)})
+            _say(f"{name}, {layers} layers: {_told(rows[-1])}")
     return rows
 
 
@@ -191,7 +192,9 @@ def claims_of(setting: Setting, rows: list[dict[str, Any]], where: str) -> list[
         return by[variant, layers]["temp_bytes"]
 
     ratio = {layers: temp("stash", layers) / temp("plain", layers) for layers in (short, tall)}
-    slope = (temp("stash", tall) - temp("stash", short)) / (temp("plain", tall) - temp("plain", short))
+    # Between tall stacks: how many of a layer's temporary buffers XLA holds at once depends on what else is there,
+    # and the short stack's program holds one of 512 MiB less.
+    slope = (temp("stash", 2 * tall) - temp("stash", tall)) / (temp("plain", 2 * tall) - temp("plain", tall))
     stash = by["stash", short]
 
     def at_most(*, what: str, value: float, bar: float) -> Claim:
@@ -217,7 +220,7 @@ def claims_of(setting: Setting, rows: list[dict[str, Any]], where: str) -> list[
     return [
         *claims,
         at_most(
-            what="step time of plain, device memory", value=stash["ms"] / by["plain", short]["ms"], bar=1.02
+            what="step time of plain, device memory", value=stash["ms"] / by["plain", short]["ms"], bar=1.0
         ),
         at_most(what="host bytes of stock offload", value=host["host_bytes"] / stock["host_bytes"], bar=0.33),
         at_most(what="step time of stock offload, pinned host", value=host["ms"] / stock["ms"], bar=1.0),

@@ -112,17 +112,6 @@ def _measure(
     if policy is not None:
         policy.check([*(name for name, _ in model.named_modules()), *(t.region for t in tensors)])
 
-    plain, launches = [], []
-    for number in range(repeats):
-        tell("timing", 2 + number)
-        if device.type != "cuda":
-            plain.append(sum(step.run(Timeline(HostClock()))))
-            continue
-        for _ in range(STEPS):
-            clock = StepClock()
-            plain.append(sum(step.run(Timeline(clock))))
-            launches.append(clock.launched)
-
     def watched(clock: Clock) -> list[float]:
         """The seconds of each segment."""
         timed = Timeline(clock)
@@ -133,9 +122,15 @@ def _measure(
             )
         return seconds
 
-    times, hosts = [], []
+    plain, launches, times, hosts = [], [], [], []
     for number in range(repeats):
-        tell("timing by region", 2 + repeats + number)
+        # In turn, so that a slow moment of the machine is in all of them.
+        tell("timing", 2 + 2 * number)
+        for _ in range(STEPS if device.type == "cuda" else 1):
+            clock = StepClock() if device.type == "cuda" else HostClock()
+            plain.append(sum(step.run(Timeline(clock))))
+            launches.append(clock.launched if isinstance(clock, StepClock) else [])
+        tell("timing by region", 3 + 2 * number)
         if device.type == "cuda":
             # Observing slows the host down, and the device must not wait for it.
             hosts.append(watched(HostClock()))
@@ -160,7 +155,7 @@ def _measure(
         tensors=tensors,
         regions=regions,
         segments=segments,
-        plain_seconds=_undisturbed(plain),
+        plain_seconds=statistics.median(plain),
         allocated_bytes=recorder.allocated_bytes,
         policy=policy,
         model_bytes=_bytes((*model.parameters(), *model.buffers()), device),
@@ -172,18 +167,12 @@ def _measure(
     )
 
 
-def _undisturbed(seconds: list[float]) -> float:
-    """The median of the faster half: what disturbs the host makes a step slower, never faster."""
-    return statistics.median(sorted(seconds)[: (len(seconds) + 1) // 2])
-
-
 def _unobserved(hosts: list[list[float]], launches: list[list[float]], turn: int) -> list[float]:
     """The host's seconds of each segment, scaled so that forward and backward take what they take unobserved."""
     seconds = [statistics.median(own) for own in zip(*hosts)]
     found = []
     for own, whole in zip((seconds[:turn], seconds[turn:]), zip(*launches)):
-        # The least: what disturbs the host makes it slower, never faster.
-        scale = min(whole) / sum(own) if sum(own) else 1.0
+        scale = statistics.median(whole) / sum(own) if sum(own) else 1.0
         found += [min(1.0, scale) * one for one in own]
     return found
 

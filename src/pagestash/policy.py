@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +18,8 @@ from pagestash.toml import read_toml
 HomeName = Literal["keep", "stash", "offload", "recompute"]
 HOMES: tuple[HomeName, ...] = get_args(HomeName)
 MIN_BYTES: dict[str, int] = {"offload": 1 << 20, "recompute": 0}
+FRACTION: dict[str, float] = {"stash": 0.0}
+"""The `fraction` of a rule that gives none; 1 for the other homes."""
 MOST_BYTES = 2**63 - 1
 """Sizes are counted in int64 on the device."""
 
@@ -104,6 +106,11 @@ def _number(low: float, high: float) -> Check:
     return check
 
 
+def _number_or_none(low: float, high: float) -> Check:
+    check = _number(low, high)
+    return lambda value, what: None if value is None else check(value, what)
+
+
 def _bytes_or(other: str | None) -> Check:
     def check(value: Any, what: str) -> Any:
         is_other = value is None if other is None else isinstance(value, str) and value == other
@@ -137,22 +144,32 @@ class Rule:
     Tensors below `min_bytes` stay where they are, because moving them costs more than it frees. The default is
     64 KiB, 1 MiB for `offload` (smaller copies use the link badly), and 0 for `recompute`.
 
-    For `offload`: `fraction` of the bytes leave the device; `prefetch_bytes` is the window, the device memory for
-    groups that stay, leave or come back (None: three times the largest group).
+    For `offload`: `fraction` of the bytes leave the device (default: all); `prefetch_bytes` is the window, the
+    device memory for groups that stay, leave or come back (None: three times the largest group). For `stash`,
+    `fraction` is that of an expert layer's expected rows, whose size is known (default: none leave); rows in excess
+    of them wait in pages.
     """
 
     match: str
     home: HomeName
     min_bytes: int | None = None
-    fraction: float = 1.0
+    fraction: float = None  # type: ignore[assignment]  # the default is the home's; from here on a number
     prefetch_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _pattern_text(self.match, "rule match")
         _check_fields(self, _RULE_FIELDS, f"rule {self.match!r}:")
-        if self.home != "offload" and (self.fraction != 1.0 or self.prefetch_bytes is not None):
+        if self.fraction is None:
+            object.__setattr__(self, "fraction", FRACTION.get(self.home, 1.0))
+        if self.home in ("keep", "recompute") and (self.fraction != 1.0 or self.prefetch_bytes is not None):
             raise ValueError(
-                f"rule {self.match!r}: fraction and prefetch_bytes belong to home='offload', not to {self.home!r}"
+                f"rule {self.match!r}: fraction and prefetch_bytes belong to home='offload' and 'stash', not to "
+                f"{self.home!r}"
+            )
+        if self.prefetch_bytes is not None and not self.offloads:
+            raise ValueError(
+                f"rule {self.match!r}: prefetch_bytes is the window of what leaves the device, and with "
+                "home='stash' nothing does; give a fraction, too"
             )
         if self.min_bytes is None:
             object.__setattr__(self, "min_bytes", MIN_BYTES.get(self.home, 65536))
@@ -166,12 +183,26 @@ class Rule:
         """Whether the rule matches a region of this dotted name."""
         return _matches(self.match, name)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether anything may leave the device."""
+        return self.home == "offload" or (self.home == "stash" and self.fraction > 0)
+
+    def for_expected_rows(self) -> "Rule | None":
+        """Of a stash rule, the rule of what has a known size: pages would free nothing of it. None: it stays."""
+        return _offloading(self) if self.fraction else None
+
+
+@lru_cache(maxsize=2**10)  # called in every forward; and tensors of one rule have the same object
+def _offloading(rule: Rule) -> Rule:
+    return replace(rule, home="offload")
+
 
 _RULE_FIELDS: dict[str, Check] = {
     "match": _pattern_text,
     "home": _one_of(*HOMES),
     "min_bytes": _bytes_or(None),
-    "fraction": _number(0, 1),
+    "fraction": _number_or_none(0, 1),
     "prefetch_bytes": _bytes_or(None),
 }
 
@@ -179,6 +210,8 @@ _RULE_FIELDS: dict[str, Check] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
     """Sizes: a page, the device pages (`"auto"`: measured), and pinned host memory.
+
+    A policy offloads if a rule does, be it the `fraction` of a stash rule.
 
     | `host` | policy offloads | policy does not offload |
     | --- | --- | --- |
@@ -268,7 +301,7 @@ class Policy:
 
     @property
     def _offloads(self) -> bool:
-        return any(rule.home == "offload" for rule in self.rules)
+        return any(rule.offloads for rule in self.rules)
 
     def rule_for(self, name: str) -> Rule | None:
         """The first rule that matches the region `name`."""
@@ -345,7 +378,8 @@ class Policy:
             lines += ["", "[[rule]]"]
             for item in fields(Rule):
                 value = getattr(rule, item.name)
-                if value != item.default:
+                default = FRACTION.get(rule.home, 1.0) if item.name == "fraction" else item.default
+                if value != default:
                     lines.append(f"{item.name} = {_toml(value)}")
         return "\n".join(lines) + "\n"
 

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import tomllib
 import warnings
 
 import pytest
@@ -86,12 +87,45 @@ def test_a_fraction_outside_0_to_1_is_refused_with_its_rule(fraction):
         Rule("layers.*", "offload", fraction=fraction)
 
 
+@pytest.mark.parametrize("home", ["keep", "recompute"])
 @pytest.mark.parametrize("extra", [{"fraction": 0.5}, {"prefetch_bytes": "1GiB"}])
-def test_what_only_offload_understands_is_refused_elsewhere(extra):
+def test_what_only_offload_understands_is_refused_elsewhere(home, extra):
     with pytest.raises(
-        ValueError, match=r"'layers\.\*': fraction and prefetch_bytes belong to home='offload'"
+        ValueError, match=r"'layers\.\*': fraction and prefetch_bytes belong to home='offload' and 'stash'"
     ):
-        Rule("layers.*", "stash", **extra)
+        Rule("layers.*", home, **extra)
+
+
+@pytest.mark.parametrize("extra", [{}, {"fraction": 0.0}])
+def test_a_stash_rule_has_a_window_only_if_something_leaves(extra):
+    with pytest.raises(
+        ValueError, match=r"'layers\.\*': prefetch_bytes is the window .* give a fraction, too"
+    ):
+        Rule("layers.*", "stash", prefetch_bytes="1GiB", **extra)
+
+
+def test_a_stash_rule_offloads_expected_rows_only_if_told_to():
+    plain, leaving = Rule("a", "stash"), Rule("a", "stash", fraction=0.5, prefetch_bytes="1GiB", min_bytes=7)
+    assert (plain.fraction, plain.offloads, plain.for_expected_rows()) == (0.0, False, None)
+    expected = Rule("a", "offload", fraction=0.5, prefetch_bytes="1GiB", min_bytes=7)
+    assert leaving.for_expected_rows() == expected
+    assert leaving.for_expected_rows() is Rule("a", "stash", 7, 0.5, 1 << 30).for_expected_rows()
+    assert [Rule("a", home).fraction for home in ("keep", "offload", "recompute")] == [1.0] * 3
+    # Pinned memory is then offload's, as with an offload rule.
+    assert Policy([plain], PoolConfig(host="1MiB")).offload_bytes == 0
+    assert Policy([leaving], PoolConfig(host="1MiB")).offload_bytes == 1 << 20
+    assert Policy([leaving], PoolConfig(host="1MiB")).spill_bytes == 0
+
+
+@pytest.mark.parametrize("home", ["keep", "stash", "offload", "recompute"])
+def test_a_fraction_is_written_only_where_it_is_not_the_homes_own(home):
+    for extra in ({}, {"fraction": 0.25}, {"fraction": 1.0}, {"fraction": 0.0}):
+        if extra and (home in ("keep", "recompute")):
+            continue
+        policy = Policy([Rule("a", home, **extra)])
+        own = 0.0 if home == "stash" else 1.0
+        assert ("fraction" in policy.to_toml()) == (extra.get("fraction", own) != own)
+        assert Policy.from_dict(tomllib.loads(policy.to_toml())) == policy
 
 
 def test_a_bound_for_offload_larger_than_the_machine_is_the_default_with_a_warning():
@@ -222,7 +256,7 @@ TAKES = {
     "match": ["a lot", "auto", "64KiB", "-1", "9" * 400],
     "home": [],
     "min_bytes": ["64KiB", 0, 1, 5, None],
-    "fraction": [0, 1, 0.5],
+    "fraction": [0, 1, 0.5, None],
     "prefetch_bytes": ["64KiB", 0, 1, 5, None],
     "page": ["64KiB"],
     "device": ["auto", "64KiB", 0, 1, 5],

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
-from pagestash.moe import MoE, MoEConfig
+from pagestash.moe import AllGather, MoE, MoEConfig
 from pagestash.saved.fused import claim
 
 
@@ -198,3 +198,26 @@ def test_evaluation_outside_of_steps_is_nothing_to_warn_of(told):
     for _ in range(5):
         model(torch.randn(8, 16)).sum().backward()
     assert told() == []
+
+
+@pytest.mark.parametrize(
+    ("expected", "fields", "why"),
+    [
+        (16, {"prefetch_bytes": 0}, None),
+        (0, {"prefetch_bytes": 0}, "it saves no expected rows of min_bytes or more"),
+        (16, {"prefetch_bytes": "1GiB"}, "all that it saves is within the window"),
+    ],
+)
+def test_a_fraction_of_expected_rows_that_offloads_nothing(told, lone_rank, expected, fields, why):
+    config = MoEConfig(width=16, expert_width=16, experts=2, top_k=1, expected_rows=expected)
+    model = nn.Sequential(*(MoE(config, dispatch=AllGather(config, max_tokens=32)) for _ in range(3)))
+
+    def forward(x):
+        for layer in model:
+            x = x + layer(x)[0]
+        return x
+
+    rule = ps.Rule("*.experts", "stash", min_bytes=16, fraction=1.0, **fields)
+    train(model, rule, forward=forward)
+    start = "rule '*.experts': its fraction offloaded nothing in 2 steps: "
+    assert [line.startswith(start + why) for line in told()] == [True] if why else told() == []

@@ -15,10 +15,10 @@ Saved for backward, besides indices, in bf16 and for V valid rows:
 
 **Two buffers.** For slots off the wire, R is what may arrive at worst, several times what does. The first S rows,
 those that usually arrive (`expected_rows`), are the *expected* ones: buffers of just that size, which stay until
-backward. The R - S rows in *excess* have buffers that live for one layer, and their valid rows go to pages. So
-bytes are copied only for rows beyond what was expected, and what stays is ordinary memory, which other tensors
-get when a layer's backward is over. Without a number to expect, S = 0: all rows are in one buffer, and nothing is
-cut.
+backward, or leave for the host by a rule's `fraction`. The R - S rows in *excess* have buffers that live for one
+layer, and their valid rows go to pages. So bytes are copied only for rows beyond what was expected, and what stays
+is ordinary memory, which other tensors get when a layer's backward is over. Without a number to expect, S = 0: all
+rows are in one buffer, and nothing is cut.
 
 The rows stand in one order all the same, and products over all of them are single ones. Only those that read the
 two buffers are in two: `h_RH`, the gradient of `x_RD`, and that of `up_EHD`, to which the excess is added. That
@@ -294,7 +294,13 @@ def _claim(
     cut: Cut,
     options: BlockOptions,
 ) -> None:
-    """Tell a keeper whose the tensors are that autograd saves next, and how many of their rows are valid."""
+    """Tell a keeper whose the tensors are that autograd saves next, and how many of their rows are valid.
+
+    The expected rows have a known size: a keeper may hand them to the copy engine when the region ends. That is
+    safe because forward has launched all that writes them, and the copy waits for the compute stream; and because
+    nobody writes them until backward. There, `dh` goes over `h` in what the keeper gives back: memory that the copy
+    back has filled and the compute stream has waited for, or, of rows that never left, the buffer itself.
+    """
     options.x.save(tokens_TD)
     for saving, rows in ((options.x, x), (options.h, h)):
         saving.save(rows.expected, sized=True)

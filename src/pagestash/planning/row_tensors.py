@@ -2,14 +2,14 @@
 
 Such a tensor has room for `capacity` rows, and the measured step filled the first of them. Where a fused expert
 layer expects rows (`expected_rows`), a second tensor of the same region holds those: its *head*, which a stash rule
-leaves where it is.
+leaves where it is, or offloads in part (its `fraction`).
 """
 
 import re
 from dataclasses import dataclass, field
 
+from pagestash.profiling.expected_rows import find_heads, has_spare_rows
 from pagestash.profiling.profiled import ProfiledStep
-from pagestash.profiling.records import SavedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +54,12 @@ class RowTensors:
 
 def find_row_tensors(profile: ProfiledStep) -> RowTensors:
     """The row tensors of a profile: those that the measured step did not fill."""
-    fused = {region.name for region in profile.regions if region.within != region.name}
-    full = {
-        _like(tensor): tensor
-        for tensor in reversed(profile.tensors)
-        if tensor.region in fused and _is_full(tensor)
-    }
+    heads = find_heads(profile.tensors, profile.regions)
     found: dict[int, RowTensor] = {}
-    heads: set[int] = set()
     for tensor in profile.tensors:
-        if not _has_spare_rows(tensor):
+        if not has_spare_rows(tensor):
             continue
-        head = full.get(_like(tensor))
+        head = heads.get(tensor.storage)
         row_bytes = tensor.bytes // tensor.shape[0]
         found[tensor.storage] = RowTensor(
             _pair(tensor.region),
@@ -74,25 +68,9 @@ def find_row_tensors(profile: ProfiledStep) -> RowTensors:
             tensor.valid_bytes // row_bytes,
             0 if head is None else head.shape[0],
         )
-        if head is not None:
-            heads.add(head.storage)
+    fused = {region.name for region in profile.regions if region.within != region.name}
     is_fused = any(tensor.region in fused for tensor in profile.tensors if tensor.storage in found)
-    return RowTensors(found, frozenset(heads), is_fused)
-
-
-def _has_spare_rows(tensor: SavedTensor) -> bool:
-    if tensor.kind != "activation" or not tensor.counted or not tensor.shape or not tensor.shape[0]:
-        return False
-    return tensor.valid_bytes < tensor.bytes and not tensor.valid_bytes % (tensor.bytes // tensor.shape[0])
-
-
-def _is_full(tensor: SavedTensor) -> bool:
-    return tensor.counted > 0 and tensor.valid_bytes == tensor.bytes
-
-
-def _like(tensor: SavedTensor) -> tuple[str, str, tuple[int, ...]]:
-    """The same for a head and the tensor of the rows beyond it."""
-    return tensor.region, tensor.dtype, tensor.shape[1:]
+    return RowTensors(found, frozenset(head.storage for head in heads.values()), is_fused)
 
 
 def _pair(region: str) -> str:

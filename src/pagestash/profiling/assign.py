@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pagestash.policy import HomeName, Rule
+from pagestash.profiling.expected_rows import find_heads
 from pagestash.profiling.records import ALLOCATED, Kind, Region, SavedTensor
 from pagestash.saved.recompute.chain import discards
 
@@ -45,7 +46,8 @@ class TensorIndex:
 def assign(policy: Rules, tensors: Sequence[SavedTensor], regions: Sequence[Region]) -> list[HomeName]:
     """Where the bytes of each tensor are. If one tensor of a storage is kept, all of them are."""
     index = TensorIndex(tensors)
-    return _assign(tensors, index.rules(policy), Recomputing(policy, index, regions))
+    rules, recomputed = index.rules(policy), Recomputing(policy, index, regions)
+    return _with_heads(_assign(tensors, rules, recomputed), tensors, recomputed, rules)
 
 
 def _assign(tensors: Sequence[SavedTensor], rules: "PathRules", recomputed: "Recomputing") -> list[HomeName]:
@@ -98,7 +100,22 @@ def assign_when_saved(policy: Rules, index: TensorIndex, recomputed: "Recomputin
             else:
                 kept.add(tensor.storage)
         homes.append(home)
-    return homes
+    return _with_heads(homes, index.tensors, recomputed, rules)
+
+
+def _with_heads(
+    homes: list[HomeName], tensors: Sequence[SavedTensor], recomputed: "Recomputing", rules: "PathRules"
+) -> list[HomeName]:
+    """The homes, where the expected rows of a stash rule that has a `fraction` are offloaded."""
+    if not any(rule is not None and rule.home == "stash" and rule.offloads for rule, _ in rules.values()):
+        return homes
+    heads = {head.storage for head in find_heads(tensors, recomputed.profiled).values()}
+    found: list[HomeName] = []
+    for home, tensor in zip(homes, tensors):
+        rule, _ = rules[tensor.path]
+        leaves = home == "stash" and tensor.storage in heads and rule is not None and rule.offloads
+        found.append("offload" if leaves else home)
+    return found
 
 
 def rule_of(policy: Rules, path: Sequence[str]) -> tuple[Rule | None, str]:
@@ -119,6 +136,8 @@ class Recomputing:
         self.kept_inputs: set[int] = set()
         """Inputs of recomputed regions that stay on the device."""
         self.regions: dict[str, Region] = {}
+        self.profiled = regions
+        """All regions of the profile."""
         self._policy, self._index = policy, index
         self._replay_bytes: dict[str, int] = {}
         """What a replay brings back, with the replays that it needs for its inputs."""

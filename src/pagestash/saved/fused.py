@@ -14,8 +14,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
+from pagestash.policy import Rule
 from pagestash.saved.compiled import hidden
-from pagestash.saved.region import Region, frames, region, replaying
+from pagestash.saved.region import Forward, Region, frames, region, replaying
 from pagestash.saved.storage import storage_keys
 from pagestash.torch_internals import storage_key
 
@@ -52,7 +53,8 @@ def claim(
     For a fused operation that stands for several modules: its autograd node saves the inputs of all of them.
     With `rows` only that many of the tensor's `capacity` rows are valid, whoever it belongs to: where a node saves
     tensors of several kinds, a region with `rows` would take any that happens to have as many rows for one of them.
-    A `sized` tensor is kept where a rule would stash it: in pages it would take as much memory, and two copies.
+    A `sized` tensor is kept where a rule would stash it: in pages it would take as much memory, and two copies. The
+    rule's `fraction` of it is offloaded: the copy engine, too, needs a size that the host knows.
     """
     if tensor is None or torch.compiler.is_compiling() or not frames():
         return
@@ -63,7 +65,24 @@ def claim(
     if sized:
         owner = inner.claimed(storage_key(tensor)) or inner
         if owner.rule is not None and owner.rule.home == "stash":
-            inner.claim(tensor, Region(inner.owner, owner.name, None, weights=inner.weights))
+            # Indices stay: they are small, and a copy of its own would use the link badly.
+            rule = owner.rule.for_expected_rows() if tensor.is_floating_point() else None
+            inner.claim(tensor, _region_for(inner, owner.name, rule))
+
+
+def _region_for(
+    inner: Region,
+    name: str,
+    rule: Rule | None,
+    rows: torch.Tensor | None = None,
+    capacity: int = 0,
+    run: Forward | None = None,
+) -> Region:
+    """A region inside `inner` for claimed tensors: one for all claims that are alike, which move together."""
+    for _, other in inner.claims.values():
+        if (other.name, other.capacity) == (name, capacity) and other.rule is rule and other.rows is rows:
+            return other
+    return Region(inner.owner, name, rule, rows, capacity, rows is not None, weights=inner.weights, run=run)
 
 
 def _owner(
@@ -81,14 +100,7 @@ def _owner(
         rule = inner.owner.policy.rule_for(name)
         if rule is not None and rule.home == "recompute":
             return None  # the module recomputes its tensors by itself; what it saves is ours
-    same = (
-        other
-        for _, other in inner.claims.values()
-        if (other.name, other.capacity) == (name, capacity) and other.rule is rule and other.rows is rows
-    )
-    return next(same, None) or Region(
-        inner.owner, name, rule, rows, capacity, rows is not None, weights=inner.weights, run=run
-    )
+    return _region_for(inner, name, rule, rows, capacity, run)
 
 
 @hidden

@@ -35,6 +35,7 @@ class _Seen:
     """What happened to the tensors under one rule."""
 
     moved: bool = False
+    offloaded: bool = False
     saved: int = 0
     """Bytes that were saved under it, without weights."""
     largest: int = 0
@@ -66,6 +67,7 @@ class QuietRules:
             return
         if packed.moved:
             seen.moved = True
+            seen.offloaded |= owner.rule is not None and owner.rule.home == "offload"
         elif isinstance(packed, Kept):
             seen.saved += tensor.nbytes
             seen.largest = max(seen.largest, tensor.nbytes)
@@ -94,6 +96,12 @@ class QuietRules:
         if self._steps < STEPS:
             return True
         for rule, seen in self._rules.items():
+            if rule.home == "stash" and rule.offloads:
+                why = self._window(rule, offload) if seen.offloaded else _NO_EXPECTED_ROWS
+                if why is not None:
+                    log.warning(
+                        "rule %r: its fraction offloaded nothing in %d steps: %s", rule.match, STEPS, why
+                    )
             mine = [opening for opening in openings if opening.rule is rule]
             if any(self._policy.rule_for(name) is rule for name in own):
                 continue
@@ -120,6 +128,7 @@ class QuietRules:
 
 
 _SMALL = "too small"
+_NO_EXPECTED_ROWS = "it saves no expected rows of min_bytes or more; MoEConfig(expected_rows=...) makes them"
 
 
 def _reason(rule: Rule, seen: _Seen, openings: list[Opening]) -> str:

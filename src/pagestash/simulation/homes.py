@@ -44,6 +44,14 @@ class PolicyHomes:
     _found: dict[str, Rule | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Rules by region, looked up once."""
 
+    def __post_init__(self) -> None:
+        for rule in self.policy.rules:
+            if rule.home == "stash" and rule.fraction:
+                raise ValueError(
+                    f"rule {rule.match!r}: fraction={rule.fraction:g} with home='stash' offloads expected rows, "
+                    "which simulated layers do not have; plan it from a profile, or simulate home='offload'"
+                )
+
     @property
     def pool(self) -> PoolConfig:
         return self.policy.pool

@@ -182,6 +182,9 @@ class Stack(nn.Module):
         self.wires = [Wire(preset, expected_rows) for _ in range(preset.layers)]
         self.layers = nn.ModuleList(MoE(config, dispatch=wire, **made) for wire in self.wires)
         self.tokens = nn.Parameter(torch.randn(preset.tokens, preset.width, **made))
+        with torch.no_grad():  # without norms, a gated layer squares a large stream, and the next one again
+            for moe in self.layers:
+                moe.expert_fc2.weight.mul_(0.1)
 
     def forward(self, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         x = self.tokens
@@ -280,6 +283,8 @@ def measure(
     if run.step is not None:
         run.step.wait()
     _wait(device)
+    if not all(math.isfinite(loss) for loss in losses):
+        raise RuntimeError(f"{way}: a loss is not finite, so that its time and bytes say nothing")
     row: dict[str, Any] = {"way": way}
     if device.type == "cuda":
         row["held_gib"] = (torch.cuda.memory_reserved() - before) / GIB

@@ -259,3 +259,31 @@ def test_memory_of_a_stashed_graph_is_smaller():
         measure(layers=6, capacity=32768, width=512, stash=on)["held_bytes"] for on in (True, False)
     )
     assert stashed < 0.6 * plain
+
+
+def test_a_graph_that_is_captured_again_takes_the_memory_of_the_one_before(monkeypatch):
+    """A graph's memory is its own: two of them at once would take twice as much."""
+    size = 64 << 20
+    model = torch.nn.Linear(8, 8).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    keeper = ps.Keeper(ps.Policy()).attach(model)
+
+    def train_step(x):
+        kept = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        loss = model(x).square().mean() + kept[0]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)
+    for _ in range(3):
+        step(torch.randn(4, 8, device="cuda"))
+    step.wait()
+    before = torch.cuda.memory_reserved()
+    monkeypatch.setattr(step, "_grow", lambda: True)
+    for _ in range(3):
+        step._grow_and_capture()
+    assert torch.cuda.memory_reserved() < before + size
+    step(torch.randn(4, 8, device="cuda"))
+    step.wait()

@@ -229,6 +229,8 @@ class GraphedStep:
         assert self._static is not None
         assert self._stream is not None
         self._graph = self._outputs = None  # frees their memory first
+        # A graph has memory of its own. That of an earlier one would stay reserved, and the next could not use it.
+        torch.cuda.empty_cache()
         before = Before(self._involved)
         self._protect(before)
         # The graph has its own gradients, written in each replay.
@@ -347,6 +349,7 @@ class GraphedStep:
         """Grow, and capture again if anything moved; the old graph is unusable then: its memory may be reused."""
         graph, self._graph = self._graph, None
         if self._grow() or graph is None:
+            del graph  # its memory is freed before the next one is captured
             self._capture()
         else:
             self._graph = graph

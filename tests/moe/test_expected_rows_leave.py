@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import same
 from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import pagestash as ps
 from pagestash.kernels.moe.route import route
@@ -17,6 +18,7 @@ from pagestash.moe import MoE, MoEConfig, Received, block
 from pagestash.saved.offload import transfers
 from pagestash.saved.offload.transfers import Transfers
 from pagestash.saved.streams import SideStream
+from pagestash.train.prepare import splits_backward
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "saved"))
 from offloaded import nothing_left
@@ -260,6 +262,43 @@ def test_a_step_that_overflows_is_run_again_to_the_same_bits():
         assert step.reruns == 1
         ends.append([*losses, *(p.detach().clone() for p in model.parameters())])
     assert same(*ends)
+    assert keeper.stats().homes["offload"].peak > 0
+    nothing_left(keeper)
+
+
+def test_expected_rows_that_a_capture_is_the_first_to_see_stay(monkeypatch):
+    """Offload measures its first step, for which it waits for the device: no capture may do that."""
+    model = Stack()
+    plain = run(model)
+    keeper = keeper_for(model, rules(), device=1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr("pagestash.saved.offload.home.capturing", lambda: True)
+        assert same(run(model, keeper), plain)
+    assert keeper.stats().homes["offload"].peak == 0
+    assert keeper.stats().homes["keep"].peak >= DEPTH * EXPECTED * ROW
+    for _ in range(2):
+        assert same(run(model, keeper), plain)
+    assert keeper.stats().homes["offload"].peak == (DEPTH - 1) * EXPECTED * ROW
+    nothing_left(keeper)
+
+
+@pytest.mark.skipif(not splits_backward(), reason="this torch cannot split a custom function's backward")
+@pytest.mark.parametrize("names", [BOTH, EACH])
+def test_both_halves_of_a_split_backward_ask_for_them(names):
+    def halves(keeper=None):
+        model.zero_grad()
+        x = torch.randn(T, D, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        with nullcontext() if keeper is None else keeper.step():
+            loss = model(x)
+            (dx,), groups = stage_backward_input([loss], None, [x], model.parameters())
+            stage_backward_weight(model.parameters(), groups)
+        return [dx, *(p.grad.clone() for p in model.parameters())]
+
+    model = Stack()
+    plain = halves()
+    keeper = keeper_for(model, rules(names))
+    for _ in range(3):
+        assert same(halves(keeper), plain)
     assert keeper.stats().homes["offload"].peak > 0
     nothing_left(keeper)
 

@@ -75,6 +75,11 @@ class Offload(Home):
         self._phase.start()
 
     def put(self, entries: Sequence[Entry]) -> None:
+        if self.moving is None and capturing():
+            # Seen by a capture first. To measure it would be to wait for the device, which a capture cannot.
+            for entry in entries:
+                entry.place = self._keep.stay(entry)
+            return
         self._phase.put(entries)
 
     def settle(self) -> None:

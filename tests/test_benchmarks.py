@@ -156,7 +156,10 @@ def test_the_cost_of_each_hook_is_measured_on_any_machine(tmp_path):
     rows = {row["way"]: row for row in body["rows"] if "way" in row}
     assert set(rows) == {way.name for way in hooks.WAYS}
     steps = {row["step"]: row["us"] for row in body["rows"] if "step" in row}
-    assert set(steps) == {"no keeper", *hooks.POLICIES}
+    eager = {f"{hooks.EAGER}, {name}" for name in hooks.EAGER_POLICIES}
+    assert set(steps) == {"no keeper", *hooks.POLICIES} | eager
     assert all({"pack", "unpack", "enter", "leave"} <= set(row) for row in rows.values())
     assert all("replay" in row for name, row in rows.items() if name.startswith("recomputed"))
-    assert {claim["unit"] for claim in body["claims"]} == {"µs"}
+    # A GPU's step is compared as a whole, too.
+    assert {claim["unit"] for claim in body["claims"]} <= {"µs", ""}
+    assert len(body["claims"]) >= 5

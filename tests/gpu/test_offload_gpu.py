@@ -1,6 +1,7 @@
 """Offload on a GPU: the same bits with either side of each hand-over held back, and memory that really goes."""
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -301,6 +302,63 @@ def test_host_memory_is_not_written_before_its_copy_back_is_done(monkeypatch, ri
     torch.cuda.synchronize()
     untouched = bool((arriving == 1).all())
     assert untouched is right
+
+
+def test_a_side_stream_follows_compute_before_in_and_after_a_capture():
+    """It takes up the compute stream's present by one event, which a capture records as well."""
+    side, device = SideStream(torch.device("cuda", 0)), torch.device("cuda", 0)
+    source = torch.zeros(1 << 20, device=device)
+    copy = torch.empty_like(source)
+
+    def late_work():
+        torch.cuda._sleep(LONG // 10)
+        source.add_(1)
+        before = torch.cuda.current_stream(device)
+        with side.after():
+            assert torch.cuda.current_stream(device) != before
+            copy.copy_(source)
+        assert torch.cuda.current_stream(device) == before
+        side.join()
+
+    late_work()
+    assert bool((copy == 1).all())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        late_work()
+    for count in (2, 3):
+        graph.replay()
+        assert bool((copy == count).all())
+    late_work()
+    assert bool((copy == 4).all())
+    graph.replay()
+    assert bool((copy == 5).all())
+
+
+def test_transposed_tensors_come_back_to_the_last_bit():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(256, 768)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(-1, (3, 4, 64)).transpose(1, 3).unbind(2)
+            return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layers": nn.ModuleList(Heads() for _ in range(4))}).cuda()
+    x = torch.randn(8, 128, 256, device="cuda")
+
+    def run(keeper=None):
+        model.zero_grad()
+        with keeper.step() if keeper is not None else nullcontext():
+            sum(layer(x).square().mean() for layer in model["layers"]).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = run()
+    rule = ps.Rule("layers.*", "offload", min_bytes=0, prefetch_bytes=0)
+    keeper = ps.Keeper(ps.Policy([rule])).attach(model)
+    for _ in range(4):
+        assert same(run(keeper), plain)
 
 
 # --- memory -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import nn
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
-from pagestash.saved.recompute import value_checks
+from pagestash.saved.recompute import rng, value_checks
 
 # Read once, at the first product on a GPU, which may be another file's.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -287,3 +287,16 @@ def test_noise_is_drawn_before_it_is_taken():
             model(torch.ones(ROWS, WIDTH, device="cuda")).square().sum().backward()
         results.append([p.grad for p in model.parameters()])
     assert same(*results)
+
+
+def test_generators_are_set_back_to_where_they_were():
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(2**63 + 5)  # a seed that no signed integer holds
+    torch.rand(7, device=device)
+    state = rng.torch_rng_state(device)
+    assert not rng.torch_rng_drawn(device, state)
+    first = torch.rand(100, device=device), torch.rand(100)
+    assert rng.torch_rng_drawn(device, state)
+    torch.cuda.manual_seed(3)
+    rng.set_torch_rng_state(device, state)
+    assert same([torch.rand(100, device=device), torch.rand(100)], list(first))

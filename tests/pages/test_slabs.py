@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagestash.pages.slabs import ALIGNMENT, PIECE, HostSlabs
+from pagestash.torch_internals import StorageWeakRef
 
 CPU = torch.device("cpu")
 
@@ -123,3 +124,65 @@ def test_slabs_that_a_graph_knows_stay_where_they_are():
     memory.fit(2 * PIECE)
     assert memory.size == 2 * PIECE
     assert address in {memory.take(PIECE).pieces[0].data_ptr() for _ in range(2)}
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(6, 8),
+        torch.randn(2, 6, 8).transpose(0, 1),
+        torch.randn(3, 1, 5).permute(2, 0, 1).to(torch.bfloat16),
+        torch.arange(12),
+    ],
+    ids=["contiguous", "transposed", "permuted", "integers"],
+)
+def test_a_block_in_the_form_of_a_tensor_takes_its_bytes_as_they_lie(tensor):
+    made = slabs(4 * ALIGNMENT)
+    made.take(ALIGNMENT)
+    block = made.take(tensor.nbytes)
+    form = made.in_form_of(tensor, block)
+    form.copy_(tensor)
+    there = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    assert torch.equal(block.pieces[0], there)
+    assert made.in_form_of(tensor.clone(), block) is form  # the next step's is the same object
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(4, 1).expand(4, 8),
+        torch.randn(4, 8)[:, ::2],
+        torch.randn(64).as_strided((2, 2), (0, 3)),
+        torch.ones(8, dtype=torch.bool),
+        torch.randn(8, dtype=torch.complex64),
+    ],
+    ids=["expanded", "strided", "as many elements as its range, some twice", "flags", "complex"],
+)
+def test_what_is_not_copied_byte_by_byte_has_no_form(tensor):
+    made = slabs(4 * ALIGNMENT)
+    assert made.in_form_of(tensor, made.take(tensor.nbytes)) is None
+
+
+def test_a_block_in_pieces_has_no_form():
+    made = slabs(4 * PIECE)
+    first, _, third, _ = (made.take(PIECE) for _ in range(4))
+    made.give(first)
+    made.give(third)
+    block = made.take(2 * PIECE)
+    assert len(block.pieces) == 2
+    assert made.in_form_of(torch.empty(2 * PIECE, dtype=torch.uint8), block) is None
+
+
+def test_no_view_keeps_memory_that_was_replaced():
+    made = slabs(PIECE)
+    tensor = torch.empty(PIECE, dtype=torch.uint8)
+    block = made.take(PIECE)
+    storage = block.pieces[0].untyped_storage()
+    made.in_form_of(tensor, block)
+    old = StorageWeakRef(storage)
+    made.give(block)
+    del block, storage
+    made.fit(2 * PIECE)
+    assert old.expired()
+    form = made.in_form_of(tensor, made.take(PIECE))
+    assert form.untyped_storage().nbytes() == 2 * PIECE

@@ -34,6 +34,9 @@ class Output(Protocol):
 class Outputs(Protocol):
     """The outputs that can be recomputed."""
 
+    @property
+    def any(self) -> bool: ...
+
     def output_of(self, key: int, tensor: torch.Tensor, *, chained: bool) -> Output | None: ...
 
 
@@ -119,7 +122,9 @@ class SavedTensorHooks:
             return Untouched.of(tensor)
         if key in self.weights or key in region.weights:
             return Untouched(tensor, version)
-        if owner.rule is None or owner.rule.home != "keep":
+        rule = owner.rule
+        # (Outside all regions only outputs of recomputed ones have something else to wait in.)
+        if (rule.home != "keep") if rule is not None else self._outputs.any:
             handle = self._handle(owner, key, version, tensor, chained, caller)
             if handle is not None:
                 return handle

@@ -75,8 +75,11 @@ class Kept(Packed):
     held: Held
 
     @hidden
-    def __del__(self) -> None:
-        self.held.let_go()
+    def __del__(self) -> None:  # `let_go`, without a call
+        held = self.held
+        held.holders -= 1
+        if not held.holders:
+            held.keep.forget(held)
 
     def changed(self) -> bool:
         return self.tensor._version != self.version

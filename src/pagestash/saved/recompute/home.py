@@ -46,6 +46,10 @@ class Recompute(Home):
 
     # --- outputs that can be recomputed ---
 
+    @property
+    def any(self) -> bool:
+        return bool(self._outputs)
+
     def remember(self, key: int, tensor: torch.Tensor, output: Output) -> None:
         """From here on, `tensor` can be recomputed wherever it is saved."""
         self.prune()
@@ -100,10 +104,13 @@ class Recompute(Home):
     def hold(self, region: str, tensor: torch.Tensor) -> None:
         key = plain_storage(tensor)
         if key is not None:
-            held = self._held.setdefault((region, key), [tensor.untyped_storage().nbytes(), 0])
-            held[1] += 1
-            if held[1] == 1:
-                self.tally.count(region, held[0])
+            held = self._held.get((region, key))
+            if held is not None:
+                held[1] += 1
+                return
+            size = tensor.untyped_storage().nbytes()
+            self._held[region, key] = [size, 1]
+            self.tally.count(region, size)
 
     def release(self, region: str, tensor: torch.Tensor) -> None:
         key = plain_storage(tensor)

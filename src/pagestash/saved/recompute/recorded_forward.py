@@ -189,22 +189,21 @@ class RecordedForward(Recording):
                     )
 
     def _remember_outputs(self, weights: set[int], output: Any) -> None:
-        own: dict[int, torch.Tensor] = {}
+        own: set[int] = set()
+        replay_bytes = self._discarded_bytes
         for number, tensor in enumerate(tensors_of(output)):
             key = plain_storage(tensor)
             if key is None or key in weights or key in self._hooks.weights or key in self._held or key in own:
                 continue  # it was there before
             if tensor.numel() == 1 or not tensor.is_floating_point():
                 continue  # a scalar is not worth a forward, and a choice is never recomputed
-            own[key] = tensor
-            self._recipe.layouts[number] = Layout.of(tensor)
-            if (
-                self._saved
-            ):  # else the hooks of another, such as a checkpoint's, took all and hold it themselves
+            own.add(key)
+            layout = self._recipe.layouts[number] = Layout.of(tensor)
+            replay_bytes += layout.storage_bytes
+            if self._saved:
                 self._home.remember(key, tensor, Output(self._recomputed, number))
-        self._recomputed.replay_bytes += self._discarded_bytes + sum(
-            tensor.untyped_storage().nbytes() for tensor in own.values()
-        )
+            # (Else the hooks of another, such as a checkpoint's, took all and hold it themselves.)
+        self._recomputed.replay_bytes += replay_bytes
 
     def _summarize(self) -> None:
         """Only now: the operation that saved a tensor may not have filled it then."""

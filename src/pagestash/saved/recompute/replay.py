@@ -116,6 +116,8 @@ class Replay(Forward):
             frame: FrameType | None = sys._getframe(2)
             while frame is not None:
                 running.add((frame, frame.f_lasti))
+                if frame.f_code is _RUN:
+                    break  # it runs inside here, in a stack that may be deep
                 frame = frame.f_back
             self._incomplete = [call for call in self._incomplete if call in running]
         return not self._incomplete
@@ -163,6 +165,9 @@ class Replay(Forward):
             "and attributes that are plain values; put what it decides on into pagestash.once(...), or give the "
             "region another home"
         )
+
+
+_RUN = Replay.run.__code__
 
 
 # Functions of the module, not methods: autograd never lets go of a pack hook that raised, as `_Enough` does.

@@ -25,6 +25,7 @@ SMALL_BUFFER = 65536
 """Buffers up to this many bytes are copied before every forward: the copy is cheap, and versions do not tell all
 (`F.batch_norm` writes its statistics without raising a version)."""
 
+_NOTHING = nullcontext()
 ChangesBuffers = WeakKeyDictionary[nn.Module, dict[str, bool]]
 """For each large buffer of a module that was seen: whether a forward ever changed it."""
 DrawsInPython = WeakSet[nn.Module]
@@ -175,7 +176,7 @@ class RngAndBuffers:
     def restored(self) -> AbstractContextManager[None]:
         """As it was before the first forward; what the replay changes is undone."""
         nothing = not self._buffers and self._torch_rng is None and self._python_rng is None
-        return nullcontext() if nothing and self._same_modes() else self._restored()
+        return _NOTHING if nothing and self._same_modes() else self._restored()
 
     def _same_modes(self) -> bool:
         """Whether autocast is off then and now, and attention may use the same kernels."""

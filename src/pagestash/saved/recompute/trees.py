@@ -24,9 +24,9 @@ def map_leaves(change: Callable[[Any], Any], tree: Any, leaf: type = torch.Tenso
     if kind is leaf or kind in PLAIN:
         return change(tree)
     if kind is tuple or kind is list:
-        return kind([map_leaves(change, item, leaf) for item in tree])
+        return kind([change(item) if type(item) is leaf else map_leaves(change, item, leaf) for item in tree])
     if kind is dict:
-        return {key: map_leaves(change, item, leaf) for key, item in tree.items()}
+        return {key: map_leaves(change, item, leaf) for key, item in tree.items()} if tree else {}
     if isinstance(tree, leaf):
         return change(tree)
     return tree_map(lambda leaf: _map_dataclass(change, leaf), tree)

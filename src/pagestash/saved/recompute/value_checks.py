@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -53,14 +53,22 @@ class _Pending:
     message: str
 
 
+@dataclass(slots=True, eq=False)
+class _Forwards:
+    """Forwards of one module so far, and whether this is the first step that it is in."""
+
+    count: int
+    new: bool = True
+
+
 class Checks:
     """Says which forwards are checked, and raises what a check found."""
 
     def __init__(self) -> None:
         self.overflow: Callable[[], torch.Tensor | None] = lambda: None
         """A flag on the device: the pool overflowed, inputs may be a refused group's zeros, the step is rerun."""
-        self._forwards: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-        self._new: WeakSet[nn.Module] = WeakSet()
+        self._forwards: WeakKeyDictionary[nn.Module, _Forwards] = WeakKeyDictionary()
+        self._new: list[_Forwards] = []
         self._pending: deque[_Pending] = deque()
 
     def due(self, module: nn.Module) -> When:
@@ -69,17 +77,18 @@ class Checks:
         if is_replica(module) or capturing():
             return When.NEVER
         self._settle()
-        if module in self._new:
+        forwards = self._forwards.get(module)
+        if forwards is None:
+            forwards = self._forwards[module] = _Forwards(len(self._forwards) * _SPREAD % EVERY)
+            self._new.append(forwards)
+        if forwards.new:
             return When.AT_ONCE
-        count = self._forwards.get(module)
-        if count is None:
-            self._forwards[module] = len(self._forwards) * _SPREAD % EVERY
-            self._new.add(module)
-            return When.AT_ONCE
-        self._forwards[module] = count + 1
-        return When.LATER if (count + 1) % EVERY == 0 else When.NEVER
+        forwards.count += 1
+        return When.LATER if forwards.count % EVERY == 0 else When.NEVER
 
     def step_over(self) -> None:
+        for forwards in self._new:
+            forwards.new = False
         self._new.clear()
 
     def compare(self, summary: torch.Tensor, tensor: torch.Tensor, when: When, message: str) -> None:

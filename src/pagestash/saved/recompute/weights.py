@@ -24,6 +24,7 @@ VersionOnly = WeakKeyDictionary[nn.Module, set[str]]
 """Names of weights whose version a forward raises while their bytes stay, as a parametrization's `set_` does."""
 
 _ABSENT = object()
+_NOTHING = nullcontext()
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -138,7 +139,7 @@ class Weights:
             for number, weight in enumerate(self._weights if self._checksums or self._version_only else ())
             if number in self._checksums or self._is_version_only(weight)
         ]
-        return self._restored(replaced, keep_version) if replaced or keep_version else nullcontext()
+        return self._restored(replaced, keep_version) if replaced or keep_version else _NOTHING
 
     @contextmanager
     def _restored(self, replaced: Sequence[_Weight], keep_version: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -50,6 +50,15 @@ THIRTY_TWO_STAGES = [1, *[2] * 30, 0]
 """Megatron-Bridge's layout of DeepSeek-V3 on 32 stages, without its MTP: `Et|(tt|)*30mL`."""
 SIXTEEN_STAGES = [*[4] * 15, 1]
 """Its layout on 16 stages: `Et*4|(tttt|)*14tmL`."""
+FULL_ITERATION: dict[str, Any] = {
+    "dispatcher": "flex",
+    "overlaps_dispatch": True,
+    "delays_weight_gradients": True,
+    "graphs": ("full",),
+    "capacity": 1.5,
+    "stash": True,
+}
+"""Megatron-Bridge's MXFP8 recipes of 26.08: HybridEP, overlap, full-iteration graphs, and a paged stash."""
 
 
 def run(
@@ -60,6 +69,7 @@ def run(
     global_batch: int,
     offload: Sequence[str] = (),
     recompute: Sequence[str] = (),
+    stash: bool = False,
     **values: Any,
 ) -> Run:
     """A run of a framework that keeps what Megatron-LM's options say."""
@@ -70,7 +80,7 @@ def run(
         cluster=found,
         layout=Layout(devices=found.devices, **layout),
         global_batch=global_batch,
-        homes=MegatronHomes(recompute=tuple(recompute), offload=tuple(offload)),
+        homes=MegatronHomes(recompute=tuple(recompute), offload=tuple(offload), stash=stash),
         **made,
     )
 
@@ -101,7 +111,7 @@ def seed_3a(offload: bool) -> Run:
     """Megatron-LM #1913 on H100: DeepSeek-V3's layers, 14 with experts, TP1 PP4 EP16, MBS 1 GBS 512, bf16.
 
     The number of GPUs is not stated; 64 is the least. More would share the optimizer's state further, alike before
-    and after.
+    and after. So is the dispatcher not: DeepEP, as in Megatron-Bridge's recipe of DeepSeek-V3 on H100.
     """
     names = ("expert_fc1", "moe_act", "attn_norm", "mlp_norm")
     return run(
@@ -109,18 +119,24 @@ def seed_3a(offload: bool) -> Run:
         "h100:64",
         {"pp": 4, "ep": 16},
         global_batch=512,
+        dispatcher="flex",
         offload=names if offload else (),
     )
 
 
 def seed_3b(offload: bool) -> Run:
-    """Megatron-LM #1913 on GB200: DeepSeek-V3 without MTP, TP1 PP8 EP32 VPP4, MBS 1 GBS 2048, MXFP8."""
+    """Megatron-LM #1913 on GB200: DeepSeek-V3 without MTP, TP1 PP8 EP32 VPP4, MBS 1 GBS 2048, MXFP8.
+
+    HybridEP, and CUDA graphs of attention and router, as in Megatron-Bridge's recipe of that year.
+    """
     return run(
         DEEPSEEK_V3,
         "gb200:256",
         {"pp": 8, "ep": 32, "vpp": 4, "schedule": "Interleaved1F1B"},
         global_batch=2048,
         precision="mxfp8",
+        dispatcher="flex",
+        graphs=("attn", "router"),
         placement=THIRTY_TWO_STAGES,
         offload=("moe_act",) if offload else (),
     )
@@ -138,8 +154,8 @@ def seed_4(pp: int = 4) -> Run:
     )
 
 
-def bridge_qwen3(recompute: Sequence[str] = (), overlap: bool = False) -> Run:
-    """Megatron-Bridge: Qwen3-30B-A3B on 16 H100, bf16, EP16, MBS 1 GBS 1024."""
+def bridge_qwen3(recompute: Sequence[str] = (), **values: Any) -> Run:
+    """Megatron-Bridge: Qwen3-30B-A3B on 16 H100, bf16, EP16, MBS 1 GBS 1024; all-to-all and no graphs by itself."""
     return run(
         QWEN3_30B,
         "h100:16",
@@ -147,8 +163,12 @@ def bridge_qwen3(recompute: Sequence[str] = (), overlap: bool = False) -> Run:
         global_batch=1024,
         recompute=recompute,
         parameters=ParameterBytes(weight=2, gradient=2, optimizer=12, step=4),
-        overlaps_dispatch=overlap,
+        **values,
     )
+
+
+HYBRIDEP: dict[str, Any] = {"dispatcher": "flex", "graphs": ("router",)}
+"""Its performance recipe: HybridEP, and graphs of `moe_router` and `moe_preprocess`."""
 
 
 def bridge_moonlight(recompute: Sequence[str] = ()) -> Run:
@@ -163,15 +183,32 @@ def bridge_moonlight(recompute: Sequence[str] = ()) -> Run:
     )
 
 
-def report_v3(recompute: Sequence[str] = ()) -> Run:
+def report_v3(recompute: Sequence[str] = (), **values: Any) -> Run:
     """arXiv 2603.07685: DeepSeek-V3 on 256 GPUs, bf16, PP4 VPP4 EP64; the batch does not change what is held."""
     return run(
-        DEEPSEEK_V3,
+        replace(DEEPSEEK_V3, mtp_layers=1),
         "gb200:256",
         {"pp": 4, "ep": 64, "vpp": 4, "schedule": "Interleaved1F1B"},
         global_batch=4096,
         placement=SIXTEEN_STAGES,
         recompute=recompute,
+        **values,
+    )
+
+
+def overlapped_v3(overlap: bool) -> Run:
+    """Megatron-LM #6311 and #6429: 14 layers of DeepSeek-V3 and MTP, 64 H100, TP1 PP4 VPP2 EP16, 2,048 tokens.
+
+    MBS 1 GBS 256, all-to-all, layout `Ett|(tt|)*6mL`. Bytes a parameter are not stated.
+    """
+    return run(
+        replace(DEEPSEEK_V3, layers=14, dense_layers=0, mtp_layers=1),
+        "h100:64",
+        {"pp": 4, "ep": 16, "vpp": 2, "schedule": "Interleaved1F1B"},
+        global_batch=256,
+        sequence=2048,
+        placement=[*[2] * 7, 0],
+        overlaps_dispatch=overlap,
     )
 
 

@@ -84,6 +84,11 @@ def test_a_huggingface_configuration_has_the_presets_bytes_and_parameters(table,
     assert read_model(tmp_path) == read_model(tmp_path / "config.json") == from_huggingface(table)
 
 
+def test_layers_that_predict_further_tokens_are_read_from_a_huggingface_configuration():
+    assert from_huggingface(DEEPSEEK).mtp_layers == 0
+    assert from_huggingface(DEEPSEEK | {"num_nextn_predict_layers": 1}).mtp_layers == 1
+
+
 def test_mixtral_has_its_published_parameters():
     total = sum(parameters for _, parameters in sizes(from_huggingface(MIXTRAL)))
     assert total == 46_702_792_704

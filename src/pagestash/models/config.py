@@ -38,6 +38,8 @@ class DecoderConfig(ExpertSettings):
     dense_width: int = 0
     expert_bias: bool = False
     """Biases on both projections of the routed experts."""
+    mtp_layers: int = 0
+    """Layers that predict further tokens (DeepSeek-V3's multi-token prediction). Only a simulation has them."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -90,6 +92,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("dense_width", "shared_experts", "expected_rows"), (0, _COUNT)),
     **dict.fromkeys(("norm_eps", "balance_loss", "z_loss"), (0, _FINITE)),
     "layers": (1, 10_000),
+    "mtp_layers": (0, 16),
     "rope_theta": (sys.float_info.min, _FINITE),
     "route_scale": (-_FINITE, _FINITE),
 }

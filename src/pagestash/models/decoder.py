@@ -110,6 +110,8 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if config.mtp_layers:
+            raise ValueError(f"mtp_layers={config.mtp_layers}: a Decoder has none; they are for simulations")
         made: Any = {"device": device, "dtype": dtype}
         self.config = config
         self.is_stage = part is not None

@@ -12,8 +12,10 @@ from pagestash.policy import HOMES
 from pagestash.schedules.plan import Plan, plans
 from pagestash.simulation.cluster import SAVED_BYTES, Cluster, Precision
 from pagestash.simulation.costs import Amount, LayerCosts, RankCosts, StageCosts, StaticBytes, StepCosts
+from pagestash.simulation.dispatch import DISPATCHERS, Dispatcher, dispatch_seconds
 from pagestash.simulation.framework import FRAMEWORKS, Framework, ParameterBytes
 from pagestash.simulation.homes import Homes, PolicyHomes
+from pagestash.simulation.launches import GRAPHED, HostSeconds, graphed_parts, host_seconds, step_launches
 from pagestash.simulation.layout import Layout, check_placement, place_evenly
 from pagestash.simulation.memory import (
     LayerMemory,
@@ -25,7 +27,7 @@ from pagestash.simulation.memory import (
     step_bytes,
 )
 from pagestash.simulation.parts import Layer, Shape, layers_of
-from pagestash.simulation.seconds import Seconds
+from pagestash.simulation.seconds import Seconds, repeated
 
 MOST_ACTIONS = 2_000_000
 """Most microbatches × stages of a simulated step."""
@@ -54,6 +56,12 @@ class Run:
     factors: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Measured over roofline seconds by part, from `measured.measured`."""
     overlaps_dispatch: bool = False
+    """Whether a forward and a backward run side by side, one computing while the other communicates."""
+    delays_weight_gradients: bool = False
+    """Whether weight gradients wait for the end of their layer (Megatron-LM's `--delay-wgrad-compute`)."""
+    dispatcher: Dispatcher = "alltoall"
+    graphs: Sequence[str] = ()
+    """What is captured in CUDA graphs, layer by layer: `attn`, `router`, `mlp`."""
     skew: float = 1.0
     """Received rows over balanced rows, for the memory of a rank that is always hot."""
 
@@ -65,6 +73,11 @@ class Run:
         if self.capacity and self.capacity < 1:
             raise ValueError(f"capacity={self.capacity}: expected at least 1, or 0 for buffers of exact size")
 
+        if self.dispatcher not in DISPATCHERS:
+            raise ValueError(f"dispatcher={self.dispatcher!r}: expected {' or '.join(DISPATCHERS)}")
+        for scope in self.graphs:
+            if scope not in GRAPHED:
+                raise ValueError(f"graphs={scope!r}: expected some of {', '.join(GRAPHED)}")
         if not 1 <= self.skew <= self.layout.ep:
             raise ValueError(
                 f"skew={self.skew}: expected 1 for balanced rows, at most EP {self.layout.ep}: a rank that gets all"
@@ -123,7 +136,10 @@ def step_costs(run: Run) -> StepCosts:
         model_operations=3 * shared * sum(layer.operations for layer in layers),
         devices=layout.devices,
         overlaps_dispatch=run.overlaps_dispatch,
+        beside_compute=run.cluster.node.beside_compute,
+        taken_by_dispatch=run.cluster.node.dispatch_processors / run.cluster.device.processors,
         margin=run.framework.margin,
+        waits_for_rows=run.framework.waits_for_rows and not run.capacity,
         memory_rate=run.cluster.memory_rate,
     )
 
@@ -148,7 +164,10 @@ def place_by_memory(run: Run, memory: int = 0) -> list[int]:
     """Layers of each stage, placed by `pipeline.partition`; peaks below `memory` bytes count as equal."""
     timed = _seconds(run)
     costs = []
-    for layer in layers_of(run.shape):
+    embedding, *blocks, head = layers_of(run.shape)
+    further = blocks[run.config.layers :]  # beside the head, wherever that is
+    end = Layer(name="head", parts=tuple(part for layer in (*further, head) for part in layer.parts))
+    for layer in (embedding, *blocks[: run.config.layers], end):
         held = _layer_memory(run, layer)
         forward = sum(timed.forward(part) for part in layer.parts)
         backward = sum(timed.backward_input(part) + timed.backward_weight(part) for part in layer.parts)
@@ -174,11 +193,11 @@ def place_by_memory(run: Run, memory: int = 0) -> list[int]:
 
 
 def _split(layers: Sequence[Layer], placed: Sequence[int]) -> list[list[Layer]]:
-    """The layers of each stage; the embedding is on the first, the head on the last."""
+    """The layers of each stage; the embedding is on the first, multi-token prediction and the head on the last."""
     embedding, *blocks, head = layers
     stages = [blocks[first:last] for first, last in pairwise(accumulate(placed, initial=0))]
     stages[0] = [embedding, *stages[0]]
-    stages[-1] = [*stages[-1], head]
+    stages[-1] = [*stages[-1], *blocks[sum(placed) :], head]
     return stages
 
 
@@ -189,6 +208,8 @@ def _layer_memory(run: Run, layer: Layer) -> LayerMemory:
         capacity=run.capacity,
         skew=run.skew,
         product_workspace=run.cluster.device.product_workspace,
+        graphed=graphed_parts(run.graphs),
+        delayed=run.shape.element_bytes if run.delays_weight_gradients else 0,
     )
 
 
@@ -206,7 +227,16 @@ def _peak(run: Run, plan: Plan, stages: Sequence[Sequence[Layer]], memory: Seque
         static["gathered"] = gathered
     step = step_bytes(own, run.layout, run.parameters)
     own_memory = [memory[stage] for stage in plan.stages]
-    return rank_peak(plan, own_memory, run.homes, run.framework, static, follows=run.layout.pp > 1, step=step)
+    return rank_peak(
+        plan,
+        own_memory,
+        run.homes,
+        run.framework,
+        static,
+        follows=run.layout.pp > 1,
+        overlaps=run.overlaps_dispatch,
+        step=step,
+    )
 
 
 def _rank(
@@ -228,8 +258,16 @@ def _rank(
         device_bytes=peak.total + outside,
         host_bytes=peak.host,
         gradient_seconds=_gradient_seconds(run, own),
-        optimizer_seconds=run.cluster.kernel_seconds(2 * optimizer + gradients + weights),
+        optimizer_seconds=max(
+            run.cluster.kernel_seconds(2 * optimizer + gradients + weights), _step_launch_seconds(run, own)
+        ),
     )
+
+
+def _step_launch_seconds(run: Run, layers: Sequence[Layer]) -> float:
+    frame = run.framework
+    found = step_launches(layers, loops=frame.loops_experts, each=frame.step_launches)
+    return run.cluster.host.launch * found
 
 
 def _gradient_seconds(run: Run, layers: Sequence[Layer]) -> float:
@@ -276,7 +314,7 @@ def _layer_costs(run: Run, memory: LayerMemory) -> LayerCosts:
     }
     makers = {item.maker for item in memory.placed if item.home == "recompute"}
     sent = layer.dispatch_bytes
-    moved = cluster.all_to_all_seconds(sent, run.layout.ep)
+    moved = dispatch_seconds(cluster, run.shape, run.dispatcher) if sent else 0.0
     weights = static_bytes([layer], run.layout, run.parameters)[0]
     return LayerCosts(
         name=layer.name,
@@ -296,6 +334,23 @@ def _layer_costs(run: Run, memory: LayerMemory) -> LayerCosts:
         gather_seconds=_weight_gather_seconds(run, layer) if run.layout.zero == 3 and weights else 0.0,
         saved=saved,
         workspace=Amount(float(memory.walk(run.shape.stream_bytes)[0])),
+        host=_host_seconds(run, layer, makers, memory),
+    )
+
+
+def _host_seconds(run: Run, layer: Layer, makers: set[str], memory: LayerMemory) -> HostSeconds:
+    if run.factors:  # measured times have waits for the host in them
+        return HostSeconds()
+    scopes = {item.scope for item in memory.placed if item.home == "recompute"}
+    return host_seconds(
+        layer,
+        launch=run.cluster.host.launch,
+        loops=run.framework.loops_experts,
+        casts=run.shape.quantized,
+        scopes=run.graphs,
+        repeated={part.name: repeated(part, makers) for part in layer.parts},
+        regions=len(scopes),
+        region=run.cluster.host.region,
     )
 
 

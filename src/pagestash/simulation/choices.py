@@ -148,7 +148,7 @@ def layer_kinds(run: Run, choice: Choice = ()) -> Mapping[str, LayerCosts]:
     dense = min(1, config.dense_layers)
     one = replace(
         run,
-        config=replace(config, layers=dense + 1, dense_layers=dense),
+        config=replace(config, layers=dense + 1, dense_layers=dense, mtp_layers=0),
         layout=layout,
         global_batch=layout.dp * run.microbatch,
         placement=None,

@@ -13,7 +13,7 @@ at a time as there are multiprocessors, and fill and drain a pipeline along k.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -48,6 +48,8 @@ class Device:
     """Bytes that one product has as its workspace."""
     outside: int
     """Bytes that are not torch's."""
+    kernel: float = 0.0
+    """Seconds that a kernel takes beside its bytes and operations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,10 @@ class Host:
     shared_back: float
     memory: int
     """Host memory of a node, which its devices share."""
+    launch: float = 0.0
+    """Seconds in which it launches a kernel."""
+    region: float = 0.0
+    """Seconds that a recomputed region takes it, forward and backward together, beside launches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +97,10 @@ class Node:
     network_efficiency: float
     latency: float
     """Seconds of a collective beside its bytes."""
+    dispatch_processors: int = 0
+    """Multiprocessors that dispatch and combine take from the compute beside them."""
+    beside_compute: float = 1.0
+    """Seconds of dispatch and combine beside compute, over those alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +216,8 @@ class Cluster:
 
 _TABLES: dict[str, type] = {"device": Device, "matmul": Matmul, "host": Host, "node": Node}
 _BYTES = ("memory", "product_workspace", "outside")
-_COUNTS = ("processors", "devices", "nvlink_devices")
+_COUNTS = ("processors", "devices", "nvlink_devices", "dispatch_processors")
+_MAY_BE_ZERO = ("latency", "launch", "region", "kernel")
 
 
 def read_cluster(text: str) -> Cluster:
@@ -257,10 +268,12 @@ def _parse_table(table: Any, key: str, kind: Any, where: str) -> Any:
     for name in table:
         if name not in known:
             raise ValueError(f"{where}: [{key}] has an unknown key {name!r}; expected {', '.join(known)}")
-    for name in known:
-        if name not in table:
-            raise ValueError(f"{where}: [{key}] lacks {name}")
-    return kind(**{name: _parse_number(table[name], name, f"{where}: [{key}]") for name in known})
+    for field in fields(kind):
+        if field.name not in table and field.default is MISSING:
+            raise ValueError(f"{where}: [{key}] lacks {field.name}")
+    return kind(
+        **{name: _parse_number(table[name], name, f"{where}: [{key}]") for name in known if name in table}
+    )
 
 
 def _parse_number(value: Any, name: str, where: str) -> float | int:
@@ -272,6 +285,6 @@ def _parse_number(value: Any, name: str, where: str) -> float | int:
         raise ValueError(f"{where} {name}={value!r}: expected a whole number, at least 1")
     if name.endswith("efficiency") and not 0 < value <= 1:
         raise ValueError(f"{where} {name}={value!r}: expected a part of 1")
-    if value < 0 or (value == 0 and name != "latency"):
+    if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
         raise ValueError(f"{where} {name}={value!r}: expected more than 0")
     return int(value) if name in _COUNTS else float(value)

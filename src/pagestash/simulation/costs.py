@@ -16,6 +16,7 @@ from typing import Literal
 
 from pagestash.policy import HomeName
 from pagestash.schedules.plan import Plan
+from pagestash.simulation.launches import HostSeconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class LayerCosts:
     workspace: Amount = Amount()
     """Most temporary bytes while its backward runs; those that recompute brings back are included."""
     forward_workspace: Amount = Amount()
+    host: HostSeconds = HostSeconds()  # noqa: RUF009 -- a tuple
+    """What the host takes to launch it."""
 
     @property
     def is_moe(self) -> bool:
@@ -184,8 +187,14 @@ class StepCosts:
     """Devices of the whole run."""
     overlaps_dispatch: bool = False
     """Whether dispatch and combine of one microbatch run beside the compute of another."""
+    beside_compute: float = 1.0
+    """Seconds of dispatch and combine beside compute, over those alone."""
+    taken_by_dispatch: float = 0.0
+    """The share of compute that dispatch and combine take while they run beside it."""
     margin: Literal["window", "last"] = "window"
     """How offloaded groups leave and return: by a keeper's window, or as Megatron-LM moves them."""
+    waits_for_rows: bool = False
+    """Whether the host waits in every forward for the number of received rows."""
     memory_rate: float = float("inf")
     """Bytes a second of the device's memory, which copies over the host link take from compute beside them."""
 

@@ -28,6 +28,12 @@ class Framework:
     """Whether a whole weight gradient is a temporary tensor, before it is added to what was there."""
     margin: Literal["window", "last"]
     """What stays of offloaded groups: a window of them, or the last one of each name."""
+    loops_experts: bool = False
+    """Whether experts' products are launched one by one."""
+    step_launches: int = 0
+    """Kernels of the optimizer's step for each tensor of parameters, where it goes through them one by one."""
+    waits_for_rows: bool = False
+    """Whether the host waits in every layer for the number of received rows, unless buffers are static."""
 
 
 FRAMEWORKS: dict[str, Framework] = {
@@ -53,6 +59,9 @@ FRAMEWORKS: dict[str, Framework] = {
         keeps_logits=True,
         weight_gradients=False,
         margin="last",
+        loops_experts=True,
+        step_launches=2,
+        waits_for_rows=True,
     ),
     "pith": Framework(
         name="pith",
@@ -64,6 +73,7 @@ FRAMEWORKS: dict[str, Framework] = {
         keeps_logits=True,
         weight_gradients=True,
         margin="last",
+        waits_for_rows=True,
     ),
 }
 

@@ -128,6 +128,8 @@ class MegatronHomes:
 
     recompute: Sequence[str] = ()
     offload: Sequence[str] = ()
+    stash: bool = False
+    """`--moe-paged-stash`: what experts keep of received rows is in pages."""
 
     def __post_init__(self) -> None:
         for names, known in ((self.recompute, _RECOMPUTE), (self.offload, _OFFLOAD)):
@@ -154,8 +156,11 @@ class MegatronHomes:
                 home: HomeName = "keep"
                 scope = ""
                 if piece.maker in self._dropped:
-                    home, scope = "recompute", f"{layer.name}.{piece.maker}"
+                    region = UP if piece.maker == KV_UP else piece.maker  # both projections are one region
+                    home, scope = "recompute", f"{layer.name}.{region}"
                 elif part.name in self._moved:
                     home, scope = "offload", f"{layer.name}.{part.name}"
+                elif self.stash and part.routed:
+                    home, scope = "stash", f"{layer.name}.{part.name}"
                 placed.append(Placed(part.name, home, piece.bytes, part.routed, scope, piece.maker))
         return placed

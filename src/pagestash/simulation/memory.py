@@ -4,7 +4,8 @@
 
 `held` are microbatches in flight times what stays of each, from the schedule's own plan. A backward works from its
 last module to its first: before a module, what later modules saved is free again; it has its temporary tensors, the
-gradient of the residual stream, and what a replay brings back.
+gradient of the residual stream, and what a replay brings back. With overlap, another microbatch's forward is at
+work beside it. What CUDA graphs keep is static: as much as the schedule ever holds at once.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from pagestash.schedules.plan import Plan
 from pagestash.simulation.framework import Framework, ParameterBytes
 from pagestash.simulation.homes import Homes, Placed, PolicyHomes
 from pagestash.simulation.layout import Layout
-from pagestash.simulation.parts import Layer
+from pagestash.simulation.parts import Layer, Part
 
 HELD_PATTERN = 4
 """Times the stages: microbatches after which a schedule's pattern of offloads repeats."""
@@ -35,6 +36,11 @@ class LayerMemory:
     """Received rows over balanced rows."""
     product_workspace: int = 0
     """Bytes that a product has as its workspace."""
+    graphed: frozenset[str] = frozenset()
+    """Parts whose tensors belong to CUDA graphs: they are there for the whole run."""
+    delayed: int = 0
+    """Bytes of an element of gradients that wait, with the inputs of products, for weight gradients at the layer's
+    end; 0: weight gradients are computed with the others."""
 
     def size(self, placed: Placed) -> int:
         """Device bytes of a tensor that is not in pages: static buffers hold their whole capacity."""
@@ -53,6 +59,35 @@ class LayerMemory:
     def kept(self) -> int:
         return sum(self.size(item) for item in self.placed if item.home == "keep")
 
+    @property
+    def beside(self) -> int:
+        """What its forward takes beside another layer's backward: what it keeps, and rows that leave and arrive."""
+        if not self.layer.dispatch_bytes:
+            return 0
+        return self.kept - self.graph_bytes + round(2 * self.buffer_rows * self.layer.dispatch_bytes)
+
+    @property
+    def graph_bytes(self) -> int:
+        """What is kept in CUDA graphs."""
+        kept = (item for item in self.placed if item.home == "keep" and item.part in self.graphed)
+        return sum(map(self.size, kept))
+
+    @property
+    def graph_work(self) -> int:
+        """What graphs of its backward work with, beside what they keep."""
+        parts = (part for part in self.layer.parts if part.name in self.graphed)
+        return max((self._work(part) for part in parts), default=0)
+
+    def _work(self, part: Part) -> int:
+        """Temporary bytes of a part's backward."""
+        work = part.temporary * (self.buffer_rows if part.routed else 1)
+        return round(work) + part.weight_gradient + (self.product_workspace if part.products else 0)
+
+    def _waiting(self, part: Part) -> int:
+        """Gradients of a part's products that delayed weight gradients wait with."""
+        found = self.delayed * sum(product.groups * product.m * product.n for product in part.products)
+        return round(found * (self.buffer_rows if part.routed else 1))
+
     def bytes_of(self, home: str) -> int:
         """Valid bytes by home."""
         return sum(self.valid(item) for item in self.placed if item.home == home)
@@ -68,6 +103,7 @@ class LayerMemory:
         `staying` are parts whose offloaded group is on the device, and free when their backward is done.
         """
         live = most = above
+        late = 0
         came: set[str] = set()
         for part in reversed(self.layer.parts):
             own = [item for item in self.placed if item.part == part.name]
@@ -75,12 +111,16 @@ class LayerMemory:
                 came.add(scope)
                 live += sum(self.size(i) for i in self.placed if i.home == "recompute" and i.scope == scope)
             restored = sum(self.size(item) for item in own if item.home == "stash")
-            work = part.temporary * (self.buffer_rows if part.routed else 1)
-            work += part.weight_gradient + (self.product_workspace if part.products else 0)
-            most = max(most, live + round(work) + restored + stream)
-            freed = ("keep", "recompute", "offload") if part.name in staying else ("keep", "recompute")
-            live -= sum(self.size(item) for item in own if item.home in freed)
-        return most, live
+            most = max(most, live + self._work(part) + restored + stream)
+            freed = {"recompute"} if part.name in self.graphed else {"keep", "recompute"}
+            if part.name in staying:
+                freed.add("offload")
+            free = sum(self.size(item) for item in own if item.home in freed)
+            if self.delayed and part.products:
+                late += free + self._waiting(part)
+                free = -self._waiting(part)
+            live -= free
+        return most, live - late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +133,12 @@ class StageMemory:
 
     @property
     def kept(self) -> int:
-        return sum(layer.kept for layer in self.layers)
+        """What stays between forward and backward, but for what belongs to CUDA graphs."""
+        return sum(layer.kept - layer.graph_bytes for layer in self.layers)
+
+    @property
+    def graph_bytes(self) -> int:
+        return sum(layer.graph_bytes for layer in self.layers)
 
     def bytes_of(self, home: str) -> int:
         return sum(layer.bytes_of(home) for layer in self.layers)
@@ -175,16 +220,20 @@ def rank_peak(
     static: Mapping[str, int],
     *,
     follows: bool,
+    overlaps: bool = False,
     step: int = 0,
 ) -> RankPeak:
     """The peak of the rank that runs `plan` on its `stages`.
 
-    `follows`: the keeper knows the schedule. `step` are temporary bytes of the optimizer's step, which comes when
-    no activations are left.
+    `follows`: the keeper knows the schedule. `overlaps`: beside a backward runs the forward of another microbatch,
+    layer by layer: what one layer has saved is there before the other layer's is free. `step` are temporary bytes
+    of the optimizer's step, which comes when no activations are left.
     """
     by_number = {stage.stage: stage for stage in stages}
     kept = {number: stage.kept for number, stage in by_number.items()}
+    graphed = {number: stage.graph_bytes for number, stage in by_number.items()}
     work = {number: stage.work(framework.margin) for number, stage in by_number.items()}
+    beside = max((layer.beside for stage in stages for layer in stage.layers), default=0) if overlaps else 0
     stash = {number: stage.bytes_of("stash") for number, stage in by_number.items()}
     offload = _Offloaded.of(plan, stages, homes, framework, follows)
     pages = max(sum(count * stash[stage] for stage, count in counts.items()) for counts in plan.held())
@@ -192,14 +241,30 @@ def rank_peak(
     pool = 0 if not pages else pool_bytes(pages, homes.pool.headroom) if fixed is None else fixed
     best = {"kept": 0, "offloaded": 0, "at work": step}
     host = 0
+    graphs = 0
     for stage, counts, waiting in _moments(plan, offload):
         held = sum(count * kept[number] for number, count in counts.items())
+        graphs = max(graphs, sum(count * graphed[number] for number, count in counts.items()))
         here, away = offload.at(counts, waiting)
         host = max(host, away)
-        found = {"kept": held, "offloaded": here, "at work": work[stage] if stage is not None else 0}
+        at_work = work[stage] + beside if stage is not None else 0
+        found = {"kept": held, "offloaded": here, "at work": at_work}
         if sum(found.values()) > sum(best.values()):
             best = found
+    if graphs:
+        best["graphs"] = graphs + _graph_buffers(stages, overlaps)
     return RankPeak(groups={**static, "pool": pool, **best}, host=host, pool=pool)
+
+
+def _graph_buffers(stages: Sequence[StageMemory], overlaps: bool) -> int:
+    """What CUDA graphs have beside what they keep: a pool of their own for temporary tensors, static gradients.
+
+    Buffers are used again by other microbatches and layers, so that there are as many as are in flight at once;
+    with overlap one layer's more.
+    """
+    layers = [layer for stage in stages for layer in stage.layers]
+    more = max(layer.graph_bytes for layer in layers) if overlaps else 0
+    return more + max(layer.graph_work for layer in layers) + 2 * max(stage.stream for stage in stages)
 
 
 def _moments(

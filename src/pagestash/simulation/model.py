@@ -139,6 +139,7 @@ def _deepseek(read: _Reader) -> dict[str, Any]:
         "shared_experts": read("n_shared_experts", 0),
         "groups": read("n_group", 1),
         "group_limit": read("topk_group", 1),
+        "mtp_layers": read("num_nextn_predict_layers", 0),
     }
     if read.config.get("scoring_func") == "sigmoid":
         values |= {"score": "sigmoid", "correction_bias": True}

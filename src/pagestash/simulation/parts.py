@@ -14,7 +14,7 @@ saves it, the part's, gives it any other home.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagestash.models.config import DecoderConfig
 from pagestash.simulation.framework import FRAMEWORKS, Framework
@@ -165,7 +165,7 @@ class Shape:
 
 
 def layers_of(shape: Shape) -> list[Layer]:
-    """Embedding, layers and head."""
+    """Embedding, layers, those of multi-token prediction, and head."""
     config = shape.config
     dense, moe = (
         (*_attention(shape), *_dense(shape)) if config.dense_layers else (),
@@ -179,7 +179,39 @@ def layers_of(shape: Shape) -> list[Layer]:
         else Layer(name=f"layers.{index}", parts=moe, dispatch_bytes=sent)
         for index in range(config.layers)
     ]
+    for index in range(config.mtp_layers):
+        parts = (_joined(shape, first=index == 0), *moe, *_head_again(shape))
+        blocks.append(Layer(name=f"layers.{config.layers + index}", parts=parts, dispatch_bytes=sent))
     return [_embedding(shape), *blocks, _head(shape)]
+
+
+def _joined(shape: Shape, *, first: bool) -> Part:
+    """What a layer of multi-token prediction begins with: norms of its two inputs, and a projection of both to one.
+
+    One input is what the layers gave, the other the embedding of the next tokens. The embedding's weight is shared;
+    a pipeline's last rank has a copy of it.
+    """
+    width, tokens, stream = shape.config.width, shape.local_tokens, shape.stream_bytes
+    projection = 2 * width**2
+    copied = _embedding(shape).parameters if first and shape.layout.pp > 1 else 0
+    return Part(
+        name="mtp.proj",
+        pieces=(
+            Piece(2 * stream + 2 * _INDEX * tokens, HELD),  # both inputs; the norms' statistics
+            Piece(shape.product_input(2 * width * tokens), HELD),
+        ),
+        parameters=projection + 2 * width + copied,
+        products=(Product(tokens, width, 2 * width),),
+        traffic=10 * stream,
+        temporary=3 * stream,
+        weight_gradient=_weights(shape, projection),
+    )
+
+
+def _head_again(shape: Shape) -> tuple[Part, Part]:
+    """What it ends with: a norm of its own, and the head, whose weight it shares."""
+    norm, head = _head(shape).parts
+    return replace(norm, name="mtp.norm"), replace(head, name="mtp.head", parameters=0)
 
 
 def _gathers(shape: Shape) -> tuple[float, ...]:

@@ -60,6 +60,10 @@ class Piece(NamedTuple):
     frees: int = 0
     """Device bytes that are free when it ends, those of groups not included."""
     row_frees: int = 0
+    host: float = 0.0
+    """Seconds in which the host launches it."""
+    waits: bool = False
+    """Whether the host waits until all before it is done."""
 
 
 class MovedGroup(NamedTuple):
@@ -88,7 +92,7 @@ def programs_of(costs: StepCosts) -> list[StageProgram]:
     pools = {stage.stage: rank.static.pool > 0 for rank in costs.ranks for stage in rank.stages}
     for stage in costs.stages:
         layers = [
-            _Layer(first + at, layer, pools[stage.stage], costs.memory_rate)
+            _Layer(first + at, layer, pools[stage.stage], costs.memory_rate, costs.waits_for_rows)
             for at, layer in enumerate(stage.layers)
         ]
         first += len(layers)
@@ -114,8 +118,10 @@ def programs_of(costs: StepCosts) -> list[StageProgram]:
 class _Layer:
     """The pieces of one layer: attention and so on, dispatch, experts, combine; in backward the other way round."""
 
-    def __init__(self, number: int, costs: LayerCosts, pooled: bool, memory_rate: float) -> None:
-        self._number, self._costs = number, costs
+    def __init__(
+        self, number: int, costs: LayerCosts, pooled: bool, memory_rate: float, waits: bool = False
+    ) -> None:
+        self._number, self._costs, self._waits = number, costs, waits
         kept, moved = costs.bytes_of("keep"), costs.moved_bytes
         self._beside = moved * (1 / memory_rate)
         self._kept = kept if pooled else kept + costs.bytes_of("stash")
@@ -144,8 +150,10 @@ class _Layer:
             puts=tuple(name for name, group in self.groups.items() if not group.by_rows),
             takes=Amount(taken.fixed + most.fixed),
             frees=Amount() if rows else Amount(most.fixed),
+            host=costs.host.forward,
         )
-        yield from self._other("dispatch", costs.dispatch_seconds)
+        for piece in self._other("dispatch", costs.dispatch_seconds):
+            yield piece._replace(waits=self._waits)
         if rows:
             yield self._piece(
                 "forward",
@@ -153,35 +161,40 @@ class _Layer:
                 puts=tuple(name for name, group in self.groups.items() if group.by_rows),
                 takes=Amount(0.0, taken.routed + most.routed),
                 frees=most,
+                host=costs.host.forward_rows,
             )
         yield from self._other("stash", costs.stash_seconds)
         yield from self._other("combine", costs.combine_seconds)
 
     def backward(self) -> Iterator[Piece]:
         """Both halves in one."""
-        yield from self._backward("backward", self._costs.backward_input + self._costs.backward_weight, True)
+        yield from self._backward(
+            "backward", self._costs.backward_input + self._costs.backward_weight, True, 1.0
+        )
 
     def half(self) -> Iterator[Piece]:
         """Gradients of the input; what was saved stays for the other half."""
-        yield from self._backward("backward", self._costs.backward_input, False)
+        yield from self._backward("backward", self._costs.backward_input, False, 0.5)
 
     def weight(self) -> Iterator[Piece]:
         """Gradients of the weights."""
         if self._costs.backward_weight != Amount() or self._kept != Amount() or self.groups:
-            piece = self._piece("weight", self._costs.backward_weight, frees=self._kept)
+            host = (self._costs.host.backward + self._costs.host.backward_rows) / 2
+            piece = self._piece("weight", self._costs.backward_weight, frees=self._kept, host=host)
             yield piece._replace(drops=tuple(self.groups))
 
-    def _backward(self, kind: PieceKind, seconds: Amount, frees: bool) -> Iterator[Piece]:
+    def _backward(self, kind: PieceKind, seconds: Amount, frees: bool, part: float) -> Iterator[Piece]:
+        """`part` of backward's launches are in it."""
         costs, asked = self._costs, tuple(self.groups)
         seconds = seconds + self._beside
         pieces = [
             *self._gather(seconds.at()),
             *self._other("stash", costs.stash_seconds),
-            *self._other("recompute", costs.recompute),
+            *self._other("recompute", costs.recompute, costs.host.recompute),
             *self._other("combine", costs.combine_seconds),
-            self._piece(kind, Amount(0.0, seconds.routed)),
+            self._piece(kind, Amount(0.0, seconds.routed), host=part * costs.host.backward_rows),
             *self._other("dispatch", costs.dispatch_seconds),
-            self._piece(kind, Amount(seconds.fixed)),
+            self._piece(kind, Amount(seconds.fixed), host=part * costs.host.backward),
         ]
         pieces = [piece for piece in pieces if piece.seconds or piece.row_seconds] or pieces[-1:]
         most = costs.workspace
@@ -200,9 +213,9 @@ class _Layer:
         )
         yield from pieces
 
-    def _other(self, kind: PieceKind, seconds: Amount) -> Iterator[Piece]:
+    def _other(self, kind: PieceKind, seconds: Amount, host: float = 0.0) -> Iterator[Piece]:
         if seconds != Amount():
-            yield self._piece(kind, seconds)
+            yield self._piece(kind, seconds, host=host)
 
     def _piece(
         self,
@@ -212,6 +225,7 @@ class _Layer:
         puts: tuple[str, ...] = (),
         takes: Amount = Amount(),  # noqa: B008 -- frozen
         frees: Amount = Amount(),  # noqa: B008
+        host: float = 0.0,
     ) -> Piece:
         return Piece(
             kind,
@@ -223,4 +237,5 @@ class _Layer:
             row_takes=int(takes.routed),
             frees=int(frees.fixed),
             row_frees=int(frees.routed),
+            host=host,
         )

@@ -10,6 +10,10 @@ takes as long as on the hottest of them.
 
 With `overlap`, a forward and a backward that follow each other run side by side: one computes while the other
 communicates. Each lane still runs one piece at a time, in the order in which they ask.
+
+The host launches pieces in the order in which they run, ahead of the device as far as it can: a piece begins when
+its first kernel may be launched, and does not end before its last one is. Where the host waits for the number of
+received rows, it is behind the device again.
 """
 
 from collections import deque
@@ -102,6 +106,10 @@ class Machine:
     """What each rank's device holds beside activations."""
     margin: Literal["window", "last"] = "window"
     """How groups leave and return: by a keeper's window, or as Megatron-LM moves them."""
+    beside_compute: float = 1.0
+    """Seconds of dispatch and combine beside compute, over those alone."""
+    taken_by_dispatch: float = 0.0
+    """The share of compute that dispatch and combine take while they run beside it."""
     end_seconds: Sequence[float] = ()
     """After each rank's last action: reduction of gradients, optimizer."""
 
@@ -118,6 +126,8 @@ def replay(costs: StepCosts, routing: Routing | None = None) -> Replay:
         send_seconds=[size / costs.send_rate + costs.send_latency if size else 0.0 for size in sends],
         static_bytes=[rank.static.allocated for rank in costs.ranks],
         margin=costs.margin,
+        beside_compute=costs.beside_compute,
+        taken_by_dispatch=costs.taken_by_dispatch,
         end_seconds=[rank.gradient_seconds + rank.optimizer_seconds for rank in costs.ranks],
     )
     return run_step(
@@ -227,6 +237,7 @@ class _Rank:
         self._spans: list[Span] = []
         self._changes: list[tuple[float, int]] = []
         self._free = {"compute": 0.0, "communication": 0.0}
+        self._host = 0.0  # when the host has launched what was run so far
         self._moving = self._offload(headroom)
 
     def start(self) -> None:
@@ -326,8 +337,16 @@ class _Rank:
         if piece.row_seconds:
             seconds += piece.row_seconds * routing.hottest(piece.layer, microbatch)
         lane = "communication" if piece.kind in COMMUNICATION else "compute"
-        begin = max(now, self._free[lane])
-        end = self._free[lane] = begin + seconds
+        shares = self.overlap and piece.kind in ("dispatch", "combine")
+        if shares:
+            seconds *= self.shared.machine.beside_compute
+        if piece.waits:
+            self._host = max(self._host, now)
+        begin = max(now, self._free[lane], self._host)
+        self._host += piece.host
+        end = self._free[lane] = max(begin + seconds, self._host)
+        if shares:
+            self._free["compute"] += self.shared.machine.taken_by_dispatch * seconds
         self._spans.append(Span(piece.kind, action.stage, microbatch, begin, end))
         rows = routing.held(piece.layer, microbatch) if piece.row_takes or piece.row_frees else 0.0
         takes, frees = piece.takes + int(rows * piece.row_takes), piece.frees + int(rows * piece.row_frees)

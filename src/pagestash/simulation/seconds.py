@@ -4,16 +4,20 @@ Backward: gradients of inputs are as many operations as forward, those of weight
 backward is 2.5 times its forward.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pagestash.simulation.cluster import Cluster, Precision
+from pagestash.simulation.launches import launches
 from pagestash.simulation.parts import ACTIVATION, KV_UP, RESIDUAL, STATISTICS, UP, Layer, Part, Product
 from pagestash.simulation.regions import EXPERTS
 
+CAST_BYTES: dict[str, int] = {"mxfp8": 4, "fp8": 6}
+"""Read and written of each element of a product's operand in 8 bits: once in 16 bits, twice in 8. FP8 with one
+scale for the whole tensor reads it once more, for its largest value."""
 ATTENTION_BACKWARD = 2.5
 """Operations of attention's backward over its forward: five products for two."""
-_ALWAYS_BF16 = ("moe.router", "head", "embed")
+_ALWAYS_BF16 = ("moe.router", "head", "mtp.head", "embed")
 
 
 @dataclass(frozen=True)
@@ -33,18 +37,19 @@ class Seconds:
     def backward_input(self, part: Part) -> float:
         turned = [Product(p.m, p.k, p.n, p.groups) for p in part.products]
         own = self._products(part, turned) + self.cluster.kernel_seconds(1.5 * part.traffic)
+        own += self._kernels(part) + self._casts(part, (product.m * product.n for product in part.products))
         scores = ATTENTION_BACKWARD * self.cluster.attention_seconds(part.scores)
         return self._factor(part)[1] * (own + scores) + self._collectives(part)
 
     def backward_weight(self, part: Part) -> float:
         turned = [Product(p.n, p.k, p.m, p.groups) for p in part.products]
-        return self._factor(part)[1] * self._products(part, turned)
+        return self._factor(part)[1] * (self._products(part, turned) + self._kernels(part))
 
     def recompute(self, layer: Layer, makers: set[str]) -> tuple[float, float]:
         """Seconds of forward that bring back what these regions made: independent of received rows, and not."""
         fixed = routed = 0.0
         for part in layer.parts:
-            share = max((_share(part, maker) for maker in makers), default=0.0)
+            share = repeated(part, makers)
             if part.routed:
                 routed += share * self.forward(part)
             else:
@@ -52,8 +57,19 @@ class Seconds:
         return fixed, routed
 
     def _compute(self, part: Part) -> float:
-        kernels = self.cluster.kernel_seconds(part.traffic)
+        kernels = self.cluster.kernel_seconds(part.traffic) + self._kernels(part)
+        kernels += self._casts(part, (product.m * product.k for product in part.products))
         return self._products(part, part.products) + self.cluster.attention_seconds(part.scores) + kernels
+
+    def _kernels(self, part: Part) -> float:
+        """What kernels take to begin and to end; experts' products run side by side."""
+        return self.cluster.device.kernel * launches(part, loops=False)
+
+    def _casts(self, part: Part, elements: Iterable[float]) -> float:
+        """In 8 bits a product's operand is read, and written along both of its dimensions."""
+        each = CAST_BYTES.get(self.precision, 0) if part.name not in _ALWAYS_BF16 else 0
+        groups = max((product.groups for product in part.products), default=1)
+        return self.cluster.kernel_seconds(each * groups * sum(elements)) if each else 0.0
 
     def _products(self, part: Part, products: Sequence[Product]) -> float:
         precision: Precision = "bf16" if part.name in _ALWAYS_BF16 else self.precision
@@ -65,6 +81,11 @@ class Seconds:
 
     def _factor(self, part: Part) -> tuple[float, float]:
         return self.factors.get("moe.experts" if part.name in EXPERTS else part.name, (1.0, 1.0))
+
+
+def repeated(part: Part, makers: set[str]) -> float:
+    """The share of the part's forward that recomputing what these regions made runs again."""
+    return max((_share(part, maker) for maker in makers), default=0.0)
 
 
 def _share(part: Part, maker: str) -> float:

@@ -14,7 +14,7 @@ layer to layer and step to step:
 
 Three ways run the same step, optimizer included: exact-shape eager code, which has to read the number of rows on
 the host (`exact`); the layers in buffers of full capacity, kept, under `GraphedStep` (`kept`); and the same with a
-stash rule for the experts and `expected_rows` (`stashed`).
+stash rule for the experts and `expected_rows="auto"` (`stashed`).
 
 `held` is the memory reserved from the driver above weights and batch data, after all steps.
 """
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -51,8 +51,9 @@ class Preset:
     top_k: int
     experts: int
     layers: int
-    capacity: int = 4
-    expected: float = 1.25  # both times the average
+    capacity: int = 4  # times the average
+    expected: float | None = None
+    """Rows that stay where they are, over the average; None: the keeper chooses."""
     skewed: bool = False
     bars: tuple[float, float] = (1.0, 1.0)
     """Of time and held bytes, over exact-shape eager."""
@@ -66,9 +67,8 @@ class Preset:
         return self.capacity * self.average
 
     @property
-    def expected_rows(self) -> int:
-        """Rows that usually arrive: they stay where they are."""
-        return int(self.expected * self.average)
+    def expected_rows(self) -> int | Literal["auto"]:
+        return "auto" if self.expected is None else int(self.expected * self.average)
 
     @property
     def most(self) -> float:
@@ -85,7 +85,7 @@ QWEN3 = Preset(tokens=8192, width=2048, inner=768, top_k=8, experts=16, layers=1
 PRESETS = {
     "qwen3": QWEN3,
     "dsv3": Preset(tokens=4096, width=7168, inner=2048, top_k=8, experts=8, layers=6, bars=(0.79, 0.55)),
-    "skewed": replace(QWEN3, skewed=True, expected=0.75, bars=(0.66, 0.45)),
+    "skewed": replace(QWEN3, skewed=True, bars=(0.66, 0.45)),
 }
 ON_OVER_OFF = 1.02
 SMALL = {"tokens": 32, "width": 64, "inner": 32, "experts": 4, "layers": 3}
@@ -143,7 +143,7 @@ def draw(preset: Preset, device: torch.device) -> Batch:
 class Wire:
     """A dispatch that brings the rows of a drawn batch: the residual stream is what arrived."""
 
-    def __init__(self, preset: Preset, expected_rows: int) -> None:
+    def __init__(self, preset: Preset, expected_rows: int | Literal["auto"]) -> None:
         self.experts, self.capacity, self._expected = preset.experts, preset.buffer, expected_rows
         self.routing: Routing | None = None
 
@@ -167,7 +167,13 @@ class Wire:
 class Stack(nn.Module):
     """MoE layers on a residual stream."""
 
-    def __init__(self, preset: Preset, expected_rows: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        preset: Preset,
+        expected_rows: int | Literal["auto"],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         made: Any = {"device": device, "dtype": dtype}
         # The experts here are those of one rank in eight.
@@ -296,6 +302,9 @@ def measure(
         "overflow": False if pool is None else bool(pool.overflow),
         "reruns": 0 if run.step is None else run.step.reruns,
     }
+    chosen = None if run.keeper is None else run.keeper.stats().expected_rows
+    if chosen is not None:
+        row |= {"expected": chosen.rows / preset.average, "changes": chosen.changes}
     return run, row
 
 

@@ -9,6 +9,7 @@ of the caller's is like another.
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, overload
 
 import torch
@@ -17,9 +18,12 @@ from torch import nn
 from pagestash.policy import Policy, format_bytes
 from pagestash.saved import keeper as saved
 from pagestash.saved.first_call import FirstCall
+from pagestash.saved.received_rows import decides_after, reads_after
+from pagestash.saved.stats import KeeperStats
 from pagestash.saved.streams import capturing
 
 if TYPE_CHECKING:
+    from pagestash.planning.expected import AutoRows
     from pagestash.planning.result import Plan
     from pagestash.planning.target import Target
     from pagestash.profiling.measure import Loss, Progress
@@ -88,6 +92,7 @@ class Keeper(saved.Keeper):
             raise TypeError("Keeper: expected a policy, or budget= to plan one for")
         if budget is None and measure:
             raise TypeError(f"Keeper: {next(iter(measure))}= belongs to budget=")
+        self._forget_rows()
         super().__init__(Policy() if policy is None else policy, backend=backend, check=check)
         self._first: FirstCall | None = None
         """Until there is a plan."""
@@ -110,6 +115,8 @@ class Keeper(saved.Keeper):
                 raise ValueError("Keeper(budget=...) plans for one model; make a keeper for each")
             self._target.check(model)
         super().attach(model, [*regions, *self._opened])
+        if self._auto_rows is None or not self._auto_rows.chosen:
+            self._forget_rows()  # there may be more layers now
         if ahead:
             self._first = FirstCall(model, regions, self._regions)
         return self
@@ -120,6 +127,9 @@ class Keeper(saved.Keeper):
         The pool and pinned memory end with the last reference to the keeper, if no backward is still to come.
         """
         super().detach()
+        if self._auto_rows is not None:
+            self._auto_rows.forget()
+            self._forget_rows()
         if self._first is not None:
             self._first.remove()
             self._first = None
@@ -163,7 +173,7 @@ class Keeper(saved.Keeper):
             self._make_plan(first)
             first = None
         try:
-            with nullcontext() if first is None else first.step(), super().step(check=check):
+            with nullcontext() if first is None else first.step(), super().step(check=check), self._counted():
                 yield
         except torch.OutOfMemoryError as error:
             if first is not None:
@@ -171,6 +181,83 @@ class Keeper(saved.Keeper):
 
                 error.add_note(TOO_LARGE)
             raise
+
+    # --- expected rows ---
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """In the first steps, record what waits for the rows that layers receive."""
+        rows = self._rows()
+        if rows is None or capturing():
+            self._captured = rows is not None
+            yield
+            return
+        rows.begin()
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            rows.end(failed=failed)
+
+    def _forget_rows(self) -> None:
+        self.rows = None
+        self._auto_rows: AutoRows | None = None
+        self._looked = False
+        self._captured = False
+        self._steps = 0
+        """Eager ones, since there is a number of expected rows."""
+
+    def _rows(self) -> "AutoRows | None":
+        """Who chooses expected rows, if any layer has left that to us."""
+        if self._auto_rows is None and not self._looked:
+            self._looked = True
+            found = (getattr(module, "received_rows", None) for module in self.modules())
+            layers = [rows for rows in found if rows is not None]
+            if layers:
+                # Here, because it takes a third of a second to import.
+                from pagestash.planning.expected import AutoRows
+
+                self.rows = self._auto_rows = AutoRows(layers, self._stash, self.policy.pool)
+        return self._auto_rows
+
+    def size_pool(self) -> bool:
+        """Make the pool and offload's plan from what was measured. Returns whether there is a pool.
+
+        Does nothing while a backward of the measured step is still to come, or if nothing was measured.
+        """
+        made = super().size_pool()
+        rows, pool = self._auto_rows, self.pool
+        if (
+            rows is not None
+            and pool is not None
+            and not rows.chosen
+            and self.policy.pool.device_bytes is not None
+        ):
+            rows.first(pool.device_pages)  # the pool was there before the first step
+        return made
+
+    def _pages_for_rows(self, pages: int) -> int:
+        rows = self._auto_rows
+        return pages if rows is None else rows.first(pages)
+
+    def _step_over(self, check: bool) -> None:
+        super()._step_over(check)
+        rows = self._auto_rows
+        # With check=False somebody else counts steps. A captured graph has the pool's addresses in it.
+        if rows is None or not rows.chosen or not check or self._captured:
+            return
+        self._steps += 1
+        if reads_after(self._steps):
+            rows.read()
+        if decides_after(self._steps) and rows.decide():
+            rows.adopt()
+
+    def stats(self) -> KeeperStats:
+        """Bytes and peak by home and region, and the pool's tiers. Waits for the device."""
+        found = super().stats()
+        rows = self._auto_rows
+        return found if rows is None else replace(found, expected_rows=rows.stats())
 
     def _make_plan(self, first: FirstCall) -> None:
         """Measure what the first step has shown, plan, and put the policy into effect."""
@@ -206,6 +293,7 @@ class Keeper(saved.Keeper):
         """Put another policy into effect."""
         super().detach()
         super().__init__(policy, backend=self._backend, check=self._check)
+        self._forget_rows()
         super().attach(first.model, [*first.declared, *self._opened])
 
     def __repr__(self) -> str:

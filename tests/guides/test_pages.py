@@ -152,9 +152,11 @@ def test_expert_parallel(tmp_path):
                 "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
             )
 
-    printed, _ = run("docs/expert-parallel.md", begin=begin)
+    printed, names = run("docs/expert-parallel.md", begin=begin)
     torch.distributed.destroy_process_group()
     assert printed[0].startswith("rank 0 of 1: 8 experts here, loss ")
+    assert printed[2].startswith("ExpectedRowsStats(rows=")
+    assert names["keeper"].stats().expected_rows.rows > 0
 
 
 @pytest.mark.usefixtures("lone_rank")

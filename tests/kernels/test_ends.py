@@ -31,6 +31,18 @@ def test_ends_are_cut_in_two(backend, expected, first, excess):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_the_number_of_all_rows_is_logged_in_a_ring(backend):
+    log = torch.zeros(1 + 4, dtype=torch.int32)
+    for call in range(6):
+        ends = torch.tensor([0, call, 10 * call, 10 * call], dtype=torch.int32)
+        got = cut_ends(ends, 5, log=log, backend=backend)
+        assert [part.tolist() for part in got] == [
+            part.tolist() for part in cut_ends(ends, 5, backend=backend)
+        ]
+    assert log.tolist() == [6, 40, 50, 20, 30]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("pages", "wanted"), [(12, [0, 0, 0, 0, 0]), (11, [0, 3, 3, 10, 12])])
 def test_no_row_is_missing_where_pages_were_granted(backend, pages, wanted):
     pool = PagePool("cpu", 16, pages, backend=backend)

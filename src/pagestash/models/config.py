@@ -89,7 +89,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
         ("kv_heads", "head_dim", "q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"), (0, _COUNT)
     ),
-    **dict.fromkeys(("dense_width", "shared_experts", "expected_rows"), (0, _COUNT)),
+    **dict.fromkeys(("dense_width", "shared_experts"), (0, _COUNT)),
     **dict.fromkeys(("norm_eps", "balance_loss", "z_loss"), (0, _FINITE)),
     "layers": (1, 10_000),
     "mtp_layers": (0, 16),

@@ -59,6 +59,7 @@ from pagestash.moe.two_buffers import (
     up_gradient,
 )
 from pagestash.saved.fused import claim, fused
+from pagestash.saved.received_rows import Ending
 from pagestash.saved.region import frames
 from pagestash.torch_internals import keeps_graph
 
@@ -110,7 +111,12 @@ def routed_experts(
     weights_TK, ids_TK = weights_TK.contiguous(), None if ids_TK is None else ids_TK.contiguous()
     capacity = routing.order.numel()
     expected = min(max(expected_rows, 0), capacity) if received else 0
-    expected_ends, excess_ends = cut_ends(routing.offsets, expected) if expected else (None, None)
+    log = options.counted.log_on(x_TD.device) if options.counted and options.needs_backward else None
+    expected_ends, excess_ends = None, None
+    if expected or log is not None:
+        expected_ends, excess_ends = cut_ends(routing.offsets, expected, log=log)
+    if not expected:
+        expected_ends, excess_ends = None, None
     cut = Cut(expected, capacity - expected, received)
     up_a, up_b, up_scale = up.update or (None, None, 1.0)
     down_a, down_b, down_scale = down.update or (None, None, 1.0)
@@ -218,6 +224,7 @@ class RoutedExperts(torch.autograd.Function):
         )  # fmt: skip
         ctx.leases, ctx.cut, ctx.options, ctx.forms = (x_lease, h_lease), cut, options, forms
         ctx.inputs = RoutedExperts.inputs
+        ctx.ending = _record(ctx, options, x_TD, h_columns, up_stored, down_stored)
         return y_TD
 
     @staticmethod
@@ -282,6 +289,8 @@ class RoutedExperts(torch.autograd.Function):
             dx_TD = combine(dx_excess, inverse_TK, expected_SD=dx_expected)
         if dweights_TK is not None and ctx.needs_input_grad[1]:
             dweights_TK = dweights_TK.to(weights_TK.dtype)
+        if ctx.ending is not None and not comes_again:
+            ctx.ending.tell()
         return dx_TD, dweights_TK, dup, ddown, dup_bias, ddown_bias, dup_a, dup_b, ddown_a, ddown_b, None
 
 
@@ -309,6 +318,25 @@ def _claim(
         claim(None, order, sized=True)
     else:
         claim(None, order, rows=excess_rows, capacity=cut.excess)
+
+
+def _record(
+    ctx: Any,
+    options: BlockOptions,
+    x_TD: torch.Tensor,
+    h_columns: int,
+    up_stored: torch.Tensor,
+    down_stored: torch.Tensor,
+) -> Ending | None:
+    """Tell a keeper that asks what waits for each received row, until the backward of this forward."""
+    recording = None if options.counted is None else options.counted.recording
+    if recording is None or options.counted is None or not options.needs_backward:
+        return None
+    columns = ((options.x, x_TD.shape[1]), (options.h, h_columns))
+    row_bytes = tuple(count * x_TD.itemsize for saving, count in columns if saving.stashed)
+    gradients = (("up", up_stored), ("down", down_stored))
+    left = sum(w.nbytes for name, w in gradients if ctx.needs_input_grad[RoutedExperts.inputs.index(name)])
+    return recording.begin(options.counted, row_bytes, left)
 
 
 def _activation_gradient(

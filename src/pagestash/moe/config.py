@@ -33,9 +33,10 @@ class ExpertSettings:
 
     capacity: int | None = None
     """Rows that a layer's expert buffers hold; None: as many as can arrive."""
-    expected_rows: int = 0
+    expected_rows: int | Literal["auto"] = 0
     """Rows that usually arrive over a dispatch, at most `capacity`: these stay in buffers of that size, and under
-    a stash rule only rows beyond them are copied to pages. An even load is tokens a rank times `top_k`."""
+    a stash rule only rows beyond them are copied to pages. An even load is tokens a rank times `top_k`. "auto": a
+    `ps.Keeper` chooses the number from what arrived, and again when that drifts; without a stash rule it is 0."""
 
     @property
     def gated(self) -> bool:
@@ -61,8 +62,9 @@ class ExpertSettings:
             )
         if self.capacity is not None and self.capacity < 1:
             raise ValueError(f"capacity={self.capacity}: expected at least 1 row")
-        if self.expected_rows < 0:
-            raise ValueError(f"expected_rows={self.expected_rows}: expected 0 or more")
+        rows = self.expected_rows
+        if rows != "auto" and (isinstance(rows, str) or rows < 0):
+            raise ValueError(f"expected_rows={rows!r}: expected 0 or more, or 'auto'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from pagestash.pages.pool import PagePool
 from pagestash.saved.compiled import run_as_it_is
 from pagestash.saved.early_free import early_free
 from pagestash.saved.fused import claim, has_rule, needs_backward
+from pagestash.saved.received_rows import ReceivedRows
 from pagestash.saved.recompute.once import once
 from pagestash.saved.region import in_recompute
 
@@ -53,6 +54,10 @@ class Experts(SelfSaving):
         self._last_options: BlockOptions | None = None
         self._rows = Capacity(config.capacity)
         self._most = 0
+        self.received_rows: ReceivedRows | None = None
+        """What a keeper asks for, and writes to, where `expected_rows` is "auto"."""
+        if config.expected_rows == "auto":
+            self.received_rows = ReceivedRows()
         self.over_capacity: torch.Tensor
         self.register_buffer("over_capacity", torch.zeros((), device=device), persistent=False)
 
@@ -76,6 +81,9 @@ class Experts(SelfSaving):
             return received
 
         received = once(send)
+        expected = received.expected_rows
+        if expected == "auto":
+            expected = 0 if self.received_rows is None else self.received_rows.expected
         y = routed_experts(
             received.slots,
             received.weights,
@@ -85,7 +93,7 @@ class Experts(SelfSaving):
             received.routing,
             options,
             received=True,
-            expected_rows=received.expected_rows,
+            expected_rows=expected,
         )
         # Unless backward needs them, or a recomputed forward, which asks for the same slots.
         if received.slots is not x and not recomputed:
@@ -125,6 +133,7 @@ class Experts(SelfSaving):
             h=Saving(module=act, pool=by_act.pool, account=by_act.account, recompute=by_act.recomputes),
             needs_backward=needs_backward,
             half=half,
+            counted=self.received_rows if self.dispatch is not None else None,
         )
         # Not with a pool: that must be free to go when its keeper does.
         self._last_options = options if by_fc1.pool is None and by_act.pool is None else None

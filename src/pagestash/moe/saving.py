@@ -9,7 +9,8 @@ from torch import nn
 from pagestash.kernels.moe.activations import Activation, ActivationName
 from pagestash.moe.lease import Lease
 from pagestash.pages.pool import PagePool
-from pagestash.saved.fused import claim
+from pagestash.saved.fused import claim, home_of
+from pagestash.saved.received_rows import ReceivedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,11 @@ class Saving:
             if self.pool.room.denies(math.prod(shape) * dtype.itemsize, rows, shape[0]):
                 return None
         return Lease(self.pool, shape, dtype, rows, account=self.account, expendable=expendable)
+
+    @property
+    def stashed(self) -> bool:
+        """Whether a row of the tensor goes to pages: from our kernels, or from autograd before there is a pool."""
+        return not self.recompute and (self.pool is not None or home_of(self.module) == "stash")
 
     def save(
         self,
@@ -76,3 +82,5 @@ class BlockOptions:
     needs_backward: bool = True
     """Whether a backward may follow; without one, nothing is put into pages."""
     half: Half | None = None
+    counted: ReceivedRows | None = None
+    """Who is told of received rows, where a keeper chooses how many are expected."""

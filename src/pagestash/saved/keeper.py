@@ -19,6 +19,7 @@ from pagestash.saved.offload.headroom import Reading, read_memory
 from pagestash.saved.offload.home import Offload
 from pagestash.saved.overflow import Agreement, grow, refuse_if_overflowed
 from pagestash.saved.quiet_rules import QuietRules, StepNeverOpened
+from pagestash.saved.received_rows import RowsChoice
 from pagestash.saved.recompute.home import Recompute
 from pagestash.saved.region_hooks import RegionHooks
 from pagestash.saved.scope import step_scope
@@ -51,6 +52,8 @@ class Keeper:
         self._quiet: QuietRules | None = QuietRules(policy, self._saved)
         self._regions.outside = StepNeverOpened()
         self._in_step = False
+        self.rows: RowsChoice | None = None
+        """Where layers have left `expected_rows` to this keeper, from the first step on (see `ps.Keeper`)."""
         self._ranks = Agreement()
         self._stage_events: StageEvents = {}
 
@@ -223,12 +226,17 @@ class Keeper:
             others = None if self._offload.undecided else 0 if outlook is None else outlook.pages
             pages = self._stash.pages_wanted(others)
             if pages is not None and (pages or self.policy.spill_bytes):
+                pages = self._pages_for_rows(pages)
                 self._make_pool(pages)
                 if outlook is not None:  # what was measured had no pool
                     outlook.plan.tighten(pages * self.policy.pool.page_bytes)
         if outlook is not None and (self.pool is not None or not outlook.pages):
             self._offload.begin(outlook, self._saved.device_here)
         return self.pool is not None
+
+    def _pages_for_rows(self, pages: int) -> int:
+        """The pages of the pool, where some of what was measured will not go to pages (see `ps.Keeper`)."""
+        return pages
 
     def _make_pool(self, device_pages: int) -> None:
         assert self._saved.device is not None

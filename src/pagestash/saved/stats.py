@@ -7,6 +7,7 @@ from pagestash.pages.telemetry import PoolStats
 from pagestash.policy import HOMES, HomeName
 from pagestash.saved.homes import Home, HomeStats
 from pagestash.saved.offload.home import Offload, OffloadStats
+from pagestash.saved.received_rows import ExpectedRowsStats
 from pagestash.saved.stash import Stash
 
 OUTSIDE = "(outside all regions)"
@@ -35,6 +36,8 @@ class KeeperStats:
     pool: PoolStats | None
     offload: OffloadStats | None = None
     no_page: NoPageStats = NoPageStats(0, 0, 0)
+    expected_rows: ExpectedRowsStats | None = None
+    """Of layers with `expected_rows="auto"`, once there is a number."""
 
     @property
     def overflow(self) -> bool:

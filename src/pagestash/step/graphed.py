@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from pagestash.saved.keeper import Keeper
 from pagestash.step.batch import StaticBatch
 from pagestash.step.before import AllRandom, Before, Involved
+from pagestash.step.expected import ExpectedRows
 from pagestash.step.garbage import no_garbage_collection
 from pagestash.step.guard import StepOverflowed, UpdateGuard
 from pagestash.step.rates import LearningRates
@@ -108,6 +109,7 @@ class GraphedStep:
         self._graphed = device.type == "cuda" if graph is None else graph
         self._guard = UpdateGuard(keeper, optimizers, self._involved.scalers, device, group)
         self._rates = LearningRates(optimizers)
+        self._expected = ExpectedRows(keeper, self._guard.ranks)
         self._constants: list[dict[str, Any]] = []
         self._grads: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._calls = 0
@@ -124,6 +126,8 @@ class GraphedStep:
         if not self._graphed or self._calls < self._warmup:
             result = self._on_stream(self._run_eagerly, args, kwargs)
             self._calls += 1  # not if it failed: every warm-up step must have measured
+            if not self._graphed and self._expected.change_here():
+                self._expected.adopt()
             return result
         if self._static is None:
             self._prepare(args, kwargs)
@@ -136,6 +140,11 @@ class GraphedStep:
                 self._capture()
         while len(self._in_flight) > LAG:
             self._look_at_oldest()
+        if self._expected.change():
+            self.wait()
+            self._graph = None
+            self._expected.adopt()
+            self._capture()
         result = self._launch(args, kwargs)
         if not self._guard.optimizers:
             self.wait()  # the caller will use the gradients

@@ -41,7 +41,7 @@ class UpdateGuard:
         self._keeper = keeper
         self._scalers = scalers
         self._group = group
-        self._ranks = Agreement(group)
+        self.ranks = Agreement(group)
         self._eager = False
         self._running = False
         self._armed = False
@@ -82,7 +82,7 @@ class UpdateGuard:
             self._read_flags()
             self._reduced_at = self._uses()
             if self._group is not None:
-                self.flag.fill_(float(self._ranks.any(bool(self.flag), error)))
+                self.flag.fill_(float(self.ranks.any(bool(self.flag), error)))
         return bool(self.flag)
 
     def arm(self) -> None:
@@ -145,7 +145,7 @@ class UpdateGuard:
             return
         if self._eager:
             # On the host, which reads the flag next: a rank whose attempt raised takes part in the same vote.
-            self.flag.fill_(float(self._ranks.any(bool(self.flag))))
+            self.flag.fill_(float(self.ranks.any(bool(self.flag))))
         else:
             dist.all_reduce(self.flag, op=dist.ReduceOp.MAX, group=self._group)
 

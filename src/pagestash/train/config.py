@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 from pagestash import toml
 from pagestash.models.config import DecoderConfig, preset
@@ -190,7 +190,11 @@ def _check_table(values: Mapping[str, Any], kind: type, where: str) -> dict[str,
 def _check_type(value: Any, kind: Any, name: str) -> Any:
     """`value` as `kind`; accepts whole numbers as floats, and a string as a tuple of one."""
     origin = get_origin(kind)
-    if origin is UnionType:
+    if any(isinstance(value, str) and value in get_args(part) for part in get_args(kind)):
+        return value
+    if int in get_args(kind) and origin is Union:  # a number, or one of the words above
+        kind = int
+    elif origin is UnionType:
         if value is None:
             return None
         kind = next(part for part in get_args(kind) if part is not type(None))

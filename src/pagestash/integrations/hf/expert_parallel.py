@@ -174,6 +174,8 @@ def expert_parallel(
         raise ValueError(f"max_tokens={max_tokens}: expected at least 1")
     if pair_capacity is not None and pair_capacity < 1:
         raise ValueError(f"pair_capacity={pair_capacity}: expected at least 1 row")
+    if isinstance(expected_rows, str):
+        raise ValueError(f"expected_rows={expected_rows!r}: expected a number of rows")
     layers = [(name, module) for name, module in plain_names(model) if _forward_of(module) is not None]
     if not layers:
         raise ValueError(

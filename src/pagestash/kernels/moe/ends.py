@@ -11,16 +11,31 @@ from pagestash.kernels.pages.paged import Pages
 
 
 def cut_ends(
-    offsets: torch.Tensor, expected: int, *, backend: str = "auto"
+    offsets: torch.Tensor, expected: int, *, log: torch.Tensor | None = None, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ends among the first `expected` rows, and those among the rows in excess, counted from there."""
+    """The ends among the first `expected` rows, and those among the rows in excess, counted from there.
+
+    `log`, int32 [1 + slots], gets the number of all rows in `log[1 + calls % slots]`; `log[0]` counts the calls.
+    """
     out = torch.empty(2, offsets.numel(), dtype=offsets.dtype, device=offsets.device)
+    slots = 0 if log is None else log.numel() - 1
     if choose(offsets.device, backend) == "torch":
         out[0] = offsets.clamp(max=expected)
         out[1] = (offsets - expected).clamp(min=0)
+        if log is not None:
+            log.scatter_(0, 1 + log[:1].to(torch.int64) % slots, offsets[-1:].to(torch.int32))
+            log[:1] += 1
     else:
         with launching_on(offsets.device):
-            _cut_kernel[(1,)](offsets, out, expected, offsets.numel(), BLOCK=power_of_two(offsets.numel()))
+            _cut_kernel[(1,)](
+                offsets,
+                out,
+                out if log is None else log,
+                expected,
+                offsets.numel(),
+                BLOCK=power_of_two(offsets.numel()),
+                SLOTS=slots,
+            )
     return out[0], out[1]
 
 
@@ -42,11 +57,15 @@ def missing_ends(offsets: torch.Tensor, pages: Pages, *, backend: str = "auto") 
 
 
 @triton.jit
-def _cut_kernel(offsets, out, expected, count, BLOCK: tl.constexpr):
+def _cut_kernel(offsets, out, log, expected, count, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
     at = tl.arange(0, BLOCK)
     end = tl.load(offsets + at, mask=at < count, other=0)
     tl.store(out + at, tl.minimum(end, expected), mask=at < count)
     tl.store(out + count + at, tl.maximum(end - expected, 0), mask=at < count)
+    if SLOTS > 0:
+        calls = tl.load(log)
+        tl.store(log + 1 + calls % SLOTS, tl.max(end, 0))
+        tl.store(log, calls + 1)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """What brings tokens to the ranks that hold their experts, and results back."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -20,7 +20,7 @@ class Received:
     """Int32 [slots, choices]: the experts chosen, counted from this rank's first."""
     routing: Routing
     """The choices sorted by the experts of this rank, as many as there is room for."""
-    expected_rows: int = 0
+    expected_rows: int | Literal["auto"] = 0
     """Rows that usually arrive; see `MoEConfig.expected_rows`."""
     state: Any = field(default=None, repr=False)
     """What `collect` needs to send results back."""

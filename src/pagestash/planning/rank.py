@@ -10,8 +10,8 @@ microbatch is recomputed and moved by itself. What is assumed:
 - Gradients are there from the beginning, and every backward adds to them: what a segment makes counts once more, in
   that segment.
 - Each microbatch in flight holds its result until its backward is over, and in the last stage until the step's end.
-  torch has a buffer for each input and each gradient that the rank receives in a step, and holds the result
-  and the gradient that it sent last.
+  torch has a buffer for each input and each gradient that the rank receives in a step. It holds the result and the
+  gradient that it sent last; with several stages on the rank, or a split backward, all that it sent in the step.
 - A rank that waits for others is not slower for it: bubbles are no part of its step, and hide no copies.
 """
 
@@ -240,19 +240,28 @@ class _Unrolled:
         if not messages:
             return [0] * len(self.actions)
         most = in_flight(Plan(tuple(self.actions)))
+        # Torch's schedules of several stages wait for what they sent when the step ends, and hold it until then.
+        until_the_end = len(self.stages) > 1 or any(action.kind == "I" for action in self.actions)
         after: dict[tuple[str, int], int] = {}
         now = 0
         for index, stage in self.stages.items():
             count = sum(key[0] == index for key in self._runs())
-            if index - 1 not in self.stages:  # inputs, and the last gradient that was sent
-                now += (count + 1 - most[index] * stage.saves_input) * stage.received_bytes
-            if index + 1 in self.stages:  # the next stage has it as its input
-                continue
-            if not stage.is_last:  # gradients of all results, and the last result that was sent
-                now += (count + 1) * stage.result_bytes
+            now += (count - most[index] * stage.saves_input) * stage.received_bytes  # inputs
+            if index - 1 in self.stages:  # which has the gradients of all of them
+                now += count * stage.received_bytes
+            elif not until_the_end:  # the gradient that was sent last
+                now += stage.received_bytes
+            else:
+                after["B", index] = after["I", index] = stage.received_bytes
             saved = _saved_result(self.one[index])
-            after["F", index] = held = max(0, stage.result_bytes - saved)
-            after["B", index] = after["W", index] = saved if stage.is_last else -held
+            here = index + 1 in self.stages  # the result is one of the next stage's inputs
+            if not stage.is_last and not here:  # gradients of all results, and the last result that was sent
+                now += (count + 1 - until_the_end) * stage.result_bytes
+            held = -saved if here else max(0, stage.result_bytes - saved)
+            after["F", index] = held
+            over = saved if stage.is_last or until_the_end else -held
+            after["B", index] = after.get(("B", index), 0) + over
+            after["W", index] = over
         found = []
         for action in self.actions:
             found.append(now)

@@ -93,6 +93,33 @@ def test_the_peak_and_the_bytes_of_each_home_are_those_of_a_keepers_step(name, g
     assert kept - BATCH <= stats.homes["keep"].peak <= kept + stays + small(profile)
 
 
+INSIDE = {
+    "experts": [ps.Rule("layers.*.moe", "stash"), ps.Rule("layers.*", "recompute")],
+    "an activation": [ps.Rule("layers.*.moe.moe_act", "stash"), ps.Rule("layers.*", "recompute")],
+    "attention": [ps.Rule(CORE, "stash"), ps.Rule("layers.*", "recompute")],
+    "attention in attention": [ps.Rule(CORE, "stash"), ps.Rule("layers.*.attn", "recompute")],
+    "what a projection reads": [ps.Rule(PROJECTION, "stash"), ps.Rule("layers.*", "recompute")],
+    "what is held anyway": [
+        ps.Rule("layers.*.attn.qkv_linear", "stash"),
+        ps.Rule("layers.*.attn", "recompute"),
+    ],
+    "kept attention": [ps.Rule(CORE, "keep"), ps.Rule("layers.*", "recompute")],
+}
+
+
+@pytest.mark.filterwarnings("ignore:rule")
+@pytest.mark.parametrize("gradients", ["held", "fresh"])
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_tensor_that_a_region_inside_stashes_comes_back_with_the_replay_too(name, gradients):
+    """The stash has what its region saved; what others around it saved of the same storages is recomputed."""
+    policy, (model, profile) = ps.Policy(INSIDE[name], ps.PoolConfig(page=4096)), decoder(gradients)
+    found = predict(profile, policy)
+    peak, stats = step_under(model, policy, lambda: sum(model(*GIVEN)).backward(), gradients)
+    pool = 0 if stats.pool is None else stats.pool.device.pages * 4096
+    assert abs(found.pool.bytes - pool) <= 0.05 * pool
+    assert found.peak_bytes == pytest.approx(peak + pool, rel=0.01)
+
+
 def small(profile):
     """Indices and masks of recomputed regions: held by a keeper, and by the profile counted as discarded."""
     return sum(t.counted for t in profile.tensors if "float" not in t.dtype or t.bytes < 4096)
@@ -205,7 +232,8 @@ def test_what_a_router_decides_once_is_held_for_a_layer_around_it_and_not_for_a_
     pagestash.hf.optimize(model)
     profile = ps.profile(model, given, repeats=1, link=LINK)
     assert any(tensor.once for tensor in profile.tensors)
-    for match in ("model.layers.{0-1}", "model.layers.*.*_layernorm", "model.layers.*.self_attn"):
+    layers = ("model.layers.{0-1}", "model.layers.2", "model.layers.*")
+    for match in (*layers, "model.layers.*.*_layernorm", "model.layers.*.self_attn"):
         policy = ps.Policy([ps.Rule(match, "recompute")])
         peak, _ = step_under(model, policy, lambda: model(**given).loss.backward())
         assert abs(predict(profile, policy).peak_bytes - peak) < 256

@@ -20,13 +20,14 @@ backward is done with it. So do the inputs of R, which are held for the replay.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import ceil
 
 from pagestash.planning.lanes import Lanes
 from pagestash.planning.lifetimes import Life, MeasuredStep
 from pagestash.planning.prediction import Cost, Prediction, RuleTable
 from pagestash.planning.skew import PoolSize
 from pagestash.policy import HOMES, HomeName, Policy
-from pagestash.profiling.assign import Recomputing, assign_when_saved, rule_of
+from pagestash.profiling.assign import Recomputing, assign_when_saved
 from pagestash.profiling.copies import Move, Played, moves_of, plan_of, play
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import Region
@@ -184,20 +185,37 @@ class _Playing:
         pages = [0] * (self.step.count + 1)
         took = 0.0
         page = self.rules.pool.page_bytes
-        for storage, home in self.homes.items():
-            if home != "stash":
-                continue
+        for storage, (size, first, last) in self._stashed().items():
             life = self.step.lives[storage]
-            copy = life.valid_bytes / self.step.profile.link.copy
+            copy = size / self.step.profile.link.copy
             lanes.add(life.last_saved_at, device=copy, host=self.step.overhead.put)
-            lanes.add(life.needed_at, device=copy, host=self.step.overhead.get)
+            lanes.add(first, device=copy, host=self.step.overhead.get)
             took += 2 * copy
-            self._add("stash", life.saved_at, life.last_saved_at, life.bytes)
-            self._add("stash", life.needed_at, life.freed_at, life.bytes)
-            pages[life.last_saved_at] += -(-life.valid_bytes // page)
-            pages[life.freed_at + 1] -= -(-life.valid_bytes // page)
+            if self.homes[storage] == "stash":
+                self._add("stash", life.saved_at, life.last_saved_at, life.bytes)
+            self._add("stash", first, last, life.bytes)
+            pages[life.last_saved_at] += -(-size // page)
+            pages[last + 1] -= -(-size // page)
         self.pool = self._pool_size(max(accumulate(pages)))
         return took, self.pool.bytes
+
+    def _stashed(self) -> dict[int, tuple[int, int, int]]:
+        """Storages that a keeper copies to pages: bytes, and the segments from the first request to the last.
+
+        Some have another home, too: a later region keeps them, or they are recomputed for a region around.
+        """
+        found: dict[int, tuple[int, int, int]] = {}
+        for tensor, home in zip(self.step.profile.tensors, self.when_saved):
+            life = self.step.lives.get(tensor.storage)
+            if home != "stash" or life is None or tensor.storage in self.step.rows.heads:
+                continue
+            size, first, last = life.valid_bytes, life.needed_at, life.freed_at
+            if self.homes[tensor.storage] != "stash":
+                own = [at for at in self.step.backward_of(tensor.region) if first <= at <= last] or [last]
+                size, first, last = min(tensor.bytes, tensor.valid_bytes), own[0], own[-1]
+            known = found.get(tensor.storage, (size, first, last))
+            found[tensor.storage] = max(size, known[0]), min(first, known[1]), max(last, known[2])
+        return found
 
     def _pool_size(self, most: int) -> PoolSize:
         """The pool, if the measured step needs `most` pages."""
@@ -205,7 +223,7 @@ class _Playing:
         if config.device_bytes is not None:
             return PoolSize(config.device_bytes if self.rules.rules else 0)
         if self.step.skew is None:
-            return PoolSize(int(config.headroom * most) * config.page_bytes)
+            return PoolSize(ceil(config.headroom * most) * config.page_bytes)
         lives, rows = self.step.lives, self.step.rows
         paged = {
             storage: home
@@ -224,7 +242,7 @@ class _Playing:
         live = {s: home for s, home in paged.items() if lives[s].last_saved_at <= at <= lives[s].freed_at}
         fixed = sum(-(-lives[s].valid_bytes // config.page_bytes) for s in live if s not in rows.tensors)
         return self.step.skew.pool(
-            live, rows, int(config.headroom * fixed), config.page_bytes, chances=len(peaks)
+            live, rows, ceil(config.headroom * fixed), config.page_bytes, chances=len(peaks)
         )
 
     def _hooks(self, lanes: Lanes, replays: Sequence[_Replay], moves: Sequence[Move]) -> None:
@@ -247,7 +265,7 @@ class _Playing:
     def _replays(self) -> list[_Replay]:
         owned: dict[str, list[int]] = {}
         for storage, home in self.homes.items():
-            if home == "recompute":
+            if home == "recompute" or storage in self.recomputing.discarded:
                 owned.setdefault(self._owner(storage), []).append(storage)
         found: dict[str, _Replay] = {}
         for name, storages in owned.items():
@@ -269,9 +287,9 @@ class _Playing:
     def _owner(self, storage: int) -> str:
         """The region whose replay brings the storage back."""
         maker = self.recomputing.makers.get(storage)
-        if maker is not None:
+        if maker is not None and self.homes[storage] == "recompute":
             return maker.name
-        return rule_of(self.rules, self.step.lives[storage].path)[1]
+        return self.recomputing.discarded[storage]
 
     def _repeated(self, region: Region, storages: Sequence[int]) -> tuple[Sequence[int], float]:
         """The forward segments that run again for these storages, and what part of their time."""
@@ -285,8 +303,11 @@ class _Playing:
 
     def _come_back(self, replay: _Replay) -> None:
         lives = [self.step.lives[storage] for storage in replay.storages]
-        for life in lives:
-            self._add("recompute", life.saved_at, life.last_saved_at, life.bytes)
+        for storage, life in zip(replay.storages, lives):
+            if (
+                self.homes[storage] == "recompute"
+            ):  # else its home has it meanwhile, and a replay makes another
+                self._add("recompute", life.saved_at, life.last_saved_at, life.bytes)
             self._add("recompute", replay.first, max(replay.first, life.freed_at), life.bytes)
         back = sum(life.bytes for life in lives)
         beside = self._beside(replay.first, lives)

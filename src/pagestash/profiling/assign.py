@@ -61,6 +61,8 @@ def _assign(tensors: Sequence[SavedTensor], rules: "PathRules", recomputed: "Rec
         if found is not None and tensor.bytes >= found.least_bytes and not tensor.elsewhere:
             home = found.home
         is_input = found is not None and recomputed.holds(tensor.storage, name)
+        if home == "recompute" and not is_input and not tensor.once:
+            recomputed.discarded[tensor.storage] = name
         if home == "recompute" and is_input:
             home = recomputed.home_of_input(tensor, name)
         elif home == "recompute" and recomputed.held_once(tensor.storage, name):
@@ -80,7 +82,8 @@ def assign_when_saved(policy: Rules, index: TensorIndex, recomputed: "Recomputin
     - a tensor that a later region saves and keeps (the output of attention, which the projection after it saves);
     - a tensor that user code or the model's output holds.
 
-    Their bytes stay on the device in any case: `assign` says `keep`. What an earlier region keeps is not moved.
+    Their bytes stay on the device in any case: `assign` says `keep`. What an earlier region keeps is not moved, nor
+    what is held for a replay of a region around.
     """
     rules = index.rules(policy)
     made = recomputed.makers
@@ -95,7 +98,7 @@ def assign_when_saved(policy: Rules, index: TensorIndex, recomputed: "Recomputin
             )
             if final == "recompute" or (moves and tensor.storage in made):
                 home = "recompute"
-            elif moves and rule is not None:
+            elif moves and rule is not None and not recomputed.held_around(tensor):
                 home = rule.home
             else:
                 kept.add(tensor.storage)
@@ -135,6 +138,8 @@ class Recomputing:
         """By storage: the recomputed region whose discarded output it is."""
         self.kept_inputs: set[int] = set()
         """Inputs of recomputed regions that stay on the device."""
+        self.discarded: dict[int, str] = {}
+        """By storage: the region that discards a tensor in it, whatever home others give the storage."""
         self.regions: dict[str, Region] = {}
         self.profiled = regions
         """All regions of the profile."""
@@ -182,6 +187,16 @@ class Recomputing:
     def held_once(self, storage: int, name: str) -> bool:
         """Whether `ps.once` saved the storage inside that region."""
         return name in self._index.once.get(storage, ())
+
+    def held_around(self, tensor: SavedTensor) -> bool:
+        """Whether a region around it holds the tensor's storage on the device, since before the tensor was saved.
+
+        A region's inputs are such. So are, in a profile, results of `ps.once`, which go to the innermost home
+        instead: they are choices, not floating-point.
+        """
+        if tensor.storage not in self.kept_inputs or "float" not in tensor.dtype:
+            return False
+        return any(self.holds(tensor.storage, name) for name in tensor.path)
 
     def home_of_input(self, tensor: SavedTensor, name: str) -> HomeName:
         """The home of a tensor that is an input of the recomputed region `name`: that of the region around it."""

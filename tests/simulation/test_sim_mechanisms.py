@@ -172,6 +172,18 @@ def test_a_dispatcher_that_sends_a_token_once_takes_what_was_published(cluster, 
     assert once < every
 
 
+def test_all_to_all_sorts_received_rows_by_expert_where_a_rank_has_several():
+    made = run(config=replace(QWEN, experts=8))
+    one = replace(made, config=replace(QWEN, experts=4, top_k=4))
+    for own, sorts in ((made, True), (replace(made, dispatcher="flex"), False), (one, True)):
+        plain = replace(own, framework=replace(MEGATRON, sorts_rows=False))
+        first, other = (
+            sum(part.traffic for layer in layers_of(item.shape) for part in layer.parts)
+            for item in (own, plain)
+        )
+        assert (first > other) is (sorts and own is made)
+
+
 @given(parts=st.integers(1, 64), top_k=st.integers(1, 16))
 def test_a_token_needs_a_part_of_the_experts_with_a_probability(parts, top_k):
     found = needed(parts, top_k)

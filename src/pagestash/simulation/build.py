@@ -97,6 +97,7 @@ class Run:
             framework=self.framework,
             element_bytes=4 if self.precision == "fp32" else 2,
             product_bytes=SAVED_BYTES[self.precision],
+            sorts_rows=self.framework.sorts_rows and self.dispatcher == "alltoall",
         )
 
     @property

@@ -30,6 +30,8 @@ class Framework:
     """What stays of offloaded groups: a window of them, or the last one of each name."""
     loops_experts: bool = False
     """Whether experts' products are launched one by one."""
+    sorts_rows: bool = False
+    """Whether all-to-all leaves received rows in the order of their ranks, so that they are sorted by expert."""
     step_launches: int = 0
     """Kernels of the optimizer's step for each tensor of parameters, where it goes through them one by one."""
     waits_for_rows: bool = False
@@ -60,6 +62,7 @@ FRAMEWORKS: dict[str, Framework] = {
         weight_gradients=False,
         margin="last",
         loops_experts=True,
+        sorts_rows=True,
         step_launches=2,
         waits_for_rows=True,
     ),

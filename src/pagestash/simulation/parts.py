@@ -128,6 +128,8 @@ class Shape:
     element_bytes: int = 2
     product_bytes: float = 2.0
     """Of an element of a product's input, as it is saved for the weight's gradient."""
+    sorts_rows: bool = False
+    """Whether received rows are put in the order of experts by a pass of its own, and back again."""
 
     def __post_init__(self) -> None:
         if self.microbatch < 1:
@@ -377,6 +379,7 @@ def _experts(shape: Shape) -> list[Part]:
     parts, fused = 2 if config.gated else 1, frame.fused_experts
     moved = rows if shape.layout.ep > 1 or frame.keeps_rows else 0
     bias = here * (parts * n + d) if config.expert_bias else 0
+    passes = 2 if shape.sorts_rows and min(here, shape.layout.ep) > 1 else 1  # of all rows, in and out
     found = [
         _norm(shape, "mlp_norm", RESIDUAL),
         Part(
@@ -395,7 +398,7 @@ def _experts(shape: Shape) -> list[Part]:
             expert=True,
             parameters=here * parts * n * d + bias,
             products=(Product(rows / here, parts * n, d, here),),
-            traffic=2 * b * d * rows,  # permuted
+            traffic=passes * 2 * b * d * rows,  # permuted
             temporary=b * (d + parts * n) * rows,
             weight_gradient=_weights(shape, here * (parts + fused) * n * d),
         ),
@@ -413,7 +416,7 @@ def _experts(shape: Shape) -> list[Part]:
             expert=True,
             parameters=here * n * d,
             products=(Product(rows / here, d, n, here),),
-            traffic=2 * b * d * rows,  # summed into tokens
+            traffic=passes * 2 * b * d * rows,  # summed into tokens
             temporary=b * (d + n) * rows,
             weight_gradient=_weights(shape, here * n * d),
         ),

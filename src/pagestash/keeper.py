@@ -218,7 +218,8 @@ class Keeper(saved.Keeper):
                 # Here, because it takes a third of a second to import.
                 from pagestash.planning.expected import AutoRows
 
-                self.rows = self._auto_rows = AutoRows(layers, self._stash, self.policy.pool)
+                leave = any(rule.home == "stash" and rule.offloads for rule in self.policy.rules)
+                self.rows = self._auto_rows = AutoRows(layers, self._stash, self.policy.pool, leave=leave)
         return self._auto_rows
 
     def size_pool(self) -> bool:
@@ -242,8 +243,13 @@ class Keeper(saved.Keeper):
         return pages if rows is None else rows.first(pages)
 
     def _step_over(self, check: bool) -> None:
-        super()._step_over(check)
         rows = self._auto_rows
+        waits = rows is not None and (capturing() or self._stash.live or self._offload.live)
+        if rows is not None and not waits and rows.before_the_pool():
+            if self.pool is None:
+                self._stash.measure()
+            self._offload.measure()
+        super()._step_over(check)
         # With check=False somebody else counts steps. A captured graph has the pool's addresses in it.
         if rows is None or not rows.chosen or not check or self._captured:
             return

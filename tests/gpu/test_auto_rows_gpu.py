@@ -81,12 +81,12 @@ def made():
     return model, optimizer, train_step
 
 
-def in_a_graph(data):
+def in_a_graph(data, warmup=2, **leaves):
     """Losses, the model, the keeper, the stepper, and the number that each step ran with."""
     model, optimizer, train_step = made()
-    policy = ps.Policy([ps.Rule("layers.*.experts", "stash", min_bytes=0)], ps.PoolConfig(page="16KiB"))
-    keeper = ps.Keeper(policy).attach(model)
-    step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)
+    rule = ps.Rule("layers.*.experts", "stash", min_bytes=0, **leaves)
+    keeper = ps.Keeper(ps.Policy([rule], ps.PoolConfig(page="16KiB"))).attach(model)
+    step = ps.GraphedStep(train_step, keeper, optimizer=optimizer, warmup=warmup)
     losses, numbers = [], []
     for call, batch in enumerate(data):
         before = model.expected
@@ -105,9 +105,10 @@ def in_a_graph(data):
     ],
     ids=["steady", "more", "fewer"],
 )
-def test_a_graph_trains_to_the_bits_of_the_same_numbers_given_by_hand(rows):
+@pytest.mark.parametrize("leaves", [{}, {"fraction": 1.0, "prefetch_bytes": 0}], ids=["stay", "leave"])
+def test_a_graph_trains_to_the_bits_of_the_same_numbers_given_by_hand(rows, leaves):
     data = batches(rows)
-    losses, model, keeper, _, numbers = in_a_graph(data)
+    losses, model, keeper, _, numbers = in_a_graph(data, **leaves)
     other, _, train_step = made()
     plain = []
     for batch, number in zip(data, numbers):
@@ -120,6 +121,7 @@ def test_a_graph_trains_to_the_bits_of_the_same_numbers_given_by_hand(rows):
     assert (stats.overflow, stats.pool.device.in_use) == (False, 0)
     assert stats.expected_rows.rows == numbers[-1] > 0
     assert len(set(numbers[2:])) == 1 + stats.expected_rows.changes
+    assert (stats.homes["offload"].peak > 0) == bool(leaves)
 
 
 def test_rows_that_drift_change_the_number_and_the_pool():
@@ -129,6 +131,11 @@ def test_rows_that_drift_change_the_number_and_the_pool():
     assert keeper.stats().expected_rows.changes >= 1
     steady = in_a_graph(batches(drawn(40, 0.8, 1.0)))[2]
     assert keeper.pool.device_pages <= steady.pool.device_pages
+
+
+def test_rows_that_leave_need_two_steps_before_the_capture():
+    with pytest.raises(ValueError, match="expected 2 or more"):
+        in_a_graph(batches(drawn(3, 0.5, 1.0)), warmup=1, fraction=1.0)
 
 
 def test_a_captured_log_counts_every_replay():

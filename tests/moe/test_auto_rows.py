@@ -61,14 +61,16 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def policy(**pool) -> ps.Policy:
-    return ps.Policy([ps.Rule("layers.*.experts", "stash", min_bytes=256)], ps.PoolConfig(page=1024, **pool))
+def policy(fraction=None, **pool) -> ps.Policy:
+    leaves = {} if fraction is None else {"fraction": fraction, "prefetch_bytes": 0}
+    rule = ps.Rule("layers.*.experts", "stash", min_bytes=256, **leaves)
+    return ps.Policy([rule], ps.PoolConfig(page=1024, **pool))
 
 
-def made(expected, **pool):
+def made(expected, fraction=None, **pool):
     torch.manual_seed(0)
     model = Stack(expected)
-    return model, ps.Keeper(policy(**pool), backend="torch").attach(model)
+    return model, ps.Keeper(policy(fraction, **pool), backend="torch").attach(model)
 
 
 def drawn(steps, low=0.6, high=1.0, seed=0):
@@ -212,6 +214,36 @@ def test_a_copy_of_a_layer_counts_rows_of_its_own():
     twin = copy.deepcopy(model)
     assert twin.layers[0].experts.received_rows.log is None
     assert model.layers[0].experts.received_rows.log[0] == 1
+
+
+@pytest.mark.parametrize("pool", [{}, {"device": 80 * 1024}])
+def test_expected_rows_that_leave_are_measured_in_the_second_step(pool):
+    model, keeper = made("auto", fraction=1.0, **pool)
+    for step, rows in enumerate(drawn(5)):
+        before = model.layers[0].experts.received_rows.expected
+        assert (before > 0) == (step > 0)
+        fixed, fixed_keeper = made(before)
+        keeper.reset_peaks()
+        assert same(run(model, keeper, rows), run(fixed, fixed_keeper, rows))
+        assert (keeper.pool is not None) == (step > 0 or "device" in pool)
+    stats = keeper.stats()
+    chosen = stats.expected_rows
+    # All but the last layer's, whose backward comes at once.
+    assert stats.homes["offload"].peak >= (DEPTH - 1) * chosen.rows * ROW
+    assert chosen.head_bytes == 0
+    assert stats.no_page.groups == 0
+
+
+def test_expected_rows_that_leave_follow_a_change():
+    steps = drawn(4, 0.2, 0.3) + drawn(20, 0.9, 1.0)
+    losses, model, keeper, _ = graphed("auto", steps, fraction=1.0)
+    plain, other, _, _ = graphed(0, steps)
+    torch.testing.assert_close(torch.stack(losses), torch.stack(plain))
+    for one, two in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(one, two)
+    stats = keeper.stats()
+    assert stats.expected_rows.changes >= 1
+    assert stats.homes["offload"].peak >= (DEPTH - 1) * number(keeper) * ROW
 
 
 def graphed(expected, steps, **pool):

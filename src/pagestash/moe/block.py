@@ -332,11 +332,12 @@ def _record(
     recording = None if options.counted is None else options.counted.recording
     if recording is None or options.counted is None or not options.needs_backward:
         return None
-    columns = ((options.x, x_TD.shape[1]), (options.h, h_columns))
-    row_bytes = tuple(count * x_TD.itemsize for saving, count in columns if saving.stashed)
+    ruled = ((options.x.stash_rule(), x_TD.shape[1]), (options.h.stash_rule(), h_columns))
+    rows = [(count * x_TD.itemsize, rule.for_expected_rows()) for rule, count in ruled if rule is not None]
+    head_bytes = sum(size * (1 - (0 if leaves is None else leaves.fraction)) for size, leaves in rows)
     gradients = (("up", up_stored), ("down", down_stored))
     left = sum(w.nbytes for name, w in gradients if ctx.needs_input_grad[RoutedExperts.inputs.index(name)])
-    return recording.begin(options.counted, row_bytes, left)
+    return recording.begin(options.counted, tuple(size for size, _ in rows), round(head_bytes), left)
 
 
 def _activation_gradient(

@@ -9,7 +9,8 @@ from torch import nn
 from pagestash.kernels.moe.activations import Activation, ActivationName
 from pagestash.moe.lease import Lease
 from pagestash.pages.pool import PagePool
-from pagestash.saved.fused import claim, home_of
+from pagestash.policy import Rule
+from pagestash.saved.fused import claim, rule_of
 from pagestash.saved.received_rows import ReceivedRows
 
 
@@ -40,10 +41,10 @@ class Saving:
                 return None
         return Lease(self.pool, shape, dtype, rows, account=self.account, expendable=expendable)
 
-    @property
-    def stashed(self) -> bool:
-        """Whether a row of the tensor goes to pages: from our kernels, or from autograd before there is a pool."""
-        return not self.recompute and (self.pool is not None or home_of(self.module) == "stash")
+    def stash_rule(self) -> Rule | None:
+        """The rule by which rows in excess go to pages, from our kernels or from autograd; None: they do not."""
+        rule = None if self.recompute else rule_of(self.module)
+        return rule if rule is not None and rule.home == "stash" else None
 
     def save(
         self,

@@ -68,11 +68,12 @@ class StepRows:
         tensors = max(len(each.row_bytes) for each in step.waiting)
         padded = [each.row_bytes + (0,) * (tensors - len(each.row_bytes)) for each in step.waiting]
         self._bytes_BW = torch.tensor(padded, dtype=torch.int64).t()
-        bytes_W = self._bytes_BW.sum(0)
         # After each event: bytes of heads for each expected row, and of gradients.
-        self._heads_V = (bytes_W[self._at_V] * self._sign_V).cumsum(0)
+        heads_W = torch.tensor([each.head_bytes for each in step.waiting])
+        self._heads_V = (heads_W[self._at_V] * self._sign_V).cumsum(0)
         self._gradients_V = torch.tensor(_gradients(step)).cumsum(0)
-        self._at_once = int((self._sign_V * (bytes_W[self._at_V] > 0)).cumsum(0).max())
+        in_pages_W = self._bytes_BW.sum(0) > 0
+        self._at_once = int((self._sign_V * in_pages_W[self._at_V]).cumsum(0).max())
         self.steps = rows_TW.shape[0]
 
     def choose(self, overflow: float, slack: float = SLACK) -> Choice:
@@ -168,8 +169,15 @@ class AutoRows:
     """
 
     def __init__(
-        self, layers: Sequence[ReceivedRows], stash: Stash, pool: PoolConfig, overflow: float = OVERFLOW
+        self,
+        layers: Sequence[ReceivedRows],
+        stash: Stash,
+        pool: PoolConfig,
+        *,
+        leave: bool = False,
+        overflow: float = OVERFLOW,
     ) -> None:
+        self.leave = leave
         self._layers = layers
         self._stash = stash
         self._page_bytes = pool.page_bytes
@@ -185,13 +193,16 @@ class AutoRows:
         self._next: Choice | None = None
         self._changes = 0
         self._reading: _Reading | None = None
+        self._pooled = False
+        """Whether there has been a pool."""
 
     # --- the first steps ---
 
     def begin(self) -> None:
         """A step begins: record what waits in it, unless that is known."""
-        if self._stash.pool is None and self._now is not None:
+        if self._stash.pool is None and self._pooled:
             self.forget()  # it is measured again, on another device
+        self._pooled = self._stash.pool is not None
         if self._step is None:
             self._recording = Recording()
             for layer in self._layers:
@@ -210,6 +221,7 @@ class AutoRows:
     def forget(self) -> None:
         """The layers expect no rows any more."""
         self._step = self._now = self._next = self._reading = None
+        self._pooled = False
         for layer in self._layers:
             layer.expected = 0
 
@@ -228,12 +240,21 @@ class AutoRows:
         found = self._seen()
         if found is None:
             return pages
+        before = 0 if self._now is None else self._now.rows
         if not self._given:
-            measured = found.most_pages(0)
-            self._fixed = max(0, pages - math.ceil(measured * self._headroom))
-        self._set(self._best(found, pages))
-        assert self._now is not None
-        return pages if self._given else max(1, self._fixed + self._now.pages)
+            self._fixed = max(0, pages - math.ceil(found.most_pages(before) * self._headroom))
+        best = self._best(found, pages)
+        if before:  # chosen before the pool was measured: offload has a plan for that number
+            best = found.choice(before, found.needs([before], self._rate(found))[0])
+        self._set(best)
+        return pages if self._given else max(1, self._fixed + best.pages)
+
+    def before_the_pool(self) -> bool:
+        """Choose now, if expected rows leave: the next step shows which leave when, and is measured with them."""
+        if not self.leave or self.chosen:
+            return False
+        self.first(0 if self._stash.pool is None else self._stash.pool.device_pages)
+        return self.chosen
 
     # --- later ---
 
@@ -307,10 +328,12 @@ class AutoRows:
         )
 
     def _best(self, found: StepRows, pool_pages: int) -> Choice:
-        overflow = self._overflow if found.steps >= ENOUGH else max(self._overflow, FIRST_OVERFLOW)
         if self._given:
-            return found.least_for(int(pool_pages / self._headroom), overflow)
-        return found.choose(overflow)
+            return found.least_for(int(pool_pages / self._headroom), self._rate(found))
+        return found.choose(self._rate(found))
+
+    def _rate(self, found: StepRows) -> float:
+        return self._overflow if found.steps >= ENOUGH else max(self._overflow, FIRST_OVERFLOW)
 
     def _set(self, choice: Choice) -> None:
         self._now = choice

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
-from pagestash.policy import HomeName, Rule
+from pagestash.policy import Rule
 from pagestash.saved.compiled import hidden
 from pagestash.saved.region import Forward, Region, frames, region, replaying
 from pagestash.saved.storage import storage_keys
@@ -111,15 +111,14 @@ def has_rule(module: nn.Module) -> bool:
 
 
 @hidden
-def home_of(module: nn.Module | None) -> HomeName | None:
-    """The home of what is claimed for `module` in the region that we are in; None without a rule."""
+def rule_of(module: nn.Module | None) -> Rule | None:
+    """The rule of what is claimed for `module` in the region that we are in."""
     current = () if torch.compiler.is_compiling() else frames()
     if not current:
         return None
     inner = current[-1]
     name = None if module is None else inner.owner.names.get(module)
-    rule = inner.rule if name is None else inner.owner.policy.rule_for(name)
-    return None if rule is None else rule.home
+    return inner.rule if name is None else inner.owner.policy.rule_for(name)
 
 
 @hidden

@@ -52,6 +52,8 @@ class Waiting(NamedTuple):
     """How many forwards of the layer came before it in the step."""
     row_bytes: tuple[int, ...]
     """Of each tensor with a row for every row received that a stash rule holds for."""
+    head_bytes: int
+    """Of all of them, for an expected row: without what a rule's `fraction` offloads."""
     gradient_bytes: int
     """Of the gradients that the layer's first backward leaves behind."""
 
@@ -64,9 +66,11 @@ class Recording:
     events: list[tuple[int, int]] = field(default_factory=list)
     """Index into `waiting`, and +1 for its forward or -1 for its backward."""
 
-    def begin(self, layer: ReceivedRows, row_bytes: tuple[int, ...], gradient_bytes: int) -> "Ending":
+    def begin(
+        self, layer: ReceivedRows, row_bytes: tuple[int, ...], head_bytes: int, gradient_bytes: int
+    ) -> "Ending":
         call = sum(other.layer is layer for other in self.waiting)
-        self.waiting.append(Waiting(layer, call, row_bytes, gradient_bytes))
+        self.waiting.append(Waiting(layer, call, row_bytes, head_bytes, gradient_bytes))
         self.events.append((len(self.waiting) - 1, 1))
         return Ending(self, len(self.waiting) - 1)
 
@@ -98,6 +102,9 @@ class ExpectedRowsStats:
 
 class RowsChoice(Protocol):
     """Who chooses expected rows, as those that run steps see it. All calls come between steps."""
+
+    leave: bool
+    """Whether a rule offloads expected rows: after a change, an eager step must show which leave when."""
 
     def read(self) -> None:
         """Start to copy the counts of received rows to the host."""

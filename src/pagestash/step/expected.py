@@ -36,3 +36,8 @@ class ExpectedRows:
         """Let the new number take effect, where there is one."""
         if self._keeper.rows is not None:
             self._keeper.rows.adopt()
+
+    def leave(self) -> bool:
+        """Whether expected rows are offloaded on any rank, so that an eager step comes before the next capture."""
+        rows = self._keeper.rows
+        return self._ranks.any(rows is not None and rows.leave)

@@ -144,6 +144,8 @@ class GraphedStep:
             self.wait()
             self._graph = None
             self._expected.adopt()
+            if self._expected.leave():
+                return self._on_stream(self._run_eagerly, args, kwargs)
             self._capture()
         result = self._launch(args, kwargs)
         if not self._guard.optimizers:
@@ -227,7 +229,13 @@ class GraphedStep:
         """Capture the step for batches with the structure and shapes of this one."""
         self._guard.arm()
         stashes = any(rule.home == "stash" for rule in self._keeper.policy.rules)
-        if not self._keeper.size_pool() and stashes:
+        sized = self._keeper.size_pool()
+        if not sized and self._keeper.rows is not None and self._keeper.rows.leave:
+            raise ValueError(
+                f"warmup={self._warmup}: with expected_rows='auto' under a stash rule with a fraction, the second "
+                "step is measured with the rows that the first one chose; expected 2 or more"
+            )
+        if not sized and stashes:
             log.warning("the warm-up stashed nothing: does any region with a stash rule run?")
         self._static = StaticBatch(args, kwargs, self._device)
         self._static.fill(self._static.copies(args, kwargs))

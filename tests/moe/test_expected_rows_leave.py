@@ -15,6 +15,7 @@ import pagestash as ps
 from pagestash.kernels.moe.route import route
 from pagestash.kernels.moe.rows import padded_rows
 from pagestash.moe import MoE, MoEConfig, Received, block
+from pagestash.pages import slabs
 from pagestash.saved.offload import transfers
 from pagestash.saved.offload.transfers import Transfers
 from pagestash.saved.streams import SideStream
@@ -52,7 +53,8 @@ class Stack(nn.Module):
     def __init__(self, expected=EXPECTED) -> None:
         super().__init__()
         torch.manual_seed(0)
-        config = MoEConfig(width=D, expert_width=N, experts=E, top_k=K)
+        chosen = "auto" if expected == "auto" else 0
+        config = MoEConfig(width=D, expert_width=N, experts=E, top_k=K, expected_rows=chosen)
         self.wire = Loopback(expected)
         self.layers = nn.ModuleList(
             nn.ModuleDict({"norm": nn.LayerNorm(D), "moe": MoE(config, dispatch=self.wire)})
@@ -279,6 +281,48 @@ def test_expected_rows_that_a_capture_is_the_first_to_see_stay(monkeypatch):
     for _ in range(2):
         assert same(run(model, keeper), plain)
     assert keeper.stats().homes["offload"].peak == (DEPTH - 1) * EXPECTED * ROW
+    nothing_left(keeper)
+
+
+def test_a_capture_that_meets_other_expected_rows_is_made_again(monkeypatch, caplog):
+    """As `GraphedStep` captures: what the first capture finds no host memory for, the second offloads."""
+
+    def captured():
+        with monkeypatch.context() as patch:
+            for file in ("offload.home", "offload.moving", "keeper"):
+                patch.setattr(f"pagestash.saved.{file}.capturing", lambda: True)
+            return run(model, keeper)
+
+    monkeypatch.setattr(slabs, "PIECE", 512)  # of tensors that are smaller than a piece, too, some are spread
+    model = Stack(0)
+    keeper = keeper_for(model, rules())
+    run(model, keeper)  # without expected rows nothing leaves
+    assert keeper._offload.moving is None
+    keeper.begin_capture()
+    assert not keeper.learn_from_capture()
+    for expected in (EXPECTED, T * K):  # none before, and then more than there is room for
+        model.wire.expected = expected
+        plain = run(model)
+        for moved in (False, True):
+            keeper.reset_peaks()
+            assert same(captured(), plain)
+            whole = keeper.stats().homes["offload"].peak == (DEPTH - 1) * expected * ROW
+            assert whole is moved
+            assert keeper.learn_from_capture() is not moved
+        nothing_left(keeper)
+    assert "offloaded nothing" not in caplog.text
+
+
+def test_expected_rows_that_the_keeper_chooses_leave_too():
+    found = []
+    for fraction in (0.0, 1.0):
+        model = Stack("auto")
+        window = {} if fraction else {"prefetch_bytes": None}
+        keeper = keeper_for(model, rules(fraction=fraction, **window), headroom=2.0)
+        found.append([run(model, keeper, tokens) for tokens in (40, 44, 40, T, 36, 40)])
+        moved = keeper.stats().homes["offload"].peak
+    assert same(*found)
+    assert moved == (DEPTH - 1) * model.layers[0]["moe"].experts.received_rows.expected * ROW > 0
     nothing_left(keeper)
 
 

@@ -20,8 +20,9 @@ from torch import nn
 import pagestash as ps
 from benchmarks.harness import Claim, write
 from pagestash.models import Decoder, preset
-from pagestash.planning import NothingFits, plan_profile
+from pagestash.planning import NothingFits, plan_profile, predict
 from pagestash.planning.budget import base_bytes
+from pagestash.planning.prediction import Prediction
 from pagestash.profiling.measure import default_loss
 from pagestash.profiling.memory import MemoryMeter
 
@@ -177,10 +178,12 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
     held = base_bytes(profile, 0)
     policies: list[tuple[dict[str, Any], ps.Policy]] = []
     refused: list[dict[str, Any]] = []
+    row: dict[str, Any]
     for way, policy in by_hand(case, profile).items():
-        policies.append(({"case": case.name, "way": way, "held_bytes": held}, policy))
+        row = {"case": case.name, "way": way, "held_bytes": held}
+        policies.append((row | predicted(predict(profile, policy, base_bytes=held)), policy))
     for part in PARTS:
-        row: dict[str, Any] = {"case": case.name, "way": "plan", "part": part, "held_bytes": held}
+        row = {"case": case.name, "way": "plan", "part": part, "held_bytes": held}
         begun = time.perf_counter()
         try:
             plan = plan_profile(profile, budget=part)
@@ -190,9 +193,8 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
         row |= {
             "planning_seconds": time.perf_counter() - begun,
             "budget_bytes": plan.budget_bytes,
-            "predicted_seconds": plan.predicted.seconds,
-            "predicted_peak_bytes": plan.predicted.peak_bytes,
-            "rules": [f"{rule.match} {rule.home}" for rule in plan.policy.rules],
+            **predicted(plan.predicted),
+            "rules": [f"{rule.match} {rule.home} {rule.fraction:g}" for rule in plan.policy.rules],
         }
         policies.append((row, plan.policy))
     seen: list[list[dict[str, Any]]] = [[] for _ in policies]
@@ -214,19 +216,22 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
     return rows + refused
 
 
+def predicted(prediction: Prediction) -> dict[str, Any]:
+    return {"predicted_seconds": prediction.seconds, "predicted_peak_bytes": prediction.peak_bytes}
+
+
 def show(row: dict[str, Any], measured: dict[str, Any], when: str) -> None:
     """One line of progress: milliseconds and GiB above weights and gradients, and what was predicted of them."""
     ms, above = 1000 * statistics.median(measured["times"]), measured["peak_bytes"] - row["held_bytes"]
     line = f"{row['case']}, {row['way']} {row.get('part', '')}: {ms:.1f} ms, {above / (1 << 30):.2f} GiB"
-    if "predicted_seconds" in row:
-        predicted = row["predicted_peak_bytes"] - row["held_bytes"]
-        line += f" (predicted {1000 * row['predicted_seconds']:.1f} ms, {predicted / (1 << 30):.2f} GiB)"
+    peak = row["predicted_peak_bytes"] - row["held_bytes"]
+    line += f" (predicted {1000 * row['predicted_seconds']:.1f} ms, {peak / (1 << 30):.2f} GiB)"
     print(f"{line}, {when}", flush=True)
 
 
 def claims_of(rows: list[dict[str, Any]]) -> list[Claim]:
     """What a plan promises, over all cases; peaks count without weights and gradients, which nobody predicts."""
-    planned = [row for row in rows if "predicted_seconds" in row]
+    planned = [row for row in rows if row["way"] == "plan" and "refused" not in row]
 
     def peak(row: dict[str, Any]) -> float:
         return (row["predicted_peak_bytes"] - row["held_bytes"]) / (row["peak_bytes"] - row["held_bytes"])

@@ -9,7 +9,8 @@ from benchmarks.harness import RESULTS
 
 ROOT = Path(__file__).parent.parent
 PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
-HUGGING_FACE = ROOT / "docs" / "huggingface.md"
+HUGGING_FACE, PLAN = ROOT / "docs" / "huggingface.md", ROOT / "docs" / "plan.md"
+GIB = 1 << 30
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 SIGNS = {"at most": "≤", "at least": "≥"}
 NONE_YET = "No results yet: `make bench` on a machine with a GPU."
@@ -93,6 +94,36 @@ def hugging_face(results: Path = RESULTS) -> str:
     return "\n".join(
         [*lines, "", f"{_machine(body['environment'], 'torch')}, transformers {versions['transformers']}."]
     )
+
+
+def plans(results: Path = RESULTS) -> str:
+    """A line for each step of `benchmarks.plan`: what was measured, and what a plan predicted."""
+    path = results / "plan.json"
+    if not path.exists():
+        return NONE_YET
+    body = json.loads(path.read_text())
+    lines = [
+        "| | ms | predicted | peak, GiB | predicted | budget |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for case in dict.fromkeys(row["case"] for row in body["rows"]):
+        lines.append(f"| **{_cell(case)}** | | | | | |")
+        lines += [_plan_line(row) for row in body["rows"] if row["case"] == case]
+    return "\n".join([*lines, "", f"{_machine(body['environment'], 'torch')}."])
+
+
+def _plan_line(row: dict[str, Any]) -> str:
+    def above(key: str) -> str:
+        return f"{(row[key] - row['held_bytes']) / GIB:.2f}" if key in row else ""
+
+    def ms(key: str) -> str:
+        return f"{1000 * row[key]:.1f}" if key in row else ""
+
+    name = f"plan for {row['part']:g}" if "part" in row else row["way"]
+    cells = (ms("seconds"), ms("predicted_seconds"), above("peak_bytes"), above("predicted_peak_bytes"))
+    if "refused" in row:
+        cells = ("nothing fits", "", "", "")
+    return f"| {_cell(name)} | {' | '.join(cells)} | {above('budget_bytes')} |"
 
 
 def replaced(text: str, table: str) -> str:

@@ -19,7 +19,7 @@ def results(tmp_path, monkeypatch):
     """A README, a page and a folder of results of its own."""
     folder = tmp_path / "results"
     write("speed", config={"size": 3}, rows=[{"seconds": 0.5}], claims=[FAST, SMALL], out=folder)
-    for name in ("README", "PAGE", "HUGGING_FACE"):
+    for name in ("README", "PAGE", "HUGGING_FACE", "PLAN"):
         text = tmp_path / f"{name}.md"
         text.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
         monkeypatch.setattr(tables, name, text)
@@ -83,6 +83,27 @@ def test_the_ways_of_hugging_face_have_a_line_each(results):
     assert machine.endswith("transformers 5.17.0.")
     assert not blank
     assert rule.count("|") == head.count("|") == plain.count("|")
+
+
+def test_plans_stand_beside_policies_by_hand(results):
+    assert tables.plans(results) == tables.NONE_YET
+    gib = 1 << 30
+    shared = {"case": "a model", "held_bytes": 10 * gib}
+    plan = {"way": "plan", "part": 0.5, "budget_bytes": 13 * gib, "predicted_seconds": 0.11}
+    rows = [
+        {**shared, "way": "keep", "seconds": 0.1, "peak_bytes": 16 * gib},
+        {**shared, **plan, "seconds": 0.12, "peak_bytes": 12 * gib, "predicted_peak_bytes": 12.5 * gib},
+        {**shared, "way": "plan", "part": 0.1, "refused": "nothing fits 1 GiB"},
+    ]
+    write("plan", config={}, rows=rows, claims=[], out=results)
+    head, rule, case, *lines = tables.plans(results).splitlines()
+    assert case.startswith("| **a model** |")
+    assert lines[:3] == [
+        "| keep | 100.0 |  | 6.00 |  |  |",
+        "| plan for 0.5 | 120.0 | 110.0 | 2.00 | 2.50 | 3.00 |",
+        "| plan for 0.1 | nothing fits |  |  |  |  |",
+    ]
+    assert {line.count("|") for line in (head, rule, case, *lines[:3])} == {7}
 
 
 def test_only_what_stands_between_the_markers_is_replaced(results):

@@ -140,11 +140,14 @@ def test_a_block_in_the_form_of_a_tensor_takes_its_bytes_as_they_lie(tensor):
     made = slabs(4 * ALIGNMENT)
     made.take(ALIGNMENT)
     block = made.take(tensor.nbytes)
-    form = made.in_form_of(tensor, block)
+    form = block.in_form_of(tensor)
     form.copy_(tensor)
     there = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     assert torch.equal(block.pieces[0], there)
-    assert made.in_form_of(tensor.clone(), block) is form  # the next step's is the same object
+    made.give(block)
+    # The next step has the same objects.
+    assert made.take(tensor.nbytes) is block
+    assert block.in_form_of(tensor.clone()) is form
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_a_block_in_the_form_of_a_tensor_takes_its_bytes_as_they_lie(tensor):
 )
 def test_what_is_not_copied_byte_by_byte_has_no_form(tensor):
     made = slabs(4 * ALIGNMENT)
-    assert made.in_form_of(tensor, made.take(tensor.nbytes)) is None
+    assert made.take(tensor.nbytes).in_form_of(tensor) is None
 
 
 def test_a_block_in_pieces_has_no_form():
@@ -170,7 +173,7 @@ def test_a_block_in_pieces_has_no_form():
     made.give(third)
     block = made.take(2 * PIECE)
     assert len(block.pieces) == 2
-    assert made.in_form_of(torch.empty(2 * PIECE, dtype=torch.uint8), block) is None
+    assert block.in_form_of(torch.empty(2 * PIECE, dtype=torch.uint8)) is None
 
 
 def test_no_view_keeps_memory_that_was_replaced():
@@ -178,11 +181,11 @@ def test_no_view_keeps_memory_that_was_replaced():
     tensor = torch.empty(PIECE, dtype=torch.uint8)
     block = made.take(PIECE)
     storage = block.pieces[0].untyped_storage()
-    made.in_form_of(tensor, block)
+    block.in_form_of(tensor)
     old = StorageWeakRef(storage)
     made.give(block)
     del block, storage
     made.fit(2 * PIECE)
     assert old.expired()
-    form = made.in_form_of(tensor, made.take(PIECE))
+    form = made.take(PIECE).in_form_of(tensor)
     assert form.untyped_storage().nbytes() == 2 * PIECE

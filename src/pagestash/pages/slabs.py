@@ -13,9 +13,8 @@ ALIGNMENT = 512
 PIECE = 1 << 20
 """If no free extent is large enough, a tensor is spread over several of at least this size. Smaller copies use
 the link badly."""
-_MOST_VIEWS = 4096
-"""Steady steps take the same extents in the same forms. Views of so many are cached: making one costs more than the
-rest of `take`."""
+_MOST_BLOCKS, _MOST_FORMS = 4096, 16
+"""Steady steps take the same blocks in the same forms. So many are cached: making one costs more than all else."""
 _COPIED_AS_THEY_ARE = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64)
 )
@@ -43,6 +42,25 @@ class HostBlock(NamedTuple):
 
     pieces: list[torch.Tensor]
     extents: list[Extent]
+    forms: dict[tuple[object, ...], torch.Tensor | None]
+
+    def in_form_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The block as a tensor of the dtype, size and strides of `tensor`, whose bytes it is for.
+
+        None if it is in several pieces, or if the tensor's elements are not all the bytes of its range, each once.
+        """
+        key = (tensor.dtype, tensor.shape, tensor.stride())
+        try:
+            return self.forms[key]
+        except KeyError:
+            pass
+        form = None
+        if len(self.pieces) == 1 and tensor.dtype in _COPIED_AS_THEY_ARE and _is_dense(tensor):
+            form = self.pieces[0].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        if len(self.forms) >= _MOST_FORMS:
+            self.forms.clear()
+        self.forms[key] = form
+        return form
 
 
 class HostSlabs:
@@ -62,8 +80,8 @@ class HostSlabs:
         self._refused = 0
         self._slabs: list[torch.Tensor] = []
         self._free: list[Extent] = []  # by slab and start
-        self._pieces: dict[Extent, torch.Tensor] = {}
-        self._forms: dict[tuple[object, ...], torch.Tensor | None] = {}
+        self._blocks: dict[tuple[int, int, int], HostBlock] = {}
+        """Blocks in one piece, in use or not, by slab, start and size."""
 
     @property
     def size(self) -> int:
@@ -72,14 +90,47 @@ class HostSlabs:
 
     def take(self, size: int) -> HostBlock | None:
         """A block for `size` bytes, or None without room; `forget` it when the refused tensor is freed."""
-        room = aligned(size)
-        self.wanted = max(self.wanted, self.used + self._refused + room)
-        chosen = self._choose(room)
-        if not chosen:
+        room = -(-size // ALIGNMENT) * ALIGNMENT
+        wanted = self.used + self._refused + room
+        if wanted > self.wanted:
+            self.wanted = wanted
+        # The smallest free extent that is large enough.
+        free = self._free
+        at, least = -1, 0
+        for index, (_, start, end) in enumerate(free):
+            if end - start >= room and (at < 0 or end - start < least):
+                at, least = index, end - start
+        if at < 0:
+            return self._spread(size, room)
+        slab, start, end = free[at]
+        self.used += room
+        if start + room == end:
+            del free[at]
+        else:
+            free[at] = _extent((slab, start + room, end))
+        block = self._blocks.get((slab, start, size))
+        if block is None:
+            if len(self._blocks) >= _MOST_BLOCKS:
+                self._blocks.clear()
+            piece = self._slabs[slab][start : start + size]
+            block = HostBlock([piece], [Extent(slab, start, start + room)], {})
+            self._blocks[slab, start, size] = block
+        return block
+
+    def _spread(self, size: int, room: int) -> HostBlock | None:
+        """A block of the fewest largest free extents that together are large enough."""
+        chosen: list[Extent] = []
+        missing = room
+        for extent in sorted(self._free, key=lambda extent: -extent.size):
+            if missing <= 0 or extent.size < min(PIECE, missing):
+                break
+            chosen.append(extent)
+            missing -= extent.size
+        if missing > 0:
             self._refused += room
             return None
         self.used += room
-        block = HostBlock([], [])
+        block = HostBlock([], [], {})
         for extent in chosen:
             slab, start, end = extent
             part = min(end - start, room)
@@ -88,59 +139,11 @@ class HostSlabs:
                 del self._free[at]
             else:
                 self._free[at] = Extent(slab, start + part, end)
-            block.extents.append(_extent((slab, start, start + part)))
-            block.pieces.append(self._piece(_extent((slab, start, start + min(part, size)))))
+            block.extents.append(Extent(slab, start, start + part))
+            block.pieces.append(self._slabs[slab][start : start + min(part, size)])
             room -= part
             size -= part
         return block
-
-    def _piece(self, extent: Extent) -> torch.Tensor:
-        found = self._pieces.get(extent)
-        if found is None:
-            if len(self._pieces) >= _MOST_VIEWS:
-                self._pieces.clear()
-            slab, start, end = extent
-            found = self._pieces[extent] = self._slabs[slab][start:end]
-        return found
-
-    def in_form_of(self, tensor: torch.Tensor, block: HostBlock) -> torch.Tensor | None:
-        """The block as a tensor of the dtype, size and strides of `tensor`, whose bytes it is for.
-
-        None if it is in several pieces, or if the tensor's elements are not all the bytes of its range, each once.
-        """
-        if len(block.extents) != 1:
-            return None
-        key = (block.extents[0], tensor.dtype, tensor.shape, tensor.stride())
-        try:
-            return self._forms[key]
-        except KeyError:
-            if len(self._forms) >= _MOST_VIEWS:
-                self._forms.clear()
-            form = None
-            if tensor.dtype in _COPIED_AS_THEY_ARE and _is_dense(tensor):
-                flat = block.pieces[0][: tensor.nbytes].view(tensor.dtype)
-                form = flat.as_strided(tensor.shape, tensor.stride())
-            self._forms[key] = form
-            return form
-
-    def _choose(self, size: int) -> list[Extent]:
-        """The smallest free extent that is large enough, else the fewest largest ones that together are."""
-        found, least = None, 0
-        for extent in self._free:
-            room = extent[2] - extent[1]
-            if room >= size and (found is None or room < least):
-                found, least = extent, room
-        if found is not None:
-            return [found]
-        chosen: list[Extent] = []
-        for extent in sorted(self._free, key=lambda extent: -extent.size):
-            if extent.size < min(PIECE, size):
-                break
-            chosen.append(extent)
-            size -= extent.size
-            if size <= 0:
-                return chosen
-        return []
 
     def give(self, block: HostBlock) -> None:
         """Return a block: the next `take` may get its memory."""
@@ -171,8 +174,7 @@ class HostSlabs:
                     self.device
                 )  # copies that were ordered but not waited for may still run
             self._free, self._slabs = [], []
-            self._pieces.clear()
-            self._forms.clear()
+            self._blocks.clear()
         if size > self.size:
             more = host_slab(size - self.size, self.device)
             self._free.append(Extent(len(self._slabs), 0, more.numel()))

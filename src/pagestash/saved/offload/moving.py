@@ -42,7 +42,7 @@ class Moving:
     ) -> None:
         self.slabs = slabs
         self.window = Window(plan)
-        self.transfers = Transfers(device, slabs)
+        self.transfers = Transfers(device)
         self.refused = Tally()
         """Bytes that should have left, but found no room on the host, and stayed."""
         self.moved_regions: set[str] = set()

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from pagestash.pages.slabs import HostBlock, HostSlabs
+from pagestash.pages.slabs import HostBlock
 from pagestash.saved.homes import Held
 from pagestash.saved.offload.window import WindowGroup
 from pagestash.saved.stash import StashPlace
@@ -87,9 +87,8 @@ class OffloadedGroup:
 class Transfers:
     """The copies that are under way."""
 
-    def __init__(self, device: torch.device, slabs: HostSlabs) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._slabs = slabs
         self._out = SideStream(device)
         self._in = SideStream(device)
         self._leaving: deque[OffloadedGroup] = deque()
@@ -100,16 +99,17 @@ class Transfers:
         with self._out.after():
             for entry in entries:
                 member, origin = group.members[entry], entry.origin
+                block = member.block
                 assert origin is not None
-                assert member.block is not None
+                assert block is not None
                 # Mostly a whole tensor leaves: then the block is seen in the form of the tensor, which costs less
                 # than to see the tensor as bytes.
                 whole = member.share == entry.last - entry.first == origin.nbytes
-                host = self._slabs.in_form_of(origin, member.block) if whole else None
+                host = block.in_form_of(origin) if whole else None
                 if host is not None:
                     host.copy_(origin, non_blocking=True)
                 else:
-                    self._copy_parts(entry, member.block.pieces)
+                    self._copy_parts(entry, block.pieces)
                 sources.append((entry, origin))
                 leaving_bytes += origin.untyped_storage().nbytes()
         group.left = self._out.mark()

@@ -171,14 +171,12 @@ def test_in_a_graph_an_overflowing_step_is_run_again_to_the_same_bits():
 
 
 @pytest.mark.parametrize("first", [0, EXPECTED // 4])
-def test_expected_rows_that_change_just_before_the_capture_leave_all_the_same(first):
-    """Nothing was measured of them, and a capture cannot pin memory: it is made again."""
+def test_expected_rows_that_a_capture_is_the_first_to_see_stay(first):
+    """Nothing was measured of them, and a capture cannot pin memory."""
     right, *_ = train(fresh(), 0.0, (T,) * 5, first_expected=first)
     found, keeper, _ = train(fresh(), 1.0, (T,) * 5, first_expected=first)
     assert same(found, right)
-    stats = keeper.stats()
-    assert stats.homes["offload"].peak == (DEPTH - 1) * LAYER
-    assert stats.offload.refused_peak == 0
+    assert keeper.stats().homes["offload"].peak < (DEPTH - 1) * LAYER
 
 
 # --- one side held back -------------------------------------------------------------------------------------

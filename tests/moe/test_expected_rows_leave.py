@@ -15,7 +15,6 @@ import pagestash as ps
 from pagestash.kernels.moe.route import route
 from pagestash.kernels.moe.rows import padded_rows
 from pagestash.moe import MoE, MoEConfig, Received, block
-from pagestash.pages import slabs
 from pagestash.saved.offload import transfers
 from pagestash.saved.offload.transfers import Transfers
 from pagestash.saved.streams import SideStream
@@ -282,35 +281,6 @@ def test_expected_rows_that_a_capture_is_the_first_to_see_stay(monkeypatch):
         assert same(run(model, keeper), plain)
     assert keeper.stats().homes["offload"].peak == (DEPTH - 1) * EXPECTED * ROW
     nothing_left(keeper)
-
-
-def test_a_capture_that_meets_other_expected_rows_is_made_again(monkeypatch, caplog):
-    """As `GraphedStep` captures: what the first capture finds no host memory for, the second offloads."""
-
-    def captured():
-        with monkeypatch.context() as patch:
-            for file in ("offload.home", "offload.moving", "keeper"):
-                patch.setattr(f"pagestash.saved.{file}.capturing", lambda: True)
-            return run(model, keeper)
-
-    monkeypatch.setattr(slabs, "PIECE", 512)  # of tensors that are smaller than a piece, too, some are spread
-    model = Stack(0)
-    keeper = keeper_for(model, rules())
-    run(model, keeper)  # without expected rows nothing leaves
-    assert keeper._offload.moving is None
-    keeper.begin_capture()
-    assert not keeper.learn_from_capture()
-    for expected in (EXPECTED, T * K):  # none before, and then more than there is room for
-        model.wire.expected = expected
-        plain = run(model)
-        for moved in (False, True):
-            keeper.reset_peaks()
-            assert same(captured(), plain)
-            whole = keeper.stats().homes["offload"].peak == (DEPTH - 1) * expected * ROW
-            assert whole is moved
-            assert keeper.learn_from_capture() is not moved
-        nothing_left(keeper)
-    assert "offloaded nothing" not in caplog.text
 
 
 def test_expected_rows_that_the_keeper_chooses_leave_too():

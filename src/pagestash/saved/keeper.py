@@ -238,15 +238,6 @@ class Keeper:
         """The pages of the pool, where some of what was measured will not go to pages (see `ps.Keeper`)."""
         return pages
 
-    def begin_capture(self) -> None:
-        """Before the first capture of a step: nothing in it can be measured."""
-        if self.pool is not None:
-            self._offload.begin_unmeasured(self._saved.device_here)
-
-    def learn_from_capture(self) -> bool:
-        """After a capture: whether another one would offload more, because there is host memory for it now."""
-        return self._offload.learn_from_capture()
-
     def _make_pool(self, device_pages: int) -> None:
         assert self._saved.device is not None
         self._stash.make_pool(self._saved.device, device_pages)

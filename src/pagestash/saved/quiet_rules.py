@@ -119,8 +119,6 @@ class QuietRules:
             return None
         if not rule.fraction:
             return "its fraction is 0"
-        if moving.refused.peak and moving.slabs.wanted <= moving.slabs.limit:
-            return None  # there was too little, which grows
         if moving.refused.peak:
             return f"there is no host memory for it: [pool] host allows {format_bytes(moving.slabs.limit)}"
         return (

@@ -237,18 +237,12 @@ class GraphedStep:
             )
         if not sized and stashes:
             log.warning("the warm-up stashed nothing: does any region with a stash rule run?")
-        self._keeper.begin_capture()
         self._static = StaticBatch(args, kwargs, self._device)
         self._static.fill(self._static.copies(args, kwargs))
         self._flags.extend(torch.zeros((), pin_memory=True) for _ in range(LAG + 2))
         self._capture()
 
     def _capture(self) -> None:
-        self._capture_once()
-        if self._keeper.learn_from_capture():
-            self._capture_once()
-
-    def _capture_once(self) -> None:
         assert self._static is not None
         assert self._stream is not None
         self._graph = self._outputs = None  # frees their memory first

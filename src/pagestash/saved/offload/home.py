@@ -11,8 +11,7 @@ from pagestash.saved.homes import Home, Keep, Tally
 from pagestash.saved.offload.headroom import HeadroomMeter, Reading
 from pagestash.saved.offload.measuring import Measuring, Outlook
 from pagestash.saved.offload.moving import Moving
-from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, StepOrder
-from pagestash.saved.offload.split import RowSplit
+from pagestash.saved.offload.plan import Event, GroupBytes, Key, StepOrder
 from pagestash.saved.stash import Stash
 from pagestash.saved.storage import Entry
 from pagestash.saved.streams import capturing
@@ -122,18 +121,6 @@ class Offload(Home):
             self.tally,
             self._backend,
         )
-
-    def begin_unmeasured(self, device: torch.device) -> None:
-        """Before a capture, which cannot be measured: begin with a plan of nothing, if nothing was saved so far.
-
-        What the capture meets stays on the device, and `learn_from_capture` plans for it.
-        """
-        if self.moving is None and not self.measuring.live and self._policy.offload_bytes:
-            self.begin(Outlook(OffloadPlan({}), RowSplit({}), 0, 0), device)
-
-    def learn_from_capture(self) -> bool:
-        """After a capture: whether another one would move more."""
-        return self.moving is not None and self.moving.learn_from_capture()
 
     def expect(self, events: Sequence[Event], groups: dict[Key, GroupBytes]) -> None:
         """Before a step: what it will put and get, in order. Nothing happens while there is no plan at all yet."""

@@ -105,20 +105,6 @@ class Moving:
                 format_bytes(slabs.limit),
             )
 
-    def learn_from_capture(self) -> bool:
-        """After a capture: whether it lacked host memory that there is now, so that another one moves more.
-
-        A capture cannot pin memory. It meets groups that are larger than those planned for, or new, if expected
-        rows were chosen since the last step.
-        """
-        order, before = self._order, self.slabs.size
-        if self.refused.peak:
-            self.learn()
-        if self.slabs.size == before:
-            return False
-        self.window.plan = make_plan(order.events, order.groups, order.immediate_backwards)
-        return True
-
     def expect(self, events: Sequence[Event], groups: dict[Key, GroupBytes]) -> None:
         """Before a step: this is what it will do, and not what the one before did."""
         self.window.plan = make_plan(events, groups, self._order.immediate_backwards)

@@ -20,6 +20,7 @@ BENCHMARKS = (
     "hf_step",
     "offload",
     "hooks",
+    "eight_bits",
     "plan",
     "simulate",
     "step_memory",

@@ -111,6 +111,14 @@ def _number_or_none(low: float, high: float) -> Check:
     return lambda value, what: None if value is None else check(value, what)
 
 
+def _eight_or_none(value: Any, what: str) -> Literal[8] | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or value != 8:
+        raise ValueError(f"{what}={value!r}: expected 8, or no such key for tensors as they are")
+    return 8
+
+
 def _bytes_or(other: str | None) -> Check:
     def check(value: Any, what: str) -> Any:
         is_other = value is None if other is None else isinstance(value, str) and value == other
@@ -148,6 +156,9 @@ class Rule:
     device memory for groups that stay, leave or come back (None: three times the largest group). For `stash`,
     `fraction` is that of an expert layer's expected rows, whose size is known (default: none leave); rows in excess
     of them wait in pages.
+
+    `bits=8` is lossy: tensors of bfloat16 and float16 wait in 8 bits a value, with an error of up to a sixteenth of
+    each (see docs/eight-bits.md). It is for `stash`, `offload` and `keep`, which then holds a coded copy.
     """
 
     match: str
@@ -155,6 +166,7 @@ class Rule:
     min_bytes: int | None = None
     fraction: float = None  # type: ignore[assignment]  # the default is the home's; from here on a number
     prefetch_bytes: int | None = None
+    bits: Literal[8] | None = None
 
     def __post_init__(self) -> None:
         _pattern_text(self.match, "rule match")
@@ -171,8 +183,20 @@ class Rule:
                 f"rule {self.match!r}: prefetch_bytes is the window of what leaves the device, and with "
                 "home='stash' nothing does; give a fraction, too"
             )
+        if self.home == "recompute" and self.bits is not None:
+            raise ValueError(
+                f"rule {self.match!r}: bits=8 belongs to homes that hold tensors (stash, offload, keep): what is "
+                "recomputed is held nowhere"
+            )
         if self.min_bytes is None:
             object.__setattr__(self, "min_bytes", MIN_BYTES.get(self.home, 65536))
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        """A pickled rule; one of an earlier version lacks `bits`, and its `fraction` was 1 wherever it had none."""
+        for number, item in enumerate(fields(self)):
+            object.__setattr__(self, item.name, state[number] if number < len(state) else item.default)
+        if len(state) < len(fields(self)) and self.home == "stash":
+            object.__setattr__(self, "fraction", FRACTION["stash"])
 
     @property
     def least_bytes(self) -> int:
@@ -190,12 +214,12 @@ class Rule:
 
     def for_expected_rows(self) -> "Rule | None":
         """Of a stash rule, the rule of what has a known size: pages would free nothing of it. None: it stays."""
-        return _offloading(self) if self.fraction else None
+        return _of_known_size(self) if self.fraction or self.bits is not None else None
 
 
 @lru_cache(maxsize=2**10)  # called in every forward; and tensors of one rule have the same object
-def _offloading(rule: Rule) -> Rule:
-    return replace(rule, home="offload")
+def _of_known_size(rule: Rule) -> Rule:
+    return replace(rule, home="offload") if rule.fraction else replace(rule, home="keep", fraction=1.0)
 
 
 _RULE_FIELDS: dict[str, Check] = {
@@ -204,6 +228,7 @@ _RULE_FIELDS: dict[str, Check] = {
     "min_bytes": _bytes_or(None),
     "fraction": _number_or_none(0, 1),
     "prefetch_bytes": _bytes_or(None),
+    "bits": _eight_or_none,
 }
 
 
@@ -328,6 +353,15 @@ class Policy:
                 raise ValueError(
                     f"rule {rule.match!r} never applies: the earlier {earlier.match!r} matches all its regions; "
                     "the first match wins, so put the narrower rule first"
+                )
+
+    def refuse_bits(self, who: str) -> None:
+        """Raise if a rule has `bits=8`, for those (`who`) that would count its tensors at their full size."""
+        for rule in self.rules:
+            if rule.bits is not None:
+                raise ValueError(
+                    f"rule {rule.match!r}: {who} does not know bits={rule.bits}, and would count tensors at their "
+                    "full size; leave bits out"
                 )
 
     def _check_host(self) -> None:

@@ -71,6 +71,11 @@ def test_every_file_that_the_glossary_names_is_there():
     assert [path for path in sorted(named) if not (ROOT / "src" / "pagestash" / path).exists()] == []
 
 
+def test_the_page_of_eight_bits():
+    printed, _ = run("docs/eight-bits.md")
+    assert f"prints `{printed[-1].strip()}`" in PAGES["docs/eight-bits.md"].read_text()
+
+
 def test_the_plan_page():
     printed, names = run("docs/plan.md")
     assert "planned" in printed[0]

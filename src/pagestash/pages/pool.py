@@ -10,6 +10,7 @@ import torch
 from pagestash.kernels.backend import choose
 from pagestash.kernels.pages import copy, release, stash
 from pagestash.kernels.pages.layout import ACCOUNTS, HOST_BASE, Counter, PoolMemory
+from pagestash.kernels.pages.paged import Pages
 from pagestash.pages.checks import (
     Rows,
     check_buffers,
@@ -177,6 +178,33 @@ class PagePool:
         self.room.enter([ticket], [-1], expendable=expendable)
         self.leases.add(ticket)
         return ticket
+
+    def reserve_bytes(
+        self, shapes: Sequence[tuple[int, int]], rows: torch.Tensor | None, *, account: int = 0
+    ) -> list[Ticket]:
+        """Reserve pages, for all or none, for uint8 tensors [rows, row bytes] that the caller's kernels will write.
+
+        `rows` is the number of valid rows of each, on the device; None for all rows.
+        """
+        templates = [torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes]
+        spans, length = lay_out(templates, self.page_bytes)
+        book = torch.empty(length, dtype=torch.int64, device=self.device)
+        fixed = [span.capacity if rows is None else -1 for span in spans]
+        if rows is not None:
+            check_rows(self.device, rows)
+        self.flush()
+        self.reservations += 1
+        stash.reserve(self.memory, spans, fixed, rows, book, account)
+        self._live += len(spans)
+        group = TicketGroup(self._id, book, spans, account)
+        tickets = [Ticket(group, i, template.shape, torch.uint8) for i, template in enumerate(templates)]
+        self.room.enter(tickets, fixed)
+        return tickets
+
+    def pages_of(self, ticket: Ticket) -> Pages:
+        """Where a live ticket's tensor is, for kernels that write or read its pages in place."""
+        check_tickets(self._id, [ticket], "use")
+        return Pages(self.memory, ticket.span, ticket.member, ticket.group.book)
 
     def write(self, ticket: Ticket, tensor: torch.Tensor) -> None:
         """Copy the valid rows of `tensor` into the pages of a reserved ticket, where it has any."""

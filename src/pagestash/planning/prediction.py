@@ -66,6 +66,7 @@ class RuleTable:
 
     @classmethod
     def of(cls, policy: Policy, regions: Iterable[Region]) -> "RuleTable":
+        policy.refuse_bits("a prediction")
         found = ((region.name, policy.rule_for(region.name)) for region in regions if region.name)
         return cls({name: rule for name, rule in found if rule is not None}, policy.pool)
 

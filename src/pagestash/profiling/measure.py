@@ -77,6 +77,8 @@ def profile(
     _check(model, args, kwargs, repeats)
     if gradients not in get_args(Gradients):
         raise ValueError(f"gradients={gradients!r}: expected 'held' or 'fresh'")
+    if policy is not None:
+        policy.refuse_bits("a profile")
     device = _device_of(model, args, kwargs)
     step = RepeatedStep(model, args, kwargs, device, loss or default_loss, gradients == "held", autocast)
     with step.gradients():

@@ -81,6 +81,8 @@ class ProfiledStep:
 
     def home_bytes(self, policy: Policy | None = None) -> dict[HomeName, int]:
         """Counted bytes by home."""
+        if policy is not None:
+            policy.refuse_bits("home_bytes")
         sums: dict[HomeName, int] = dict.fromkeys(HOMES, 0)
         for tensor, home in zip(self.tensors, self.homes(policy)):
             sums[home] += tensor.counted
@@ -95,6 +97,7 @@ class ProfiledStep:
         """
         if isinstance(policy, str):
             policy = Policy([Rule(policy, "offload", min_bytes=min_bytes)])
+        policy.refuse_bits("fits")
         policy.check(region.name for region in self.regions)
         index = TensorIndex(self.tensors)
         homes = assign_when_saved(policy, index, Recomputing(policy, index, self.regions))

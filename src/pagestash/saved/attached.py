@@ -67,7 +67,8 @@ class Attached:
             else:
                 compile_anew(path[:-1])
                 self._regions.add(name, path, rule)
-            if rule.home == "stash" and hasattr(module, "use_pool"):
+            # (A module that writes pages by itself writes its values as they are.)
+            if rule.home == "stash" and rule.bits is None and hasattr(module, "use_pool"):
                 self.own_stash[name] = module
 
     def remove(self) -> None:

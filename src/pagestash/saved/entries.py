@@ -15,15 +15,18 @@ class Entries:
         self._known: dict[tuple[int, HomeName], list[Entry]] = {}
         self._of_step: list[Entry] = []
 
-    def find(self, view: SavedView, region: Region, valid: Valid | None) -> Entry:
-        """The entry that holds the bytes of `view`, or a new one in the region's group."""
+    def find(self, view: SavedView, region: Region, valid: Valid | None, *, coded: bool = False) -> Entry:
+        """The entry that holds the bytes of `view`, or a new one in the region's group.
+
+        If the tensor may be `coded` in eight bits, so is the new one.
+        """
         assert region.rule is not None
         version, which = view.version, (view.key, region.rule.home)
+        dtype = view.tensor.dtype if coded else None
         if valid is None:
-            rows, capacity, last = None, 0, view.last
-            first = (
-                view.first - view.first % 16
-            )  # every dtype's view starts on an element, and copies are wide
+            rows, capacity, first, last = None, 0, view.first, view.last
+            if not coded:  # every dtype's view starts on an element, and copies are wide
+                first -= first % 16
         else:
             rows, capacity, first, last = valid[:4]
         known = self._known.get(which)
@@ -34,6 +37,8 @@ class Entries:
             # storage is gone can no longer be the one that is being saved.
             known[:] = [entry for entry in known if entry.handles and not entry.storage.expired()]
             for entry in known:
+                if entry.dtype is not None and entry.dtype is not dtype:
+                    continue  # codes, and exact bytes are asked for, or those of another dtype
                 if entry.same_content(version, rows, capacity, first, last):
                     return entry
                 if rows is None and entry in region.entries and entry.covers(version, first, last):
@@ -56,6 +61,7 @@ class Entries:
             region.name,
             region.rule,
         )
+        entry.dtype = dtype
         known.append(entry)
         region.entries.append(entry)
         self._of_step.append(entry)

@@ -54,7 +54,8 @@ def claim(
     With `rows` only that many of the tensor's `capacity` rows are valid, whoever it belongs to: where a node saves
     tensors of several kinds, a region with `rows` would take any that happens to have as many rows for one of them.
     A `sized` tensor is kept where a rule would stash it: in pages it would take as much memory, and two copies. The
-    rule's `fraction` of it is offloaded: the copy engine, too, needs a size that the host knows.
+    rule's `fraction` of it is offloaded: the copy engine, too, needs a size that the host knows. With `bits=8` both
+    are coded.
     """
     if tensor is None or torch.compiler.is_compiling() or not frames():
         return

@@ -11,6 +11,7 @@ from torch import nn
 
 from pagestash.policy import HomeName, Policy
 from pagestash.saved.compiled import hidden
+from pagestash.saved.eight_bits import can_code, is_cast_weight
 from pagestash.saved.entries import Entries
 from pagestash.saved.homes import Keep, TakesGroups
 from pagestash.saved.packed import DenseHandle, Handle, Kept, Look, Packed, Untouched
@@ -44,11 +45,18 @@ class SavedTensorHooks:
     """The hooks of one keeper. They know which home a region's tensors go to, and which storages are weights."""
 
     def __init__(
-        self, policy: Policy, homes: Mapping[HomeName, TakesGroups], keep: Keep, outputs: Outputs
+        self,
+        policy: Policy,
+        homes: Mapping[HomeName, TakesGroups],
+        keep: Keep,
+        outputs: Outputs,
+        eight_bits: TakesGroups,
     ) -> None:
         self.policy = policy
         self.device: torch.device | None = None
         self.weights: set[int] = set()
+        self.weight_shapes: set[tuple[int, ...]] = set()
+        """Of all weights, where a rule has `bits`."""
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.marks = Marks()
         self.look: Look | None = None
@@ -56,6 +64,7 @@ class SavedTensorHooks:
         self._homes = homes
         self._keep = keep
         self._outputs = outputs
+        self._eight_bits = eight_bits
         self._entries = Entries()
 
     @property
@@ -124,7 +133,7 @@ class SavedTensorHooks:
             return Untouched(tensor, version)
         rule = owner.rule
         # (Outside all regions only outputs of recomputed ones have something else to wait in.)
-        if (rule.home != "keep") if rule is not None else self._outputs.any:
+        if (rule.home != "keep" or rule.bits is not None) if rule is not None else self._outputs.any:
             handle = self._handle(owner, key, version, tensor, chained, caller)
             if handle is not None:
                 return handle
@@ -154,11 +163,16 @@ class SavedTensorHooks:
         # What another region keeps alive anyway is worth neither a copy nor a forward.
         if self._keep.holds(key, version):
             return None
+        rule, coded, keeps = region.rule, False, False
+        if rule is not None and rule.bits is not None:
+            # A replay must see what the first forward saw, to the last bit: its inputs are not coded.
+            coded, keeps = not chained and self._can_code(tensor), rule.home == "keep"
+            if keeps and not coded:
+                return None
         # The output of a recomputed region needs no home, unless a rule says to keep it.
-        output = self._outputs.output_of(key, tensor, chained=chained)
+        output = None if keeps else self._outputs.output_of(key, tensor, chained=chained)
         least, size = 0, tensor.nbytes
         if output is None:
-            rule = region.rule
             if rule is None:
                 return None
             least = rule.least_bytes
@@ -177,11 +191,14 @@ class SavedTensorHooks:
         valid = self._valid(region, view, caller) if region.exact or self.marks.any else None
         # A thin slice of what it spans, and no expanded view.
         if last - first > SPARSE * size:
-            return self._pack_dense(region, view, valid)
-        handle = Handle(self._entries.find(view, region, valid), view.recipe())
+            return self._pack_dense(region, view, valid, coded)
+        handle = Handle(self._entries.find(view, region, valid, coded=coded), view.recipe())
         return self._wait_for_reader(handle, key, view, region, valid)
 
-    def _pack_dense(self, region: Region, view: SavedView, valid: Valid | None) -> Handle:
+    def _can_code(self, tensor: torch.Tensor) -> bool:
+        return can_code(tensor) and not is_cast_weight(tensor, self.weight_shapes)
+
+    def _pack_dense(self, region: Region, view: SavedView, valid: Valid | None, coded: bool) -> Handle:
         """A handle of a thin slice, whose elements are copied: no other saved tensor has the same bytes."""
         before, self.marks.paused = self.marks.paused, True
         elements = view.tensor.detach().contiguous()
@@ -193,7 +210,7 @@ class SavedTensorHooks:
         recipe.byte_offset = 0
         if valid is not None:
             valid = None if valid.dim else valid._replace(first=0, last=elements.nbytes)
-        handle = DenseHandle(self._entries.find(dense, region, valid), recipe)
+        handle = DenseHandle(self._entries.find(dense, region, valid, coded=coded), recipe)
         return self._wait_for_reader(handle, view.key, dense, region, valid)
 
     def _wait_for_reader(
@@ -239,7 +256,7 @@ class SavedTensorHooks:
             entry.take_all()
             return
         handle.let_go()
-        handle.entry = entry = self._entries.find(view, region, None)
+        handle.entry = entry = self._entries.find(view, region, None, coded=entry.dtype is not None)
         entry.handles += 1
         if not handle.asked:
             entry.waiting += 1
@@ -277,7 +294,8 @@ class SavedTensorHooks:
             assert region.rule is not None
             before, self.marks.paused = self.marks.paused, True
             try:
-                self._homes[region.rule.home].put(group)
+                home = self._homes[region.rule.home] if region.rule.bits is None else self._eight_bits
+                home.put(group)
             finally:
                 self.marks.paused = before
 

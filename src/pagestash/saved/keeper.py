@@ -12,6 +12,7 @@ from torch import nn
 from pagestash.pages.pool import PagePool
 from pagestash.policy import HOMES, HomeName, Policy, format_bytes
 from pagestash.saved.attached import Attached
+from pagestash.saved.eight_bits import EightBits
 from pagestash.saved.follow import StageEvents, follow
 from pagestash.saved.homes import Home, Keep, TakesGroups
 from pagestash.saved.hooks import SavedTensorHooks
@@ -45,7 +46,8 @@ class Keeper:
         moving: dict[HomeName, TakesGroups] = {"stash": self._stash, "offload": self._offload}
         # In the order in which they settle: offload before stash, because it gives back pages, too.
         self._homes: tuple[Home, ...] = (self._keep, self._recompute, self._offload, self._stash)
-        self._saved = SavedTensorHooks(policy, moving, self._keep, self._recompute)
+        coding = EightBits(moving, self._keep, stash, backend)
+        self._saved = SavedTensorHooks(policy, moving, self._keep, self._recompute, coding)
         self._hooks: list[Any] = []
         self._regions = RegionHooks(self._saved, self._recompute)
         self._attached = Attached(policy, self._saved, self._regions)
@@ -147,6 +149,8 @@ class Keeper:
         self._regions.outside = None
         self._saved.look = self._quiet
         self._saved.weights = storage_keys([*self.parameters(), *self.buffers()])
+        if any(rule.bits is not None for rule in self.policy.rules):
+            self._saved.weight_shapes = {tuple(parameter.shape) for parameter in self.parameters()}
         self._stash.keep_unpaged = check
         try:
             with step_scope(self._saved, self._regions, self._homes, check_rows=self._check is not False):

@@ -15,7 +15,7 @@ import torch
 from pagestash.policy import Policy, Rule, format_bytes
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.offload.home import Offload
-from pagestash.saved.packed import Kept, Packed
+from pagestash.saved.packed import Handle, Kept, Packed
 from pagestash.saved.recompute.trees import tensors_of
 from pagestash.saved.region import Region
 from pagestash.saved.region_hooks import Opening
@@ -36,11 +36,13 @@ class _Seen:
 
     moved: bool = False
     offloaded: bool = False
+    coded: bool = False
     saved: int = 0
     """Bytes that were saved under it, without weights."""
     largest: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
     """Bytes that stayed on the device, by reason."""
+    dtypes: set[torch.dtype] = field(default_factory=set)
 
 
 class QuietRules:
@@ -49,7 +51,8 @@ class QuietRules:
     def __init__(self, policy: Policy, hooks: SavedTensorHooks) -> None:
         self._policy = policy
         self._saved = hooks
-        self._rules = {rule: _Seen() for rule in policy.rules if rule.home != "keep"}
+        watched = [rule for rule in policy.rules if rule.home != "keep" or rule.bits is not None]
+        self._rules = {rule: _Seen() for rule in watched}
         self._steps = 0
         self._saw = False
 
@@ -68,7 +71,10 @@ class QuietRules:
         if packed.moved:
             seen.moved = True
             seen.offloaded |= owner.rule is not None and owner.rule.home == "offload"
+            seen.coded |= isinstance(packed, Handle) and packed.entry.dtype is not None
+            seen.dtypes.add(tensor.dtype)
         elif isinstance(packed, Kept):
+            seen.dtypes.add(tensor.dtype)
             seen.saved += tensor.nbytes
             seen.largest = max(seen.largest, tensor.nbytes)
             reason = self._why_kept(owner, rule, tensor, packed)
@@ -105,6 +111,11 @@ class QuietRules:
             mine = [opening for opening in openings if opening.rule is rule]
             if any(self._policy.rule_for(name) is rule for name in own):
                 continue
+            if rule.bits is not None and not seen.coded and seen.dtypes:
+                dtypes = ", ".join(sorted(map(str, seen.dtypes)))
+                log.warning(_NOT_CODED, rule.match, STEPS, rule.least_bytes, dtypes)
+            if rule.home == "keep":
+                continue
             why = self._window(rule, offload) if rule.home == "offload" and seen.moved else None
             if why is None and not seen.moved:
                 why = _reason(rule, seen, mine)
@@ -129,6 +140,10 @@ class QuietRules:
 
 _SMALL = "too small"
 _NO_EXPECTED_ROWS = "it saves no expected rows of min_bytes or more; MoEConfig(expected_rows=...) makes them"
+_NOT_CODED = (
+    "rule %r: bits=8 coded nothing in %d steps. It codes bfloat16 and float16 tensors of at least %d bytes whose "
+    "last dimension is 32 or more; there were tensors of %s"
+)
 
 
 def _reason(rule: Rule, seen: _Seen, openings: list[Opening]) -> str:

@@ -70,6 +70,8 @@ class Entry:
     waiting: int = 0  # handles that backward has not asked for yet
     spoiled: bool = False
     place: Place | None = None
+    dtype: torch.dtype | None = None
+    """Of its values, where these are coded in eight bits; None: its bytes are held as they are."""
 
     @property
     def length(self) -> int:
@@ -111,7 +113,8 @@ class Entry:
     def take_all(self) -> None:
         """Hold every row: not only the valid ones are read."""
         self.rows, self.rows_version, self.capacity = None, 0, 0
-        self.first -= self.first % 16
+        if self.dtype is None:
+            self.first -= self.first % 16
 
     def widen(self, version: int, first: int, last: int) -> bool:
         """Cover bytes `first` to `last`, too, if that takes in little else; whether it does."""

@@ -45,6 +45,7 @@ class PolicyHomes:
     """Rules by region, looked up once."""
 
     def __post_init__(self) -> None:
+        self.policy.refuse_bits("a simulation")
         for rule in self.policy.rules:
             if rule.home == "stash" and rule.fraction:
                 raise ValueError(

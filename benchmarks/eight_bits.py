@@ -1,0 +1,232 @@
+"""What `bits=8` costs in accuracy, and what it saves: loss curves beside bf16's, held bytes, and kernels' speed.
+
+    python -m benchmarks eight_bits
+
+Each model is trained from the same weights on the same text, in bf16 under autocast with weights in float32, once
+without a policy and once for each policy. Curves are compared by the mean losses of 40 steps at a time, and of two
+seeds for the small model: the batch of one step says little. `shaken` is the yardstick: the same training without a
+policy, each weight changed before by less than its rounding to bf16. On a CPU only the tiny preset is trained; its
+times mean nothing.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pagestash as ps
+from benchmarks.harness import Claim, write
+from pagestash.kernels.backend import choose
+from pagestash.kernels.pages.eight_bits import CodeShape, decode, encode
+from pagestash.models.config import preset
+from pagestash.models.decoder import Decoder
+from pagestash.train.config import TrainConfig
+from pagestash.train.data import Corpus, load_corpus
+from pagestash.train.loop import learning_rate
+from pagestash.train.state import make_optimizer
+
+WINDOW, PROGRESS = 40, 20
+BAR = 0.005
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, and how it is trained."""
+
+    name: str
+    preset: str
+    layers: int | None
+    batch: int
+    sequence: int
+    steps: int
+    seeds: tuple[int, ...] = (0,)
+    config: TrainConfig = field(default_factory=TrainConfig)
+
+
+# So many tokens a step that two seeds tell half a percent from the spread of training itself.
+TINY = Training("tiny", "tiny", None, 32, 256, 200, (0, 1), TrainConfig(lr=1e-3, min_lr=1e-4))
+QWEN3 = Training(
+    "4 layers of qwen3-30b-a3b", "qwen3-30b-a3b", 4, 4, 1024, 120, config=TrainConfig(lr=3e-4, min_lr=3e-5)
+)
+BITS: Any = {"bits": 8, "min_bytes": 4096}
+RECOMMENDED = "8 bits, attention exact"
+POLICIES: dict[str, list[ps.Rule]] = {
+    "8 bits": [ps.Rule("layers.*", "keep", **BITS)],
+    RECOMMENDED: [
+        ps.Rule("layers.*.attn.core_attn", "keep"),
+        ps.Rule("layers.*", "keep", **BITS),
+    ],
+}
+SHAKEN = "shaken"
+
+
+def train(
+    how: Training, seed: int, device: torch.device, rules: list[ps.Rule] | None, *, shaken: bool = False
+) -> dict[str, Any]:
+    """Losses of all steps; on a GPU also time and memory."""
+    config = preset(how.preset, layers=how.layers, vocab=256)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    model = Decoder(config, device=device)
+    model.initialise(seed)
+    if shaken:
+        _shake(model)
+    optimizer = make_optimizer([model], how.config)
+    keeper = ps.Keeper(ps.Policy(rules or [])).attach(model)
+    corpus = load_corpus((), how.sequence + 1)
+    losses: list[torch.Tensor] = []
+    held: list[int] = []
+    times: list[float] = []
+    since = time.perf_counter()
+    for number, tokens in enumerate(_batches(corpus, how, seed, device), start=1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(number, how.config)
+        before = _allocated(device)
+        with keeper.step():
+            with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+                loss, aux = model(tokens[:, :-1], tokens[:, 1:])
+            held.append(_allocated(device) - before)
+            (loss + aux).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), how.config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if number % PROGRESS == 0:
+            mean = torch.stack(losses[-PROGRESS:]).mean().item()  # waits for the device
+            times.append((time.perf_counter() - since) / PROGRESS)
+            since = time.perf_counter()
+            print(f"  step {number:4d}: loss {mean:.4f}, {times[-1] * 1e3:.1f} ms a step", flush=True)
+    pool = 0 if keeper.pool is None else keeper.pool.device_pages * keeper.pool.page_bytes
+    stats = keeper.stats()
+    return {
+        "losses": torch.stack(losses).tolist(),
+        "step_ms": statistics.median(times) * 1e3,
+        # At the end of forward. Pages were allocated before it.
+        "held_bytes": int(statistics.median(held)) + pool,
+        "homes": {name: home.peak for name, home in stats.homes.items()},
+    }
+
+
+def _batches(corpus: Corpus, how: Training, seed: int, device: torch.device) -> Iterator[torch.Tensor]:
+    for step in range(1, how.steps + 1):
+        yield corpus.windows(step, seed, how.batch, how.sequence + 1, 0, how.batch).to(device)
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+@torch.no_grad()
+def _shake(model: torch.nn.Module) -> None:
+    """Change each weight by less than half a unit in bf16's last place: 2^-9 of it."""
+    torch.manual_seed(1)
+    for weight in model.parameters():
+        weight.mul_(1 + 2.0**-9 * (2 * torch.rand_like(weight) - 1))
+
+
+def windows(losses: list[float]) -> list[float]:
+    """Mean losses, `WINDOW` steps at a time."""
+    return [statistics.mean(losses[at : at + WINDOW]) for at in range(0, len(losses) - WINDOW + 1, WINDOW)]
+
+
+def compare(losses: list[float], plain: list[float]) -> tuple[float, float]:
+    """The largest difference of two curves, and that of the last quarter's mean, both over the plain one."""
+    pairs = list(zip(windows(losses), windows(plain)))
+    quarter = len(plain) // 4
+    ends = statistics.mean(losses[-quarter:]), statistics.mean(plain[-quarter:])
+    return max(abs(a - b) / b for a, b in pairs), (ends[0] - ends[1]) / ends[1]
+
+
+def curves(how: Training, device: torch.device, policies: dict[str, list[ps.Rule]]) -> list[dict[str, Any]]:
+    """One row for each way to train."""
+    rows: list[dict[str, Any]] = []
+    ways: dict[str, list[ps.Rule] | None] = {"bf16": None, SHAKEN: None, **policies}
+    for name, rules in ways.items():
+        runs = []
+        for seed in how.seeds:
+            print(f"{how.name}, seed {seed}: {name}", flush=True)
+            runs.append(train(how, seed, device, rules, shaken=name == SHAKEN))
+        found = runs[-1] | {"losses": [statistics.mean(each) for each in zip(*(r["losses"] for r in runs))]}
+        plain = rows[0] if rows else found
+        largest, at_end = compare(found["losses"], plain["losses"])
+        row = {"model": how.name, "way": name, **found, "largest": largest, "at_end": at_end}
+        row["windows"] = windows(found["losses"])
+        rows.append(row)
+        print(f"  off by {largest:.4%} at most, {at_end:+.4%} at the end", flush=True)
+    return rows
+
+
+def kernels(device: torch.device) -> list[dict[str, Any]]:
+    """Time of coding and decoding bf16 values, over that of copying them."""
+    rows = []
+    for mebibytes in (16, 64, 256, 1024):
+        rows.append(row := _speed(device, mebibytes))
+        times = ", ".join(f"{way} {row[f'{way}_ms']:.3f} ms" for way in ("copy", "encode", "decode"))
+        print(f"{mebibytes} MiB: {times}", flush=True)
+    return rows
+
+
+def _speed(device: torch.device, mebibytes: int) -> dict[str, Any]:
+    backend = choose(device)
+    values = torch.randn(mebibytes << 19, device=device, dtype=torch.bfloat16)
+    shape = CodeShape.of(values.numel())
+    codes = torch.empty(shape.rows, shape.row_bytes, device=device, dtype=torch.uint8)
+    out = torch.empty_like(values)
+    copy = _milliseconds(lambda: out.copy_(values))
+    row = {"mebibytes": mebibytes, "copy_ms": copy}
+    row["encode_ms"] = _milliseconds(lambda: encode(values, shape, codes, backend))
+    row["decode_ms"] = _milliseconds(lambda: decode(codes, shape, out, backend))
+    moved = 2 + shape.bytes / values.numel()  # bytes a value; a copy moves 4
+    for way in ("encode", "decode"):
+        row[f"{way}_rate"] = copy / row[f"{way}_ms"] * moved / 4
+    return row
+
+
+def _milliseconds(work: Any, repeats: int = 20) -> float:
+    for _ in range(3):
+        work()
+    marks = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)
+    ]
+    for begin, end in marks:
+        begin.record()
+        work()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in marks)
+
+
+def claims(rows: list[dict[str, Any]], speeds: list[dict[str, Any]]) -> list[Claim]:
+    found = []
+    for row in rows:
+        if row["way"] == RECOMMENDED:
+            what = f"eight bits, {row['model']}, {row['way']}: largest difference of the loss from bf16's"
+            found.append(Claim(what=what, value=round(row["largest"], 5), bar=BAR, better="at most"))
+    for row in speeds:
+        if row["mebibytes"] == 256:
+            for way in ("encode", "decode"):
+                what = f"eight bits, {way} 256 MiB of bf16: bytes a second over those of copy_"
+                found.append(
+                    Claim(what=what, value=round(row[f"{way}_rate"], 3), bar=0.85, better="at least")
+                )
+    return found
+
+
+def run(out: Path | None = None, quick: bool = False) -> Path:
+    """Train, compare, and write the result."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tiny = Training("tiny", "tiny", None, 2, 32, WINDOW) if quick else TINY
+    rows = curves(tiny, device, POLICIES)
+    speeds: list[dict[str, Any]] = []
+    if device.type == "cuda":
+        speeds = kernels(device)
+        if not quick:
+            rows += curves(QWEN3, device, POLICIES)
+    config = {"window": WINDOW, "tokens": {how.name: [how.batch, how.sequence] for how in (tiny, QWEN3)}}
+    return write("eight_bits", config=config, rows=[*rows, *speeds], claims=claims(rows, speeds), out=out)

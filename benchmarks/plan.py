@@ -27,7 +27,7 @@ from pagestash.profiling.measure import default_loss
 from pagestash.profiling.memory import MemoryMeter
 
 PARTS = (0.75, 0.5, 0.35)
-ROUNDS, WARM, REPEATS = 3, 3, 5
+ROUNDS, WARM, REPEATS = 2, 3, 5
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

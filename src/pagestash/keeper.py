@@ -56,6 +56,9 @@ class Keeper(saved.Keeper):
     `optimizer`, `host`, `repeats` and `progress`. Gradients count as held if a forward of the first step finds any.
     Gradients, buffers and random states are restored afterwards. The policy holds from the second step on, whatever
     batches come. The second step raises `NothingFits` if no policy fits; steps after that run without one.
+
+    Several ranks are refused. A policy changes no collective, but measuring does: it repeats forward and backward,
+    whose hooks reduce gradients, and a rank that runs out of memory or has no plan leaves the others waiting in it.
     """
 
     plan: "Plan | None" = None

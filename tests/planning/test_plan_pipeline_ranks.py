@@ -29,6 +29,8 @@ from pagestash.pipeline.cut import WholeModel
 from pagestash.pipeline.planned import step_seconds
 from pagestash.planning import NothingFits
 from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.predict import RuleTable
+from pagestash.planning.rank import RankPredictor, RankStep
 from pagestash.planning.stage import received
 from pagestash.profiling import Link
 
@@ -85,11 +87,49 @@ def test_placing_again_is_never_slower(monkeypatch):
     for budget in (50 * MB, 70 * MB, 100 * MB):
         again = pipeline(given, ranks=3, microbatches=6, budget=budget, host=0)
         with monkeypatch.context() as patch:
-            patch.setattr(planned, "ROUNDS", 1)
+            patch.setattr(planned, "PARTS", ())
             once = pipeline(given, ranks=3, microbatches=6, budget=budget, host=0)
         assert once.rounds == 1
         assert again.rounds > 1
         assert again.seconds <= once.seconds
+
+
+@settings(max_examples=3, deadline=None, derandomize=True)
+@given(
+    sizes,
+    sizes,
+    st.sampled_from(["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]),
+    st.integers(2, 3),
+    st.sampled_from([2e8, 2e10]),
+)
+def test_more_memory_is_never_slower(first, second, name, ranks, link):
+    given = model(5, first, second, link=link)
+    times = []
+    for part in (0.2, 0.4, 0.5, 0.6, 1.0):
+        try:
+            found = pipeline(given, name, ranks=ranks, microbatches=6, budget=part)
+        except NothingFits:
+            assert not times
+            continue
+        assert max(own.plan.predicted.peak_bytes for own in found.ranks) <= found.budget_bytes
+        times.append(found.seconds)
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_step_is_as_long_as_the_actions_of_its_ranks_plans():
+    """Also where a rank is planned for less memory than it has, because its actions are shorter then."""
+    given = model(9, (8 * MB, 2), (5 * MB, 12), link=1e9)
+    found = pipeline(given, ranks=3, microbatches=6, budget=0.4)
+    assert {own.plan.budget_bytes for own in found.ranks} == {found.budget_bytes}
+    orders = plans("1F1B", ranks=3, microbatches=6)
+    whole = WholeModel(*given)
+    seconds = []
+    for own, stage in zip(found.ranks, found.placed.stages, strict=True):
+        cut = whole.stage(stage.index, stage.first, stage.first + len(stage.layers))
+        step = RankStep([cut], orders[own.rank])
+        again = RankPredictor(step).predict(RuleTable.of(own.plan.policy, cut.profile.regions))
+        seconds.append(step.action_seconds(again))
+    assert step_seconds(orders, seconds) == pytest.approx(found.seconds)
 
 
 def test_the_plan_of_a_pipeline_is_the_same_each_time():

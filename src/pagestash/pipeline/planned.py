@@ -6,8 +6,14 @@ Layers are placed and ranks are planned in turn:
     plan    every rank gets the fastest policy that fits (`planning/`), with its own microbatches in flight
     again   a layer now takes what its rank's policy adds to it, and saves what the policy keeps of it
 
-until a placement comes back, or `ROUNDS` are over. The best placement seen is taken: the one whose step, with all
-ranks waiting for each other, is predicted to be the shortest.
+That is done for a few amounts of memory which do not depend on the budget (`PARTS`). Each placement that comes of
+it is then planned for the budget, and the one is taken whose step, with all ranks waiting for each other, is
+predicted to be the shortest. More memory is never slower:
+
+- The placements are the same for every budget.
+- In a placement, a rank that fits without a policy has none, which is the fastest for each of its actions.
+- A plan with fewer seconds in all may be slower in an action that others wait for. So the other ranks are planned
+  for every amount of memory up to the budget that makes a difference, and the shortest step counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +26,7 @@ from pagestash.pipeline.stages import Partition, at_costs, partition
 from pagestash.planning.budget import missing, parse_budget, parse_host
 from pagestash.planning.make import choose, find_candidates
 from pagestash.planning.prediction import Prediction, RuleTable
-from pagestash.planning.rank import RankPredictor, RankStep
+from pagestash.planning.rank import RankPredictor, RankStep, unbeaten
 from pagestash.planning.result import NothingFits, Plan
 from pagestash.planning.solve import Candidate
 from pagestash.policy import Policy, PoolConfig, format_bytes
@@ -28,8 +34,10 @@ from pagestash.profiling.profiled import ProfiledStep
 from pagestash.schedules.plan import Action, plans, schedule_name, stages_a_rank
 from pagestash.schedules.plan import Plan as Order
 
-ROUNDS = 6
-"""Placements that are planned at the most."""
+PARTS = (0.75, 0.5, 0.25, 0.0)
+"""Amounts of memory for which layers are placed, as parts of what the fullest rank saves without policies."""
+ROUNDS = 3
+"""Placements for each of them, at the most."""
 UNBOUNDED = 1 << 60
 """So much memory that layers are placed by time alone."""
 
@@ -129,29 +137,33 @@ def plan_pipeline(
 
     costs = model.costs(optimizer_bytes)
     by_time = place(costs, UNBOUNDED)
-    limit = max(
-        parse_budget(budget, solver.rank(by_time, rank).unplanned, profile.device) for rank in range(ranks)
-    )
-    best: PipelinePlan | None = None
-    refused: NothingFits | None = None
-    waiting = [place(costs, limit), by_time]
-    seen: set[tuple[int, ...]] = set()
-    while waiting and len(seen) < ROUNDS:
-        placed = waiting.pop(0)
-        if (key := tuple(stage.first for stage in placed.stages)) in seen:
-            continue
-        seen.add(key)
-        found = solver.planned(placed, limit)
-        if isinstance(found, NothingFits):
-            if refused is None or found.smallest.peak_bytes < refused.smallest.peak_bytes:
-                refused = found
-        elif best is None or found.seconds < best.seconds:
-            best = found
-        waiting.append(place(solver.changed(costs, placed, limit), limit))
-    if best is None:
-        assert refused is not None
-        raise refused
-    return replace(best, rounds=len(seen))
+
+    def memory(asked: str | float) -> int:
+        unplanned = (solver.rank(by_time, rank).unplanned for rank in range(ranks))
+        return max(parse_budget(asked, own, profile.device) for own in unplanned)
+
+    limit = memory(budget)
+    placements = {cuts_of(by_time): by_time}
+    for part in PARTS:
+        level, changed = memory(part) if part else 0, costs
+        for _ in range(ROUNDS):
+            placed = place(changed, level)
+            known = cuts_of(placed) in placements
+            placements.setdefault(cuts_of(placed), placed)
+            if known and changed is not costs:
+                break
+            changed = solver.changed(costs, placed, level)
+    found = [solver.planned(placed, limit) for placed in placements.values()]
+    fitting = [each for each in found if isinstance(each, PipelinePlan)]
+    if not fitting:
+        refused = (each for each in found if isinstance(each, NothingFits))
+        raise min(refused, key=lambda error: error.smallest.peak_bytes)
+    return replace(min(fitting, key=lambda each: each.seconds), rounds=len(placements))
+
+
+def cuts_of(placed: Partition) -> tuple[int, ...]:
+    """Where its stages begin."""
+    return tuple(stage.first for stage in placed.stages)
 
 
 @dataclass(slots=True)
@@ -185,6 +197,11 @@ class _Solver:
             self.known[key] = _Rank(step, RankPredictor(step).predict(RuleTable({}, PoolConfig())))
         return self.known[key]
 
+    def candidates(self, own: _Rank) -> tuple[list[Candidate], bool]:
+        if own.candidates is None:
+            own.candidates = find_candidates(own.step, self.host_bytes)
+        return own.candidates
+
     def plan(self, placed: Partition, rank: int, limit: int) -> Plan:
         own = self.rank(placed, rank)
         if own.unplanned.peak_bytes <= limit:
@@ -196,33 +213,64 @@ class _Solver:
                 turn=own.step.turn,
                 notes=missing(own.step.profile),
             )
-        if own.candidates is None:
-            own.candidates = find_candidates(own.step, self.host_bytes)
         try:
-            return choose(own.step, own.unplanned, limit, self.host_bytes, own.candidates)
+            return choose(own.step, own.unplanned, limit, self.host_bytes, self.candidates(own))
         except NothingFits as error:
             raise error.of_rank(rank) from None
 
     def planned(self, placed: Partition, limit: int) -> PipelinePlan | NothingFits:
         """All ranks of a placement; the refusal of the rank that misses by the most, if one has no plan."""
-        found: list[RankPlan] = []
         refused: list[NothingFits] = []
         for rank in range(len(self.orders)):
-            layers = tuple(layer for stage in placed.of_rank(rank) for layer in stage.layers)
             try:
-                found.append(RankPlan(rank, layers, self.plan(placed, rank, limit)))
+                self.plan(placed, rank, limit)
             except NothingFits as error:
                 refused.append(error)
         if refused:
             return max(refused, key=lambda error: error.smallest.peak_bytes)
-        seconds = [self.rank(placed, own.rank).step.action_seconds(own.plan.predicted) for own in found]
+        seconds, limits = self._shortest(placed, limit)
+        found = []
+        for rank, own in enumerate(limits):
+            layers = tuple(layer for stage in placed.of_rank(rank) for layer in stage.layers)
+            plan = replace(self.plan(placed, rank, own), budget_bytes=limit)
+            found.append(RankPlan(rank, layers, plan))
         return PipelinePlan(
             placed=at_costs(placed, self.model.costs(self.optimizer_bytes)),
             ranks=tuple(found),
-            seconds=step_seconds(self.orders, seconds),
+            seconds=seconds,
             budget_bytes=limit,
             rounds=0,
         )
+
+    def _shortest(self, placed: Partition, limit: int) -> tuple[float, list[int]]:
+        """The shortest step of a placement, and the memory for which each rank is planned then."""
+        ranks = [self.rank(placed, rank) for rank in range(len(self.orders))]
+        fronts = [
+            [own.unplanned]
+            if own.unplanned.peak_bytes <= limit
+            else [item.predicted for item in unbeaten(self.candidates(own)[0])]
+            for own in ranks
+        ]
+        known: dict[tuple[int, int], list[float]] = {}
+
+        def actions(rank: int, predicted: Prediction) -> list[float]:
+            key = rank, id(predicted)
+            if key not in known:
+                known[key] = ranks[rank].step.action_seconds(predicted)
+            return known[key]
+
+        peaks = {item.peak_bytes for front in fronts if len(front) > 1 for item in front}
+        best, best_limits = float("inf"), [limit] * len(ranks)
+        for level in [limit, *sorted((peak for peak in peaks if peak < limit), reverse=True)]:
+            chosen = [_fastest(front, level if len(front) > 1 else limit) for front in fronts]
+            fitting = [item for item in chosen if item is not None]
+            if len(fitting) < len(ranks) or max(item.seconds for item in fitting) >= best:
+                break  # with less memory ranks take longer still, each by itself
+            seconds = step_seconds(self.orders, [actions(rank, item) for rank, item in enumerate(fitting)])
+            if seconds < best:
+                best = seconds
+                best_limits = [level if len(front) > 1 else limit for front in fronts]
+        return best, best_limits
 
     def changed(self, costs: Sequence[LayerCost], placed: Partition, limit: int) -> list[LayerCost]:
         """The costs of layers under the policies of their ranks, in this placement."""
@@ -273,6 +321,11 @@ def step_seconds(orders: Sequence[Order], seconds: Sequence[Sequence[float]]) ->
         if not moved:
             raise ValueError("the schedule waits for itself: an action needs one that comes after it")
     return max(clock)
+
+
+def _fastest(front: Sequence[Prediction], limit: int) -> Prediction | None:
+    """The first that fits, of predictions with the fastest first."""
+    return next((item for item in front if item.peak_bytes <= limit), None)
 
 
 def _needs(action: Action, last: int) -> list[Action]:

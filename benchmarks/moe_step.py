@@ -54,6 +54,8 @@ class Preset:
     capacity: int = 4  # times the average
     expected: float | None = None
     """Rows that stay where they are, over the average; None: the keeper chooses."""
+    fraction: float = 0.0
+    """Of the expected rows' bytes: what is offloaded."""
     skewed: bool = False
     bars: tuple[float, float] = (1.0, 1.0)
     """Of time and held bytes, over exact-shape eager."""
@@ -252,7 +254,7 @@ class Run:
 
         self._run = lambda batch: train_step(stack.exact, batch)
         if way != EXACT:
-            rules = [ps.Rule("layers.*.experts", "stash")] if stashes else []
+            rules = [ps.Rule("layers.*.experts", "stash", fraction=preset.fraction)] if stashes else []
             self.keeper = ps.Keeper(ps.Policy(rules)).attach(stack)
             step = ps.GraphedStep(lambda *batch: train_step(stack, *batch), self.keeper, optimizer=optimizer)
             self.step, self._run = step, lambda batch: step(*batch.arguments())
@@ -334,10 +336,10 @@ def timed_in_turns(runs: dict[str, Run], batches: list[Batch], warm: int) -> dic
 
 
 def compare(
-    name: str, steps: int, warm: int, device: torch.device
+    name: str, steps: int, warm: int, device: torch.device, fraction: float = 0.0
 ) -> tuple[list[dict[str, Any]], list[Claim]]:
     """All ways of a preset: a row each, and what is claimed of them. Without a GPU nothing is claimed."""
-    preset, dtype = PRESETS[name], torch.bfloat16
+    preset, dtype = replace(PRESETS[name], fraction=fraction), torch.bfloat16
     if device.type != "cuda":
         preset, dtype = replace(preset, **SMALL), torch.float32
     torch.manual_seed(0)
@@ -373,7 +375,9 @@ def _line(row: dict[str, Any]) -> str:
     return ", ".join(f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
 
 
-def run(out: Path | None = None, quick: bool = False, presets: list[str] | None = None) -> Path:
+def run(
+    out: Path | None = None, quick: bool = False, presets: list[str] | None = None, fraction: float = 0.0
+) -> Path:
     """Measure, write the result file after each preset, and return its path; about 90 s on an H200."""
     cuda = torch.cuda.is_available()
     if not cuda and not quick:
@@ -382,13 +386,21 @@ def run(out: Path | None = None, quick: bool = False, presets: list[str] | None 
     rows, claims = [], []
     for name in presets or list(PRESETS):
         print(f"moe_step: {name}", flush=True)
-        more_rows, more_claims = compare(name, steps, warm, torch.device("cuda" if cuda else "cpu"))
+        device = torch.device("cuda" if cuda else "cpu")
+        more_rows, more_claims = compare(name, steps, warm, device, fraction)
         rows += more_rows
         claims += more_claims
         gc.collect()  # the graphs of this preset
         path = write(
             "moe_step",
-            config={"steps": steps, "capacity": 4, "rows": [0.6, 1.4], "skewed": 3.0, "layer": "MoE"},
+            config={
+                "steps": steps,
+                "capacity": 4,
+                "rows": [0.6, 1.4],
+                "skewed": 3.0,
+                "layer": "MoE",
+                "fraction": fraction,
+            },
             rows=rows,
             claims=claims,
             out=out,
@@ -399,7 +411,8 @@ def run(out: Path | None = None, quick: bool = False, presets: list[str] | None 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", action="append", choices=list(PRESETS))
+    parser.add_argument("--fraction", type=float, default=0.0, help="of the expected rows: offloaded")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
-    print(run(given.out, given.quick, given.preset))
+    print(run(given.out, given.quick, given.preset, given.fraction))

@@ -247,11 +247,10 @@ class Keeper(saved.Keeper):
 
     def _step_over(self, check: bool) -> None:
         rows = self._auto_rows
-        waits = rows is not None and (capturing() or self._stash.live or self._offload.live)
-        if rows is not None and not waits and rows.before_the_pool():
-            if self.pool is None:
-                self._stash.measure()
-            self._offload.measure()
+        if rows is not None and rows.leave and not rows.chosen and not capturing():
+            self.size_pool()
+            if rows.chosen:  # expected rows leave: the next step shows offload which and when
+                self._offload.measure()
         super()._step_over(check)
         # With check=False somebody else counts steps. A captured graph has the pool's addresses in it.
         if rows is None or not rows.chosen or not check or self._captured:

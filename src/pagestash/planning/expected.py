@@ -193,16 +193,13 @@ class AutoRows:
         self._next: Choice | None = None
         self._changes = 0
         self._reading: _Reading | None = None
-        self._pooled = False
-        """Whether there has been a pool."""
 
     # --- the first steps ---
 
     def begin(self) -> None:
         """A step begins: record what waits in it, unless that is known."""
-        if self._stash.pool is None and self._pooled:
+        if self._stash.pool is None and self._now is not None:
             self.forget()  # it is measured again, on another device
-        self._pooled = self._stash.pool is not None
         if self._step is None:
             self._recording = Recording()
             for layer in self._layers:
@@ -221,7 +218,6 @@ class AutoRows:
     def forget(self) -> None:
         """The layers expect no rows any more."""
         self._step = self._now = self._next = self._reading = None
-        self._pooled = False
         for layer in self._layers:
             layer.expected = 0
 
@@ -240,21 +236,11 @@ class AutoRows:
         found = self._seen()
         if found is None:
             return pages
-        before = 0 if self._now is None else self._now.rows
         if not self._given:
-            self._fixed = max(0, pages - math.ceil(found.most_pages(before) * self._headroom))
+            self._fixed = max(0, pages - math.ceil(found.most_pages(0) * self._headroom))
         best = self._best(found, pages)
-        if before:  # chosen before the pool was measured: offload has a plan for that number
-            best = found.choice(before, found.needs([before], self._rate(found))[0])
         self._set(best)
         return pages if self._given else max(1, self._fixed + best.pages)
-
-    def before_the_pool(self) -> bool:
-        """Choose now, if expected rows leave: the next step shows which leave when, and is measured with them."""
-        if not self.leave or self.chosen:
-            return False
-        self.first(0 if self._stash.pool is None else self._stash.pool.device_pages)
-        return self.chosen
 
     # --- later ---
 

@@ -230,10 +230,10 @@ class GraphedStep:
         self._guard.arm()
         stashes = any(rule.home == "stash" for rule in self._keeper.policy.rules)
         sized = self._keeper.size_pool()
-        if not sized and self._keeper.rows is not None and self._keeper.rows.leave:
+        if self._warmup < 2 and self._keeper.rows is not None and self._keeper.rows.leave:
             raise ValueError(
-                f"warmup={self._warmup}: with expected_rows='auto' under a stash rule with a fraction, the second "
-                "step is measured with the rows that the first one chose; expected 2 or more"
+                f"warmup={self._warmup}: with expected_rows='auto' under a stash rule with a fraction, offload "
+                "measures the step after the one that chose the rows; expected 2 or more"
             )
         if not sized and stashes:
             log.warning("the warm-up stashed nothing: does any region with a stash rule run?")

@@ -15,7 +15,8 @@ from pagestash.simulation.build import Run
 from pagestash.simulation.choices import Allowed
 from pagestash.simulation.cluster import read_cluster
 from pagestash.simulation.layout import Layout
-from pagestash.simulation.search import Wanted, describe, search
+from pagestash.simulation.layouts import Wanted
+from pagestash.simulation.search import describe, search
 
 DEVICES = (64, 256, 1024, 4096, 16384)
 HOMES: dict[str, tuple[Allowed, ...]] = {
@@ -45,7 +46,6 @@ def row(name: str, devices: int, allowed: tuple[Allowed, ...]) -> dict[str, Any]
             microbatches=(size,),
             allowed=allowed,
             fixed={"tp": 1},
-            refines=False,
         )
         try:
             found = search(wanted)

@@ -15,7 +15,7 @@ from pagestash.simulation.build import Run
 from pagestash.simulation.cluster import read_cluster
 from pagestash.simulation.flags import megatron_flags, pagestash_flags, torchtitan_division, torchtitan_flags
 from pagestash.simulation.layout import Layout
-from pagestash.simulation.search import Wanted, layouts
+from pagestash.simulation.layouts import Wanted, layouts
 from pagestash.train.config import checked, merge, parse_assignments
 
 # What is printed, checked by hand against Megatron-LM d98e8a64dd (core 0.20, 22 August 2026): `megatron/training/

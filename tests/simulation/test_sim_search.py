@@ -1,8 +1,11 @@
 """The search of layouts and policies."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from pagestash.cli import app
@@ -13,9 +16,11 @@ from pagestash.simulation.choices import choices_of, joined, plan_homes
 from pagestash.simulation.cluster import read_cluster
 from pagestash.simulation.homes import PolicyHomes
 from pagestash.simulation.layout import Layout
+from pagestash.simulation.layouts import Bounded, Wanted, layouts, least_seconds, worth_planning
 from pagestash.simulation.parts import layers_of
 from pagestash.simulation.replay import replay
-from pagestash.simulation.search import RUNNERS_UP, Wanted, best_homes, layouts, search, step_seconds
+from pagestash.simulation.search import RUNNERS_UP, search, try_layout
+from pagestash.simulation.steady import step_seconds
 
 GIB = 1 << 30
 
@@ -65,17 +70,80 @@ def test_what_fits_with_no_policy_is_said_to_lack():
     assert planned.lacks_bytes > 0
 
 
-@pytest.mark.parametrize("layout", [PIPED, {"pp": 2, "ep": 8, "vpp": 2, "schedule": "Interleaved1F1B"}])
-def test_more_memory_is_never_slower(layout):
+LAYOUTS = [PIPED, {"pp": 2, "ep": 8, "vpp": 2, "schedule": "Interleaved1F1B"}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_more_memory_is_never_slower_for_a_layout(layout):
     made = run(**layout)
     most = max(rank.device_bytes for rank in step_costs(made).ranks)
+    item = Bounded(run=made, seconds=0.0, static=0, most=0.0, least=0.0)
     times = []
     for less in range(0, 18, 3):
-        planned = best_homes(made, budget=most - less * GIB)
-        if not planned.lacks_bytes:
-            times.append(replay(planned.costs).seconds)
+        found = try_layout(item, budget=most - less * GIB)
+        if found is not None and found.played is not None:
+            times.append(found.seconds)
     assert len(times) > 2
     assert times == sorted(times)
+
+
+def with_memory(made: Run, size: int) -> Run:
+    device = replace(made.cluster.device, memory=size)
+    return replace(made, cluster=replace(made.cluster, device=device))
+
+
+SMALL = run("h100:16", layers=8, global_batch=32)
+
+
+@cache
+def searched(size: int) -> float:
+    """The step that a search finds on devices of so many bytes; infinite if nothing fits."""
+    made = with_memory(SMALL, size)
+    asked = Wanted(
+        config=made.config, cluster=made.cluster, sequence=4096, global_batch=32, base=made, microbatches=(1,)
+    )
+    try:
+        return search(asked).best.seconds
+    except ValueError:
+        return float("inf")
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(st.integers(45 * GIB, 140 * GIB), st.integers(1, 30 * GIB))
+def test_more_memory_is_never_slower_for_a_search(size, more):
+    assert searched(size + more) <= searched(size)
+
+
+def test_memory_buys_time_in_that_search():
+    assert searched(60 * GIB) > searched(200 * GIB)
+    assert searched(200 * GIB) == searched(300 * GIB) < float("inf")
+
+
+def test_a_search_looks_at_the_same_layouts_whatever_the_memory():
+    found = []
+    for size in (40 * GIB, 80 * GIB, 400 * GIB):
+        made = with_memory(SMALL, size)
+        asked = Wanted(config=made.config, cluster=made.cluster, sequence=4096, global_batch=32, base=made)
+        found.append([(item.run.layout, item.run.microbatch, item.seconds) for item in worth_planning(asked)])
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, {"ep": 8}, {"pp": 4, "ep": 8, "tp": 2}, {"pp": 8, "ep": 4, "zero": 3}]
+)
+@pytest.mark.parametrize("taken", [1.0, 0.8, 0.6])
+def test_no_step_is_below_its_bound(layout, taken):
+    made = run(**layout)
+    asked = replace(
+        wanted("h100:32", microbatches=(1,)),
+        fixed={name: layout.get(name, 1) for name in ("tp", "ep", "pp", "vpp")},
+    )
+    bound = {item.run.layout: item.seconds for item in worth_planning(asked)}.get(made.layout, 0.0)
+    most = max(rank.device_bytes for rank in step_costs(made).ranks)
+    planned = plan_homes(made, budget=int(taken * most))
+    own = least_seconds(planned.costs, made.microbatches)
+    assert own >= bound * (1 - 1e-9)
+    assert replay(planned.costs).seconds >= own * (1 - 1e-9)
 
 
 def test_only_allowed_homes_are_chosen():

@@ -12,8 +12,9 @@ from pagestash.simulation.choices import joined
 from pagestash.simulation.cluster import read_cluster
 from pagestash.simulation.flags import megatron_flags, pagestash_flags, torchtitan_flags
 from pagestash.simulation.layout import Layout
+from pagestash.simulation.layouts import Wanted
 from pagestash.simulation.model import read_model
-from pagestash.simulation.search import Found, Search, Wanted, describe, search
+from pagestash.simulation.search import Found, Search, describe, search
 
 JOINED = "policy.toml"
 """The policies of all ranks in one file: each names layers of its own."""

@@ -12,6 +12,7 @@ every rank fits; the replay gives the time.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from pagestash.planning.result import number_ranges
@@ -78,6 +79,8 @@ class _Point:
     host_bytes: int
     seconds: float
     """More than without a policy, for one microbatch."""
+    work: float
+    """Of these, without waits for copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,43 +110,82 @@ def choices_of(run: Run, allowed: Sequence[Allowed] = BOTH) -> list[Choice]:
 
 def plan_homes(run: Run, allowed: Sequence[Allowed] = BOTH, budget: int | None = None) -> Planned:
     """The run with a policy for each rank that fits the device and the host; the smallest one if none fits."""
-    room = run.cluster.device.memory if budget is None else budget
-    host = run.cluster.host_bytes_a_device
-    plain = step_costs(replace(run, homes=PolicyHomes(Policy())))
-    layers = [_layers_of(rank) for rank in plain.ranks]
-    if all(rank.device_bytes <= room for rank in plain.ranks):
-        return _made(run, plain, [Policy() for _ in layers], room, host)
-    kinds = {choice: layer_kinds(run, choice) for choice in choices_of(run, allowed)}
-    points = [_points(run, plain, rank, kinds) for rank in plain.ranks]
-    short = max(min(point.device_bytes for point in own) for own in points) - room
-    if short > NEAR * room:  # nothing fits
-        made = _made(run, plain, [Policy() for _ in layers], room, host)
-        return replace(made, lacks_bytes=short)
-    pairs = [_pair(own, room, host) for own in points]
-    counts = [_count(pair, len(own), room) for pair, own in zip(pairs, layers)]
-    while True:
-        costs = step_costs(replace(run, homes=ChosenHomes(_chosen(layers, pairs, counts))))
-        before = list(counts)
-        for at, rank in enumerate(costs.ranks):
-            if rank.device_bytes <= room:
-                continue
-            if counts[at] < len(layers[at]):
-                counts[at] += 1
-            elif smaller := [p for p in points[at] if p.device_bytes < pairs[at][1].device_bytes]:
-                # The estimate was too low: on to the next smaller choice.
-                pairs[at] = pairs[at][1], max(smaller, key=lambda point: point.device_bytes)
-                counts[at] = 1
-        if counts == before:
-            break
-    policies = [
-        _policy(own, pair, count, run.config.dense_layers) for own, pair, count in zip(layers, pairs, counts)
-    ]
-    made = _made(run, costs, policies, room, host)
-    return replace(made, run=replace(run, homes=ChosenHomes(_chosen(layers, pairs, counts))))
+    return HomePlanner(run, allowed).plan(run.cluster.device.memory if budget is None else budget)
 
 
-def layer_kinds(run: Run, choice: Choice = ()) -> Mapping[str, LayerCosts]:
-    """The costs of the embedding, a dense layer, one with experts, and the head: layers of a kind are alike."""
+class HomePlanner:
+    """Plans homes of one run for several budgets."""
+
+    def __init__(self, run: Run, allowed: Sequence[Allowed] = BOTH) -> None:
+        self.run, self.allowed = run, allowed
+        self.plain = step_costs(replace(run, homes=PolicyHomes(Policy())))
+        self._layers = [_layers_of(rank) for rank in self.plain.ranks]
+
+    @cached_property
+    def _points(self) -> list[list[_Point]]:
+        kinds = {choice: layer_kinds(self.run, choice) for choice in choices_of(self.run, self.allowed)}
+        return [_points(self.run, self.plain, rank, kinds) for rank in self.plain.ranks]
+
+    @property
+    def most_bytes(self) -> int:
+        """What the fullest rank takes without a policy."""
+        return max(rank.device_bytes for rank in self.plain.ranks)
+
+    @property
+    def least_bytes(self) -> int:
+        """What the fullest rank takes at least, as estimated."""
+        return max(min(point.device_bytes for point in own) for own in self._points)
+
+    def least_work(self, room: int) -> list[float]:
+        """Seconds that homes for `room` bytes add to each rank's work for a microbatch, at least."""
+        near = (1 + NEAR) * room  # bytes of points are estimates
+        found = []
+        for own in self._points:
+            mixes = [
+                large.work if large.device_bytes <= near else _mixed(large, fits, near)
+                for fits in own
+                for large in own
+                if fits.device_bytes <= near
+            ]
+            found.append(min(mixes, default=min(point.work for point in own)))
+        return found
+
+    def plan(self, room: int) -> Planned:
+        """Homes for `room` bytes of every device."""
+        run, layers, host = self.run, self._layers, self.run.cluster.host_bytes_a_device
+        if self.most_bytes <= room:
+            return _made(run, self.plain, [Policy() for _ in layers], room, host)
+        short = self.least_bytes - room
+        if short > NEAR * room:  # nothing fits
+            made = _made(run, self.plain, [Policy() for _ in layers], room, host)
+            return replace(made, lacks_bytes=short)
+        points = self._points
+        pairs = [_pair(own, room, host) for own in points]
+        counts = [_count(pair, len(own), room) for pair, own in zip(pairs, layers)]
+        while True:
+            costs = step_costs(replace(run, homes=ChosenHomes(_chosen(layers, pairs, counts))))
+            before = list(counts)
+            for at, rank in enumerate(costs.ranks):
+                if rank.device_bytes <= room:
+                    continue
+                if counts[at] < len(layers[at]):
+                    counts[at] += _more(pairs[at], len(layers[at]) - counts[at], len(layers[at]), rank, room)
+                elif smaller := [p for p in points[at] if p.device_bytes < pairs[at][1].device_bytes]:
+                    # The estimate was too low: on to the next smaller choice.
+                    pairs[at] = pairs[at][1], max(smaller, key=lambda point: point.device_bytes)
+                    counts[at] = 1
+            if counts == before:
+                break
+        policies = [
+            _policy(own, pair, count, run.config.dense_layers)
+            for own, pair, count in zip(layers, pairs, counts)
+        ]
+        made = _made(run, costs, policies, room, host)
+        return replace(made, run=replace(run, homes=ChosenHomes(_chosen(layers, pairs, counts))))
+
+
+def layer_costs(run: Run, choice: Choice = ()) -> StepCosts:
+    """One device's step of the embedding, a dense layer if there is one, one with experts, and the head."""
     config, layout = run.config, replace(run.layout, pp=1, vpp=1, schedule="1F1B")
     dense = min(1, config.dense_layers)
     one = replace(
@@ -154,7 +196,12 @@ def layer_kinds(run: Run, choice: Choice = ()) -> Mapping[str, LayerCosts]:
         placement=None,
         homes=PolicyHomes(_uniform(choice)),
     )
-    (stage,) = step_costs(one).stages
+    return step_costs(one)
+
+
+def layer_kinds(run: Run, choice: Choice = ()) -> Mapping[str, LayerCosts]:
+    """The costs of the embedding, a dense layer, one with experts, and the head: layers of a kind are alike."""
+    (stage,) = layer_costs(run, choice).stages
     embedding, *blocks, head = stage.layers
     return {"embed": embedding, "dense": blocks[0], "moe": blocks[-1], "head": head}
 
@@ -209,19 +256,27 @@ def _points(
                 choice,
                 int(rank.device_bytes + kept + window + work),
                 int(moved - window),
-                _seconds(plain, [layer for layer, _, _ in live]),
+                *_seconds(plain, [layer for layer, _, _ in live]),
             )
         )
     return found
 
 
-def _seconds(costs: StepCosts, layers: Sequence[LayerCosts]) -> float:
+def _seconds(costs: StepCosts, layers: Sequence[LayerCosts]) -> tuple[float, float]:
+    """With waits for copies, and without."""
     again = sum(layer.recompute.at() for layer in layers)
     moved = sum(layer.moved_bytes.at() for layer in layers)
     kinds = ("forward", "backward_input", "backward_weight")
     compute = sum(getattr(layer, kind).at() for layer in layers for kind in kinds)
     link = min(costs.host.both, costs.host.shared_out / costs.host.devices)
-    return again + 2 * moved / costs.memory_rate + max(0.0, moved / link - compute - again)
+    work = again + 2 * moved / costs.memory_rate
+    return work + max(0.0, moved / link - compute - again), work
+
+
+def _mixed(large: _Point, fits: _Point, room: float) -> float:
+    """Work of the mix of two choices that takes `room`."""
+    part = (large.device_bytes - room) / (large.device_bytes - fits.device_bytes)
+    return part * fits.work + (1 - part) * large.work
 
 
 def _pair(points: Sequence[_Point], room: int, host: int) -> tuple[_Point, _Point]:
@@ -252,6 +307,13 @@ def _count(pair: tuple[_Point, _Point], layers: int, room: int) -> int:
         return layers
     part = (large.device_bytes - room) / (large.device_bytes - fits.device_bytes)
     return min(layers, int(part * layers))
+
+
+def _more(pair: tuple[_Point, _Point], left: int, layers: int, rank: RankCosts, room: int) -> int:
+    """Layers that are to have the smaller choice, too: nearly as many as its estimate says, at least one."""
+    each = (pair[0].device_bytes - pair[1].device_bytes) / layers
+    most = int(0.7 * (rank.device_bytes - room) / each) if each > 0 else 1
+    return max(1, min(left, most))
 
 
 def _chosen(

@@ -9,7 +9,7 @@ import pytest
 from test_sim_replay import Amount, HostLink, LayerCosts, replay, step
 
 from pagestash.profiling.picture import write
-from pagestash.simulation.replay import Replay
+from pagestash.simulation.played import Replay
 from pagestash.simulation.trace import events, write_trace
 
 GIB = 1 << 30

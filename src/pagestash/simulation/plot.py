@@ -8,8 +8,8 @@ from typing import Any
 
 from pagestash.policy import format_bytes
 from pagestash.profiling.picture import FAINT, INK, byte_unit, new_figure, tidy
+from pagestash.simulation.played import RankReplay, Replay, Span
 from pagestash.simulation.programs import COMMUNICATION
-from pagestash.simulation.replay import RankReplay, Replay, Span
 
 # Okabe and Ito's colours, which colour-blind readers tell apart.
 COLOURS = {

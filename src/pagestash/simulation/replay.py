@@ -18,8 +18,8 @@ received rows, it is behind the device again.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 from pagestash.saved.follow import immediate_backwards
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, make_plan
@@ -28,6 +28,7 @@ from pagestash.simulation.clock import Clock, Flag, Process
 from pagestash.simulation.costs import HostLink, StepCosts
 from pagestash.simulation.links import WAYS, NodeLinks
 from pagestash.simulation.moving import Moving, MovingAhead, Offloading
+from pagestash.simulation.played import RankReplay, Replay, Span
 from pagestash.simulation.programs import (
     COMMUNICATION,
     Balanced,
@@ -37,58 +38,6 @@ from pagestash.simulation.programs import (
     StageProgram,
     programs_of,
 )
-
-
-class Span(NamedTuple):
-    """A piece that ran. `kind` is a piece's kind, or `send`, `wait`, `out`, `back` or `optimizer`."""
-
-    kind: str
-    stage: int
-    microbatch: int
-    start: float
-    end: float
-
-
-@dataclass(slots=True)
-class RankReplay:
-    """What one rank did."""
-
-    plan: Plan
-    spans: list[Span] = field(default_factory=list)
-    memory: list[tuple[float, int]] = field(default_factory=list)
-    """Device bytes from each moment on."""
-    peak_bytes: int = 0
-    host_bytes: int = 0
-    """The most that is on the host at one time."""
-
-    def seconds(self) -> dict[str, float]:
-        """By kind of span."""
-        found: dict[str, float] = {}
-        for span in self.spans:
-            found[span.kind] = found.get(span.kind, 0.0) + span.end - span.start
-        return found
-
-    def busy(self) -> float:
-        """Seconds in which compute or communication runs."""
-        return _covered(self.spans)
-
-
-@dataclass(slots=True)
-class Replay:
-    """One step of all ranks of a pipeline group."""
-
-    seconds: float
-    ranks: list[RankReplay]
-    events: int
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(rank.peak_bytes for rank in self.ranks)
-
-    def bubble(self) -> float:
-        """The part of all ranks' time in which neither compute nor communication runs."""
-        busy = sum(rank.busy() for rank in self.ranks)
-        return 1 - busy / (self.seconds * len(self.ranks)) if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,13 +334,3 @@ class _Rank:
         rows = self.shared.routing.held(group.layer, microbatch) if group.by_rows else 1.0
         moved, size = rows * group.moved_bytes, int(rows * group.device_bytes)
         return moved, GroupBytes(max(1, int(moved)), size, group.window)
-
-
-def _covered(spans: Sequence[Span]) -> float:
-    """Seconds in which at least one piece runs."""
-    total = until = 0.0
-    for span in spans:  # by their starts
-        if span.kind not in ("send", "wait", "out", "back"):
-            total += max(0.0, span.end - max(until, span.start))
-            until = max(until, span.end)
-    return total

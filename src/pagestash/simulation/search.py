@@ -22,7 +22,7 @@ from pagestash.simulation.build import Run
 from pagestash.simulation.choices import BOTH, Allowed, HomePlanner, Planned
 from pagestash.simulation.cluster import SHIPPED, load_cluster
 from pagestash.simulation.layouts import Bounded, Wanted, least_seconds, worth_planning
-from pagestash.simulation.replay import Replay
+from pagestash.simulation.played import Replay
 from pagestash.simulation.steady import shortened, step_seconds
 
 RUNNERS_UP = 5

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from pagestash.simulation.build import Run, step_costs
-from pagestash.simulation.replay import Replay, replay
+from pagestash.simulation.played import Replay
+from pagestash.simulation.replay import replay
 
 STEADY = 2
 """Times the pipeline's ranks: microbatches from which on a schedule only repeats itself."""

@@ -23,8 +23,10 @@ from pagestash.profiling.records import Region
 LIKE_TIME = 2.0
 MOST_CHOICES = 24
 """Choices of a group; of more, those on the lower hull of time over bytes are considered."""
-FEW_CHOICES = 12
+FEW_CHOICES = 18
 """So many are all considered: one may be worse by its sums, and better at the moment that counts."""
+FEW_STEPS = 7
+"""So many homes are all combined; of more, those that take a part of a region are for the search alone."""
 PRICES = (0.0, 0.3, 1.0, 3.0, 30.0)
 """What a moved byte may cost, as a part of its time on the link: that depends on what else is moved."""
 MOST_MOVES = 3
@@ -32,8 +34,11 @@ MOST_MOVES = 3
 WORTH = 0.01
 """Part of a unit's bytes: a home that frees less of it is not considered."""
 
-Choice = tuple[tuple[str, HomeName], ...]
-"""Names of regions within the unit ("" is the unit itself), and their homes; others keep."""
+PARTS = (0.5,)
+"""Fractions of a region's bytes that may be offloaded, where the region saves more than one tensor."""
+
+Choice = tuple[tuple[str, HomeName, float], ...]
+"""Regions by their names within the unit ("" is the unit itself), homes, and fractions that leave; others keep."""
 
 
 @dataclass(slots=True)
@@ -61,6 +66,10 @@ class Group:
     costs: list[Cost] = field(default_factory=list)
     mixes: dict[Choice, Cost] = field(default_factory=dict)
     """Choices that move nothing, and the same with some regions offloaded beside them."""
+    steps: list[Choice] = field(default_factory=list)
+    """Homes that a choice is made of."""
+    cost: Callable[[Choice], Cost] = lambda choice: Cost(0, 0, 0.0, 0)
+    """Sums of any choice."""
 
     @property
     def seconds(self) -> float:
@@ -83,7 +92,8 @@ def find_groups(step: MeasuredStep, *, host: bool, least_bytes: int) -> list[Gro
         _choose(step, first, host=host, least_bytes=least_bytes)
         for group in others:  # they differ in time alone
             ratio = group.seconds / first.seconds if first.seconds else 1.0
-            group.choices, group.mixes = first.choices, first.mixes
+            group.choices, group.mixes, group.steps = first.choices, first.mixes, first.steps
+            group.cost = first.cost
             group.costs = [cost._replace(seconds=ratio * cost.seconds) for cost in first.costs]
     return [group for alike in found.values() for group in alike if len(group.choices) > 1]
 
@@ -96,13 +106,13 @@ def least_bytes_of(profile: ProfiledStep) -> int:
 def rules_of(unit: Unit, choice: Choice, least_bytes: int) -> dict[str, Rule]:
     """The choice's rules by region."""
     names = {unit.inner(region): region.name for region in unit.regions}
-    return {names[inner]: rule(names[inner], home, least_bytes) for inner, home in choice}
+    return {names[inner]: rule(names[inner], home, least_bytes, part) for inner, home, part in choice}
 
 
 @lru_cache(maxsize=1 << 16)
-def rule(match: str, home: HomeName, least_bytes: int) -> Rule:
+def rule(match: str, home: HomeName, least_bytes: int, fraction: float = 1.0) -> Rule:
     """A rule of a plan."""
-    return Rule(match, home, min_bytes=None if home == "recompute" else least_bytes)
+    return Rule(match, home, min_bytes=None if home == "recompute" else least_bytes, fraction=fraction)
 
 
 def layer_of(name: str) -> str | None:
@@ -159,14 +169,15 @@ def _choose(step: MeasuredStep, group: Group, *, host: bool, least_bytes: int) -
     whole = known[()].kept_bytes
     steps = [item for item in _steps(unit, own, host=host) if cost(item).kept_bytes <= (1 - WORTH) * whole]
     front: list[Choice] = [()]
-    for item in steps:
+    for item in steps if len(steps) <= FEW_STEPS else [item for item in steps if item[0][2] == 1.0]:
         for before in front:
             joined = _join(before, item)
             if joined is not None and joined not in known:
                 known[joined] = cost(joined)
         front = _best(known, step.profile.link)
     group.choices, group.costs = front, [known[choice] for choice in front]
-    moves = [item for item in steps if item[0][1] == "offload"]
+    group.steps, group.cost = steps, cost
+    moves = [item for item in steps if item[0][1] == "offload" and item[0][2] == 1.0]
     still = [choice for choice in front if not known[choice].moved_bytes]
     moving = [choice for before in still for choice in _offloaded_beside(before, moves, cost)]
     group.mixes = {choice: cost(choice) for choice in (*still, *moving)}
@@ -199,34 +210,51 @@ def _steps(unit: Unit, own: ProfiledStep, *, host: bool) -> list[Choice]:
     """Single homes, and offload for regions that share a storage: it leaves only with all of them."""
     found: list[Choice] = []
     sharing: dict[int, set[str]] = {}
+    own_storages: dict[str, set[int]] = {}
     for tensor in own.tensors:
         if tensor.kind == "activation":
             sharing.setdefault(tensor.storage, set()).add(tensor.region)
+            if tensor.counted > WORTH * own.total_bytes:
+                own_storages.setdefault(tensor.region, set()).add(tensor.storage)
     inner = {region.name: unit.inner(region) for region in unit.regions}
     for region in unit.regions:
         if "recompute" in region.homes:
-            found.append(((inner[region.name], "recompute"),))
+            found.append(((inner[region.name], "recompute", 1.0),))
         if region.homes["stash"].saved_bytes > WORTH * region.bytes:
-            found.append(((inner[region.name], "stash"),))
+            found.append(((inner[region.name], "stash", 1.0),))
     if host:
         savers = {frozenset(names & inner.keys()) for names in sharing.values()} - {frozenset()}
         savers |= {frozenset((name,)) for names in savers for name in names}
         joined = frozenset().union(*(names for names in savers if len(names) > 1))
         for names in sorted({*savers, joined} - {frozenset()}, key=lambda names: (len(names), sorted(names))):
-            found.append(tuple((inner[name], "offload") for name in sorted(names)))
+            found.append(tuple((inner[name], "offload", 1.0) for name in sorted(names)))
+        for name in sorted(inner.keys() & own_storages.keys()):
+            if len(own_storages[name]) > 1:
+                found += [((inner[name], "offload", part),) for part in PARTS]
     return found
 
 
 def _join(before: Choice, item: Choice) -> Choice | None:
-    """Both together; None where one is inside a region that the other recomputes, or they name the same region."""
-    for name, home in before:
-        for other, new in item:
-            around = (home == "recompute" and _around(name, other)) or (
-                new == "recompute" and _around(other, name)
-            )
-            if around or (name == other and home != new):
-                return None
+    """Both together; None where they contradict each other."""
+    if any(_contradict(one, other) for one in before for other in item):
+        return None
     return tuple(sorted({*before, *item}))
+
+
+def toggled(choice: Choice, item: Choice) -> Choice:
+    """The choice without these homes if it has them all, else with them, and without what contradicts them."""
+    if set(item) <= set(choice):
+        return tuple(one for one in choice if one not in item)
+    left = [one for one in choice if not any(_contradict(one, other) for other in item)]
+    return tuple(sorted({*left, *item}))
+
+
+def _contradict(one: tuple[str, HomeName, float], other: tuple[str, HomeName, float]) -> bool:
+    """Whether they name the same region, or one is inside a region that the other recomputes."""
+    (name, home, _), (another, new, _) = one, other
+    if name == another:
+        return one != other
+    return (home == "recompute" and _around(name, another)) or (new == "recompute" and _around(another, name))
 
 
 def _around(outer: str, inner: str) -> bool:

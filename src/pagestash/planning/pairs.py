@@ -7,8 +7,8 @@ from pagestash.planning.layers import Choice
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.prediction import Cost
 
-PARTS, RANGES, EACH = 4, 12, 4
-"""Of mixes: quarters of the layers differ; of each twelfth of the range of sizes, four are tried."""
+PARTS, RANGES = 4, 12
+"""Of mixes: quarters of the layers differ; of each twelfth of the range of sizes, some are tried."""
 HIDDEN = 0.5
 """Part of forward behind which copies out may hide, roughly; only to say which mixes are tried."""
 
@@ -17,11 +17,11 @@ Pair = tuple[float, float, Choice, Choice, int]
 
 
 def likely_pairs(
-    mixes: dict[Choice, Cost], layers: int, step: MeasuredStep
+    mixes: dict[Choice, Cost], layers: int, step: MeasuredStep, each: int
 ) -> list[tuple[Choice, Choice, int]]:
-    """The choice of the first layers, that of the others, and how many are first."""
+    """The choice of the first layers, that of the others, and how many are first; `each` of a range of sizes."""
     found = _pairs(mixes, layers, step)
-    return [] if not found else _fastest(found)
+    return [] if not found else _fastest(found, each)
 
 
 def _pairs(mixes: dict[Choice, Cost], layers: int, step: MeasuredStep) -> list[Pair]:
@@ -47,12 +47,12 @@ def _pairs(mixes: dict[Choice, Cost], layers: int, step: MeasuredStep) -> list[P
     return found
 
 
-def _fastest(found: Sequence[Pair]) -> list[tuple[Choice, Choice, int]]:
+def _fastest(found: Sequence[Pair], each: int) -> list[tuple[Choice, Choice, int]]:
     """Of each of so many ranges of kept bytes, the ones that take the least time."""
     low, high = min(item[0] for item in found), max(item[0] for item in found)
     width = (high - low) / RANGES or 1.0
     ranges: dict[int, list[Pair]] = {}
     for item in found:
         ranges.setdefault(min(RANGES - 1, int((item[0] - low) / width)), []).append(item)
-    best = (sorted(own, key=lambda item: (item[1], item[0]))[:EACH] for own in ranges.values())
+    best = (sorted(own, key=lambda item: (item[1], item[0]))[:each] for own in ranges.values())
     return [item[2:] for own in best for item in own]

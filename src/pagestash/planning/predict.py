@@ -127,6 +127,11 @@ class _Playing:
             for tensor, home in zip(self.step.profile.tensors, self.when_saved)
             if home == "offload"
         }
+        if any(rule.home == "offload" and rule.fraction < 1.0 for rule in self.rules.rules.values()):
+            step = self.step
+            moves = moves_of(self.rules, step.profile.tensors, self.when_saved, step.segments)
+            moved = {number: move.bytes for number, move in enumerate(moves)}
+            held["keep"] += sum(move.kept_bytes for move in moves)
         unsaved = sum(size for _, size, _, _ in self._unsaved_inputs())
         replays = self._replays()
         back = [sum(self.step.lives[storage].bytes for storage in replay.storages) for replay in replays]

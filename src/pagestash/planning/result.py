@@ -166,16 +166,20 @@ _NUMBER = r"(?<![^.])\d+(?![^.])"
 
 
 def policy_of(rules: Mapping[str, Rule], regions: Iterable[Region]) -> Policy:
-    """Rules of single regions as few patterns: `layers.*.norm`, or `layers.{0-3}.norm` if not all have it."""
+    """Rules of single regions as few patterns: `layers.*.norm`, or `layers.{0-3}.norm` if not all have it.
+
+    A rule with a `fraction` stays one of its own: which tensors leave depends on all that a rule names.
+    """
     known: dict[str, set[str]] = {}
     for region in regions:
         known.setdefault(_pattern(region.name), set()).add(region.name)
     grouped: dict[tuple[str, Rule], list[str]] = {}
     for name, rule in rules.items():
-        grouped.setdefault((_pattern(name), replace(rule, match=_pattern(name))), []).append(name)
+        pattern = _pattern(name) if rule.fraction == 1.0 else name
+        grouped.setdefault((pattern, replace(rule, match=pattern)), []).append(name)
     found = []
     for (pattern, rule), names in sorted(grouped.items(), key=lambda item: (item[0][0], item[0][1].home)):
-        if known[pattern] != set(names):
+        if pattern != names[0] and known[pattern] != set(names):
             numbers = sorted(int(match[0]) for name in names if (match := re.search(_NUMBER, name)))
             listed = pattern.replace("*", f"{{{number_ranges(numbers)}}}", 1)
             rule = replace(rule, match=names[0] if len(names) == 1 else listed)

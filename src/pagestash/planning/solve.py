@@ -3,8 +3,8 @@
 Counts are proposed by a linear program (`program.py`), once for each of `GRID` memory targets between the smallest
 and the unplanned peak, and for each of `RATES` of the link. Every candidate is predicted (`predict.py`), and a plan
 is chosen by what is predicted. The candidates do not depend on the budget, so more memory never makes a plan
-slower. Pairs of choices are candidates beside the counts (`pairs.py`). If there are at most `EXHAUSTIVE` ways to
-give each layer a choice, all are candidates.
+slower. Pairs of choices are candidates beside the counts (`pairs.py`), and what a search finds from there
+(`improve.py`). If there are at most `EXHAUSTIVE` ways to give each layer a choice, all are candidates.
 
 Which layers: the earliest take the choice that moves most, because their copies have the longest way back; then
 those that recompute most; the last ones keep, because their backward comes first, where memory is at its most.
@@ -15,19 +15,22 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
-from pagestash.planning.layers import Group, find_groups, least_bytes_of, rules_of
+from pagestash.planning.improve import LEVELS, Assignment, Search, predictions_for
+from pagestash.planning.layers import Choice, Group, Unit, find_groups, least_bytes_of, rules_of
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.pairs import likely_pairs
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.planning.program import Counts, Program, uniform
-from pagestash.policy import PoolConfig, Rule
+from pagestash.policy import HOMES, PoolConfig, Rule
 
 GRID = 10
 RATES = (1.0, 0.4, 0.0)
 """Parts of the link's rates that the program counts on. Real copies hide less well than their sum says: a window
 holds few groups, and the last layers' come back at once. With 0 nothing is moved."""
-EXHAUSTIVE = 256
+EXHAUSTIVE = 900
+FEW = 100
+"""Predictions: where a search may take no more, fewer pairs of choices are tried, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Problem:
     step: MeasuredStep
     host_bytes: int
     groups: list[Group] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
     least_bytes: int = 0
     exact: bool = True
     """Whether counts are solved for; False without scipy."""
@@ -56,67 +60,119 @@ class Problem:
     def __post_init__(self) -> None:
         self.least_bytes = least_bytes_of(self.step.profile)
         self.groups = find_groups(self.step, host=self.host_bytes > 0, least_bytes=self.least_bytes)
+        self.units = [unit for group in self.groups for unit in group.units]
 
-    def rules(self, counts: Counts) -> dict[str, Rule]:
-        """The rules of all units, by counts."""
-        chosen = []
+    def by_counts(self, counts: Counts) -> Assignment:
+        """The choice of each unit, by counts."""
+        chosen: list[Choice] = []
         for group, own in zip(self.groups, counts):
             order = sorted(
                 range(len(own)),
                 key=lambda at: (-group.costs[at].moved_bytes, -group.costs[at].recomputed_bytes, at),
             )
-            chosen.append([at for at in order for _ in range(own[at])])
-        return self.rules_of_units(chosen)
+            chosen += [group.choices[at] for at in order for _ in range(own[at])]
+        return tuple(chosen)
 
-    def rules_of_units(self, chosen: Sequence[Sequence[int]]) -> dict[str, Rule]:
-        """The rules of all units, by the number of each one's choice."""
+    def rules(self, assignment: Assignment) -> dict[str, Rule]:
+        """The rules of all units, by the choice of each."""
         found: dict[str, Rule] = {}
-        for group, numbers in zip(self.groups, chosen):
-            for unit, at in zip(group.units, numbers):
-                found.update(rules_of(unit, group.choices[at], self.least_bytes))
+        for unit, choice in zip(self.units, assignment):
+            found.update(rules_of(unit, choice, self.least_bytes))
         return found
+
+
+class _Pool:
+    """All that was predicted."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.predictor = problem.predictor or Predictor(problem.step)
+        self.candidates: list[Candidate] = []
+        self._known: list[tuple[Assignment, Prediction]] = []
+        self._by_key: dict[frozenset[str], Prediction | None] = {}
+        self._fastest: list[tuple[int, float]] = []
+
+    @property
+    def count(self) -> int:
+        """Predictions so far."""
+        return len(self._by_key)
+
+    @property
+    def size(self) -> int:
+        """Segments and saved tensors of the step that is predicted."""
+        step = self.predictor.step
+        return step.count + len(step.profile.tensors)
+
+    def known(self) -> Sequence[tuple[Assignment, Prediction]]:
+        return self._known
+
+    def predict(self, assignment: Assignment) -> Prediction | None:
+        """What is predicted; None if the host has too little memory for it."""
+        unbeaten = list(self._fastest)
+        found = self._predict(assignment)
+        if found is not None and found.staying and self._fastest != unbeaten:
+            # Rules that move nothing may not be worth their hooks.
+            self._predict(self._without(assignment, found.staying))
+        return found
+
+    def _predict(self, assignment: Assignment) -> Prediction | None:
+        rules = self.problem.rules(assignment)
+        key = frozenset(f"{name} {rule.home} {rule.fraction}" for name, rule in rules.items())
+        if key in self._by_key:
+            return self._by_key[key]
+        found = self.predictor.predict(RuleTable(rules, PoolConfig()))
+        fits_host = found.host_bytes <= self.problem.host_bytes
+        self._by_key[key] = found if fits_host else None
+        if fits_host:
+            self.candidates.append(Candidate(rules, found))
+            self._known.append((assignment, found))
+            self._note(found)
+        return self._by_key[key]
+
+    def _note(self, found: Prediction) -> None:
+        """Keep the peaks and seconds that no other beats."""
+        own = found.peak_bytes, found.seconds
+        if not any(peak <= own[0] and seconds <= own[1] for peak, seconds in self._fastest):
+            left = [(peak, seconds) for peak, seconds in self._fastest if peak < own[0] or seconds < own[1]]
+            self._fastest = [*left, own]
+
+    def _without(self, assignment: Assignment, regions: frozenset[str]) -> Assignment:
+        names = [
+            {unit.inner(region) for region in unit.regions if region.name in regions}
+            for unit in self.problem.units
+        ]
+        return tuple(
+            tuple(item for item in choice if item[0] not in own) for choice, own in zip(assignment, names)
+        )
 
 
 def candidates(problem: Problem) -> list[Candidate]:
     """All candidates, the fastest first; one of them keeps everything."""
-    predictor = problem.predictor or Predictor(problem.step)
-    found: dict[frozenset[str], Candidate] = {}
-    tried: set[frozenset[str]] = set()
-    for rules in _proposals(problem):
-        if (key := _key(rules)) not in tried:
-            tried.add(key)
-            item = _predicted(rules, predictor)
-            if item.predicted.host_bytes <= problem.host_bytes:
-                found.setdefault(_key(item.rules), item)
-    return sorted(found.values(), key=lambda item: (item.predicted.seconds, item.predicted.peak_bytes))
-
-
-def _key(rules: dict[str, Rule]) -> frozenset[str]:
-    return frozenset(f"{name} {rule.home}" for name, rule in rules.items())
-
-
-def _predicted(rules: dict[str, Rule], predictor: Predictor) -> Candidate:
-    """A candidate, without rules that would move nothing if nothing is worse without them."""
-    predicted = predictor.predict(RuleTable(rules, PoolConfig()))
-    fewer = {name: rule for name, rule in rules.items() if name not in predicted.staying}
-    if len(fewer) < len(rules):
-        again = predictor.predict(RuleTable(fewer, PoolConfig()))
-        if again.seconds <= predicted.seconds and again.peak_bytes <= predicted.peak_bytes:
-            return Candidate(fewer, again)
-    return Candidate(rules, predicted)
-
-
-def _proposals(problem: Problem) -> Iterator[dict[str, Rule]]:
-    groups = problem.groups
-    if prod(len(group.choices) ** len(group.units) for group in groups) <= EXHAUSTIVE:
-        ways = (product(range(len(group.choices)), repeat=len(group.units)) for group in groups)
-        yield from map(problem.rules_of_units, product(*ways))
+    pool = _Pool(problem)
+    pool.predict(((),) * len(problem.units))
+    if prod(len(group.choices) ** len(group.units) for group in problem.groups) <= EXHAUSTIVE:
+        for assignment in product(*(group.choices for group in problem.groups for _ in group.units)):
+            pool.predict(assignment)
     else:
-        yield from map(problem.rules, _by_counts(problem))
-        yield from _mixed(problem)
+        each = 1 if predictions_for(pool.size) < FEW else 4
+        for assignment in (*map(problem.by_counts, _by_counts(problem)), *_mixed(problem, each)):
+            pool.predict(assignment)
+        _improve(problem, pool)
+    return sorted(pool.candidates, key=lambda item: (item.predicted.seconds, item.predicted.peak_bytes))
 
 
-def _mixed(problem: Problem) -> Iterator[dict[str, Rule]]:
+def _improve(problem: Problem, pool: _Pool) -> None:
+    link = problem.step.profile.link
+    unplanned = pool.known()[0][1]
+    saved = sum(unplanned.at_peak()[home] for home in HOMES)
+    levels = [unplanned.peak_bytes - round((1 - part) * saved) for part in LEVELS]
+    search = Search(problem.groups, pool, byte_seconds=1 / link.out + 1 / link.back)
+    # A rank of a pipeline is planned many times, once for each way to place layers.
+    share = 1 if pool.predictor.step.count == problem.step.count else 4
+    search.run(levels, predictions_for(pool.size) // share)
+
+
+def _mixed(problem: Problem, each: int) -> Iterator[Assignment]:
     """The earliest so many layers take one choice and the others another; both may offload a part of a layer.
 
     The program sees no difference between a layer that moves all of its bytes and two that move half of theirs. But
@@ -126,18 +182,19 @@ def _mixed(problem: Problem) -> Iterator[dict[str, Rule]]:
         return
     main = max(problem.groups, key=lambda group: len(group.units) * group.costs[0].kept_bytes)
     step = problem.step
-    units = sorted(
-        (unit for group in problem.groups if group.mixes for unit in group.units),
-        key=lambda unit: (step.span(unit.name) or (0, 0))[0],
-    )
-    for first, second, count in likely_pairs(main.mixes, len(units), step):
-        rules: dict[str, Rule] = {}
-        for number, unit in enumerate(units):
-            inner = {unit.inner(region) for region in unit.regions}
-            choice = first if number < count else second
-            own = tuple(item for item in choice if item[0] in inner)
-            rules.update(rules_of(unit, own, problem.least_bytes))
-        yield rules
+    mixed = {unit.name for group in problem.groups if group.mixes for unit in group.units}
+    order = sorted(mixed, key=lambda name: (step.span(name) or (0, 0))[0])
+    places = {name: number for number, name in enumerate(order)}
+    inner = [{unit.inner(region) for region in unit.regions} for unit in problem.units]
+    for first, second, count in likely_pairs(main.mixes, len(order), step, each):
+        chosen = [
+            first if places.get(unit.name, 0) < count else second if unit.name in places else ()
+            for unit in problem.units
+        ]
+        yield tuple(
+            tuple(item for item in choice if item[0] in names) if unit.name in places else ()
+            for unit, choice, names in zip(problem.units, chosen, inner)
+        )
 
 
 def _by_counts(problem: Problem) -> Iterator[Counts]:

@@ -1,0 +1,171 @@
+"""Candidates that are better than those of the linear program, found by changing a few layers at a time.
+
+For each of the memory levels T (parts of what is saved at the unplanned peak) the best known candidate is changed:
+a *block* of neighbouring layers takes a home more, or one less, or the choice of the block beside it. With a price
+p for a byte too much, a change is taken if it makes
+
+    seconds  +  p × max(0, peak - T)
+
+smaller. Every change is predicted, and everything that was predicted is a candidate for all budgets. So neither the
+levels nor what is tried depend on the budget, and more memory never makes a plan slower. Changes are tried in the
+order of what they should bring by the sums of their layers, those of a kind that brought nothing later.
+
+How many predictions that takes is given by the size of the step, and not by a clock: a plan is the same each time.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
+
+from pagestash.planning.layers import Choice, Group, toggled
+from pagestash.planning.prediction import Prediction
+
+WORK, MOST = 320_000, 480
+"""Predictions of a search: `WORK / (segments + saved tensors)`, and at most `MOST`."""
+LEVELS = tuple(part / 20 for part in (19, 17, 15, 13, 11, 10, 9, 8, 7, 6, 5))
+"""Memory levels, as parts of the saved bytes at the unplanned peak: closer where a byte costs more."""
+BLOCKS = 8
+"""Of a group of alike layers: so many are changed one by one, of more a whole number together."""
+PATIENCE = 25
+"""Changes in a row that bring nothing before the next level is looked at."""
+PRICE = 2.0
+"""Of a byte too much, in times of what a byte costs from the fastest to the smallest candidate."""
+DOUBT = 2e-4
+"""Part of the step's time: how much better a change must look for each time that its kind brought nothing."""
+COPIED = 0.1
+"""Part of its time on the link that a byte is taken to cost, to say which changes are tried first."""
+
+Assignment = tuple[Choice, ...]
+"""A choice for every unit, in the order of groups."""
+Kind = tuple[int, object, bool]
+"""Of a change: its group, what is changed, and whether a choice gets longer."""
+
+
+class Pool(Protocol):
+    """What was predicted so far."""
+
+    def predict(self, assignment: Assignment) -> Prediction | None:
+        """What is predicted; None if the host has too little memory for it."""
+
+    def known(self) -> Sequence[tuple[Assignment, Prediction]]: ...
+
+    @property
+    def count(self) -> int:
+        """Predictions so far."""
+
+
+class _Change(NamedTuple):
+    """Units that take another choice, and what that should bring by its sums: bytes and seconds more."""
+
+    kind: Kind
+    units: range
+    choices: Sequence[Choice]
+    bytes: int
+    seconds: float
+
+
+def predictions_for(size: int) -> int:
+    """How many predictions a search is worth in a step with so many segments and tensors."""
+    return min(MOST, WORK // max(1, size))
+
+
+class Search:
+    """Looks for better candidates than a pool has."""
+
+    def __init__(self, groups: Sequence[Group], pool: Pool, *, byte_seconds: float) -> None:
+        self.groups, self.pool = groups, pool
+        self.byte_seconds = byte_seconds
+        """Of a byte over the link and back."""
+        self.blocks = [list(_blocks(group, first)) for group, first in zip(groups, _firsts(groups))]
+        """Of each group: ranges of units."""
+        self.failed: dict[Kind, int] = {}
+
+    def run(self, levels: Sequence[int], predictions: int) -> None:
+        """Change what is best at each level, from the largest to the smallest and back."""
+        known = [found for _, found in self.pool.known()]
+        fastest = min(known, key=lambda item: (item.seconds, item.peak_bytes))
+        smallest = min(known, key=lambda item: (item.peak_bytes, item.seconds))
+        freed = max(1, fastest.peak_bytes - smallest.peak_bytes)
+        price = PRICE * max(1e-6, smallest.seconds - fastest.seconds) / freed
+        sweep = [level for level in levels if level < fastest.peak_bytes]
+        rounds = [*sweep, *reversed(sweep)]
+        left = predictions
+        for number, level in enumerate(rounds):
+            left -= self._improve(level, price, left // (len(rounds) - number))
+
+    def _improve(self, level: int, price: float, most: int) -> int:
+        """Change what is best at a level until nothing gets better; returns how many predictions that took."""
+
+        def score(found: Prediction) -> float:
+            return found.seconds + price * max(0, found.peak_bytes - level)
+
+        current, found = min(self.pool.known(), key=lambda item: (score(item[1]), item[1].peak_bytes))
+        begun, failures, is_better = self.pool.count, 0, True
+        while is_better:
+            best, is_better = score(found), False
+            for change in self._likeliest(current, found, level, price):
+                if self.pool.count - begun >= most or failures >= PATIENCE:
+                    break
+                trial = (*current[: change.units.start], *change.choices, *current[change.units.stop :])
+                predicted = self.pool.predict(trial)
+                is_better = predicted is not None and score(predicted) < best * (1 - 1e-6)
+                self._note(change.kind, is_better=is_better)
+                if predicted is not None and is_better:
+                    current, found, failures = trial, predicted, 0
+                    break
+                failures += 1
+        return self.pool.count - begun
+
+    def _note(self, kind: Kind, *, is_better: bool) -> None:
+        failed = self.failed.get(kind, 0)
+        self.failed[kind] = max(0, failed - 1) if is_better else failed + 1
+
+    def _likeliest(self, current: Assignment, found: Prediction, level: int, price: float) -> list[_Change]:
+        """All changes, what should bring most first."""
+        spare = level - found.peak_bytes
+
+        def worse(change: _Change) -> float:
+            over = max(0, change.bytes - spare) - max(0, -spare)
+            doubt = DOUBT * self.failed.get(change.kind, 0) * found.seconds
+            return change.seconds + price * over + doubt
+
+        return sorted(self._changes(current), key=worse)
+
+    def _changes(self, current: Assignment) -> Iterator[_Change]:
+        for number, (group, blocks) in enumerate(zip(self.groups, self.blocks)):
+            for block in blocks:
+                for step in group.steps:
+                    yield self._change(
+                        number, block, step, current, [toggled(current[at], step) for at in block]
+                    )
+            for one, other in pairwise(blocks):
+                left, right = current[one[-1]], current[other[0]]
+                if left != right:
+                    yield self._change(number, one, "as the next", current, [right] * len(one))
+                    yield self._change(number, other, "as the one before", current, [left] * len(other))
+
+    def _change(
+        self, number: int, block: range, what: object, current: Assignment, choices: Sequence[Choice]
+    ) -> _Change:
+        """The change of a block, with its sums."""
+        cost = self.groups[number].cost
+        size, seconds = 0, 0.0
+        for at, choice in zip(block, choices):
+            old, new = cost(current[at]), cost(choice)
+            size += new.kept_bytes - old.kept_bytes
+            copied = COPIED * self.byte_seconds * (new.moved_bytes - old.moved_bytes)
+            seconds += new.seconds - old.seconds + copied
+        is_longer = len(choices[0]) > len(current[block[0]])
+        return _Change((number, what, is_longer), block, choices, size, seconds)
+
+
+def _firsts(groups: Sequence[Group]) -> Iterator[int]:
+    """The number of each group's first unit."""
+    return accumulate((len(group.units) for group in groups), initial=0)
+
+
+def _blocks(group: Group, first: int) -> Iterator[range]:
+    count = len(group.units)
+    size = -(-count // BLOCKS)
+    for at in range(0, count, size):
+        yield range(first + at, first + min(at + size, count))

@@ -107,17 +107,18 @@ class Keeper(saved.Keeper):
 
             self._target = Target(budget, **measure)
 
-    def attach(self, model: nn.Module, regions: Sequence[str] = ()) -> Self:
+    def attach(self, model: nn.Module, regions: Sequence[str] = (), *, others: Sequence[str] = ()) -> Self:
         """Watch the modules of `model` that a rule names; `regions` are the names that `ps.region` will open.
 
-        A keeper with a budget has one model, and finds the regions itself.
+        `others` are the modules of other stages, where `model` is a part of a larger one: a rule may match only
+        these. A keeper with a budget has one model, and finds the regions itself.
         """
         ahead = self._target is not None and self.plan is None
         if self._target is not None and ahead:
             if self._first is not None and self._first.model is not model:
                 raise ValueError("Keeper(budget=...) plans for one model; make a keeper for each")
             self._target.check(model)
-        super().attach(model, [*regions, *self._opened])
+        super().attach(model, [*regions, *self._opened], others=others)
         if self._auto_rows is None or not self._auto_rows.chosen:
             self._forget_rows()  # there may be more layers now
         if ahead:

@@ -182,3 +182,11 @@ def test_stats_tell_regions_apart(sized):
     assert sum(peaks.values()) == stats.homes["stash"].peak
     assert outside == stats.homes["keep"].peak
     assert all(region.bytes == 0 for region in stats.regions.values())
+
+
+def test_a_rule_may_match_a_module_of_another_stage_alone():
+    stage = nn.Sequential(nn.Linear(4, 4))
+    policy = ps.Policy([ps.Rule("7", "recompute")])
+    with pytest.raises(ValueError, match="7"):
+        ps.Keeper(policy).attach(stage)
+    ps.Keeper(policy).attach(stage, others=["7"]).detach()

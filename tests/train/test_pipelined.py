@@ -76,8 +76,11 @@ def two_ranks(tmp_path_factory):
     alone(longer, folder / "longer")
     # One that a single process began, and after these one that a pipeline did.
     alone(given, folder / "begun alone")
+    again = folder / "again.toml"
+    again.write_text("".join(f'[[rule]]\nmatch = "layers.{n}"\nhome = "recompute"\n' for n in (1, 3)))
     jobs = [
         *piped_jobs(folder, given, FEW),
+        ({**given, "pipeline": 2, "policy": str(again)}, folder / "recomputed", False),
         ({**clipped, "pipeline": 2, "schedule": "1F1B"}, folder / "clipped", False),
         ({**longer, "pipeline": 2, "schedule": "1F1B"}, folder / "begun alone", True),
     ]
@@ -96,6 +99,11 @@ def check_equal(first, second):
 def test_a_schedule_trains_what_one_process_does(two_ranks, name):
     check_equal(two_ranks / "whole", two_ranks / name)
     assert all(line["saved_bytes"]["stash"] > 0 for line in read_metrics(two_ranks / name)[1:])
+
+
+def test_layers_of_single_stages_may_be_recomputed(two_ranks):
+    """Each rule matches a layer that one of the ranks has."""
+    check_equal(two_ranks / "whole", two_ranks / "recomputed")
 
 
 def test_clipping_rounds_by_a_norm_that_is_summed_over_ranks(two_ranks):

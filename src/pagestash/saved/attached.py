@@ -28,8 +28,11 @@ class Attached:
         self._saved = hooks
         self._regions = regions
 
-    def add(self, model: nn.Module, regions: Sequence[str]) -> None:
-        """Put hooks on the modules of `model` that a rule names; a `ValueError` leaves everything as it was."""
+    def add(self, model: nn.Module, regions: Sequence[str], others: Sequence[str] = ()) -> None:
+        """Put hooks on the modules of `model` that a rule names; a `ValueError` leaves everything as it was.
+
+        A rule may also match only one of `regions`, or of `others`, the modules of other parts of the model.
+        """
         if any(model is other for other in self.models):
             raise ValueError("this keeper is attached to the model already; keeper.detach() takes it off")
         if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
@@ -40,7 +43,7 @@ class Attached:
             if there != device and "meta" not in (there.type, device.type):
                 raise ValueError(f"model is on {device}, this keeper's other model on {there}")
         names = named_modules(model)
-        self._policy.check([*names, *regions])
+        self._policy.check([*names, *regions, *others])
         for name in regions:
             rule = self._policy.rule_for(name)
             if rule is not None and rule.home == "recompute" and name not in names:

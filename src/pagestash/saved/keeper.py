@@ -61,9 +61,13 @@ class Keeper:
 
     # --- attach ---
 
-    def attach(self, model: nn.Module, regions: Sequence[str] = ()) -> Self:
-        """Watch the modules of `model` that a rule names; `regions` are the names that `ps.region` will open."""
-        self._attached.add(model, regions)
+    def attach(self, model: nn.Module, regions: Sequence[str] = (), *, others: Sequence[str] = ()) -> Self:
+        """Watch the modules of `model` that a rule names; `regions` are the names that `ps.region` will open.
+
+        `others` are the modules of other stages, where `model` is a part of a larger one: a rule may match only
+        these.
+        """
+        self._attached.add(model, regions, others)
         self._follow_device()
         self._hand_out_pool()
         return self

@@ -92,9 +92,9 @@ class _Run:
             self.done = int(checkpoint.read_state(plan.start)["step"])
         self.keeper = Keeper(plan.policy, backend=backend)
         # A rule may match only layers of another rank; `prepare` checked that it matches some.
-        elsewhere = [name for name, _ in Decoder(plan.decoder, device="meta").named_modules()]
+        others = [name for name, _ in Decoder(plan.decoder, device="meta").named_modules()]
         for model in self.models:
-            self.keeper.attach(model, elsewhere)
+            self.keeper.attach(model, others=others)
         whole = WholeModel if plan.placed is None else PipelinedModel
         self.passes = whole(plan, ranks, self.models, self.keeper, self._autocast)
         # Counts every run of a step, reruns included; the host reads it with the results.

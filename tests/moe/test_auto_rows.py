@@ -169,6 +169,21 @@ def test_a_changed_number_is_within_a_step_of_a_fixed_one_bit_for_bit():
     assert len(seen) > 2  # 0, the first number, another one
 
 
+def test_a_replay_expects_the_number_of_its_forward():
+    def gradients(other):
+        torch.manual_seed(0)
+        model = Stack("auto")
+        keeper = ps.Keeper(ps.Policy([ps.Rule("layers.*", "recompute")]), backend="torch").attach(model)
+        with keeper.step():
+            loss = model(torch.randn(TOKENS, WIDTH), torch.tensor([40, 50, 60]))
+        for layer in model.layers:
+            layer.experts.received_rows.expected = other
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    assert same(gradients(0), gradients(30))
+
+
 def test_a_pool_of_a_given_size_stays_and_the_number_is_the_least_that_suffices():
     pages = 40
     model, keeper = made("auto", device=pages * 1024)

@@ -73,17 +73,15 @@ class Experts(SelfSaving):
             routing = once(lambda: self._route(ids, over))
             return routed_experts(x, weights, up, down, ids, routing, options)
 
-        def send() -> Received:
+        def send() -> tuple[Received, int]:
             received = dispatch.send(x, ids, weights, over)
             # A dispatch that moves nothing may hand on the caller's tensor, which waits where it is.
             if recomputed and received.slots is not x:
                 claim(fc1, received.slots)
-            return received
+            return received, self._expected(received)
 
-        received = once(send)
-        expected = received.expected_rows
-        if expected == "auto":
-            expected = 0 if self.received_rows is None else self.received_rows.expected
+        # The number, too: a keeper may choose another before a replay, which must save the same tensors.
+        received, expected = once(send)
         y = routed_experts(
             received.slots,
             received.weights,
@@ -99,6 +97,13 @@ class Experts(SelfSaving):
         if received.slots is not x and not recomputed:
             early_free(received.slots)
         return dispatch.collect(y, received)
+
+    def _expected(self, received: Received) -> int:
+        """Rows that this layer expects now."""
+        rows = received.expected_rows
+        if rows == "auto":
+            return 0 if self.received_rows is None else self.received_rows.expected
+        return rows
 
     def _route(self, ids: torch.Tensor, over: torch.Tensor | None) -> Routing:
         choices = ids.numel()

@@ -1,5 +1,6 @@
 """Expected rows that a stash rule's `fraction` offloads: a profile and a plan count what a keeper moves."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -67,6 +68,21 @@ def moved_by_keeper(found):
 def test_fits_counts_what_a_keeper_moves(names, prefetch):
     found = policy(names, fraction=1.0, prefetch_bytes=prefetch)
     assert measured().fits(found).moved_bytes == moved_by_keeper(found) > 0
+
+
+def test_fits_finds_the_fraction_with_which_their_copies_hide():
+    profile = measured()
+    slow = replace(profile, link=replace(profile.link, out=1e10, back=1e10), segments=even(profile.segments))
+    found = slow.fits(policy(fraction=1.0, prefetch_bytes=0))
+    assert not found.fits
+    assert 0 < found.fraction < 1
+    assert slow.fits(policy(fraction=found.fraction, prefetch_bytes=0)).fits
+    assert not slow.fits(policy(fraction=found.fraction + 0.01, prefetch_bytes=0)).fits
+
+
+def even(segments):
+    """As long as each other: what was measured on a CPU varies."""
+    return [replace(segment, seconds=1e-3) for segment in segments]
 
 
 def test_without_a_fraction_nothing_moves():

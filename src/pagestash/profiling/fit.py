@@ -93,6 +93,6 @@ class _Part:
 
     def rule_for(self, name: str) -> Rule | None:
         rule = self._policy.rule_for(name)
-        if rule is None or rule.home != "offload":
+        if rule is None or not rule.offloads:
             return rule
         return replace(rule, fraction=self._fraction * rule.fraction)

@@ -158,3 +158,11 @@ def test_a_rank_without_shards_holds_its_experts_and_all_else():
     world = World(size=4, expert_parallel=2)
     assert parameters_a_rank(model, world, shard=True) == total // 4
     assert parameters_a_rank(model, world, shard=False) == total - experts // 2
+
+
+def test_a_setting_may_be_a_number_or_a_word():
+    given = {"layers": None, "model": {"expected_rows": "auto"}}
+    assert checked(given) == given
+    for wrong in ("all", None, True, 1.5):
+        with pytest.raises(ValueError, match=r"model\.expected_rows=.*: expected a whole number"):
+            checked({"model": {"expected_rows": wrong}})

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from pagestash import toml
@@ -190,14 +190,12 @@ def _check_table(values: Mapping[str, Any], kind: type, where: str) -> dict[str,
 def _check_type(value: Any, kind: Any, name: str) -> Any:
     """`value` as `kind`; accepts whole numbers as floats, and a string as a tuple of one."""
     origin = get_origin(kind)
-    if any(isinstance(value, str) and value in get_args(part) for part in get_args(kind)):
-        return value
-    if int in get_args(kind) and origin is Union:  # a number, or one of the words above
-        kind = int
-    elif origin is UnionType:
-        if value is None:
-            return None
-        kind = next(part for part in get_args(kind) if part is not type(None))
+    if origin in (Union, UnionType):  # which are one from Python 3.14 on
+        parts = get_args(kind)
+        words = [word for part in parts for word in get_args(part)]
+        if (value is None and NoneType in parts) or (isinstance(value, str) and value in words):
+            return value
+        kind = next(part for part in parts if part is not NoneType and get_origin(part) is None)
     elif origin is tuple:
         many = [value] if isinstance(value, str) else value
         if not isinstance(many, Sequence) or not all(isinstance(part, str) for part in many):

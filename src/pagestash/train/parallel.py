@@ -155,6 +155,8 @@ class RunRanks:
 
     def _mean_over(self, group: Any, gradients: list[torch.Tensor]) -> None:
         """In place. Every rank of the group has gradients of the same parameters, in the same order."""
+        if dist.get_world_size(group) == 1 < self.world.size:
+            return
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)
         if gradients:

@@ -11,6 +11,7 @@ import pagestash as ps
 from pagestash.kernels import backend
 from pagestash.kernels.moe.route import route
 from pagestash.moe import MoE, MoEConfig, Received
+from pagestash.planning import expected
 from pagestash.saved import received_rows
 
 WIDTH, INNER, EXPERTS, TOP_K, TOKENS, DEPTH = 32, 24, 4, 2, 48, 3
@@ -138,9 +139,11 @@ def test_a_forward_without_backward_is_not_counted():
     ]
 
 
-def test_rows_that_drift_get_another_number_once_and_it_is_said(caplog):
+def test_rows_that_drift_get_another_number_once_and_it_is_said(caplog, monkeypatch):
+    monkeypatch.setattr(received_rows, "EVERY", 16)
+    monkeypatch.setattr(expected, "WINDOW", 16)
     model, keeper = made("auto")
-    few, many = drawn(1 + 10, 0.2, 0.3), drawn(300, 0.9, 1.0)
+    few, many = drawn(1 + 10, 0.2, 0.3), drawn(40, 0.9, 1.0)  # the last decision sees only these
     with caplog.at_level(logging.INFO, "pagestash"):
         for rows in few:
             run(model, keeper, rows)
@@ -153,8 +156,13 @@ def test_rows_that_drift_get_another_number_once_and_it_is_said(caplog):
     assert len(said) == stats.expected_rows.changes >= 1
     assert f"expected_rows becomes {number(keeper)} instead of" in said[-1]
     changes = stats.expected_rows.changes
-    for rows in drawn(140, 0.9, 1.0, seed=3):
+    looked = []
+    monkeypatch.setattr(
+        expected.AutoRows, "decide", lambda self, own=expected.AutoRows.decide: looked.append(own(self))
+    )
+    for rows in drawn(20, 0.9, 1.0, seed=3):
         run(model, keeper, rows)
+    assert looked == [False]
     assert keeper.stats().expected_rows.changes == changes
 
 

@@ -110,13 +110,13 @@ class SavedTensorHooks:
         *,
         chained: bool = False,
         caller: FrameType | None = None,
-        detached: bool = False,
+        for_replay: bool = False,
     ) -> Packed:
         """What stands for a tensor that is saved in `region`.
 
         `chained`: it is saved as the input of a recomputed region. `caller` is whose operation saves it, where
-        there are marks; what no operation saves is saved whole. `detached`: it is nobody else's object, and has no
-        graph.
+        there are marks; what no operation saves is saved whole. `for_replay`: a replay must see it to the last bit.
+        It is then nobody else's object, and has no graph.
         """
         key = plain_storage(tensor)
         owner = region.claimed(key) or region if region.claims else region
@@ -134,11 +134,11 @@ class SavedTensorHooks:
         rule = owner.rule
         # (Outside all regions only outputs of recomputed ones have something else to wait in.)
         if (rule.home != "keep" or rule.bits is not None) if rule is not None else self._outputs.any:
-            handle = self._handle(owner, key, version, tensor, chained, caller)
+            handle = self._handle(owner, key, version, tensor, chained, chained or for_replay, caller)
             if handle is not None:
                 return handle
         # Detached: with its graph, an operation's own output would keep that operation alive.
-        alone = tensor if detached else tensor.detach()
+        alone = tensor if for_replay else tensor.detach()
         return Kept(alone, version, owner.name, self._keep.hold(key, alone, version, owner.name))
 
     def _is_weight(self, tensor: torch.Tensor, key: int | None, region: Region) -> bool:
@@ -157,16 +157,16 @@ class SavedTensorHooks:
         version: int,
         tensor: torch.Tensor,
         chained: bool,
+        exact: bool,
         caller: FrameType | None,
     ) -> Packed | None:
-        """A handle of what moves or is recomputed; None for what stays."""
+        """A handle of what moves or is recomputed; None for what stays. What must be `exact` is not coded."""
         # What another region keeps alive anyway is worth neither a copy nor a forward.
         if self._keep.holds(key, version):
             return None
         rule, coded, keeps = region.rule, False, False
         if rule is not None and rule.bits is not None:
-            # A replay must see what the first forward saw, to the last bit: its inputs are not coded.
-            coded, keeps = not chained and self._can_code(tensor), rule.home == "keep"
+            coded, keeps = not exact and self._can_code(tensor), rule.home == "keep"
             if keeps and not coded:
                 return None
         # The output of a recomputed region needs no home, unless a rule says to keep it.

@@ -155,7 +155,7 @@ class RecordedForward(Recording):
 
     def _hold_tensor(self, tensor: torch.Tensor, region: Region, *, chained: bool, note: bool) -> HeldTensor:
         key, alone = plain_storage(tensor), tensor.detach()
-        packed = self._hooks.pack_in(region, alone, chained=chained, detached=True)
+        packed = self._hooks.pack_in(region, alone, chained=chained, for_replay=True)
         if note and key is not None:
             self._held.setdefault(key, []).append((alone, tensor._version))
         is_output = isinstance(packed, OutputHandle)

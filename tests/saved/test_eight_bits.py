@@ -14,10 +14,8 @@ from pagestash.planning.predict import predict
 from pagestash.saved.eight_bits import can_code
 from pagestash.simulation.homes import PolicyHomes
 
-WIDTH, ROWS = (
-    64,
-    96,
-)  # no weight has as many rows: a tensor without history in the shape of a weight is not coded
+# No weight has as many rows: a tensor without history in the shape of a weight is not coded.
+WIDTH, ROWS = 64, 32
 POOLS = {
     "measured": {"headroom": 2.0},
     "tiny pages": {"page": 64, "headroom": 2.0},

@@ -76,6 +76,21 @@ def test_a_malformed_file_is_one_sentence(tables, change, sentence):
     assert "\n" not in str(error.value)
 
 
+def test_what_a_file_leaves_out_can_be_written_out(tables):
+    optional = {
+        "device": ["kernel"],
+        "host": ["launch", "region"],
+        "node": ["dispatch_processors", "beside_compute"],
+    }
+    for table, names in optional.items():
+        for name in names:
+            tables[table].pop(name)
+    short = parse_cluster(tables, 8, "mine.toml")
+    for table, names in optional.items():
+        tables[table] |= {name: getattr(getattr(short, table), name) for name in names}
+    assert parse_cluster(tables, 8, "mine.toml") == short
+
+
 def test_products_are_never_faster_than_the_peak_or_than_memory():
     cluster = read_cluster("h100:8")
     for m, n, k, groups in (

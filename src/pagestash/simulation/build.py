@@ -61,7 +61,8 @@ class Run:
     """Whether weight gradients wait for the end of their layer (Megatron-LM's `--delay-wgrad-compute`)."""
     dispatcher: Dispatcher = "alltoall"
     graphs: Sequence[str] = ()
-    """What is captured in CUDA graphs, layer by layer: `attn`, `router`, `mlp`."""
+    """What is captured in CUDA graphs: `attn`, `router` and `mlp` layer by layer, or all of forward and backward
+    (`full`)."""
     skew: float = 1.0
     """Received rows over balanced rows, for the memory of a rank that is always hot."""
 

@@ -217,7 +217,7 @@ class Cluster:
 _TABLES: dict[str, type] = {"device": Device, "matmul": Matmul, "host": Host, "node": Node}
 _BYTES = ("memory", "product_workspace", "outside")
 _COUNTS = ("processors", "devices", "nvlink_devices", "dispatch_processors")
-_MAY_BE_ZERO = ("latency", "launch", "region", "kernel")
+_MAY_BE_ZERO = ("latency", "launch", "region", "kernel", "dispatch_processors")
 
 
 def read_cluster(text: str) -> Cluster:
@@ -281,8 +281,9 @@ def _parse_number(value: Any, name: str, where: str) -> float | int:
         return parse_bytes(value, f"{where} {name}")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{where} {name}={value!r}: expected a number")
-    if name in _COUNTS and (value < 1 or value != int(value)):
-        raise ValueError(f"{where} {name}={value!r}: expected a whole number, at least 1")
+    least = 0 if name in _MAY_BE_ZERO else 1
+    if name in _COUNTS and (value < least or value != int(value)):
+        raise ValueError(f"{where} {name}={value!r}: expected a whole number, at least {least}")
     if name.endswith("efficiency") and not 0 < value <= 1:
         raise ValueError(f"{where} {name}={value!r}: expected a part of 1")
     if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):

@@ -221,3 +221,35 @@ def test_a_tensor_changed_in_place_after_its_region_is_as_it_was_when_saved():
             model[0].y.add_(1)
         loss.backward()
     assert torch.equal(x.grad, 2 * (x * 2).detach() * 2)
+
+
+class FusedProjection(nn.Module):
+    """Queries, keys and values are slices of one result; all of them are saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 64, bias=False)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).split([40, 12, 12], dim=1)
+        return q.square().sum() + k.square().sum() + v.square().sum()
+
+
+@pytest.mark.parametrize("home", ["stash", "offload"])
+def test_thin_slices_of_what_leaves_anyway_take_no_bytes_of_their_own(home):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(FusedProjection()), torch.randn(32, 16)
+    model(x).backward()
+    plain = model[0].qkv.weight.grad.clone()
+    rule = ps.Rule("0", home, min_bytes=1024)
+    keeper = ps.Keeper(ps.Policy([rule], ps.PoolConfig(page=256)), backend="torch").attach(model)
+    held = []
+    for _ in range(3):
+        model.zero_grad()
+        with keeper.step():
+            loss = model(x)
+            held.append(keeper.stats().homes[home].bytes)
+            loss.backward()
+        assert torch.equal(model[0].qkv.weight.grad, plain)
+    # The projection, whole, and its input. (From the second step on, the only group is within offload's window.)
+    assert held[0] == 32 * 64 * 4 + x.nbytes

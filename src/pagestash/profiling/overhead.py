@@ -43,6 +43,11 @@ class _Small(nn.Module):
 
     saves = 2
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        # A keeper moves what is on the device of its model's parameters.
+        self.here = nn.Parameter(torch.zeros((), device=device), requires_grad=False)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.silu(nn.functional.silu(x))
 
@@ -50,7 +55,7 @@ class _Small(nn.Module):
 def measure_overhead(device: torch.device) -> Overhead:
     """Run a chain of regions without a keeper, and under keepers that keep, recompute and move every second one."""
     chain = nn.Sequential(
-        OrderedDict((f"{kind}{at}", _Small()) for at in range(REGIONS) for kind in ("other", "region"))
+        OrderedDict((f"{kind}{at}", _Small(device)) for at in range(REGIONS) for kind in ("other", "region"))
     )
     alone = _launched(chain, device, None)
     kept = _launched(chain, device, Rule("region0", "keep"))

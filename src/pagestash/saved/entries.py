@@ -67,6 +67,25 @@ class Entries:
         self._of_step.append(entry)
         return entry
 
+    def takes_in(self, view: SavedView, region: Region, size: int) -> bool:
+        """Whether an entry of the region's group can have the view for fewer bytes than its own, `size`.
+
+        So it is for the keys and values of a fused projection whose queries are saved, too.
+        """
+        assert region.rule is not None
+        for entry in self._known.get((view.key, region.rule.home), ()):
+            if (
+                entry in region.entries
+                and entry.version == view.version
+                and entry.rows is None
+                and entry.dtype is None
+                and not entry.storage.expired()
+            ):
+                grown = max(entry.last, view.last) - min(entry.first, view.first)
+                if grown - (entry.last - entry.first) < size:
+                    return True
+        return False
+
     def give_up(self) -> None:
         """The step ended by an exception: no backward will ask for what it saved."""
         give_up(self._of_step)

@@ -190,7 +190,9 @@ class SavedTensorHooks:
             return output.pack(tensor, view.recipe(), whole=self.rows_of(region, tensor) is None)
         valid = self._valid(region, view, caller) if region.exact or self.marks.any else None
         # A thin slice of what it spans, and no expanded view.
-        if last - first > SPARSE * size:
+        if last - first > SPARSE * size and not (
+            valid is None and not coded and self._entries.takes_in(view, region, size)
+        ):
             return self._pack_dense(region, view, valid, coded)
         handle = Handle(self._entries.find(view, region, valid, coded=coded), view.recipe())
         return self._wait_for_reader(handle, key, view, region, valid)

@@ -134,7 +134,7 @@ class GraphedStep:
         elif self._constants != self._rates.constants():
             self.wait()
             self._capture()
-        elif self._graph is None:  # an earlier recovery ended in an exception
+        elif self._graph is None:  # an earlier recovery ended in an exception, or the last step ran eagerly
             self.wait()
             if self._graph is None:
                 self._capture()
@@ -142,7 +142,7 @@ class GraphedStep:
             self._look_at_oldest()
         if self._expected.change():
             self.wait()
-            self._graph = None
+            self._graph = self._outputs = None  # frees their memory before the pool takes other memory
             self._expected.adopt()
             if self._expected.leave():
                 return self._on_stream(self._run_eagerly, args, kwargs)

@@ -253,3 +253,22 @@ def test_thin_slices_of_what_leaves_anyway_take_no_bytes_of_their_own(home):
         assert torch.equal(model[0].qkv.weight.grad, plain)
     # The projection, whole, and its input. (From the second step on, the only group is within offload's window.)
     assert held[0] == 32 * 64 * 4 + x.nbytes
+
+
+class Dropped(FusedProjection):
+    """Nobody asks for the queries."""
+
+    def forward(self, x):
+        q, k, _ = self.qkv(x).split([40, 12, 12], dim=1)
+        q.square()
+        return k.square().sum()
+
+
+def test_a_thin_slice_does_not_bring_back_a_buffer_that_nobody_asks_for():
+    model, x = nn.Sequential(Dropped()), torch.randn(32, 16)
+    rule = ps.Rule("0", "stash", min_bytes=1024)
+    keeper = ps.Keeper(ps.Policy([rule], ps.PoolConfig(page=256)), backend="torch").attach(model)
+    with keeper.step():
+        loss = model(x)
+        assert keeper.stats().homes["stash"].bytes == 32 * 12 * 4 + x.nbytes
+        loss.backward()

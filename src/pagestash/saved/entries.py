@@ -75,7 +75,8 @@ class Entries:
         assert region.rule is not None
         for entry in self._known.get((view.key, region.rule.home), ()):
             if (
-                entry in region.entries
+                entry.handles
+                and entry in region.entries
                 and entry.version == view.version
                 and entry.rows is None
                 and entry.dtype is None

@@ -138,3 +138,11 @@ def test_a_checkpoint_fits_any_number_of_ranks(tmp_path, ranks, layout):
     torchrun(ranks, parts, tmp_path / "run", "--resume")
     run({"steps": STEPS + 2, "batch": 4}, tmp_path / "run", resume=True)
     close(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_single_process_takes_no_notice_of_its_callers_group(tmp_path):
+    given = few(tmp_path, 4)
+    alone = run(given, tmp_path / "alone")
+    spawn(runs, 1, [(given, tmp_path / "grouped", False)])
+    grouped = read_metrics(tmp_path / "grouped")
+    assert [(a["loss"], a["grad_norm"]) for a in alone] == [(b["loss"], b["grad_norm"]) for b in grouped]

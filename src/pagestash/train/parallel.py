@@ -82,7 +82,8 @@ class World:
 class RunRanks:
     """The process groups of a run; in a single process there are none, and every method is a no-op.
 
-    (Unless a process group of one rank is initialised: then it runs the collectives that several ranks would.)
+    (Unless a process group of one rank is initialised, and `shard` is off: then it runs the collectives that
+    several ranks would.)
     """
 
     def __init__(self, world: World, device: torch.device, *, shard: bool = True) -> None:
@@ -95,7 +96,7 @@ class RunRanks:
         self._mesh: Any = None
         self._expert_mesh: Any = None
         self._mine = False
-        if world.size == 1 and not (dist.is_available() and dist.is_initialized()):
+        if world.size == 1 and (shard or not (dist.is_available() and dist.is_initialized())):
             return
         from torch.distributed.device_mesh import init_device_mesh
 

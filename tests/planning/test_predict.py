@@ -72,6 +72,11 @@ POLICIES = {
     "a third of attention offloaded": [offload(CORE, prefetch_bytes=0, fraction=0.33)],
     "two thirds of attention offloaded": [offload(CORE, fraction=0.67), offload(PROJECTION)],
     "offloaded attention with its projection": [offload(CORE, prefetch_bytes=0), offload(PROJECTION)],
+    "slices of a projection, in one group": [offload("layers.*.attn", prefetch_bytes=0)],
+    "slices of a projection, in two groups": [
+        offload("layers.*.attn.q_norm", prefetch_bytes=0),
+        offload(CORE, prefetch_bytes=0),
+    ],
     "both": [*NORMS, offload(CORE, prefetch_bytes=0), offload("layers.*.moe.moe_act", prefetch_bytes=0)],
 }
 
@@ -84,7 +89,9 @@ def test_the_peak_and_the_bytes_of_each_home_are_those_of_a_keepers_step(name, g
     peak, stats = step_under(model, policy, lambda: sum(model(*GIVEN)).backward(), gradients)
     assert found.peak_bytes - peak < 256  # copies begin at multiples of 16 bytes
     assert peak - found.peak_bytes < (small(profile) / 4 if name == "one layer" else 256)
-    assert found.host_bytes == stats.homes["offload"].peak
+    # Queries span all but the last row's keys and values; here the storage counts.
+    beyond = 4096 if name == "slices of a projection, in two groups" else 0
+    assert 0 <= found.host_bytes - stats.homes["offload"].peak <= beyond
     if name != "experts by themselves":  # a fused layer's own tensors never pass the keeper
         # What comes back counts until backward asks for it there, and until it is freed here.
         assert stats.homes["recompute"].peak <= max(found.memory["recompute"])

@@ -370,14 +370,20 @@ class _Playing:
             found["put", key] = max(0, min(most, beside) - peak - pool)
         return found
 
-    def _offload(self, moves: Sequence[Move], played: Played) -> int:
-        """Count what offloaded groups take; returns the most bytes on the host."""
-        by_key = {move.key: move for move in moves}
+    def _until_put(self, moves: Sequence[Move]) -> None:
+        """Count what is saved until its group is put."""
         for move in moves:
             for storage in move.storages:
                 if self.homes.get(storage) == "offload":
                     life = self.step.lives[storage]
                     self._add("offload", life.saved_at, move.put_at - 1, life.bytes)
+            for saved_at, size in move.slices:
+                self._add("offload", saved_at, move.put_at - 1, size)
+
+    def _offload(self, moves: Sequence[Move], played: Played) -> int:
+        """Count what offloaded groups take; returns the most bytes on the host."""
+        by_key = {move.key: move for move in moves}
+        self._until_put(moves)
         fetched: set[Key] = set()
         changes = self.changes["offload"]
         host = most_host = 0
@@ -385,8 +391,10 @@ class _Playing:
         for at, what, key in played.changes:
             move = by_key[key]
             freed = {s: self.step.lives[s].bytes for s in move.storages if self.homes.get(s) == "offload"}
-            own = sum(freed.values())
-            leaves = sum(size for storage, size in freed.items() if storage in move.leaving)
+            own = sum(freed.values()) + move.slice_bytes
+            leaves = (
+                sum(size for storage, size in freed.items() if storage in move.leaving) + move.slice_bytes
+            )
             if what == "put":
                 changes[at] += own
             elif what == "left":

@@ -10,8 +10,9 @@ Which tensors leave under a `fraction` is decided by the keeper's own rule, too 
 A keeper may differ from this in two points, which a profile does not know:
 
 - The headroom: where memory is far below its peak, a keeper lets copies out take longer, so it waits no longer.
-- Which part of a storage a tensor covers. Here the whole storage counts, once; a keeper moves the range that a
-  region's tensors cover, and each thin slice (less than half of what it spans) by itself.
+- Which part of a storage a tensor covers. Here the whole storage counts, once, and a thin slice of it (less than
+  half) where another group has it. A keeper moves the range that a region's tensors cover, and a thin slice of what
+  it spans by itself, if its group does not take that anyway.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from pagestash.profiling.records import SavedTensor, Segment
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, make_plan
 from pagestash.saved.offload.split import EntryShape, RowSplit, mean_rows
 from pagestash.saved.offload.window import Decision, Window, WindowGroup
+from pagestash.saved.storage import SPARSE
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,12 @@ class Move:
     """The segments of backward that begin by asking for one of its tensors, in order."""
     dropped_at: int
     """The segment that begins when backward is done with it."""
+    slices: tuple[tuple[int, int], ...] = ()
+    """Thin slices of storages that another group takes whole, whose elements are copied: saved when, and bytes."""
+
+    @property
+    def slice_bytes(self) -> int:
+        return sum(size for _, size in self.slices)
 
 
 def moves_of(
@@ -68,36 +76,51 @@ def moves_of(
     """
     ends = list(accumulate(segment.seconds for segment in segments))
     groups: dict[tuple[str, int], list[SavedTensor]] = {}
-    seen: set[int] = set()
+    slices: dict[tuple[str, int], list[SavedTensor]] = {}
+    owners: dict[int, tuple[str, int]] = {}
     for tensor, home in zip(tensors, homes):
-        if home == "offload" and tensor.storage not in seen:
-            seen.add(tensor.storage)
-            _, name = rule_of(policy, tensor.path)
-            groups.setdefault((name, _last_segment(segments, tensor.saved_at, name)), []).append(tensor)
+        # (A tensor that is neither the first of its storage nor thin has no bytes of its own.)
+        if home != "offload" or (tensor.storage in owners and not _is_thin(tensor)):
+            continue
+        _, name = rule_of(policy, tensor.path)
+        where = (name, _last_segment(segments, tensor.saved_at, name))
+        if tensor.storage not in owners:
+            owners[tensor.storage] = where
+            groups.setdefault(where, []).append(tensor)
+        elif owners[tensor.storage] != where:
+            groups.setdefault(where, [])
+            slices.setdefault(where, []).append(tensor)
     rules = {name: rule for name, _ in groups if (rule := policy.rule_for(name)) is not None}
     split = RowSplit(_expected_rows((rules[name], group) for (name, _), group in groups.items()))
     moves = []
     for (name, last), group in sorted(groups.items(), key=lambda item: item[0][1]):
-        rule = rules[name]
+        rule, thin = rules[name], slices.get((name, last), [])
+        sliced = sum(tensor.bytes for tensor in thin)
         shares = {tensor.storage: split.share(rule, _shape(tensor)) for tensor in group}
-        asked = tuple(sorted(tensor.needed_at for tensor in group))
+        asked = tuple(sorted(tensor.needed_at for tensor in (*group, *thin)))
         moves.append(
             Move(
                 key=(*positions.get(name, ()), name, last),
                 ready=ends[last],
                 needed=ends[asked[0] - 1],
-                bytes=sum(shares.values()),
-                device_bytes=sum(tensor.storage_bytes for tensor in group if shares[tensor.storage]),
+                bytes=sum(shares.values()) + sliced,
+                device_bytes=sum(tensor.storage_bytes for tensor in group if shares[tensor.storage]) + sliced,
                 kept_bytes=sum(tensor.storage_bytes for tensor in group if not shares[tensor.storage]),
                 window=rule.prefetch_bytes,
                 storages=tuple(shares),
                 leaving=frozenset(storage for storage, share in shares.items() if share),
                 put_at=last + 1,
                 asked_at=asked,
-                dropped_at=1 + max(tensor.freed_at for tensor in group),
+                dropped_at=1 + max(tensor.freed_at for tensor in (*group, *thin)),
+                slices=tuple((tensor.saved_at, tensor.bytes) for tensor in thin),
             )
         )
     return moves
+
+
+def _is_thin(tensor: SavedTensor) -> bool:
+    """Whether a keeper copies its elements, unless its group takes the storage anyway; see `saved/hooks.py`."""
+    return SPARSE * tensor.bytes < tensor.storage_bytes
 
 
 def _shape(tensor: SavedTensor) -> EntryShape:

@@ -20,8 +20,9 @@ from typing import NamedTuple, Protocol
 from pagestash.planning.layers import Choice, Group, toggled
 from pagestash.planning.prediction import Prediction
 
-WORK, MOST = 320_000, 480
-"""Predictions of a search: `WORK / (segments + saved tensors)`, and at most `MOST`."""
+MOST, SIZE = 480, 700
+"""Predictions of a search: `MOST × (SIZE / size)²`, and at most `MOST`, where a step's size is the number of its
+segments and saved tensors. A prediction takes longer the larger the step, and so does the search between two."""
 LEVELS = tuple(part / 20 for part in (19, 17, 15, 13, 11, 10, 9, 8, 7, 6, 5))
 """Memory levels, as parts of the saved bytes at the unplanned peak: closer where a byte costs more."""
 BLOCKS = 8
@@ -66,7 +67,7 @@ class _Change(NamedTuple):
 
 def predictions_for(size: int) -> int:
     """How many predictions a search is worth in a step with so many segments and tensors."""
-    return min(MOST, WORK // max(1, size))
+    return min(MOST, MOST * SIZE**2 // max(1, size) ** 2)
 
 
 class Search:

@@ -241,6 +241,7 @@ def _join(before: Choice, item: Choice) -> Choice | None:
     return tuple(sorted({*before, *item}))
 
 
+@lru_cache(maxsize=2**14)  # a search asks for the same few again and again
 def toggled(choice: Choice, item: Choice) -> Choice:
     """The choice without these homes if it has them all, else with them, and without what contradicts them."""
     if set(item) <= set(choice):

@@ -1,6 +1,7 @@
 """The records of a profile, the same in memory and in JSON."""
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 Kind = Literal["activation", "weight_cast", "input", "weight", "weight_view", "buffer"]
@@ -58,12 +59,17 @@ class SavedTensor:
     @property
     def elsewhere(self) -> bool:
         """Whether anything but saved tensors holds the storage, so that no home could free it."""
-        return any(name.startswith(("output of ", BATCH, OUTPUT, USER)) for name in self.held_by)
+        return _is_elsewhere(self.held_by)
 
     @property
     def movable(self) -> bool:
         """Whether its storage is counted here and a home could free it."""
         return self.counted > 0 and not self.elsewhere
+
+
+@lru_cache(maxsize=2**12)  # asked for every tensor of every policy that is predicted
+def _is_elsewhere(held_by: tuple[str, ...]) -> bool:
+    return any(name.startswith(("output of ", BATCH, OUTPUT, USER)) for name in held_by)
 
 
 @dataclass(frozen=True, slots=True)

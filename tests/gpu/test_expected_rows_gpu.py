@@ -9,16 +9,13 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from support import same
+from support.faults import broken_arrival, broken_let_go
 from support.uninitialised import filled_with_nan
 from torch import nn
 
 import pagestash as ps
 from pagestash.kernels.moe.route import route
 from pagestash.moe import MoE, MoEConfig, Received
-from pagestash.saved.offload import transfers
-from pagestash.saved.offload.moving import Moving
-from pagestash.saved.offload.transfers import Transfers
-from pagestash.saved.offload.window import Window
 from pagestash.saved.streams import SideStream
 
 pytestmark = pytest.mark.gpu
@@ -225,31 +222,6 @@ def test_a_compute_stream_that_is_late_changes_nothing(model):
         layer["norm"].register_forward_hook(lambda *_: torch.cuda._sleep(LONG // 10))
         layer["norm"].register_full_backward_hook(lambda *_: torch.cuda._sleep(LONG // 10))
     assert same(gradients(model, keeper), plain)
-
-
-def broken_let_go(monkeypatch):
-    """A source is let go without the compute stream waiting for its copy."""
-    right = Transfers.let_go
-
-    def wrong(self, *, over=False):
-        with monkeypatch.context() as patch:
-            patch.setattr(transfers, "wait_here", lambda event: None)
-            right(self, over=over)
-
-    monkeypatch.setattr(Transfers, "let_go", wrong)
-    monkeypatch.setattr(Window, "leaving_limit", lambda self, key: 0)  # at once
-
-
-def broken_arrival(monkeypatch):
-    """A reader that does not wait for the copy back."""
-    right = Moving._take_in
-
-    def wrong(self, group):
-        arrived, group.arrived = group.arrived, None
-        right(self, group)
-        group.arrived = arrived
-
-    monkeypatch.setattr(Moving, "_take_in", wrong)
 
 
 @pytest.mark.parametrize(

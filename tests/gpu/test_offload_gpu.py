@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from support import same
+from support.faults import broken_arrival, broken_let_go
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -16,8 +17,6 @@ from pagestash.saved.offload import transfers
 from pagestash.saved.offload.moving import Moving
 from pagestash.saved.offload.plan import OffloadPlan, StepOrder
 from pagestash.saved.offload.split import RowSplit
-from pagestash.saved.offload.transfers import Transfers
-from pagestash.saved.offload.window import Window
 from pagestash.saved.stash import Stash
 from pagestash.saved.storage import Entry
 from pagestash.saved.streams import SideStream
@@ -197,31 +196,6 @@ def test_a_compute_stream_that_is_late_changes_nothing(model, x):
         layer[1].register_forward_hook(lambda *_: torch.cuda._sleep(LONG // 10))
         layer[1].register_full_backward_hook(lambda *_: torch.cuda._sleep(LONG // 10))
     assert same(gradients(model, x, keeper), plain)
-
-
-def broken_let_go(monkeypatch):
-    """A source is let go without the compute stream waiting for its copy."""
-    right = Transfers.let_go
-
-    def wrong(self, *, over=False):
-        with monkeypatch.context() as patch:
-            patch.setattr(transfers, "wait_here", lambda event: None)
-            right(self, over=over)
-
-    monkeypatch.setattr(Transfers, "let_go", wrong)
-    monkeypatch.setattr(Window, "leaving_limit", lambda self, key: 0)  # at once
-
-
-def broken_arrival(monkeypatch):
-    """A reader that does not wait for the copy back."""
-    right = Moving._take_in
-
-    def wrong(self, group):
-        arrived, group.arrived = group.arrived, None
-        right(self, group)
-        group.arrived = arrived
-
-    monkeypatch.setattr(Moving, "_take_in", wrong)
 
 
 @pytest.mark.parametrize(

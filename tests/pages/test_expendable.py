@@ -116,3 +116,18 @@ def test_reserve_and_write_check_their_arguments():
     ticket = pool.reserve((4, PAGE), torch.uint8, rows(2))
     with pytest.raises(ValueError, match="256"):
         pool.write(ticket, torch.zeros(3, PAGE, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("pages", [10, 6])
+def test_a_restore_can_depend_on_whether_other_pages_are_missing(backend, pages):
+    pool = PagePool("cpu", PAGE, pages, backend=backend)
+    kept = pool.reserve((16, PAGE), torch.uint8, rows(5))
+    values = torch.randint(0, 255, (16, PAGE), dtype=torch.uint8)
+    pool.write(kept, values)
+    other = pool.reserve((16, PAGE), torch.uint8, rows(3), expendable=True)
+    buffer = torch.full((16, PAGE), 7, dtype=torch.uint8)
+    pool.restore_into([kept], [buffer], None, unless=other.group.book[Header.STATUS])
+    missing = status(other) == Status.REFUSED
+    assert missing == (pages == 6)
+    assert torch.equal(buffer[:5], values[:5] if missing else torch.full((5, PAGE), 7, dtype=torch.uint8))
+    assert (buffer[5:] == 7).all()

@@ -11,6 +11,7 @@ __all__ = [
     "Backend",
     "cdiv",
     "choose",
+    "described_tensor",
     "interpreted",
     "launching_on",
     "multiprocessors",
@@ -67,6 +68,13 @@ def launching_on(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOWHERE_ELSE
     return torch.cuda.device(device)
+
+
+def described_tensor(tensor: torch.Tensor, block: list[int]) -> Any:
+    """`tensor` for a kernel that reads it in whole blocks by the copy engine of a multiprocessor (TMA)."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(tensor, block)
 
 
 def cdiv(value: int, by: int) -> int:

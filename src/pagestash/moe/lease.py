@@ -35,9 +35,15 @@ class Lease:
             )
         return Pages(self.pool.memory, self.ticket.span, self.ticket.member, self.ticket.group.book)
 
-    def restore(self) -> torch.Tensor:
-        """The valid rows in a new buffer of the original shape; the rest of it is undefined."""
-        return self.pool.restore([self.ticket], fill=None)[0]
+    def restore(self, *, unless: "Lease | None" = None) -> torch.Tensor:
+        """The valid rows in a new buffer of the original shape; the rest of it is undefined.
+
+        So is all of it where the lease `unless` got its pages.
+        """
+        (buffer,) = buffers = self.pool.buffers([self.ticket])
+        status = None if unless is None else unless.pages.status
+        self.pool.restore_into([self.ticket], buffers, None, unless=status)
+        return buffer
 
     def close(self) -> None:
         """Give the pages back; a second time changes nothing."""

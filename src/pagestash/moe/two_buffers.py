@@ -58,11 +58,12 @@ class ExcessSource:
     cut: Cut
     like_TD: torch.Tensor
 
-    def rows(self) -> torch.Tensor:
+    def rows(self, *, unless: Lease | None = None) -> torch.Tensor:
+        """The rows; undefined ones where the lease `unless` got its pages."""
         if self.tokens_TD is not None:
             return permute(self.tokens_TD, self.inverse_TK, self.cut.excess)
         if self.lease is not None:
-            return self.lease.restore()
+            return self.lease.restore(unless=unless)
         return self.like_TD.new_empty(0, self.like_TD.shape[1])
 
 
@@ -74,10 +75,12 @@ def recompute_missing(
         h.expected = of_rows(up.forward, x.expected, ends.expected)
     if h.excess is None:
         assert ends.excess is not None
-        x_RD = source.rows() if x.excess is None else x.excess
+        # Rows that stay for the gradient of `up_EHD` come back whole. Few rows in one of the largest buffers do not
+        # stay meanwhile: here they come back only where pages of `h` are missing, and for that gradient once more.
+        stays = source.lease is None or not source.cut.expected
+        x_RD = source.rows(unless=None if stays else h_lease) if x.excess is None else x.excess
         h.excess = recomputed_projection(x_RD, up, h_lease, ends.excess)
-        if source.lease is None or not source.cut.expected:
-            # Else few rows are in one of the largest buffers: they come back twice rather than stay meanwhile.
+        if stays:
             x.excess = x_RD
 
 

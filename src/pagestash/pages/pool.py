@@ -255,8 +255,12 @@ class PagePool:
         fill: float | None = 0.0,
         *,
         tiers: copy.Tiers = "both",
+        unless: torch.Tensor | None = None,
     ) -> None:
-        """Restore into `buffers`; `tiers` allows the host half to run ahead on a side stream."""
+        """Restore into `buffers`; `tiers` allows the host half to run ahead on a side stream.
+
+        `unless` is the status of other pages (`Pages.status`): where they were granted, nothing is restored.
+        """
         checked = check_tickets(self._id, tickets, "restore")
         check_buffers(self.device, checked, buffers, "buffers")
         patterns = {buffer.dtype: fill_pattern(fill, buffer.dtype) for buffer in buffers}
@@ -269,6 +273,7 @@ class PagePool:
                 group.book,
                 [patterns[part.dtype] for part in parts],
                 tiers=tiers,
+                unless=unless,
             )
 
     def release(self, tickets: Sequence[Ticket]) -> None:

@@ -30,9 +30,10 @@ from pagestash.kernels.pages.paged import (
     widest_block,
 )
 
+COLUMNS = 1024
+"""The most of a tile, which then has one token: a choice without a row is branched over, not masked off."""
 ELEMENTS = 4096
-"""Of a tile, over 4 warps: 64 bytes a thread in flight for each row."""
-WARPS = 4
+"""Of a tile of fewer columns."""
 
 
 def permute(
@@ -101,10 +102,11 @@ def permute_split(
             PAGED=page is not None,
             PAGE=page or 65536,
             WIDE=tile.wide,
+            WITHIN=tile.within,
             WHOLE=tile.whole,
             TOKENS=tile.together,
             BLOCK=tile.block,
-            num_warps=WARPS,
+            num_warps=tile.warps,
         )
     return expected_SD, excess_RD
 
@@ -154,7 +156,7 @@ def combine(
             WHOLE=tile.whole,
             TOKENS=tile.together,
             BLOCK=tile.block,
-            num_warps=WARPS,
+            num_warps=tile.warps,
         )
     return out_TD
 
@@ -178,7 +180,7 @@ def weight_gradient(
             rows_RD.shape[1],
             K=inverse_TK.shape[1],
             BLOCK=1024,
-            num_warps=WARPS,
+            num_warps=4,
         )
     return out_TK
 
@@ -205,17 +207,23 @@ class _Tile(NamedTuple):
     """Whether they make up the row exactly."""
     wide: bool
     """Whether each begins at a multiple of 16 bytes."""
+    within: bool
+    """Whether each lies in one page."""
+    warps: int
 
 
 @cache
 def _tile(width: int, element_size: int, page: int | None = None) -> _Tile:
-    block = widest_block(width, 1024, element_size, page)
+    block = widest_block(width, COLUMNS, element_size, page)
+    whole = width % block == 0
     return _Tile(
         block,
-        max(1, ELEMENTS // block),
+        1 if block == COLUMNS else max(1, ELEMENTS // block),
         cdiv(width, block),
-        width % block == 0,
+        whole,
         is_wide(width, block, element_size),
+        page is not None and whole and page % (block * element_size) == 0,
+        2 if block == COLUMNS else 4,
     )
 
 
@@ -289,6 +297,7 @@ def _permute_kernel(
     PAGED: tl.constexpr,
     PAGE: tl.constexpr,
     WIDE: tl.constexpr,
+    WITHIN: tl.constexpr,
     WHOLE: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -317,26 +326,27 @@ def _permute_kernel(
     for k in tl.static_range(K):
         at = token.to(tl.int64) * K + k
         row = tl.load(inverse + at, mask=inside, other=-1)
-        needed = True
-        scaled = value
-        if WEIGHTED:
-            weight = tl.load(weights + at, mask=row >= 0, other=0.0).to(tl.float32)
-            scaled = (value.to(tl.float32) * weight[:, None]).to(value.dtype)
-        if SPLIT:
-            target = expected + row.to(tl.int64)[:, None] * width + column[None, :]
-            tl.store(target, scaled, mask=mask & ((row >= 0) & (row < split))[:, None])
-            row -= split
+        if tl.max(row, axis=0) >= 0:
+            scaled = value
+            if WEIGHTED:
+                weight = tl.load(weights + at, mask=row >= 0, other=0.0).to(tl.float32)
+                scaled = (value.to(tl.float32) * weight[:, None]).to(value.dtype)
+            if SPLIT:
+                target = expected + row.to(tl.int64)[:, None] * width + column[None, :]
+                tl.store(target, scaled, mask=mask & ((row >= 0) & (row < split))[:, None])
+                row -= split
             # Few rows or none are in excess: most tiles need not even work out where they would go.
-            needed = tl.max(row, axis=0) >= 0
-        if needed:
-            target = excess + row.to(tl.int64)[:, None] * width + column[None, :]
-            tl.store(target, scaled, mask=mask & (row >= 0)[:, None])
-            if PAGED:
-                if granted:
-                    first = (row.to(tl.int64) * width + start) * SIZE
-                    held = (book, table, length, device_slab, host_slab)
-                    to = page_pointers(held, first, tl.arange(0, BLOCK), row >= 0, excess, PAGE, WIDE)
-                    tl.store(to, scaled, mask=mask & (row >= 0)[:, None])
+            if tl.max(row, axis=0) >= 0:
+                target = excess + row.to(tl.int64)[:, None] * width + column[None, :]
+                tl.store(target, scaled, mask=mask & (row >= 0)[:, None])
+                if PAGED:
+                    if granted:
+                        first = (row.to(tl.int64) * width + start) * SIZE
+                        held = (book, table, length, device_slab, host_slab)
+                        to = page_pointers(
+                            held, first, tl.arange(0, BLOCK), row >= 0, excess, PAGE, WIDE, WITHIN
+                        )
+                        tl.store(to, scaled, mask=mask & (row >= 0)[:, None])
 
 
 @triton.jit
@@ -371,21 +381,22 @@ def _combine_kernel(
     for k in tl.static_range(K):
         at = token.to(tl.int64) * K + k
         row = tl.load(inverse + at, mask=inside, other=-1)
-        here = mask & (row >= 0)[:, None]
-        source = first + row.to(tl.int64)[:, None] * width + column[None, :]
-        if SPLIT:
-            # The address is chosen, not the value: one load.
-            other = excess + (row - split).to(tl.int64)[:, None] * width + column[None, :]
-            source = tl.where((row >= split)[:, None], other, source)
-        value = tl.load(source, mask=here, other=0.0).to(tl.float32)
-        if WEIGHTED:
-            value *= tl.load(weights + at, mask=row >= 0, other=0.0).to(tl.float32)[:, None]
-        if BIASED:
-            expert = tl.load(bias_ids + at, mask=row >= 0, other=0).to(tl.int64)
-            weight = tl.load(bias_weights + at, mask=row >= 0, other=0.0).to(tl.float32)
-            shift = tl.load(bias + expert[:, None] * width + column[None, :], mask=here, other=0.0)
-            value += weight[:, None] * shift.to(tl.float32)
-        total += value
+        if tl.max(row, axis=0) >= 0:
+            here = mask & (row >= 0)[:, None]
+            source = first + row.to(tl.int64)[:, None] * width + column[None, :]
+            if SPLIT:
+                # The address is chosen, not the value: one load.
+                other = excess + (row - split).to(tl.int64)[:, None] * width + column[None, :]
+                source = tl.where((row >= split)[:, None], other, source)
+            value = tl.load(source, mask=here, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                value *= tl.load(weights + at, mask=row >= 0, other=0.0).to(tl.float32)[:, None]
+            if BIASED:
+                expert = tl.load(bias_ids + at, mask=row >= 0, other=0).to(tl.int64)
+                weight = tl.load(bias_weights + at, mask=row >= 0, other=0.0).to(tl.float32)
+                shift = tl.load(bias + expert[:, None] * width + column[None, :], mask=here, other=0.0)
+                value += weight[:, None] * shift.to(tl.float32)
+            total += value
     tl.store(out + target, total.to(out.dtype.element_ty), mask=mask)
 
 

@@ -66,15 +66,17 @@ def copy_from_pages(
     patterns: Sequence[int | None],
     *,
     tiers: Tiers = "both",
+    unless: torch.Tensor | None = None,
 ) -> None:
     """Copy the pages of `members` back, and fill the rest of each buffer with its 8-byte pattern.
 
     A pattern of None leaves the tail as it is. With `tiers="host"` nothing is filled: the other half does it.
+    Where `unless`, the status of another tensor's pages, says that they were granted, nothing is written at all.
     """
-    if memory.backend == "torch":
+    if memory.backend == "triton":
+        _launch(memory, buffers, spans, members, book, patterns, to_pages=False, tiers=tiers, unless=unless)
+    elif unless is None or int(unless) != Status.GRANTED:
         copy_reference(memory, buffers, spans, members, book, to_pages=False, tiers=tiers, patterns=patterns)
-    else:
-        _launch(memory, buffers, spans, members, book, patterns, to_pages=False, tiers=tiers)
 
 
 # --- what: the torch reference ------------------------------------------------------------------------------
@@ -131,10 +133,12 @@ def _copy_kernel(
     members,
     patterns,
     book,
+    unless,
     device_slab,
     host_slab,
     N: tl.constexpr,
     TO_PAGES: tl.constexpr,
+    UNLESS: tl.constexpr,
     TIERS: tl.constexpr,  # 0 both, 1 device, 2 host
     FILL: tl.constexpr,
     PAGE: tl.constexpr,
@@ -155,6 +159,10 @@ def _copy_kernel(
                     end = tl.cast(max_bytes[i], tl.int64)
                 else:
                     end = tl.where(granted, length, max_bytes[i])
+        if UNLESS:
+            unneeded = tl.load(unless) == K_GRANTED
+            length = tl.where(unneeded, 0, length)
+            end = tl.where(unneeded, 0, end)
         chunks = (end + CHUNK - 1) // CHUNK
         chunk = program - first_chunk % programs
         chunk = tl.where(chunk < 0, chunk + programs, chunk)
@@ -197,6 +205,7 @@ def _launch(
     patterns: Sequence[int | None],
     to_pages: bool,
     tiers: Tiers,
+    unless: torch.Tensor | None = None,
 ) -> None:
     chunk = chunk_bytes(memory.page_bytes, HOST_CHUNK if tiers == "host" else CHUNK)
     most = HOST_PROGRAMS if tiers == "host" else PROGRAMS_PER_SM * multiprocessors(memory.state.device)
@@ -212,10 +221,12 @@ def _launch(
                 tuple(members[part]),
                 tuple(pattern or 0 for pattern in patterns[part]),
                 book,
+                book if unless is None else unless,
                 memory.device_slab,
                 memory.host_slab if memory.host_pages else memory.device_slab,
                 N=len(spans[part]),
                 TO_PAGES=to_pages,
+                UNLESS=unless is not None,
                 TIERS=_TIER_CODE[tiers],
                 FILL=fill,
                 PAGE=memory.page_bytes,

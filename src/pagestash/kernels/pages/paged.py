@@ -20,9 +20,14 @@ class Pages:
     book: torch.Tensor
 
     @property
+    def status(self) -> torch.Tensor:
+        """One word on the device, a `Status`."""
+        return self.book[self.member * HEADER + Header.STATUS]
+
+    @property
     def granted(self) -> torch.Tensor:
         """Whether there are pages at all: one bool on the device."""
-        return self.book[self.member * HEADER + Header.STATUS] == Status.GRANTED
+        return self.status == Status.GRANTED
 
 
 def page_bytes(pages: Pages | None) -> int | None:
@@ -85,26 +90,37 @@ def granted_bytes(
 
 
 @triton.jit
-def page_pointers(held, first, column, inside, like, PAGE: tl.constexpr, WIDE: tl.constexpr):
+def page_pointers(
+    held,
+    first,
+    column,
+    inside,
+    like,
+    PAGE: tl.constexpr,
+    WIDE: tl.constexpr,
+    WITHIN: tl.constexpr = False,
+):
     """Pointers to the elements `column` that follow byte `first` of each row.
 
     `held` is the tensor's book, table, length in bytes, and the two slabs.
 
-    A block of columns is no longer than a page, so it lies in one page or in two. WIDE says that `first` is a
-    multiple of 16; page boundaries are too, so no 16-byte access straddles one.
+    A block of columns is no longer than a page, so it lies in one page or in two; WITHIN says that it is one. WIDE
+    says that `first` is a multiple of 16; page boundaries are too, so no 16-byte access straddles one.
     """
     book, table, length, device_slab, host_slab = held
     SIZE: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
     slot = first // PAGE
     within = first - slot * PAGE
     one = tl.load(book + table + slot, mask=inside, other=0)
-    two = tl.load(book + table + slot + 1, mask=inside & ((slot + 1) * PAGE < length), other=0)
     device_base = device_slab.to(tl.int64)
     host_base = host_slab.to(tl.int64)
     one_at = page_address(one, device_base, host_base, PAGE) + within
-    two_at = page_address(two, device_base, host_base, PAGE) + within - PAGE
     byte = (column * SIZE).to(tl.int64)[None, :]
-    address = tl.where(within[:, None] + byte < PAGE, one_at[:, None], two_at[:, None]) + byte
+    address = one_at[:, None] + byte
+    if not WITHIN:
+        two = tl.load(book + table + slot + 1, mask=inside & ((slot + 1) * PAGE < length), other=0)
+        two_at = page_address(two, device_base, host_base, PAGE) + within - PAGE
+        address = tl.where(within[:, None] + byte < PAGE, one_at[:, None], two_at[:, None]) + byte
     pointer = address.to(like.dtype)
     if WIDE:
         pointer = tl.max_contiguous(tl.multiple_of(pointer, (1, 16)), (1, 16 // SIZE))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pagestash.planning.expected import ENOUGH, SLACK, StepRows
+from pagestash.planning.expected import CANDIDATES, ENOUGH, SLACK, StepRows
 from pagestash.planning.rows import RowDistribution
 from pagestash.saved.received_rows import ReceivedRows, Recording
 
@@ -36,13 +36,14 @@ def pages(rows):
 
 
 def test_the_choice_is_the_most_rows_within_the_slack_of_the_smallest():
-    found = StepRows(step(), skewed(40), PAGE)
+    received = skewed(40)
+    found = StepRows(step(), received, PAGE)
     held = {}
     for rows in range(0, 4000, 25):
         held[rows] = found.choice(rows, found.needs([rows], 1e-3)[0]).held_bytes
     chosen = found.choose(1e-3)
     assert chosen.held_bytes <= (1 + SLACK) * min(held.values())
-    larger = [rows for rows in held if rows > 1.05 * chosen.rows]
+    larger = [rows for rows in held if rows > chosen.rows + int(received.max()) / CANDIDATES]
     assert all(held[rows] > (1 + SLACK) * min(held.values()) for rows in larger)
     assert found.choose(1e-3, slack=0.0).rows <= chosen.rows <= found.choose(1e-3, slack=0.5).rows
 

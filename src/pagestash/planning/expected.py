@@ -30,7 +30,7 @@ from pagestash.saved.stash import Stash
 
 log = logging.getLogger("pagestash")
 
-SLACK = 0.08
+SLACK = 0.2
 WINDOW = 64
 ENOUGH = 8
 FIRST_OVERFLOW = 0.05

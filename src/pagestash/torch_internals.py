@@ -121,6 +121,27 @@ spin: Callable[[int], None] = internal_if_called(torch.cuda, "_sleep")
 """Keep the device busy for a number of clock cycles."""
 
 
+foreach_copy_: Callable[..., None] = internal_if_called(torch, "_foreach_copy_")
+"""`copy_` of each tensor of a list into that of another: one call, and the same copies."""
+
+# --- streams and events. (torch's Python layer asks for devices and defaults anew in every call.) ---
+
+current_stream_ids: Callable[[int], tuple[int, int, int]] = internal_if_called(
+    torch._C, "_cuda_getCurrentStream"
+)
+"""The current stream of a device: its id, and its device's index and type."""
+set_stream_ids: Callable[[int, int, int], None] = internal_if_called(torch._C, "_cuda_setStream")
+"""Make the stream of these ids the current one, and its device the current one."""
+current_device_index: Callable[[], int] = internal_if_called(torch._C, "_cuda_getDevice")
+stream_captures: Callable[[], bool] = internal_if_called(torch._C, "_cuda_isCurrentStreamCapturing")
+"""Whether the current stream is captured for a CUDA graph. CUDA must be initialised."""
+_event = torch.cuda.Event.__base__
+event_record: Callable[[torch.cuda.Event, torch.cuda.Stream], None] = internal_if_called(_event, "record")
+event_wait: Callable[[torch.cuda.Event, torch.cuda.Stream], None] = internal_if_called(_event, "wait")
+"""The stream waits for the event."""
+event_query: Callable[[torch.cuda.Event], bool] = internal_if_called(_event, "query")
+
+
 def coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices and values of a sparse COO tensor, which unlike for the public ones need not be coalesced."""
     return internal(tensor, "_indices")(), internal(tensor, "_values")()
@@ -140,6 +161,11 @@ top_saved_tensors_hooks: Callable[[bool], Any] = internal(
     torch._C, "_autograd._top_saved_tensors_default_hooks"
 )
 """The innermost pair of saved-tensor hooks, or None; True asks for it also while tracing."""
+push_saved_tensors_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = internal(
+    torch._C, "_autograd._push_saved_tensors_default_hooks"
+)
+pop_saved_tensors_hooks: Callable[[], None] = internal(torch._C, "_autograd._pop_saved_tensors_default_hooks")
+"""These two are `saved_tensors_hooks`, whose end may come before that of the block it was opened in."""
 
 
 def sequence_number(node: Any) -> int:

@@ -1,8 +1,8 @@
 """Pinned host memory for tensors of all sizes: extents of slabs, split and joined."""
 
 from bisect import bisect_left
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -82,6 +82,8 @@ class HostSlabs:
         self._free: list[Extent] = []  # by slab and start
         self._blocks: dict[tuple[int, int, int], HostBlock] = {}
         """Blocks in one piece, in use or not, by slab, start and size."""
+        self._rows: dict[tuple[int, int, tuple[int, ...]], list[HostBlock]] = {}
+        """Blocks side by side, by slab, start of the first, and sizes."""
 
     @property
     def size(self) -> int:
@@ -94,26 +96,57 @@ class HostSlabs:
         wanted = self.used + self._refused + room
         if wanted > self.wanted:
             self.wanted = wanted
-        # The smallest free extent that is large enough.
+        found = self._carve(room)
+        return self._spread(size, room) if found is None else self._block(*found, size)
+
+    def take_row(self, sizes: tuple[int, ...]) -> Sequence[HostBlock] | None:
+        """Blocks for tensors of these sizes, side by side: what `take` of each costs, once for all of them.
+
+        None if no free extent is large enough for all. Each block is given back by itself.
+        """
+        room = aligned_sum(sizes)
+        found = self._carve(room)
+        if found is None:
+            return None
+        wanted = self.used + self._refused
+        if wanted > self.wanted:
+            self.wanted = wanted
+        slab, start = found
+        row = self._rows.get((slab, start, sizes))
+        if row is None:
+            if len(self._rows) >= _MOST_BLOCKS:
+                self._rows.clear()
+            row, at = [], start
+            for size in sizes:
+                row.append(self._block(slab, at, size))
+                at += aligned(size)
+            self._rows[slab, start, sizes] = row
+        return row
+
+    def _carve(self, room: int) -> tuple[int, int] | None:
+        """Take `room` bytes of the smallest free extent that is large enough: its slab and their first byte."""
         free = self._free
         at, least = -1, 0
         for index, (_, start, end) in enumerate(free):
             if end - start >= room and (at < 0 or end - start < least):
                 at, least = index, end - start
         if at < 0:
-            return self._spread(size, room)
+            return None
         slab, start, end = free[at]
         self.used += room
         if start + room == end:
             del free[at]
         else:
             free[at] = _extent((slab, start + room, end))
+        return slab, start
+
+    def _block(self, slab: int, start: int, size: int) -> HostBlock:
         block = self._blocks.get((slab, start, size))
         if block is None:
             if len(self._blocks) >= _MOST_BLOCKS:
                 self._blocks.clear()
             piece = self._slabs[slab][start : start + size]
-            block = HostBlock([piece], [Extent(slab, start, start + room)], {})
+            block = HostBlock([piece], [Extent(slab, start, start + aligned(size))], {})
             self._blocks[slab, start, size] = block
         return block
 
@@ -175,6 +208,7 @@ class HostSlabs:
                 )  # copies that were ordered but not waited for may still run
             self._free, self._slabs = [], []
             self._blocks.clear()
+            self._rows.clear()
         if size > self.size:
             more = host_slab(size - self.size, self.device)
             self._free.append(Extent(len(self._slabs), 0, more.numel()))
@@ -184,6 +218,12 @@ class HostSlabs:
 def aligned(size: int) -> int:
     """`size` rounded up to the alignment of blocks."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@lru_cache(4096)
+def aligned_sum(sizes: tuple[int, ...]) -> int:
+    """Bytes that blocks of these sizes take together."""
+    return sum(map(aligned, sizes))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

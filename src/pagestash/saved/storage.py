@@ -66,6 +66,8 @@ class Entry:
     covered: int = 0
     region: str = ""
     rule: Rule | None = None
+    storage_bytes: int = 0
+    """Of the whole storage; 0: not looked up."""
     handles: int = 0
     waiting: int = 0  # handles that backward has not asked for yet
     spoiled: bool = False
@@ -193,7 +195,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor | None:
     return (sums * (2 * torch.arange(sums.numel(), device=sums.device) + 1)).sum()
 
 
-_PLAIN, _STRIDED = (torch.Tensor, nn.Parameter), torch.strided
+PLAIN, STRIDED = (torch.Tensor, nn.Parameter), torch.strided
+"""Types and layout of tensors with plain memory."""
 
 
 def storage_keys(tensors: Iterable[torch.Tensor | None]) -> set[int]:
@@ -201,8 +204,8 @@ def storage_keys(tensors: Iterable[torch.Tensor | None]) -> set[int]:
     found = []
     for tensor in tensors:
         if tensor is not None:
-            local = tensor if type(tensor) in _PLAIN else getattr(tensor, LOCAL_PART, tensor)
-            if local.layout is _STRIDED:  # a sparse one has no storage of its own
+            local = tensor if type(tensor) in PLAIN else getattr(tensor, LOCAL_PART, tensor)
+            if local.layout is STRIDED:  # a sparse one has no storage of its own
                 found.append(local)
     return set(map(storage_key, found))
 
@@ -227,6 +230,6 @@ def buffer_keys(modules: Iterable[nn.Module]) -> set[int]:
 
 def plain_storage(tensor: torch.Tensor) -> int | None:
     """The storage of a tensor with plain memory; None for a subclass or a layout that has none of its own."""
-    if type(tensor) not in _PLAIN or tensor.layout is not _STRIDED:
+    if type(tensor) not in PLAIN or tensor.layout is not STRIDED:
         return None
     return storage_key(tensor)

@@ -1,9 +1,21 @@
 """Streams beside the compute stream, and the events that order them; on a CPU all of it is in order anyway."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 
+from pagestash.torch_internals import (
+    current_device_index,
+    current_stream_ids,
+    event_query,
+    event_record,
+    event_wait,
+    set_stream_ids,
+    stream_captures,
+)
+
+StreamIds = tuple[int, int, int]
 _NOTHING = nullcontext()
 
 
@@ -13,14 +25,21 @@ class _Current:
     (As `torch.cuda.stream`, which asks for the current stream once more and for devices: those are known here.)
     """
 
-    def __init__(self, stream: torch.cuda.Stream, before: torch.cuda.Stream) -> None:
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: StreamIds, before: StreamIds) -> None:
         self._stream, self._before = stream, before
 
     def __enter__(self) -> None:
-        torch.cuda.set_stream(self._stream)
+        set_stream_ids(*self._stream)
 
     def __exit__(self, *error: object) -> None:
-        torch.cuda.set_stream(self._before)
+        set_stream_ids(*self._before)
+
+
+@cache
+def _stream_of(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 class SideStream:
@@ -31,6 +50,9 @@ class SideStream:
         # Recorded again and again: whoever waits for it waits for what was recorded last by then, and the stream is
         # told to wait at once.
         self._present = torch.cuda.Event() if device.type == "cuda" else None
+        self._ids: StreamIds = (0, 0, 0)
+        if self._stream is not None:
+            self._ids = (self._stream.stream_id, self._stream.device_index, self._stream.device_type)
         self._used = False
 
     def after(self, *events: torch.cuda.Event | None) -> AbstractContextManager[None]:
@@ -39,22 +61,23 @@ class SideStream:
         if stream is None or present is None:
             return _NOTHING
         self._used = True
-        compute = torch.cuda.current_stream(stream.device)
-        present.record(compute)
-        stream.wait_event(present)
+        index = self._ids[1]
+        compute = current_stream_ids(index)
+        event_record(present, _stream_of(*compute))
+        event_wait(present, stream)
         for event in events:
             if event is not None:
-                stream.wait_event(event)
-        if torch.cuda.current_device() != stream.device_index:
+                event_wait(event, stream)
+        if current_device_index() != index:
             return torch.cuda.stream(stream)  # which makes the device current again, too
-        return _Current(stream, compute)
+        return _Current(self._ids, compute)
 
     def mark(self) -> torch.cuda.Event | None:
         """An event that is done when everything put on this stream so far is."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
-        event.record(self._stream)
+        event_record(event, self._stream)
         return event
 
     def join(self) -> None:
@@ -70,15 +93,15 @@ class SideStream:
 def wait_here(event: torch.cuda.Event | None) -> None:
     """The current stream of the event's device goes on only after `event`; the host does not wait."""
     if event is not None:
-        torch.cuda.current_stream(event.device).wait_event(event)
+        event_wait(event, _stream_of(*current_stream_ids(event.device.index)))
 
 
 def is_done(event: torch.cuda.Event | None) -> bool:
     """Whether `event` is known to be over; in a capture nothing is."""
-    return event is None or (not capturing() and event.query())
+    return event is None or (not stream_captures() and event_query(event))
 
 
 def capturing() -> bool:
     """Whether the current stream's work is recorded for a CUDA graph rather than run."""
     # (Not `is_available`, which asks the driver: this is asked for every region.)
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and stream_captures()

@@ -51,15 +51,17 @@ class RowSplit:
         expected = self.expected.get((rule.match, shape.capacity), 0.0)
         return expected >= MOSTLY * shape.capacity
 
-    def shares(self, rule: Rule, entries: Sequence[Entry]) -> list[int]:
+    def shares(self, rule: Rule, entries: Sequence[Entry]) -> tuple[int, ...]:
         """The `share` of each entry."""
         whole = rule.fraction == 1.0  # then a tensor without valid rows leaves, and nothing is owed
-        return [
-            entry.last - entry.first
-            if whole and entry.rows is None
-            else self.share(rule, EntryShape.of(entry))
-            for entry in entries
-        ]
+        return tuple(
+            [
+                entry.last - entry.first
+                if whole and entry.rows is None
+                else self.share(rule, EntryShape.of(entry))
+                for entry in entries
+            ]
+        )
 
     def share(self, rule: Rule, shape: EntryShape) -> int:
         """Bytes from the start of the entry that leave the device."""

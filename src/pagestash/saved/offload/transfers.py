@@ -26,9 +26,9 @@ from pagestash.saved.offload.window import WindowGroup
 from pagestash.saved.stash import StashPlace
 from pagestash.saved.storage import Entry
 from pagestash.saved.streams import SideStream, is_done, wait_here
+from pagestash.torch_internals import foreach_copy_
 
 
-@dataclass(slots=True, eq=False)
 class Member:
     """What became of one entry of a group.
 
@@ -36,14 +36,17 @@ class Member:
     them, where it has valid rows, in pages (`rest`).
     """
 
-    share: int = 0
-    block: HostBlock | None = None
+    # (Defaults of the class: one is made for every tensor that leaves, and mostly has nothing but a block.)
     refused: int = 0
     """Bytes for which there was no host memory."""
     rest: Entry | None = None
     rest_place: StashPlace | None = None
     stays: Held | None = None
     rows: torch.Tensor | None = None
+
+    def __init__(self, share: int = 0, block: HostBlock | None = None) -> None:
+        self.share = share
+        self.block = block
 
     @property
     def pieces(self) -> Sequence[torch.Tensor]:
@@ -96,6 +99,8 @@ class Transfers:
     def move_out(self, group: OffloadedGroup, entries: Sequence[Entry]) -> None:
         """Start to copy the leading bytes of `entries` to their blocks."""
         sources, leaving_bytes = [], 0
+        origins: list[torch.Tensor] = []
+        hosts: list[torch.Tensor] = []
         with self._out.after():
             for entry in entries:
                 member, origin = group.members[entry], entry.origin
@@ -107,11 +112,14 @@ class Transfers:
                 whole = member.share == entry.last - entry.first == origin.nbytes
                 host = block.in_form_of(origin) if whole else None
                 if host is not None:
-                    host.copy_(origin, non_blocking=True)
+                    hosts.append(host)
+                    origins.append(origin)
                 else:
                     self._copy_parts(entry, block.pieces)
                 sources.append((entry, origin))
-                leaving_bytes += origin.untyped_storage().nbytes()
+                leaving_bytes += entry.storage_bytes or origin.untyped_storage().nbytes()
+            if hosts:
+                foreach_copy_(hosts, origins, non_blocking=True)
         group.left = self._out.mark()
         group.sources = sources
         group.held.leaving_bytes = leaving_bytes
@@ -147,14 +155,18 @@ class Transfers:
         buffers = {
             entry: torch.empty(entry.length, dtype=torch.uint8, device=self._device) for entry in entries
         }
+        parts: list[torch.Tensor] = []
+        hosts: list[torch.Tensor] = []
+        for entry, buffer in buffers.items():
+            start = 0
+            for piece in group.members[entry].pieces:
+                size = piece.numel()
+                parts.append(buffer if size == entry.length else buffer[start : start + size])
+                hosts.append(piece)
+                start += size
         with self._in.after(group.left):
-            for entry, buffer in buffers.items():
-                start = 0
-                for piece in group.members[entry].pieces:
-                    size = piece.numel()
-                    part = buffer if size == entry.length else buffer[start : start + size]
-                    part.copy_(piece, non_blocking=True)
-                    start += size
+            if parts:
+                foreach_copy_(parts, hosts, non_blocking=True)
         group.arrived = self._in.mark()
         group.incoming |= buffers
 

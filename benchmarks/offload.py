@@ -18,7 +18,8 @@ from torch.autograd.graph import save_on_cpu
 import pagestash as ps
 from benchmarks.harness import Claim, write
 from pagestash.models import Decoder, preset
-from pagestash.policy import Policy, Rule, format_bytes
+from pagestash.policy import Policy, Rule
+from pagestash.sizes import format_bytes
 
 GIB = 2**30
 MARGIN = 0.75

@@ -2,7 +2,7 @@
 
 import torch
 
-from pagestash.policy import machine_memory
+from pagestash.sizes import machine_memory
 
 
 def find_device(name: str, option: str) -> torch.device:

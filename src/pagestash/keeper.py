@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, Self, overload
 import torch
 from torch import nn
 
-from pagestash.policy import Policy, format_bytes
+from pagestash.policy import Policy
 from pagestash.saved import keeper as saved
 from pagestash.saved.first_call import FirstCall
 from pagestash.saved.received_rows import decides_after, reads_after
 from pagestash.saved.stats import KeeperStats
 from pagestash.saved.streams import capturing
+from pagestash.sizes import format_bytes
 
 if TYPE_CHECKING:
     from pagestash.planning.expected import AutoRows

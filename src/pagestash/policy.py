@@ -1,18 +1,25 @@
 """A policy: which regions' saved tensors go to which home, and how large the pool is."""
 
 import json
-import math
-import operator
-import os
-import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from pagestash.field_checks import (
+    Check,
+    bytes_or,
+    check_fields,
+    check_keys,
+    number_from,
+    number_from_or_none,
+    one_of,
+)
+from pagestash.patterns import matches, regular_expression
+from pagestash.sizes import format_bytes, machine_memory, parse_bytes
 from pagestash.toml import read_toml
 
 HomeName = Literal["keep", "stash", "offload", "recompute"]
@@ -20,95 +27,14 @@ HOMES: tuple[HomeName, ...] = get_args(HomeName)
 MIN_BYTES: dict[str, int] = {"offload": 1 << 20, "recompute": 0}
 FRACTION: dict[str, float] = {"stash": 0.0}
 """The `fraction` of a rule that gives none; 1 for the other homes."""
-MOST_BYTES = 2**63 - 1
-"""Sizes are counted in int64 on the device."""
-
 MOST_PAGE = 1 << 30
-MOST_NUMBERS = 10_000
-"""Of a range in a pattern."""
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    f"{letter}iB": 1 << (10 * power) for power, letter in enumerate("KMGT", start=1)
-}
-
-
-def parse_bytes(text: str | int, what: str = "size") -> int:
-    """Bytes of `"64KiB"`, `"1.5 GiB"`, `"2GB"` or a plain number.
-
-    >>> parse_bytes("64KiB")
-    65536
-    """
-    refusal = ValueError(f"{what}={text!r}: expected a number with a unit, like '64KiB', '8GiB' or '2GB'")
-    value: Any = text
-    if isinstance(text, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-        if not found or found[2] not in _UNITS:
-            raise refusal
-        amount = float(found[1]) * _UNITS[found[2]]
-        size = round(amount) if math.isfinite(amount) else MOST_BYTES + 1
-    elif isinstance(value, float) and value.is_integer():
-        size = int(value)
-    elif isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise refusal
-    else:
-        size = operator.index(value)
-    if size < 0:
-        raise ValueError(f"{what}={text!r}: expected 0 or more")
-    if size > MOST_BYTES:
-        raise ValueError(f"{what}={text!r}: expected less than {format_bytes(MOST_BYTES)}")
-    return size
-
-
-def machine_memory() -> int:
-    """Bytes of memory that this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def format_bytes(size: float) -> str:
-    """A readable size: `format_bytes(1536)` is `'1.5 KiB'`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-# --- checks of fields: each takes a value and its name, and returns the value or raises a ValueError ---
-
-Check = Callable[[Any, str], Any]
 
 
 def _pattern_text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{what}={value!r}: expected a pattern like 'layers.*.moe.experts'")
-    _pattern(value)  # refuses what it cannot read
+    regular_expression(value)  # refuses what it cannot read
     return value
-
-
-def _one_of(*choices: str) -> Check:
-    def check(value: Any, what: str) -> str:
-        if isinstance(value, str) and value in choices:
-            return value
-        hint = get_close_matches(str(value), choices, n=1)
-        meant = f"; did you mean {hint[0]!r}?" if hint else ""
-        raise ValueError(f"{what}={value!r} is none of {', '.join(choices)}{meant}")
-
-    return check
-
-
-def _number(low: float, high: float) -> Check:
-    def check(value: Any, what: str) -> float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high:
-            raise ValueError(f"{what}={value!r}: expected a number from {low:g} to {high:g}")
-        return float(value)
-
-    return check
-
-
-def _number_or_none(low: float, high: float) -> Check:
-    check = _number(low, high)
-    return lambda value, what: None if value is None else check(value, what)
 
 
 def _eight_or_none(value: Any, what: str) -> Literal[8] | None:
@@ -119,14 +45,6 @@ def _eight_or_none(value: Any, what: str) -> Literal[8] | None:
     return 8
 
 
-def _bytes_or(other: str | None) -> Check:
-    def check(value: Any, what: str) -> Any:
-        is_other = value is None if other is None else isinstance(value, str) and value == other
-        return value if is_other else parse_bytes(value, what)
-
-    return check
-
-
 def _page(value: Any, what: str) -> int:
     size = parse_bytes(value, what)
     if not 0 < size <= MOST_PAGE or size % 16:
@@ -134,12 +52,6 @@ def _page(value: Any, what: str) -> int:
             f"{what}={size}: expected a positive multiple of 16 bytes, at most {format_bytes(MOST_PAGE)}"
         )
     return size
-
-
-def _check_fields(target: Any, checks: Mapping[str, Check], where: str) -> None:
-    """Check each field of a frozen dataclass, and store what its check returns."""
-    for name, check in checks.items():
-        object.__setattr__(target, name, check(getattr(target, name), f"{where} {name}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +82,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         _pattern_text(self.match, "rule match")
-        _check_fields(self, _RULE_FIELDS, f"rule {self.match!r}:")
+        check_fields(self, _RULE_FIELDS, f"rule {self.match!r}:")
         if self.fraction is None:
             object.__setattr__(self, "fraction", FRACTION.get(self.home, 1.0))
         if self.home in ("keep", "recompute") and (self.fraction != 1.0 or self.prefetch_bytes is not None):
@@ -205,7 +117,7 @@ class Rule:
 
     def matches(self, name: str) -> bool:
         """Whether the rule matches a region of this dotted name."""
-        return _matches(self.match, name)
+        return matches(self.match, name)
 
     @property
     def offloads(self) -> bool:
@@ -224,10 +136,10 @@ def _of_known_size(rule: Rule) -> Rule:
 
 _RULE_FIELDS: dict[str, Check] = {
     "match": _pattern_text,
-    "home": _one_of(*HOMES),
-    "min_bytes": _bytes_or(None),
-    "fraction": _number_or_none(0, 1),
-    "prefetch_bytes": _bytes_or(None),
+    "home": one_of(*HOMES),
+    "min_bytes": bytes_or(None),
+    "fraction": number_from_or_none(0, 1),
+    "prefetch_bytes": bytes_or(None),
     "bits": _eight_or_none,
 }
 
@@ -260,7 +172,7 @@ class PoolConfig:
     on_overflow: Literal["keep", "raise"] = "keep"
 
     def __post_init__(self) -> None:
-        _check_fields(self, _POOL_FIELDS, "pool")
+        check_fields(self, _POOL_FIELDS, "pool")
         if self.spill != "auto" and self.host != "auto" and int(self.spill) > int(self.host):
             raise ValueError(f"pool spill={self.spill}: more than host={self.host}, of which it is a part")
 
@@ -276,11 +188,11 @@ class PoolConfig:
 
 _POOL_FIELDS: dict[str, Check] = {
     "page": _page,
-    "device": _bytes_or("auto"),
-    "host": _bytes_or("auto"),
-    "spill": _bytes_or("auto"),
-    "headroom": _number(1, 100),
-    "on_overflow": _one_of("keep", "raise"),
+    "device": bytes_or("auto"),
+    "host": bytes_or("auto"),
+    "spill": bytes_or("auto"),
+    "headroom": number_from(1, 100),
+    "on_overflow": one_of("keep", "raise"),
 }
 
 
@@ -388,13 +300,13 @@ class Policy:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Policy":
         """A policy from the tables of a TOML file."""
-        _known(data, {"pool", "rule"}, "policy")
+        check_keys(data, {"pool", "rule"}, "policy")
         pool, rules = data.get("pool", {}), data.get("rule", [])
-        _known(pool, {item.name for item in fields(PoolConfig)}, "[pool]")
+        check_keys(pool, {item.name for item in fields(PoolConfig)}, "[pool]")
         if isinstance(rules, str | bytes) or not isinstance(rules, Sequence):
             raise ValueError(f"rule={rules!r}: expected tables that begin with [[rule]]")
         for number, rule in enumerate(rules, start=1):
-            _known(rule, {item.name for item in fields(Rule)}, f"[[rule]] {number}")
+            check_keys(rule, {item.name for item in fields(Rule)}, f"[[rule]] {number}")
             for needed in ("match", "home"):
                 if needed not in rule:
                     raise ValueError(f"[[rule]] {number}: {needed!r} is missing")
@@ -421,39 +333,3 @@ class Policy:
 def _toml(value: str | float) -> str:
     # A JSON string is a TOML string, except for one control character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _known(data: Any, expected: set[str], where: str) -> None:
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{where}: {data!r} is not a table; expected {', '.join(sorted(expected))}")
-    for key in data:
-        if key not in expected:
-            hint = get_close_matches(str(key), expected, n=1)
-            meant = f"; did you mean {hint[0]!r}?" if hint else f"; expected {', '.join(sorted(expected))}"
-            raise ValueError(f"{where}: unknown key {key!r}{meant}")
-
-
-@lru_cache(maxsize=2**14)  # called in every forward, with the same names
-def _matches(match: str, name: str) -> bool:
-    return re.fullmatch(_pattern(match), name) is not None
-
-
-def _pattern(match: str) -> str:
-    """A rule's pattern as a regular expression over a dotted name."""
-    parts = re.split(r"(\*\*|\*|\{\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\})", match)
-    meaning = {"**": ".*", "*": r"[^.]+"}
-    return "".join(
-        meaning.get(part) or (_numbers(part) if number % 2 else re.escape(part))
-        for number, part in enumerate(parts)
-    )
-
-
-def _numbers(text: str) -> str:
-    """`{0-2,5}` as a regular expression."""
-    found: list[int] = []
-    for item in text[1:-1].split(","):
-        first, _, last = item.partition("-")
-        if int(last or first) - int(first) > MOST_NUMBERS:
-            raise ValueError(f"rule match {text!r}: expected at most {MOST_NUMBERS} numbers in a range")
-        found += range(int(first), int(last or first) + 1)
-    return f"(?:{'|'.join(map(str, found))})" if found else r"(?!)"

@@ -10,7 +10,7 @@ import pagestash as ps
 from pagestash.planning import plan_profile, predict
 from pagestash.planning.budget import HELD_BY
 from pagestash.planning.plot import draw_curve, draw_memory
-from pagestash.policy import format_bytes
+from pagestash.sizes import format_bytes
 
 GIB, MIB = 2**30, 2**20
 

@@ -14,6 +14,7 @@ from pagestash.models import Decoder, preset
 from pagestash.moe import MoE, MoEConfig
 from pagestash.profiling.plot import waiting
 from pagestash.profiling.table import groups, label
+from pagestash.sizes import format_bytes
 
 POLICY = ps.Policy(
     [
@@ -85,7 +86,7 @@ def test_the_table_has_layers_together_and_adds_up(found):
     assert [group.name for group in groups(found, depth=2)] == ["(model)", "embed", "layers.*", "norm"]
     narrow = shown(found.table(narrow=True), width=80)
     assert "…" not in narrow
-    assert ps.policy.format_bytes(norm.bytes) in narrow
+    assert format_bytes(norm.bytes) in narrow
     with pytest.raises(ValueError, match="depth=0"):
         found.table(depth=0)
 
@@ -93,7 +94,7 @@ def test_the_table_has_layers_together_and_adds_up(found):
 def test_a_row_of_whole_layers_makes_them_again_whole(found):
     row = next(line for line in shown(found.table(depth=2)).splitlines() if "layers.*" in line)
     each = [found.region(f"layers.{layer}").homes["recompute"] for layer in range(3)]
-    assert ps.policy.format_bytes(sum(item.saved_bytes for item in each)) in row
+    assert format_bytes(sum(item.saved_bytes for item in each)) in row
     assert "layers.*  ×3" in row
 
 

@@ -8,16 +8,8 @@ import warnings
 
 import pytest
 
-from pagestash.policy import (
-    _POOL_FIELDS,
-    _RULE_FIELDS,
-    Policy,
-    PoolConfig,
-    Rule,
-    format_bytes,
-    machine_memory,
-    parse_bytes,
-)
+from pagestash.policy import _POOL_FIELDS, _RULE_FIELDS, Policy, PoolConfig, Rule
+from pagestash.sizes import format_bytes, machine_memory, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,11 @@ from pagestash.planning.budget import base_bytes, optimizer_state
 from pagestash.planning.make import plan_profile
 from pagestash.planning.predict import predict
 from pagestash.planning.result import Plan
-from pagestash.policy import Policy, format_bytes
+from pagestash.policy import Policy
 from pagestash.profiling.measure import profile
 from pagestash.profiling.memory import MemoryMeter
 from pagestash.saved.keeper import Keeper
+from pagestash.sizes import format_bytes
 from pagestash.train.data import Corpus, load_corpus
 
 # Many layers and tokens, few weights: activations are most of the memory, as in large training runs.

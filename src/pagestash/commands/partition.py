@@ -11,7 +11,7 @@ from pagestash.models.config import preset
 from pagestash.models.costs import layer_costs
 from pagestash.pipeline.costs import LayerCost, measured_costs, read_costs
 from pagestash.pipeline.stages import Partition, partition
-from pagestash.policy import format_bytes, parse_bytes
+from pagestash.sizes import format_bytes, parse_bytes
 
 MOST_ACTIONS = 1_000_000
 """Most microbatches × stages: the plans of all ranks are held in memory, action by action."""

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from pagestash.commands.simulate import factors_of, precision_of, zero_of
 from pagestash.commands.step import check_numbers, exit_code
-from pagestash.policy import format_bytes
 from pagestash.simulation.build import Run
 from pagestash.simulation.choices import joined
 from pagestash.simulation.cluster import read_cluster
@@ -15,6 +14,7 @@ from pagestash.simulation.layout import Layout
 from pagestash.simulation.layouts import Wanted
 from pagestash.simulation.model import read_model
 from pagestash.simulation.search import Found, Search, describe, search
+from pagestash.sizes import format_bytes
 
 JOINED = "policy.toml"
 """The policies of all ranks in one file: each names layers of its own."""

@@ -16,11 +16,12 @@ from torch import nn
 from pagestash.device import device_memory, find_device, out_of_memory
 from pagestash.models.config import preset
 from pagestash.models.decoder import Decoder, count_parameters
-from pagestash.policy import Policy, format_bytes, machine_memory, parse_bytes
+from pagestash.policy import Policy
 from pagestash.profiling.measure import profile
 from pagestash.profiling.picture import check_suffix
 from pagestash.profiling.records import Gradients
 from pagestash.profiling.result import Profile
+from pagestash.sizes import format_bytes, machine_memory, parse_bytes
 from pagestash.torch_internals import tree_map_only
 
 WRONG_INPUT = 2

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from pagestash.device import out_of_memory
-from pagestash.policy import format_bytes
+from pagestash.sizes import format_bytes
 from pagestash.train.config import checked, merge, parse_assignments, read_toml
 from pagestash.train.folder import RunError
 from pagestash.train.loop import train

@@ -29,10 +29,11 @@ from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.planning.rank import RankPredictor, RankStep, unbeaten
 from pagestash.planning.result import NothingFits, Plan
 from pagestash.planning.solve import Candidate
-from pagestash.policy import Policy, PoolConfig, format_bytes
+from pagestash.policy import Policy, PoolConfig
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.schedules.plan import Action, plans, schedule_name, stages_a_rank
 from pagestash.schedules.plan import Plan as Order
+from pagestash.sizes import format_bytes
 
 PARTS = (0.75, 0.5, 0.25, 0.0)
 """Amounts of memory for which layers are placed, as parts of what the fullest rank saves without policies."""

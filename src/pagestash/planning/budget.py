@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from pagestash.planning.prediction import Prediction
-from pagestash.policy import HOMES, format_bytes, machine_memory, parse_bytes
+from pagestash.policy import HOMES
 from pagestash.profiling.profiled import ProfiledStep
+from pagestash.sizes import format_bytes, machine_memory, parse_bytes
 
 SPARE = 0.03
 """Part of the device that `"auto"` leaves free: the allocator cannot use every byte."""

@@ -24,9 +24,10 @@ from typing import NamedTuple
 import torch
 
 from pagestash.planning.pool import OVERFLOW
-from pagestash.policy import PoolConfig, format_bytes
+from pagestash.policy import PoolConfig
 from pagestash.saved.received_rows import SLOTS, ExpectedRowsStats, ReceivedRows, Recording
 from pagestash.saved.stash import Stash
+from pagestash.sizes import format_bytes
 
 log = logging.getLogger("pagestash")
 

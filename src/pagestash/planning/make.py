@@ -25,11 +25,12 @@ from pagestash.planning.result import NothingFits, Plan, policy_of, rows_of
 from pagestash.planning.skew import Rows, Skew, row_distribution
 from pagestash.planning.solve import Candidate, Problem, candidates
 from pagestash.planning.stage import ResultBytes, rank_plan, received, stage_step
-from pagestash.policy import Policy, PoolConfig, format_bytes
+from pagestash.policy import Policy, PoolConfig
 from pagestash.profiling.link import Link
 from pagestash.profiling.measure import Loss, Progress, default_loss, profile
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import Gradients
+from pagestash.sizes import format_bytes
 
 
 def plan(

@@ -6,8 +6,8 @@ from typing import Any
 
 from pagestash.planning.budget import HELD_BY
 from pagestash.planning.prediction import Prediction
-from pagestash.policy import format_bytes
 from pagestash.profiling.picture import FAINT, INK, byte_unit, new_figure, tidy
+from pagestash.sizes import format_bytes
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; greys for what no policy changes.
 BLUE, ORANGE, GREEN, RED, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9"

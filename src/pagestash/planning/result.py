@@ -8,11 +8,12 @@ from pathlib import Path
 from pagestash.planning.budget import describe
 from pagestash.planning.plot import draw_curve, draw_memory
 from pagestash.planning.prediction import Prediction
-from pagestash.policy import HomeName, Policy, Rule, format_bytes
+from pagestash.policy import HomeName, Policy, Rule
 from pagestash.profiling.assign import rule_of
 from pagestash.profiling.picture import write
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import Region
+from pagestash.sizes import format_bytes
 
 
 class NothingFits(ValueError):

@@ -5,10 +5,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from pagestash.policy import HOMES, format_bytes
+from pagestash.policy import HOMES
 from pagestash.profiling.picture import byte_unit, new_figure, tidy, write
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.table import groups
+from pagestash.sizes import format_bytes
 
 SHOWN = 9
 """Regions with their own colour; the others share one."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from rich import box
 from rich.table import Table
 
-from pagestash.policy import Policy, Rule, format_bytes
+from pagestash.policy import Policy, Rule
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import HomeEstimate, Region, SavedTensor
 from pagestash.profiling.regions import estimate, hidden_bytes
+from pagestash.sizes import format_bytes
 
 MODEL = "(model)"
 """What is saved outside all submodules."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pagestash.pages.pool import PagePool
-from pagestash.policy import HOMES, HomeName, Policy, format_bytes
+from pagestash.policy import HOMES, HomeName, Policy
 from pagestash.saved.attached import Attached
 from pagestash.saved.eight_bits import EightBits
 from pagestash.saved.follow import StageEvents, follow
@@ -28,6 +28,7 @@ from pagestash.saved.stash import Stash
 from pagestash.saved.stats import KeeperStats, collect
 from pagestash.saved.storage import storage_keys
 from pagestash.saved.streams import capturing
+from pagestash.sizes import format_bytes
 
 
 class Keeper:

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from pagestash.kernels.pages.layout import Counter
 from pagestash.pages.pool import PagePool
-from pagestash.policy import PoolConfig, format_bytes
+from pagestash.policy import PoolConfig
 from pagestash.saved.homes import Held, Keep, Tally
 from pagestash.saved.storage import Entry
+from pagestash.sizes import format_bytes
 
 log = logging.getLogger("pagestash")
 

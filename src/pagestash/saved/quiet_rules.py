@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pagestash.policy import Policy, Rule, format_bytes
+from pagestash.policy import Policy, Rule
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.offload.home import Offload
 from pagestash.saved.packed import Handle, Kept, Packed
@@ -20,6 +20,7 @@ from pagestash.saved.recompute.trees import tensors_of
 from pagestash.saved.region import Region
 from pagestash.saved.region_hooks import Opening
 from pagestash.saved.storage import plain_storage
+from pagestash.sizes import format_bytes
 from pagestash.torch_internals import backward_number, is_transformed
 
 log = logging.getLogger("pagestash")

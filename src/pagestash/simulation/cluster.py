@@ -18,8 +18,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pagestash.policy import parse_bytes
 from pagestash.simulation.costs import HostLink
+from pagestash.sizes import parse_bytes
 from pagestash.toml import read_toml
 
 Precision = Literal["bf16", "fp8", "mxfp8", "fp32"]

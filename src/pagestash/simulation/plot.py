@@ -6,10 +6,10 @@ A rank has four lanes from the top: compute, communication of experts' rows, cop
 from collections.abc import Sequence
 from typing import Any
 
-from pagestash.policy import format_bytes
 from pagestash.profiling.picture import FAINT, INK, byte_unit, new_figure, tidy
 from pagestash.simulation.played import RankReplay, Replay, Span
 from pagestash.simulation.programs import COMMUNICATION
+from pagestash.sizes import format_bytes
 
 # Okabe and Ito's colours, which colour-blind readers tell apart.
 COLOURS = {

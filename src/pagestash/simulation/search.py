@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from pagestash.policy import Policy, format_bytes
+from pagestash.policy import Policy
 from pagestash.simulation.build import Run
 from pagestash.simulation.choices import BOTH, Allowed, HomePlanner, Planned
 from pagestash.simulation.cluster import SHIPPED, load_cluster
 from pagestash.simulation.layouts import Bounded, Wanted, least_seconds, worth_planning
 from pagestash.simulation.played import Replay
 from pagestash.simulation.steady import shortened, step_seconds
+from pagestash.sizes import format_bytes
 
 RUNNERS_UP = 5
 RUNG = 1.04

@@ -6,10 +6,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from pagestash.policy import format_bytes
 from pagestash.saved.compiled import hidden
 from pagestash.saved.keeper import Keeper
 from pagestash.saved.module_hook import Hook
+from pagestash.sizes import format_bytes
 
 log = logging.getLogger("pagestash")
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pagestash.policy import format_bytes
+from pagestash.sizes import format_bytes
 from pagestash.train.folder import RunError, reason, write_whole
 
 METRICS = "metrics.jsonl"

@@ -13,8 +13,9 @@ from pagestash.models.config import DecoderConfig
 from pagestash.models.costs import layer_costs
 from pagestash.models.decoder import Decoder
 from pagestash.pipeline.stages import Partition, partition
-from pagestash.policy import Policy, Rule, format_bytes
+from pagestash.policy import Policy, Rule
 from pagestash.schedules.plan import SPLIT_BACKWARD, schedule_name, stages_a_rank
+from pagestash.sizes import format_bytes
 from pagestash.train import checkpoint
 from pagestash.train.config import TrainConfig, checked, merge
 from pagestash.train.data import Corpus, load_corpus

@@ -12,7 +12,7 @@ import torch
 from pagestash.kernels.backend import choose
 from pagestash.kernels.pages.tail import zero_tail
 from pagestash.pages.slabs import HostSlabs, aligned_sum
-from pagestash.policy import Rule, format_bytes
+from pagestash.policy import Rule
 from pagestash.saved.homes import Keep, Tally
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, StepOrder, make_plan
 from pagestash.saved.offload.split import EntryShape, RowSplit
@@ -21,6 +21,7 @@ from pagestash.saved.offload.window import Decision, Window, WindowGroup
 from pagestash.saved.stash import Stash
 from pagestash.saved.storage import Entry
 from pagestash.saved.streams import capturing
+from pagestash.sizes import format_bytes
 
 log = logging.getLogger("pagestash")
 

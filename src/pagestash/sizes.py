@@ -1,0 +1,55 @@
+"""Sizes in bytes: as text, and what this machine has."""
+
+import math
+import operator
+import os
+import re
+from typing import Any
+
+MOST_BYTES = 2**63 - 1
+"""Sizes are counted in int64 on the device."""
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    f"{letter}iB": 1 << (10 * power) for power, letter in enumerate("KMGT", start=1)
+}
+
+
+def parse_bytes(text: str | int, what: str = "size") -> int:
+    """Bytes of `"64KiB"`, `"1.5 GiB"`, `"2GB"` or a plain number.
+
+    >>> parse_bytes("64KiB")
+    65536
+    """
+    refusal = ValueError(f"{what}={text!r}: expected a number with a unit, like '64KiB', '8GiB' or '2GB'")
+    value: Any = text
+    if isinstance(text, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+        if not found or found[2] not in _UNITS:
+            raise refusal
+        amount = float(found[1]) * _UNITS[found[2]]
+        size = round(amount) if math.isfinite(amount) else MOST_BYTES + 1
+    elif isinstance(value, float) and value.is_integer():
+        size = int(value)
+    elif isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise refusal
+    else:
+        size = operator.index(value)
+    if size < 0:
+        raise ValueError(f"{what}={text!r}: expected 0 or more")
+    if size > MOST_BYTES:
+        raise ValueError(f"{what}={text!r}: expected less than {format_bytes(MOST_BYTES)}")
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """A readable size: `format_bytes(1536)` is `'1.5 KiB'`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -2,54 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import pagestash
+from pagestash.commands import options
+from pagestash.commands.options import PRESET_NAMES, SCHEDULE_NAMES
 
-# Written out here, because --help must not import torch.
-PRESETS = ("tiny", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b")
-SCHEDULES = (
-    "GPipe",
-    "1F1B",
-    "LoopedBFS",
-    "Interleaved1F1B",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-)
-_PRESETS, _SCHEDULES = ", ".join(PRESETS), ", ".join(SCHEDULES)
-
-# The options of a step to measure, which `profile` and `plan` share.
-_Preset = Annotated[str | None, typer.Option(help=f"A model's published shape: {_PRESETS}.  [default: tiny]")]
-_Module = Annotated[
-    str | None,
-    typer.Option(metavar="PKG:NAME", help="A function that returns a model, or a model and its batch."),
-]
-_Layers = Annotated[int | None, typer.Option(help="Cut the preset to this many layers.")]
-_Batch = Annotated[int, typer.Option(help="Sequences.")]
-_Seq = Annotated[int, typer.Option(help="Tokens per sequence.")]
-_Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-_Dtype = Annotated[
-    str | None, typer.Option(help="Dtype of the weights.  [default: bfloat16 on a GPU, float32 on a CPU]")
-]
-_Autocast = Annotated[str | None, typer.Option(help="Run forward under autocast to this dtype.")]
-_Link = Annotated[
-    str | None, typer.Option(help="Bytes per second to the host, like 50GB; on a GPU measured by default.")
-]
-_Repeats = Annotated[int, typer.Option(help="Timed steps.")]
-_Gradients = Annotated[
-    str, typer.Option(help="held: the step adds to gradients that are there; fresh: it finds none.")
-]
-
-_ProfiledOn = Annotated[
-    str | None,
-    typer.Option(
-        help="Where --profile was measured: h100, h200, b200, gb200 or a file.  [default: as --cluster]"
-    ),
-]
+if TYPE_CHECKING:
+    from pagestash.commands.step import StepOptions
 
 app = typer.Typer(
     help="Activation memory for Mixture-of-Experts training.",
@@ -77,6 +41,13 @@ def _needs_train(command: str) -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
+def _step(context: typer.Context) -> "StepOptions":
+    """The options of a step to measure, among those that the command was given."""
+    from pagestash.commands.step import StepOptions
+
+    return StepOptions(**{item.name: context.params[item.name] for item in fields(StepOptions)})
+
+
 @app.callback()
 def _options(
     version: Annotated[
@@ -90,9 +61,9 @@ def _options(
 def train(
     out: Annotated[Path, typer.Option(help="The run's folder: metrics.jsonl and checkpoints.")],
     preset: Annotated[
-        str | None, typer.Option(help=f"The model's shape: {_PRESETS}.  [default: tiny]")
+        str | None, typer.Option(help=f"The model's shape: {PRESET_NAMES}.  [default: tiny]")
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Cut the preset to this many layers.")] = None,
+    layers: options.Layers = None,
     steps: Annotated[int | None, typer.Option(help="The last step.  [default: 200]")] = None,
     policy: Annotated[str | None, typer.Option(help="none, or a policy file.  [default: none]")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data.  [default: 0]")] = None,
@@ -100,7 +71,7 @@ def train(
         int | None, typer.Option(help="Ranks to divide the layers among.  [default: 1]")
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option(help=f"With --pipeline, its schedule: {_SCHEDULES}.  [default: 1F1B]")
+        str | None, typer.Option(help=f"With --pipeline, its schedule: {SCHEDULE_NAMES}.  [default: 1F1B]")
     ] = None,
     expert: Annotated[
         int | None, typer.Option(help="Ranks to divide the experts among.  [default: all of a stage]")
@@ -144,18 +115,19 @@ def train(
 
 @app.command()
 def profile(
-    preset: _Preset = None,
-    module: _Module = None,
-    layers: _Layers = None,
-    batch: _Batch = 2,
-    seq: _Seq = 256,
-    device: _Device = "auto",
-    dtype: _Dtype = None,
-    autocast: _Autocast = None,
+    context: typer.Context,
+    preset: options.Preset = None,
+    module: options.Module = None,
+    layers: options.Layers = None,
+    batch: options.Batch = 2,
+    seq: options.Seq = 256,
+    device: options.Device = "auto",
+    dtype: options.Dtype = None,
+    autocast: options.Autocast = None,
     policy: Annotated[Path | None, typer.Option(help="A policy file: also show what it would do.")] = None,
-    link: _Link = None,
-    repeats: _Repeats = 3,
-    gradients: _Gradients = "held",
+    link: options.Link = None,
+    repeats: options.Repeats = 3,
+    gradients: options.Gradients = "held",
     depth: Annotated[
         int | None, typer.Option(help="Group regions by the first parts of their names.")
     ] = None,
@@ -169,27 +141,16 @@ def profile(
 ) -> None:
     """Show what a training step saves for backward: bytes by region, and what each home would save and cost."""
     from pagestash.commands.profile import ProfileOptions, run
-    from pagestash.commands.step import StepOptions
 
-    step = StepOptions(
-        preset=preset,
-        module=module,
-        layers=layers,
-        batch=batch,
-        seq=seq,
-        device=device,
-        dtype=dtype,
-        autocast=autocast,
-        link=link,
-        repeats=repeats,
-        gradients=gradients,
+    asked = ProfileOptions(
+        step=_step(context), policy=policy, depth=depth, tensors=tensors, json=json, plot=plot
     )
-    options = ProfileOptions(step=step, policy=policy, depth=depth, tensors=tensors, json=json, plot=plot)
-    raise typer.Exit(run(options))
+    raise typer.Exit(run(asked))
 
 
 @app.command()
 def plan(
+    context: typer.Context,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -203,17 +164,17 @@ def plan(
             help="Plan for what `pagestash profile --json` measured; with --cluster, for layers of such times.",
         ),
     ] = None,
-    preset: _Preset = None,
-    module: _Module = None,
-    layers: _Layers = None,
-    batch: _Batch = 2,
-    seq: _Seq = 256,
-    device: _Device = "auto",
-    dtype: _Dtype = None,
-    autocast: _Autocast = None,
-    link: _Link = None,
-    repeats: _Repeats = 3,
-    gradients: _Gradients = "held",
+    preset: options.Preset = None,
+    module: options.Module = None,
+    layers: options.Layers = None,
+    batch: options.Batch = 2,
+    seq: options.Seq = 256,
+    device: options.Device = "auto",
+    dtype: options.Dtype = None,
+    autocast: options.Autocast = None,
+    link: options.Link = None,
+    repeats: options.Repeats = 3,
+    gradients: options.Gradients = "held",
     optimizer: Annotated[
         str, typer.Option(help="Whose state is on the device, too: none, sgd, momentum or adamw.")
     ] = "none",
@@ -239,7 +200,7 @@ def plan(
     ranks: Annotated[
         int | None, typer.Option(help="Plan a pipeline of so many ranks; the step is one microbatch.")
     ] = None,
-    schedule: Annotated[str, typer.Option(help=f"Of the pipeline: {_SCHEDULES}.")] = "1F1B",
+    schedule: Annotated[str, typer.Option(help=f"Of the pipeline: {SCHEDULE_NAMES}.")] = "1F1B",
     microbatches: Annotated[
         int | None, typer.Option(help="Of the pipeline, per step.  [default: twice the stages]")
     ] = None,
@@ -267,7 +228,7 @@ def plan(
         str, typer.Option(help="With --cluster, of products: bf16, fp8, mxfp8 or fp32.")
     ] = "bf16",
     zero: Annotated[int, typer.Option(help="With --cluster: ZeRO 0 to 3.")] = 1,
-    profiled_on: _ProfiledOn = None,
+    profiled_on: options.ProfiledOn = None,
 ) -> None:
     """Find the fastest policy whose step is predicted to fit a budget of memory, and print what it takes.
 
@@ -280,7 +241,7 @@ def plan(
         if budget is not None or module is not None:
             typer.echo("error: --cluster has its own memory: no --budget or --module", err=True)
             raise typer.Exit(2)
-        asked = ClusterPlanOptions(
+        wanted = ClusterPlanOptions(
             model=preset or "deepseek-v3",
             cluster=cluster,
             layers=layers,
@@ -293,29 +254,15 @@ def plan(
             profiled_on=profiled_on,
             out=out,
         )
-        raise typer.Exit(run_cluster(asked))
+        raise typer.Exit(run_cluster(wanted))
     if budget is None:
         typer.echo("error: --budget is missing: how much memory may the step take, like 40GiB?", err=True)
         raise typer.Exit(2)
     from pagestash.commands.plan import PlanOptions, run
-    from pagestash.commands.step import StepOptions
 
-    step = StepOptions(
-        preset=preset,
-        module=module,
-        layers=layers,
-        batch=batch,
-        seq=seq,
-        device=device,
-        dtype=dtype,
-        autocast=autocast,
-        link=link,
-        repeats=repeats,
-        gradients=gradients,
-    )
-    options = PlanOptions(
+    asked = PlanOptions(
         budget=budget,
-        step=step,
+        step=_step(context),
         profile=profile,
         optimizer=optimizer,
         host=host,
@@ -330,7 +277,7 @@ def plan(
         curve=curve,
         plot=plot,
     )
-    raise typer.Exit(run(options))
+    raise typer.Exit(run(asked))
 
 
 @app.command()
@@ -339,9 +286,9 @@ def simulate(
         str, typer.Option(help="Devices, like h100:256; h100, h200, b200, gb200 or a TOML file.")
     ],
     preset: Annotated[
-        str, typer.Option(help=f"A preset, a config.json of Hugging Face, or a TOML file: {_PRESETS}.")
+        str, typer.Option(help=f"A preset, a config.json of Hugging Face, or a TOML file: {PRESET_NAMES}.")
     ] = "deepseek-v3",
-    layers: _Layers = None,
+    layers: options.Layers = None,
     tp: Annotated[int, typer.Option(help="Tensor parallel ranks.")] = 1,
     cp: Annotated[int, typer.Option(help="Context parallel ranks.")] = 1,
     ep: Annotated[int, typer.Option(help="Expert parallel ranks.")] = 1,
@@ -349,11 +296,11 @@ def simulate(
     vpp: Annotated[int, typer.Option(help="Stages of each pipeline rank.")] = 1,
     zero: Annotated[int, typer.Option(help="What data parallel ranks share: ZeRO 0 to 3.")] = 1,
     schedule: Annotated[
-        str | None, typer.Option(help=f"{_SCHEDULES}.  [default: 1F1B, with --vpp Interleaved1F1B]")
+        str | None, typer.Option(help=f"{SCHEDULE_NAMES}.  [default: 1F1B, with --vpp Interleaved1F1B]")
     ] = None,
-    microbatch: Annotated[int, typer.Option(help="Sequences of a microbatch.")] = 1,
+    microbatch: options.MicrobatchSequences = 1,
     global_batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 1024,
-    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    seq: options.SequenceTokens = 4096,
     precision: Annotated[str, typer.Option(help="Of products: bf16, fp8, mxfp8 or fp32.")] = "bf16",
     framework: Annotated[
         str, typer.Option(help="What is kept for backward: pagestash, megatron or pith.")
@@ -371,7 +318,7 @@ def simulate(
         Path | None,
         typer.Option(metavar="FILE", help="Layers take the times of `pagestash profile --json`, scaled."),
     ] = None,
-    profiled_on: _ProfiledOn = None,
+    profiled_on: options.ProfiledOn = None,
     skew: Annotated[
         float, typer.Option(help="Rows of the hottest rank over the mean, on average over layers.")
     ] = 1.0,
@@ -387,7 +334,7 @@ def simulate(
     """Predict a step on a cluster that is not at hand: memory and time of every pipeline rank. Nothing runs."""
     from pagestash.commands.simulate import SimulateOptions, run
 
-    options = SimulateOptions(
+    asked = SimulateOptions(
         model=preset,
         cluster=cluster,
         layers=layers,
@@ -414,22 +361,24 @@ def simulate(
         trace=trace,
         json=json,
     )
-    raise typer.Exit(run(options))
+    raise typer.Exit(run(asked))
 
 
 @app.command()
 def partition(
     stages: Annotated[int, typer.Option(help="Stages of the pipeline, over all ranks.")],
-    schedule: Annotated[str, typer.Option(help=f"Of torch.distributed.pipelining: {_SCHEDULES}.")] = "1F1B",
+    schedule: Annotated[
+        str, typer.Option(help=f"Of torch.distributed.pipelining: {SCHEDULE_NAMES}.")
+    ] = "1F1B",
     preset: Annotated[
-        str, typer.Option(help=f"The model's shape; its costs come from formulas: {_PRESETS}.")
+        str, typer.Option(help=f"The model's shape; its costs come from formulas: {PRESET_NAMES}.")
     ] = "tiny",
-    layers: Annotated[int | None, typer.Option(help="Cut the preset to this many layers.")] = None,
+    layers: options.Layers = None,
     microbatches: Annotated[
         int | None, typer.Option(help="Microbatches per step.  [default: twice the stages]")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences of a microbatch.")] = 1,
-    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    batch: options.MicrobatchSequences = 1,
+    sequence: options.SequenceTokens = 4096,
     shards: Annotated[int, typer.Option(help="Ranks that a stage's parameters are sharded over.")] = 1,
     expert: Annotated[int, typer.Option(help="Of those, ranks that the experts are divided among.")] = 1,
     memory: Annotated[

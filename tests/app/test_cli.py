@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 import pagestash
 from pagestash.cli import app
+from pagestash.commands import options
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,7 @@ def test_help_and_version_load_no_torch():
 def test_help_names_the_presets(command):
     from pagestash.models import PRESETS
 
-    assert tuple(PRESETS) == pagestash.cli.PRESETS
+    assert tuple(PRESETS) == options.PRESETS
     text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "300"}).output
     assert all(name in text for name in PRESETS)
 
@@ -74,7 +75,7 @@ def test_help_names_the_presets(command):
 def test_help_names_the_schedules(command):
     from pagestash.schedules.plan import SCHEDULES
 
-    assert SCHEDULES == pagestash.cli.SCHEDULES
+    assert SCHEDULES == options.SCHEDULES
     text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "300"}).output
     assert all(name in text for name in SCHEDULES)
 

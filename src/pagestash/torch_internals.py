@@ -191,6 +191,13 @@ pop_dispatch_mode: Callable[[], TorchDispatchMode] = internal(_python_dispatch, 
 dispatch_depth: Callable[[], int] = internal(torch._C, "_len_torch_dispatch_stack")
 """Number of open dispatch modes."""
 
+# --- attention: `torch.backends.cuda.flash_sdp_enabled` and so on, without a Python function around each ---
+
+flash_allowed: Callable[[], bool] = internal_if_called(torch._C, "_get_flash_sdp_enabled")
+efficient_allowed: Callable[[], bool] = internal_if_called(torch._C, "_get_mem_efficient_sdp_enabled")
+math_allowed: Callable[[], bool] = internal_if_called(torch._C, "_get_math_sdp_enabled")
+cudnn_allowed: Callable[[], bool] = internal_if_called(torch._C, "_get_cudnn_sdp_enabled")
+
 # --- modules ---
 
 _module = nn.Module()

@@ -213,6 +213,17 @@ def test_without_the_event_the_late_stream_would_be_noticed(model, x, monkeypatc
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("prefetch", [0, None])
+def test_events_of_groups_that_are_over_mark_later_ones(model, x, prefetch):
+    plain = gradients(model, x)
+    keeper = keeper_for(model, prefetch)
+    for _ in range(6):
+        assert same(gradients(model, x, keeper), plain)
+    transfers = keeper._offload.moving.transfers
+    for side in (transfers._out, transfers._in):
+        assert 0 < len(side._unused) <= len(model.layers) + 1  # one for each group at a time, and one to join
+
+
 def alone(size: int) -> Moving:
     """Offload by a plan, without a keeper, whose host memory holds one tensor of `size` bytes."""
     device = torch.device("cuda", 0)

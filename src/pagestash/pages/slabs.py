@@ -184,12 +184,17 @@ class HostSlabs:
         for slab, start, end in block.extents:
             self.used -= end - start
             at = bisect_left(free, (slab, start, end))
-            if at < len(free) and free[at][:2] == (slab, end):
-                end = free.pop(at).end
-            if at and free[at - 1].slab == slab and free[at - 1].end == start:
-                at -= 1
-                start = free.pop(at).start
-            free.insert(at, Extent(slab, start, end))
+            if at < len(free):
+                its_slab, its_start, its_end = free[at]
+                if its_start == end and its_slab == slab:
+                    end = its_end
+                    del free[at]
+            if at:
+                its_slab, its_start, its_end = free[at - 1]
+                if its_end == start and its_slab == slab:
+                    free[at - 1] = _extent((slab, its_start, end))
+                    continue
+            free.insert(at, _extent((slab, start, end)))
 
     def forget(self, size: int) -> None:
         """Note that a refused tensor is freed."""

@@ -16,12 +16,30 @@ from pagestash.saved.entries import Entries
 from pagestash.saved.homes import Keep, TakesGroups
 from pagestash.saved.packed import DenseHandle, Handle, Kept, Look, Packed, Untouched
 from pagestash.saved.region import Recording, Region, frames
-from pagestash.saved.storage import SPARSE, SavedView, ViewRecipe, byte_range, plain_storage, row_range
+from pagestash.saved.storage import (
+    PLAIN,
+    SPARSE,
+    STRIDED,
+    SavedView,
+    ViewRecipe,
+    byte_range,
+    row_range,
+    saved_view,
+)
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.saved.valid_rows.marks import Marks
 from pagestash.torch_internals import LOCAL_PART, current_transform, storage_key
 
 T = TypeVar("T")
+
+
+_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+"""Of these, as most saved tensors are, none is quantized or conjugated."""
+
+
+def _quantized_or_conjugated(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are not its values as they stand."""
+    return tensor.dtype not in _FLOATS and (tensor.is_quantized or tensor.is_conj())
 
 
 class Output(Protocol):
@@ -36,7 +54,9 @@ class Outputs(Protocol):
     """The outputs that can be recomputed."""
 
     @property
-    def any(self) -> bool: ...
+    def known(self) -> Mapping[int, object]:
+        """By the storage they are in."""
+        ...
 
     def output_of(self, key: int, tensor: torch.Tensor, *, chained: bool) -> Output | None: ...
 
@@ -98,7 +118,7 @@ class SavedTensorHooks:
             # A backward of a GPU, in a thread of its own, makes a graph inside.
             return Untouched.of(tensor)
         assert isinstance(owner, SavedTensorHooks)
-        packed = owner.pack_in(region, tensor, caller=sys._getframe(1) if owner.marks.any else None)
+        packed = owner.pack_in(region, tensor, False, sys._getframe(1) if owner.marks.any else None)
         if owner.look is not None:
             owner.look.saw(region, tensor, packed)
         return packed
@@ -107,7 +127,6 @@ class SavedTensorHooks:
         self,
         region: Region,
         tensor: torch.Tensor,
-        *,
         chained: bool = False,
         caller: FrameType | None = None,
         for_replay: bool = False,
@@ -118,7 +137,8 @@ class SavedTensorHooks:
         there are marks; what no operation saves is saved whole. `for_replay`: a replay must see it to the last bit.
         It is then nobody else's object, and has no graph.
         """
-        key = plain_storage(tensor)
+        # (`plain_storage`, without a call.)
+        key = storage_key(tensor) if type(tensor) in PLAIN and tensor.layout is STRIDED else None
         owner = region.claimed(key) or region if region.claims else region
         run = owner.run
         if run is not None and isinstance(run, Recording) and not self._is_weight(tensor, key, region):
@@ -133,7 +153,7 @@ class SavedTensorHooks:
             return Untouched(tensor, version)
         rule = owner.rule
         # (Outside all regions only outputs of recomputed ones have something else to wait in.)
-        if (rule.home != "keep" or rule.bits is not None) if rule is not None else self._outputs.any:
+        if (rule.home != "keep" or rule.bits is not None) if rule is not None else self._outputs.known:
             handle = self._handle(owner, key, version, tensor, chained, chained or for_replay, caller)
             if handle is not None:
                 return handle
@@ -170,22 +190,22 @@ class SavedTensorHooks:
             if keeps and not coded:
                 return None
         # The output of a recomputed region needs no home, unless a rule says to keep it.
-        output = None if keeps else self._outputs.output_of(key, tensor, chained=chained)
+        output = None
+        if key in self._outputs.known and not keeps:
+            output = self._outputs.output_of(key, tensor, chained=chained)
         least, size = 0, tensor.nbytes
         if output is None:
             if rule is None:
                 return None
-            least = rule.least_bytes
-            if size < least or not self._is_here(tensor):
+            least = rule.min_bytes or 0
+            if size < least or not (tensor.device == self.device or self._is_here(tensor)):
                 return None
         first, last = byte_range(tensor, size)
-        # An expanded view is as small as what it repeats.
-        if last - first < least:
+        # An expanded view is as small as what it repeats. Or there are no bytes to move, or they are not the
+        # tensor's values as they stand.
+        if last - first < least or not size or tensor.is_neg() or _quantized_or_conjugated(tensor):
             return None
-        # There are no bytes to move, or they are not the tensor's values as they stand.
-        if not size or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            return None
-        view = SavedView(tensor, key, version, first, last)
+        view = saved_view((tensor, key, version, first, last))
         if output is not None:
             return output.pack(tensor, view.recipe(), whole=self.rows_of(region, tensor) is None)
         valid = self._valid(region, view, caller) if region.exact or self.marks.any else None
@@ -194,8 +214,13 @@ class SavedTensorHooks:
             valid is None and not coded and self._entries.takes_in(view, region, size)
         ):
             return self._pack_dense(region, view, valid, coded)
-        handle = Handle(self._entries.find(view, region, valid, coded=coded), view.recipe())
-        return self._wait_for_reader(handle, key, view, region, valid)
+        entry = self._entries.find(view, region, valid, coded=coded)
+        handle = Handle(entry, view.recipe())
+        if valid is not None:
+            return self._wait_for_reader(handle, key, view, region, valid)
+        entry.handles += 1
+        entry.waiting += 1
+        return handle
 
     def _can_code(self, tensor: torch.Tensor) -> bool:
         return can_code(tensor) and not is_cast_weight(tensor, self.weight_shapes)
@@ -208,8 +233,7 @@ class SavedTensorHooks:
         dense = SavedView(
             elements, storage_key(elements), elements._version, *byte_range(elements, elements.nbytes)
         )
-        recipe = view.recipe()
-        recipe.byte_offset = 0
+        recipe = view.recipe()._replace(byte_offset=0)
         if valid is not None:
             valid = None if valid.dim else valid._replace(first=0, last=elements.nbytes)
         handle = DenseHandle(self._entries.find(dense, region, valid, coded=coded), recipe)
@@ -224,9 +248,9 @@ class SavedTensorHooks:
         entry.waiting += 1
         if valid is not None and not valid.sure:
             handle.inferred = True
-            view.tensor = view.tensor.detach()
+            alone = view._replace(tensor=view.tensor.detach())
             self.marks.wait(
-                key, region.name, handle.recipe.size, lambda: self._save_whole(handle, view, region)
+                key, region.name, handle.recipe.size, lambda: self._save_whole(handle, alone, region)
             )
         return handle
 

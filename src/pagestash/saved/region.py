@@ -147,6 +147,9 @@ def leave(region: Region) -> tuple[Region, ...]:
     There are regions inside if an exception ended them before anybody could leave them.
     """
     current = _frames.get()
+    if current and current[-1] is region and region.looking is None:  # as almost always
+        _frames.set(current[:-1])
+        return (region,)
     if region not in current:
         return ()
     start = current.index(region)

@@ -5,9 +5,10 @@ Identity is by storage. Two operations that save the same activation, or two hal
 tensor comes back as it was, without its bytes being written out.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -19,8 +20,7 @@ SPARSE = 2
 """A view that spans more than this many times its own bytes is packed densely rather than by range."""
 
 
-@dataclass(slots=True)
-class ViewRecipe:
+class ViewRecipe(NamedTuple):
     """How a saved tensor looks at its entry's bytes; the offset counts from the storage's first byte."""
 
     dtype: torch.dtype
@@ -146,8 +146,7 @@ def byte_range(tensor: torch.Tensor, nbytes: int | None = None) -> tuple[int, in
     return first, first + int(span) * item
 
 
-@dataclass(slots=True, eq=False)
-class SavedView:
+class SavedView(NamedTuple):
     """A tensor that is being saved: bytes `first` to `last` of storage `key`, as they are at `version`."""
 
     tensor: torch.Tensor
@@ -158,7 +157,14 @@ class SavedView:
 
     def recipe(self) -> ViewRecipe:
         tensor = self.tensor
-        return ViewRecipe(tensor.dtype, tensor.shape, tensor.stride(), self.first)
+        return _recipe((tensor.dtype, tensor.shape, tensor.stride(), self.first))
+
+
+# Each makes one of its fields, in half the time: one of each is made for every saved tensor that moves.
+saved_view: Callable[[tuple[torch.Tensor, int, int, int, int]], SavedView] = partial(tuple.__new__, SavedView)
+_recipe: Callable[[tuple[torch.dtype, torch.Size, tuple[int, ...], int]], ViewRecipe] = partial(
+    tuple.__new__, ViewRecipe
+)
 
 
 def row_range(tensor: torch.Tensor, capacity: int) -> tuple[int, int] | None:

@@ -54,6 +54,7 @@ class SideStream:
         if self._stream is not None:
             self._ids = (self._stream.stream_id, self._stream.device_index, self._stream.device_type)
         self._used = False
+        self._unused: list[torch.cuda.Event] = []
 
     def after(self, *events: torch.cuda.Event | None) -> AbstractContextManager[None]:
         """Enter it at once. What is inside runs here, behind the current stream's work so far and `events`."""
@@ -76,9 +77,17 @@ class SideStream:
         """An event that is done when everything put on this stream so far is."""
         if self._stream is None:
             return None
-        event = torch.cuda.Event()
+        event = self._unused.pop() if self._unused else torch.cuda.Event()
         event_record(event, self._stream)
         return event
+
+    def forget(self, event: torch.cuda.Event | None) -> None:
+        """Nobody will wait for the event or ask for it any more: it may mark something else.
+
+        Who was told to wait for it waits for what it marked then.
+        """
+        if event is not None:
+            self._unused.append(event)
 
     def join(self) -> None:
         """The current stream waits for all of it; a stream not used since then is left alone.
@@ -87,7 +96,9 @@ class SideStream:
         """
         if self._used:
             self._used = False
-            wait_here(self.mark())
+            event = self.mark()
+            wait_here(event)
+            self.forget(event)
 
 
 def wait_here(event: torch.cuda.Event | None) -> None:

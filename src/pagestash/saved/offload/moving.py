@@ -277,6 +277,7 @@ class Moving:
                 if self.window.groups.get(group.held.key) is group.held:
                     self._order.drop(group.held.key)
                 self.window.drop(group.held)
+                self.transfers.forget(group)
 
     def _give_back(self, group: OffloadedGroup, entry: Entry, member: Member) -> None:
         if member.stays is not None:

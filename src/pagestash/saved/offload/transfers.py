@@ -174,6 +174,14 @@ class Transfers:
         """The compute stream goes on behind the group's copy back."""
         wait_here(group.arrived)
 
+    def forget(self, group: OffloadedGroup) -> None:
+        """Nothing of the group can be asked for any more; its copy out may still be under way."""
+        self._in.forget(group.arrived)
+        if not group.held.leaving_bytes:  # else `let_go` is still to ask for its event
+            self._out.forget(group.left)
+            group.left = None
+        group.arrived = None
+
     def join(self) -> None:
         """The compute stream goes on behind all copies."""
         self._out.join()

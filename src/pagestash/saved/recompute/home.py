@@ -42,18 +42,15 @@ class Recompute(Home):
         self._of_step: list[Entry] = []
         self._held: dict[tuple[str, int], list[int]] = {}
         """For each region and storage: its bytes, and the tensors in it that wait."""
-        self._outputs: dict[int, _KnownOutput] = {}
+        self.known: dict[int, _KnownOutput] = {}
+        """Outputs that can be recomputed, by their storage."""
 
     # --- outputs that can be recomputed ---
-
-    @property
-    def any(self) -> bool:
-        return bool(self._outputs)
 
     def remember(self, key: int, tensor: torch.Tensor, output: Output) -> None:
         """From here on, `tensor` can be recomputed wherever it is saved."""
         self.prune()
-        self._outputs[key] = _KnownOutput(StorageWeakRef(tensor.untyped_storage()), tensor._version, output)
+        self.known[key] = _KnownOutput(StorageWeakRef(tensor.untyped_storage()), tensor._version, output)
         output.recomputed.output_keys.append(key)
 
     def output_of(self, key: int, tensor: torch.Tensor, *, chained: bool) -> Output | None:
@@ -61,7 +58,7 @@ class Recompute(Home):
 
         `chained`: asked by a region that will itself be recomputed.
         """
-        known = self._outputs.get(key)
+        known = self.known.get(key)
         if known is None or known.storage.expired() or known.version != tensor._version:
             return None
         replay_bytes = known.output.recomputed.replay_bytes
@@ -76,21 +73,21 @@ class Recompute(Home):
     def prune(self) -> None:
         """Let go of forwards whose outputs are gone: no operation can save them any more."""
         # (A copy: another thread's part of backward may forget outputs meanwhile.)
-        gone = [key for key, known in self._outputs.copy().items() if known.storage.expired()]
+        gone = [key for key, known in self.known.copy().items() if known.storage.expired()]
         for key in gone:
-            self._outputs.pop(key, None)
+            self.known.pop(key, None)
 
     def forget_outputs(self, recomputed: Recomputed) -> None:
         """From here on, outputs of that forward are saved like any other tensor."""
         for key in recomputed.output_keys:
-            known = self._outputs.get(key)
+            known = self.known.get(key)
             if known is not None and known.output.recomputed is recomputed:
-                self._outputs.pop(key, None)
+                self.known.pop(key, None)
 
     def settle(self) -> None:
         """The step is over: outputs that are alive now belong to the caller."""
         self._of_step = []
-        self._outputs.clear()
+        self.known.clear()
         self.checks.step_over()
 
     def give_up(self) -> None:

@@ -19,7 +19,15 @@ from pagestash.saved.recompute.rng import (
     torch_rng_drawn,
     torch_rng_state,
 )
-from pagestash.torch_internals import buffers_of, key_of_storage, storage_key
+from pagestash.torch_internals import (
+    buffers_of,
+    cudnn_allowed,
+    efficient_allowed,
+    flash_allowed,
+    key_of_storage,
+    math_allowed,
+    storage_key,
+)
 
 SMALL_BUFFER = 65536
 """Buffers up to this many bytes are copied before every forward: the copy is cheap, and versions do not tell all
@@ -34,13 +42,7 @@ DrawsInPython = WeakSet[nn.Module]
 
 def _attention_kernels() -> tuple[bool, ...]:
     """The kernels that `sdpa_kernel` allows `scaled_dot_product_attention`: each saves other tensors."""
-    on = torch.backends.cuda
-    return (
-        on.flash_sdp_enabled(),
-        on.mem_efficient_sdp_enabled(),
-        on.math_sdp_enabled(),
-        on.cudnn_sdp_enabled(),
-    )
+    return flash_allowed(), efficient_allowed(), math_allowed(), cudnn_allowed()
 
 
 def _set_attention_kernels(enabled: tuple[bool, ...]) -> None:

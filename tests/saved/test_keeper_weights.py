@@ -139,7 +139,7 @@ class Reallocates:
 
 def test_a_module_whose_weights_stay_where_they_are_is_called_without_a_hook_after_the_first_step():
     model = nn.Sequential(nn.Sequential(nn.Linear(16, 16, bias=False)))
-    keeper = ps.Keeper(ps.Policy([ps.Rule("0", "keep")])).attach(model)
+    keeper = ps.Keeper(ps.Policy([ps.Rule("0", "stash")])).attach(model)
     assert len(model[0][0]._forward_pre_hooks) == 1
     with torch.no_grad(), keeper.step():
         model(torch.ones(2, 16))  # an evaluation, which opens no region and shows nothing

@@ -77,7 +77,8 @@ def _each(seconds: tuple[float, float], others: tuple[float, float], count: int)
 def _launched(chain: nn.Module, device: torch.device, rule: Rule | None) -> tuple[float, float]:
     """The host's seconds of forward and backward, under a keeper with one rule or without: the medians."""
     x = torch.zeros(WIDTH, WIDTH, device=device, requires_grad=True)
-    keeper = None if rule is None else Keeper(Policy([rule])).attach(chain)
+    # (`check`: every step is watched, also those of a keeper that moves nothing.)
+    keeper = None if rule is None else Keeper(Policy([rule]), check=True).attach(chain)
     times = []
     try:
         for _ in range(WARM + ROUNDS):

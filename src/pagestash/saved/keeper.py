@@ -26,6 +26,7 @@ from pagestash.saved.region_hooks import RegionHooks
 from pagestash.saved.scope import step_scope
 from pagestash.saved.stash import Stash
 from pagestash.saved.stats import KeeperStats, collect
+from pagestash.saved.steady import SteadySteps
 from pagestash.saved.storage import storage_keys
 from pagestash.saved.streams import capturing
 from pagestash.sizes import format_bytes
@@ -54,6 +55,7 @@ class Keeper:
         self._attached = Attached(policy, self._saved, self._regions)
         self._quiet: QuietRules | None = QuietRules(policy, self._saved)
         self._regions.outside = StepNeverOpened()
+        self._steady = SteadySteps(policy, self._keep)
         self._in_step = False
         self.rows: RowsChoice | None = None
         """Where layers have left `expected_rows` to this keeper, from the first step on (see `ps.Keeper`)."""
@@ -69,6 +71,7 @@ class Keeper:
         these.
         """
         self._attached.add(model, regions, others)
+        self._steady.add(model)
         self._follow_device()
         self._hand_out_pool()
         return self
@@ -81,6 +84,7 @@ class Keeper:
         if self._in_step:
             raise RuntimeError("keeper.detach() in a step, whose regions are open; detach when it is over")
         self._attached.remove()
+        self._steady.remove()
         # What refers to the homes in a circle: graphs that were freed since the last step, and `look`.
         for home in self._homes:
             home.settle()
@@ -153,13 +157,20 @@ class Keeper:
         self._in_step = True
         self._regions.outside = None
         self._saved.look = self._quiet
-        self._saved.weights = storage_keys([*self.parameters(), *self.buffers()])
+        parameters = list(self.parameters())
+        self._saved.weights = storage_keys([*parameters, *self.buffers()])
         if any(rule.bits is not None for rule in self.policy.rules):
-            self._saved.weight_shapes = {tuple(parameter.shape) for parameter in self.parameters()}
+            self._saved.weight_shapes = {tuple(parameter.shape) for parameter in parameters}
         self._stash.keep_unpaged = check
+        failed = True
         try:
-            with step_scope(self._saved, self._regions, self._homes, check_rows=self._check is not False):
+            with step_scope(
+                self._saved, self._regions, self._homes, check_rows=self._check is not False
+            ) as stop:
+                if self._check is not True and self.rows is None:
+                    self._steady.begin(self.modules, parameters, stop)
                 yield
+            failed = False
         except BaseException as error:
             if check and isinstance(error, Exception):
                 # The error may be a consequence of a refused group's zeros.
@@ -170,6 +181,7 @@ class Keeper:
             raise
         finally:
             self._in_step = False
+            self._steady.end(failed=failed)
             if self._check is None and self._saved.marks.checked:
                 self._check = False
         self._step_over(check)
@@ -268,16 +280,19 @@ class Keeper:
 
     def reset_peaks(self) -> None:
         """Count peaks from now on; also clears the overflow flag."""
+        self._steady.asked()
         for home in self._homes:
             home.reset_peaks()
 
     def held(self) -> dict[HomeName, int | torch.Tensor]:
         """Valid bytes in each home now. The pool's are a device integer, so that the host need not wait."""
+        self._steady.asked()
         waiting = {home.name: home.held() for home in self._homes}
         return {name: waiting[name] for name in HOMES}
 
     def stats(self) -> KeeperStats:
         """Bytes and peak by home and region, and the pool's tiers. Waits for the device."""
+        self._steady.asked()
         return collect(self._homes, self._stash, self._offload)
 
     def __repr__(self) -> str:

@@ -1,9 +1,7 @@
 """What is open during a keeper's step: hooks, regions, marks and homes. All of it is closed at the end."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-
-from torch.autograd.graph import saved_tensors_hooks
 
 from pagestash.saved.homes import Home
 from pagestash.saved.hooks import SavedTensorHooks
@@ -11,13 +9,22 @@ from pagestash.saved.packed import unpack
 from pagestash.saved.region import Region, enter, frames, leave, set_frames
 from pagestash.saved.region_hooks import RegionHooks
 from pagestash.saved.streams import capturing
+from pagestash.torch_internals import (
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+)
 
 
 @contextmanager
 def step_scope(
     hooks: SavedTensorHooks, modules: RegionHooks, homes: Sequence[Home], *, check_rows: bool
-) -> Iterator[None]:
-    """Everything that is saved inside goes through `hooks` to `homes`, in the regions that `modules` opens."""
+) -> Iterator[Callable[[], bool]]:
+    """Everything that is saved inside goes through `hooks` to `homes`, in the regions that `modules` opens.
+
+    Yields a function that ends this early: the rest of the step is not watched. It does nothing and returns False
+    where others have opened hooks or regions around or inside.
+    """
     modules.start()
     for home in homes:
         home.start()
@@ -25,16 +32,30 @@ def step_scope(
     outer = frames()
     root = Region(hooks, "", None, whole_step=True)
     enter(root)
+    watched = True
+
+    def stop() -> bool:
+        nonlocal watched
+        ours = (hooks.pack, unpack)
+        if outer or frames() != (root,) or top_saved_tensors_hooks(True) != ours or capturing():
+            return False
+        pop_saved_tensors_hooks()
+        leave(root)
+        watched = False
+        return True
+
+    push_saved_tensors_hooks(hooks.pack, unpack)
     try:
-        with saved_tensors_hooks(hooks.pack, unpack):
-            yield
+        yield stop
     except BaseException:
         hooks.give_up()
         for home in homes:
             home.give_up()
         raise
     finally:
-        modules.stop()
+        if watched:
+            pop_saved_tensors_hooks()
+        modules.stop(watched=watched)
         leave(root)
         set_frames(outer)
         hooks.marks.forget()

@@ -1,0 +1,195 @@
+"""Steps that need not be watched: nothing moves, and they are like steps before.
+
+Where every rule says `keep`, a keeper does nothing but count, and to see each saved tensor costs an eager step more
+than all else that a keeper does. So a step is not watched if the model is called as it was in two steps that were
+watched and kept the same bytes. It counts as they did. Calls are alike if they have arguments of the same shapes
+and dtypes, under the same autocast, and as many modules train and as many parameters want gradients.
+
+All steps are watched for good if calls of one kind keep other bytes each time, if a step goes on otherwise than the
+one it was taken for, and if somebody asks within a step how many bytes are held.
+"""
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pagestash.policy import Policy
+from pagestash.saved.compiled import hidden, hidden_here
+from pagestash.saved.homes import Keep
+from pagestash.saved.module_hook import Hook
+from pagestash.torch_internals import current_transform
+
+_MOST_KINDS = 64
+_VARIES = 4
+"""After so many steps of one kind, each of which kept other bytes than the one before, bytes vary."""
+
+
+class _Unlike(Exception):
+    """An argument that cannot be compared."""
+
+
+class _Kept(NamedTuple):
+    """What a watched step did."""
+
+    calls: tuple[Hashable, ...]
+    peak: int
+    by_region: dict[str, int]
+
+
+class _Known:
+    """Watched steps whose first call was of one kind."""
+
+    def __init__(self) -> None:
+        self.last: _Kept | None = None
+        self.settled = False
+        """Whether the last two did the same."""
+        self._unlike = 0
+
+    def add(self, step: _Kept) -> bool:
+        """Whether there is hope that steps of this kind are alike."""
+        self.settled = step == self.last
+        self._unlike += self.last is not None and not self.settled
+        self.last = step
+        return self._unlike < _VARIES
+
+
+class SteadySteps:
+    """Decides which steps of a keeper are not watched, and counts them."""
+
+    def __init__(self, policy: Policy, keep: Keep) -> None:
+        self.on = all(rule.home == "keep" and rule.bits is None for rule in policy.rules)
+        """Whether any step may go unwatched."""
+        self._keep = keep
+        self._hooks: list[Any] = []
+        self._known: dict[Hashable, _Known] = {}
+        self._stop: Callable[[], bool] | None = None
+        """In a step: stops watching it; says whether it could."""
+        self._state: Hashable = None
+        self._calls: list[Hashable] = []
+        self._taken_for: _Kept | None = None
+        """The watched step that the present one, which is not watched, is like."""
+        self._before: tuple[int, dict[str, int]] = (0, {})
+        """Peaks before the step: it has its own until it is over."""
+
+    def add(self, model: nn.Module) -> None:
+        """Look at the calls of `model`."""
+        if self.on:
+            self._hooks.append(
+                model.register_forward_pre_hook(_Called(self, len(self._hooks)), with_kwargs=True)
+            )
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # --- a step ---
+
+    def begin(
+        self,
+        modules: Callable[[], Iterable[nn.Module]],
+        parameters: Iterable[nn.Parameter],
+        stop: Callable[[], bool],
+    ) -> None:
+        """A step begins, watched; `stop` ends that."""
+        if not self.on or not self._hooks or self._keep.tally.bytes:
+            return
+        self._stop, self._calls, self._taken_for = stop, [], None
+        self._state = (
+            sum(module.training for module in modules()),
+            sum(parameter.requires_grad for parameter in parameters),
+        )
+        tally = self._keep.tally
+        self._before = tally.peak, {name: peak for name, (_, peak) in tally.by_region.items()}
+        tally.reset_peak()
+
+    @hidden
+    def called(self, model: int, args: Any, kwargs: Any) -> None:
+        """A model is called."""
+        if self._stop is None or not torch.is_grad_enabled() or current_transform() is not None:
+            return
+        try:
+            call = (self._state, model, _autocast(), _form(args), _form(kwargs))
+        except _Unlike:
+            self._leave_on()
+            return
+        self._calls.append(call)
+        like = self._taken_for
+        if like is not None:
+            if like.calls[: len(self._calls)] != tuple(self._calls):
+                self._leave_on()
+        elif len(self._calls) == 1:
+            known = self._known.get(call)
+            if known is not None and known.settled and self._stop():
+                self._taken_for = known.last
+
+    def end(self, *, failed: bool) -> None:
+        """The step is over."""
+        if self._stop is None:
+            return
+        self._stop = None
+        tally, like, calls = self._keep.tally, self._taken_for, tuple(self._calls)
+        if like is not None:
+            self.on = self.on and (failed or calls == like.calls)
+            if not failed:
+                self._merge(like.peak, like.by_region)
+        elif not failed and calls and not tally.bytes and self.on:
+            step = _Kept(calls, tally.peak, {name: peak for name, (_, peak) in tally.by_region.items()})
+            if len(self._known) > _MOST_KINDS:
+                self._known.clear()
+            self.on = self._known.setdefault(calls[0], _Known()).add(step)
+        self._merge(*self._before)
+
+    def asked(self) -> None:
+        """Somebody wants to know what is held. Within a step only one that is watched can tell."""
+        if self._stop is not None:
+            self._leave_on()
+            self._stop = None
+            self._merge(*self._before)
+            if self._taken_for is not None:
+                self._merge(self._taken_for.peak, self._taken_for.by_region)
+
+    def _leave_on(self) -> None:
+        self.on = False
+
+    def _merge(self, peak: int, by_region: dict[str, int]) -> None:
+        """Peaks of another time, at which nothing of now was held."""
+        tally = self._keep.tally
+        tally.peak = max(tally.peak, peak)
+        for name, size in by_region.items():
+            sizes = tally.by_region.setdefault(name, [0, 0])
+            sizes[1] = max(sizes[1], size)
+
+
+class _Called(Hook):
+    """Before the forward of an attached model."""
+
+    def __init__(self, steps: SteadySteps, model: int) -> None:
+        self._steps = steps
+        self._model = model
+
+    @hidden_here
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._steps.called(self._model, args, kwargs)
+
+
+def _autocast() -> Hashable:
+    return tuple(
+        torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)
+    )
+
+
+def _form(value: Any) -> Hashable:
+    """What of an argument decides on how much is saved."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.requires_grad
+    if type(value) in (tuple, list):
+        return tuple(_form(item) for item in value)
+    if type(value) is dict:
+        return tuple((name, _form(item)) for name, item in value.items())
+    if value is None or type(value) in (bool, int, str):
+        return value
+    raise _Unlike

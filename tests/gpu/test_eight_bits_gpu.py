@@ -8,9 +8,21 @@ from support import same
 from torch import nn
 
 import pagestash as ps
+from pagestash.kernels.moe import gated, row_codes
+from pagestash.kernels.moe.activations import Activation, as_activation
+from pagestash.kernels.moe.route import route
+from pagestash.kernels.moe.row_codes import (
+    CodeRow,
+    RowCodes,
+    decode_rows,
+    decode_rows_reference,
+    get_reference,
+    permute_coded,
+)
+from pagestash.kernels.moe.row_info import RowInfo
 from pagestash.kernels.pages import eight_bits
 from pagestash.kernels.pages.eight_bits import BLOCK, FLOOR, CodeShape, decode, encode
-from pagestash.moe import MoE, MoEConfig
+from pagestash.moe import MoE, MoEConfig, Received
 from pagestash.pages.pool import PagePool
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +36,8 @@ def conversion(request, monkeypatch):
         if torch.cuda.get_device_capability() < (8, 9):
             pytest.skip("this device has no such instructions")
     else:
-        monkeypatch.setattr(eight_bits, "converts", lambda device: False)
+        for module in (eight_bits, row_codes):
+            monkeypatch.setattr(module, "converts", lambda device: False)
 
 
 def all_values(dtype):
@@ -98,12 +111,99 @@ def test_a_refused_group_comes_back_as_zeros():
     assert not out.any()
 
 
+@pytest.mark.parametrize("split", [0, 100, 400])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(("width", "dtype"), [(2048, torch.bfloat16), (200, torch.float16)])
+def test_permuted_rows_have_the_codes_of_torch(conversion, split, paged, width, dtype):
+    ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(150)]).cuda()
+    routing = route(ids, EXPERTS, capacity=400)
+    x = torch.randn(150, width, device="cuda", dtype=dtype)
+    x[3, 4], x[5, 6] = torch.inf, torch.nan
+    made = []
+    for backend in ("triton", "torch"):
+        codes = room(CodeRow(1, width), split, 400, paged, (routing.rows - split).clamp(min=0))
+        out = permute_coded(
+            x, routing.inverse, codes, torch.zeros(400, width, device="cuda", dtype=dtype), backend=backend
+        )
+        back = decode_rows(codes, routing.rows, torch.zeros_like(out), backend=backend)
+        used = width + codes.row.blocks  # and padding
+        made.append((out, get_reference(codes, 300)[:, :used], back))
+    for one, two in zip(*made):
+        torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("split", [0, 100, 400])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(("activation", "inner", "interleaved"), [
+    ("silu", 768, False), ("clamped", 200, True), (Activation(curve="relu2", gated=False), 96, False),
+])  # fmt: skip
+def test_the_activation_codes_what_it_reads(conversion, split, paged, activation, inner, interleaved):
+    parts = as_activation(activation).parts
+    row, rows = CodeRow(parts, inner), torch.tensor([300], device="cuda", dtype=torch.int32)
+    h = torch.randn(400, parts * inner, device="cuda", dtype=torch.bfloat16)
+    h[300:] = float("nan")
+    info = RowInfo(rows, torch.rand(400, device="cuda"), interleaved=interleaved)
+    codes = room(row, split, 400, paged, (rows - split).clamp(min=0))
+    a = gated.forward(h, info, activation, codes=codes)
+    assert torch.equal(a[:300], gated.forward(h, info, activation)[:300])
+    wanted = room(row, split, 400, False, rows)
+    gated.forward(h, info, activation, codes=wanted, backend="torch")
+    used = parts * (inner + row.blocks)
+    assert torch.equal(get_reference(codes, 300)[:, :used], get_reference(wanted, 300)[:, :used])
+
+    decoded = decode_rows_reference(get_reference(wanted, 300), row, h.dtype)
+    if interleaved:
+        decoded = decoded.view(300, 2, -1).transpose(1, 2).flatten(1)
+    whole = torch.cat([decoded, h[300:]])
+    gradient = torch.randn(400, inner, device="cuda", dtype=torch.bfloat16)
+    exact = gated.backward(whole, gradient, info, activation)
+    found = gated.backward_of_codes(codes, gradient.clone(), info, activation)
+    # (Tiles are of another shape, and the compiler may fuse other operations.)
+    torch.testing.assert_close(found[0][:300], exact[0][:300], rtol=2**-7, atol=1e-4)
+    torch.testing.assert_close(found[1][:300], exact[1][:300], rtol=2**-7, atol=1e-4)
+    torch.testing.assert_close(found[2], exact[2], rtol=1e-4, atol=1e-3)
+
+
+def room(row, split, capacity, paged, beyond):
+    """Room for the codes of rows, of which so many are `beyond` the first `split`."""
+
+    def zeros(count):
+        return torch.zeros(count, row.bytes, device="cuda", dtype=torch.uint8) if count else None
+
+    if not paged or split == capacity:
+        return RowCodes(row, zeros(split), zeros(capacity - split), None)
+    pool = PagePool("cuda", 4096, device_bytes=8 << 20)
+    (ticket,) = pool.reserve_bytes([(capacity - split, row.bytes)], beyond)
+    return RowCodes(row, zeros(split), None, pool.pages_of(ticket))
+
+
+class Loopback:
+    """A dispatch whose wire ends where it starts, with room for three times the rows."""
+
+    experts = EXPERTS
+
+    def __init__(self, expected):
+        self.expected = expected
+
+    def send(self, x, ids, weights, over):
+        routing = route(ids, EXPERTS, capacity=3 * TOKENS * TOP_K, over=over)
+        return Received(x, weights, ids, routing, self.expected)
+
+    def collect(self, slots, received):
+        return slots
+
+    def grow_capacity(self, **_):
+        return False
+
+
 class Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, expected: int | None = None) -> None:
         super().__init__()
         config = MoEConfig(width=WIDTH, expert_width=INNER, experts=EXPERTS, top_k=TOP_K)
+        dispatches = [None if expected is None else Loopback(expected) for _ in range(DEPTH)]
         self.layers = nn.ModuleList(
-            nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "moe": MoE(config)}) for _ in range(DEPTH)
+            nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "moe": MoE(config, dispatch=dispatch)})
+            for dispatch in dispatches
         )
 
     def forward(self, x):
@@ -114,14 +214,14 @@ class Stack(nn.Module):
         return x.float().square().mean() + total
 
 
-def train(home, *, graph, bits=8, steps=7, backend="auto"):
+def train(home, *, graph, bits=8, steps=7, backend="auto", expected=None, **pool):
     gc.collect()
     torch.manual_seed(0)
-    model = Stack().to(device="cuda", dtype=torch.bfloat16)
+    model = Stack(expected).to(device="cuda", dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     window = {"prefetch_bytes": 0} if home == "offload" else {}
     rules = [ps.Rule("layers.*.moe.experts", home, min_bytes=4096, bits=bits, **window)]
-    keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page="16KiB")), backend=backend).attach(model)
+    keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page="16KiB", **pool)), backend=backend).attach(model)
 
     def train_step(x):
         loss = model(x)
@@ -158,11 +258,37 @@ def test_all_homes_train_to_the_same_bits(one_order):
         assert same(kept[:2], train(home, graph=True)[:2])
 
 
-def test_no_step_waits_for_the_device(one_order):
-    """After the pool is made, coding asks the device for nothing."""
+@pytest.mark.parametrize("expected", [0, 700, 3 * TOKENS * TOP_K])
+@pytest.mark.parametrize("home", ["keep", "stash", "offload"])
+def test_received_rows_train_to_the_same_bits_wherever_their_codes_wait(one_order, home, expected):
+    wanted = train("stash", graph=False, expected=0)
+    for graph in (False, True):
+        assert same(train(home, graph=graph, expected=expected)[:2], wanted[:2])
+
+
+def test_a_graph_whose_codes_find_no_pages_is_run_again(one_order):
+    wanted = train("stash", graph=True, expected=200)
+    short = train("stash", graph=True, expected=200, device="256KiB")
+    assert same(wanted[:2], short[:2])
+
+
+def test_codes_of_expected_rows_hold_half_the_bytes(one_order):
+    peaks = []
+    for bits in (None, 8):
+        made = train("stash", graph=True, bits=bits, expected=TOKENS * TOP_K)
+        stats = made[2].stats()
+        peaks.append(stats.homes["keep"].peak + stats.homes["stash"].peak)
+        del made
+    assert peaks[1] < 0.65 * peaks[0]  # (an expert of 128 has rows of 272 bytes; norms and indices stay)
+
+
+@pytest.mark.parametrize("home", ["keep", "stash"])
+@pytest.mark.parametrize("expected", [None, 700])
+def test_no_step_waits_for_the_device(one_order, home, expected):
+    """After the pool is made, coding asks the device for nothing. (The check of a pool at the end does.)"""
     torch.manual_seed(0)
-    model = Stack().to(device="cuda", dtype=torch.bfloat16)
-    rule = ps.Rule("layers.*.moe.experts", "keep", min_bytes=4096, bits=8)
+    model = Stack(expected).to(device="cuda", dtype=torch.bfloat16)
+    rule = ps.Rule("layers.*.moe.experts", home, min_bytes=4096, bits=8)
     keeper = ps.Keeper(ps.Policy([rule])).attach(model)
     x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
     for _ in range(3):
@@ -170,7 +296,7 @@ def test_no_step_waits_for_the_device(one_order):
             model(x).backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with keeper.step():
+        with keeper.step(check=home == "keep"):
             model(x).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

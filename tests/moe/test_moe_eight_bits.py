@@ -1,18 +1,29 @@
 """MoE layers under `bits=8`: rows and projections wait in half the bytes; what is routed where stays exact."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import same
 from torch import nn
 
 import pagestash as ps
+from pagestash.kernels.moe.activations import Activation
 from pagestash.kernels.moe.route import route
-from pagestash.kernels.pages.eight_bits import CodeShape
 from pagestash.moe import MoE, MoEConfig, Received
+from pagestash.moe.saving import BlockOptions
 
 WIDTH, INNER, EXPERTS, TOP_K, TOKENS, DEPTH = 128, 64, 4, 2, 64, 2
 CHOICES = TOKENS * TOP_K
+BY_RULES = BlockOptions.by_rules
 ROW = 2 * (128 + 16)  # coded: 128 values of the row and 128 of its projection, each with a scale in 16 bytes
+
+
+@pytest.fixture(autouse=True)
+def reference_kernels(request, monkeypatch):
+    """Kernels are interpreted, which is slow, where a test asks for triton."""
+    if "backend" not in request.fixturenames or request.getfixturevalue("backend") == "torch":
+        monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
 
 
 class Loopback:
@@ -30,12 +41,15 @@ class Loopback:
     def collect(self, slots, received):
         return slots
 
+    def grow_capacity(self, **_):
+        return False
+
 
 class Stack(nn.Module):
-    def __init__(self, expected: int | None) -> None:
+    def __init__(self, expected: int | None, inner: int = INNER, **config) -> None:
         super().__init__()
         torch.manual_seed(0)
-        config = MoEConfig(width=WIDTH, expert_width=INNER, experts=EXPERTS, top_k=TOP_K)
+        config = MoEConfig(width=WIDTH, expert_width=inner, experts=EXPERTS, top_k=TOP_K, **config)
         dispatches = [None if expected is None else Loopback(expected) for _ in range(DEPTH)]
         self.layers = nn.ModuleList(MoE(config, dispatch=dispatch) for dispatch in dispatches)
         self.to(torch.bfloat16)
@@ -57,9 +71,49 @@ def run(model, x, keeper=None):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def policy(bits=8, page=1024, **pool):
-    rule = ps.Rule("layers.*.experts", "stash", min_bytes=2048, bits=bits)
-    return ps.Policy([rule], ps.PoolConfig(page=page, headroom=1.5, **pool))
+def policy(bits=8, page=1024, home="stash", parts=("experts",), fields=(), **pool):
+    rules = [ps.Rule(f"layers.*.{part}", home, min_bytes=2048, bits=bits, **dict(fields)) for part in parts]
+    return ps.Policy(rules, ps.PoolConfig(page=page, headroom=1.5, **pool))
+
+
+def steps(expected, *, inner=INNER, count=3, config=(), **given):
+    """The gradients of some steps, all alike, and the keeper."""
+    model = Stack(expected, inner, **dict(config))
+    keeper = ps.Keeper(policy(**given), backend="torch").attach(model)
+    found = [run(model, batch(), keeper) for _ in range(count)]
+    assert all(same(each, found[0]) for each in found)
+    stats = keeper.stats()
+    assert stats.homes["stash"].bytes == 0
+    keeper.detach()
+    return found[0], stats
+
+
+def batch():
+    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+
+@pytest.fixture
+def coded_by_keeper(monkeypatch):
+    """What autograd saves is coded when the region ends, as everywhere else: the reference."""
+
+    def without(options, *given, **more):
+        found = BY_RULES(options, *given, **more)
+        if not found.coded:
+            return found
+        return replace(options, coded=False, x=replace(options.x, pool=None), h=replace(options.h, pool=None))
+
+    return lambda: monkeypatch.setattr(BlockOptions, "by_rules", without)
+
+
+@pytest.fixture
+def no_other_pass(monkeypatch):
+    """The keeper may code nothing itself."""
+
+    def refuse(*_, **__):
+        raise AssertionError("a pass of its own")
+
+    monkeypatch.setattr("pagestash.saved.eight_bits.encode", refuse)
+    monkeypatch.setattr("pagestash.saved.eight_bits.decode", refuse)
 
 
 @pytest.mark.parametrize("expected", [None, 0, 60, 2 * CHOICES])
@@ -87,8 +141,7 @@ def test_excess_rows_are_coded_in_pages_and_expected_ones_where_they_are_kept(ex
     beyond = max(CHOICES - expected, 0)
     assert stats.homes["stash"].peak == DEPTH * beyond * ROW
     kept = stats.regions["layers.1.experts"].peak - beyond * ROW
-    stays = 2 * CodeShape.of(expected * WIDTH).bytes
-    assert stays <= kept < stays + 8192  # and indices
+    assert expected * ROW <= kept < expected * ROW + 8192  # and indices
     keeper.detach()
 
 
@@ -103,3 +156,114 @@ def test_a_pool_without_pages_keeps_the_codes():
     assert short.stats().no_page.groups > 0
     assert same(run(model, x, short), expected)
     short.detach()
+
+
+@pytest.mark.parametrize("home", ["stash", "keep", "offload"])
+def test_gradients_are_those_of_rows_and_projections_that_are_coded_and_decoded(coded_by_keeper, home):
+    """Blocks of 128 values are the same ones where an expert is 128 wide."""
+    found, _ = steps(0, inner=128, home=home)
+    coded_by_keeper()
+    assert same(found, steps(0, inner=128, home=home)[0])
+
+
+@pytest.mark.parametrize("home", ["stash", "keep", "offload"])
+@pytest.mark.parametrize("parts", [("experts",), ("expert_fc1", "moe_act")])
+def test_bits_depend_neither_on_expected_rows_nor_on_the_home(no_other_pass, home, parts):
+    wanted, _ = steps(0)
+    for expected in (0, 60, 2 * CHOICES):
+        assert same(steps(expected, home=home, parts=parts)[0], wanted)
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_codes_of_expected_rows_leave_for_the_host(no_other_pass, fraction):
+    wanted, _ = steps(0)
+    fields = {"fraction": fraction, "prefetch_bytes": 0}
+    found, stats = steps(100, fields=fields)
+    assert same(found, wanted)
+    assert 0 < stats.homes["offload"].peak <= DEPTH * 100 * ROW
+
+
+@pytest.mark.parametrize("expected", [0, 60])
+def test_rows_of_a_layer_without_gate_or_with_biases_are_coded(no_other_pass, expected):
+    for config in (
+        {"activation": "clamped", "bias": True},
+        {"activation": Activation(curve="relu2", gated=False)},
+    ):
+        plain = run(Stack(expected, 72, **config), batch())
+        found, _ = steps(expected, inner=72, config=config)
+        for one, exact in zip(found, plain):
+            assert (one - exact).norm() <= 0.1 * exact.norm() + 1e-6
+
+
+def test_one_rule_with_bits_of_two_leaves_coding_to_the_keeper():
+    """The rows wait as they are, the first projection in codes."""
+    model = Stack(60)
+    rules = [
+        ps.Rule("layers.*.expert_fc1", "stash", min_bytes=2048),
+        ps.Rule("layers.*.moe_act", "stash", min_bytes=2048, bits=8),
+    ]
+    keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page=1024, headroom=1.5)), backend="torch").attach(
+        model
+    )
+    plain = run(model, batch())
+    found = [run(model, batch(), keeper) for _ in range(3)]
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
+    for one, exact in zip(found[0], plain):
+        assert (one - exact).norm() <= 0.1 * exact.norm() + 1e-6
+    assert not same(found[0], plain)
+    keeper.detach()
+
+
+def test_a_recomputed_layer_saves_what_its_replay_does():
+    model = Stack(60)
+    rules = [ps.Rule("layers.*", "recompute"), *policy().rules]
+    plain = run(model, batch())
+    keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page=1024, headroom=1.5)), backend="torch").attach(
+        model
+    )
+    found = [run(model, batch(), keeper) for _ in range(3)]
+    assert same(found[0], found[1])
+    for one, exact in zip(found[0], plain):
+        assert (one - exact).norm() <= 0.1 * exact.norm() + 1e-6
+    keeper.detach()
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_again(no_other_pass):
+    model = Stack(60)
+    keeper = ps.Keeper(policy(), backend="torch").attach(model)
+    run(model, batch(), keeper)
+    model.zero_grad()
+    with keeper.step():
+        loss = model(batch())
+        loss.backward(retain_graph=True)
+        once = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        loss.backward()
+    assert same([parameter.grad for parameter in model.parameters()], once)
+    keeper.detach()
+
+
+def test_a_step_whose_codes_find_no_pages_is_run_again():
+    def trained(device):
+        model = Stack(20)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        keeper = ps.Keeper(policy(device=device), backend="torch").attach(model)
+
+        def train_step(x):
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)
+        losses = [step(batch()) for _ in range(3)]
+        step.wait()
+        found = [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+        return found, step.reruns
+
+    (wanted, no_reruns), (found, reruns) = trained("1MiB"), trained(8192)
+    assert no_reruns == 0
+    assert reruns > 0
+    assert same(found, wanted)

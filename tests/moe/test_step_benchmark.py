@@ -72,7 +72,7 @@ def test_a_quick_run_needs_no_gpu_and_claims_nothing(tmp_path):
     path = B.run(tmp_path, quick=True)
     found = json.loads(path.read_text())
     assert [(row["preset"], row["way"]) for row in found["rows"]] == [
-        (name, way) for name in B.PRESETS for way in B.WAYS
+        (name, way) for name, preset in B.PRESETS.items() for way in preset.ways
     ]
     assert found["claims"] == []
 
@@ -84,3 +84,21 @@ def test_every_preset_claims_the_bars_of_its_own():
         assert (time_claim.value, time_claim.bar) == (0.612, preset.bars[0])
         assert (held_claim.value, held_claim.bar) == (0.5, preset.bars[1])
         assert (on_over_off.value, on_over_off.bar, on_over_off.holds) == (1.02, 1.02, True)
+
+
+def test_the_way_of_eight_bits_claims_held_bytes_alone():
+    rows = [{"ms": 1.0, "held_gib": held} for held in (8.0, 16.0, 4.0, 3.0)]
+    *others, held = B.claims_of("qwen3", rows)
+    assert others == B.claims_of("qwen3", rows[:3])
+    assert (held.value, held.bar, held.holds) == (0.375, 0.38, True)
+
+
+def test_steps_in_eight_bits_hold_half_the_bytes_and_end_near_the_exact_ones():
+    preset = replace(TINY, width=128, inner=128)
+    torch.manual_seed(0)
+    batches = [B.draw(preset, CPU) for _ in range(3)]
+    found = {way: B.measure(preset, way, batches, torch.bfloat16) for way in (B.STASHED, B.CODED)}
+    peaks = [run.keeper.stats().regions["layers.0.experts"].peak for run, _ in found.values()]
+    assert peaks[1] < 0.62 * peaks[0]  # (rows of 128 values take 144 bytes, and indices are held as they are)
+    losses = [row["loss"] for _, row in found.values()]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)

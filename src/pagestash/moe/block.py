@@ -29,6 +29,8 @@ expendable: where the pool has no pages, backward recomputes it by a product who
 are missing. Under recompute the same product makes all of it. Rows off the wire cannot be recomputed: their pages
 are required.
 
+**Eight bits.** Under rules with `bits=8` codes wait in the place of rows and projection: see `coded.py`.
+
 **Weights.** Those that require no gradient get none, and the tokens are saved only if backward asks for them.
 Low-rank updates (LoRA), whose factors are [E, K, I] and [E, O, K] for a rank K, save nothing more: see
 `projection.py`.
@@ -40,12 +42,15 @@ import torch
 
 from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.moe import gated
+from pagestash.kernels.moe.activations import as_activation
 from pagestash.kernels.moe.ends import cut_ends
 from pagestash.kernels.moe.grouped import grouped_mm
 from pagestash.kernels.moe.permute import combine, permute, permute_split
 from pagestash.kernels.moe.route import Routing
+from pagestash.kernels.moe.row_codes import CodeRow
 from pagestash.kernels.moe.row_info import RowInfo
 from pagestash.moe.bias import bias_gradient, down_bias_gradient, weights_gradient_of_bias
+from pagestash.moe.coded import Waiting, codes_of, forward_coded, source_of_codes
 from pagestash.moe.lease import Lease, pages_of
 from pagestash.moe.projection import LowRank, Projection, Read, Weight
 from pagestash.moe.saving import BlockOptions
@@ -53,6 +58,7 @@ from pagestash.moe.two_buffers import (
     Cut,
     ExcessSource,
     Pair,
+    RowSource,
     of_rows,
     recompute_missing,
     sum_update_gradients,
@@ -164,47 +170,22 @@ class RoutedExperts(torch.autograd.Function):
         up = Projection.of(forms[0].weight(up_stored, up_a_EKD, up_b_EHK), x_TD)
         down = Projection.of(forms[1].weight(down_stored, down_a_EKN, down_b_EDK), x_TD)
         up_bias, down_bias = in_dtype_of(x_TD, up_bias_EH, down_bias_ED)
-        h_columns, a_columns = up.weight_EOI.shape[1], down.weight_EOI.shape[2]
-        order, inverse_TK, capacity = routing.order, routing.inverse, routing.order.numel()
-        ends = Pair(expected_ends_E, routing.offsets if excess_ends_E is None else excess_ends_E)
-        excess_rows = rows = routing.rows
-        if excess_ends_E is not None:
-            excess_rows = excess_ends_E[-1:]
-        info = RowInfo(rows, weights_TK, order, up_bias, routing.offsets, options.interleaved)
-        to_pages = options.needs_backward and cut.excess > 0
-        x_lease, x_excess_RD, h_room, a_room = None, None, None, None
-        if cut.received:
-            if to_pages:
-                x_lease = options.x.lease((cut.excess, x_TD.shape[1]), x_TD.dtype, excess_rows)
-            if x_lease is not None:
-                # As large as `y_RD` will be, and let go after `a_RN` has its memory: one block then serves both.
-                x_excess_RD = x_TD.new_empty(capacity, x_TD.shape[1])[: cut.excess]
-            # The blocks of what lives for this layer, before those of what stays, which would be cut out of them.
-            h_room = x_TD.new_empty(cut.excess, h_columns)
-            a_room = x_TD.new_empty(capacity, a_columns)
-        x = Pair(
-            *permute_split(
-                x_TD, inverse_TK, cut.expected, capacity, excess_RD=x_excess_RD, pages=pages_of(x_lease)
+        h_columns, inverse_TK = up.weight_EOI.shape[1], routing.inverse
+        options = options.by_rules(x_TD, routing.order.numel(), h_columns, received=cut.received)
+        excess_rows = routing.rows if excess_ends_E is None else excess_ends_E[-1:]
+        info = RowInfo(routing.rows, weights_TK, routing.order, up_bias, routing.offsets, options.interleaved)
+        saves_rows = _asks_for_rows(ctx, options)
+        if options.coded:
+            a_RN, waiting = forward_coded(
+                x_TD, inverse_TK, up, info, cut, excess_rows, options, saves_x=saves_rows
             )
-        )
-        del x_excess_RD
-        h = Pair(of_rows(up.forward, x.expected, ends.expected), None)
-        del h_room
-        h.excess = of_rows(up.forward, x.excess, ends.excess)
-        if not cut.received:
-            x = Pair(None, None)  # backward permutes them again
-        h_lease = None
-        if to_pages:
-            h_lease = options.h.lease((cut.excess, h_columns), x_TD.dtype, excess_rows, expendable=True)
-        del a_room
-        a_RN = gated.forward(h.excess, info, options.activation, pages_of(h_lease), expected_SH=h.expected)
-        # What is not saved is dropped here. What the pool had no page for is left to autograd, as without a pool.
-        if options.x.pool is not None and not (to_pages and x_lease is None):
-            x.excess = None
-        if options.h.pool is not None or options.h.recompute:
-            h.excess = None
-        if options.h.recompute:
-            h.expected = None
+        else:
+            ends = Pair(expected_ends_E, routing.offsets if excess_ends_E is None else excess_ends_E)
+            a_columns = down.weight_EOI.shape[2]
+            a_RN, waiting = _forward_exact(
+                x_TD, inverse_TK, up, a_columns, info, cut, ends, excess_rows, options
+            )
+        x, x_lease, h, h_lease = waiting
         y_RD = down.forward(a_RN, routing.offsets)
         del a_RN
         y_TD = combine(
@@ -214,13 +195,13 @@ class RoutedExperts(torch.autograd.Function):
             bias_ids_TK=ids_TK,
             bias_weights_TK=weights_TK if down_bias is not None else None,
         )
-        tokens_TD = x_TD if not cut.received and _asks_for_rows(ctx, options) else None
+        tokens_TD = x_TD if not cut.received and saves_rows else None
         if frames():
-            _claim(tokens_TD, x, h, order, excess_rows, cut, options)
+            _claim(tokens_TD, x, h, routing.order, excess_rows, cut, options)
         ctx.save_for_backward(
             tokens_TD, weights_TK, up_stored, down_stored, up_bias_EH, down_bias_ED, up_a_EKD, up_b_EHK,
-            down_a_EKN, down_b_EDK, ids_TK, routing.offsets, order, inverse_TK, expected_ends_E, excess_ends_E,
-            x.expected, x.excess, h.expected, h.excess,
+            down_a_EKN, down_b_EDK, ids_TK, routing.offsets, routing.order, inverse_TK, expected_ends_E,
+            excess_ends_E, x.expected, x.excess, h.expected, h.excess,
         )  # fmt: skip
         ctx.leases, ctx.cut, ctx.options, ctx.forms = (x_lease, h_lease), cut, options, forms
         ctx.inputs = RoutedExperts.inputs
@@ -246,10 +227,15 @@ class RoutedExperts(torch.autograd.Function):
         ends = Pair(expected_ends_E, offsets if excess_ends_E is None else excess_ends_E)
         x, h = Pair(x_expected, x_excess), Pair(h_expected, h_excess)
         del x_expected, x_excess, h_expected, h_excess
-        source = ExcessSource(tokens_TD, inverse_TK, x_lease, cut, dy_TD)
+        source: RowSource
         # Unless backward will want it again, the gradient of `h` takes the place of `h`.
         in_place = not comes_again or (h.expected is None and h.excess is None)
-        recompute_missing(h, x, source, up, ends, h_lease)
+        if ctx.options.coded:
+            source, x = source_of_codes(x, x_lease, offsets[-1:], tokens_TD, inverse_TK, cut, dy_TD)
+            ends = Pair(None, offsets)
+        else:
+            source = exact = ExcessSource(tokens_TD, inverse_TK, x_lease, cut, dy_TD)
+            recompute_missing(h, x, exact, up, ends, h_lease)
         dy_RD = permute(dy_TD, inverse_TK, order.numel())
         dinner_RK = down.inner_gradient(dy_RD, offsets)
         da_RN = down.input_gradient(dy_RD, dinner_RK, offsets)
@@ -262,15 +248,14 @@ class RoutedExperts(torch.autograd.Function):
         if dinner_RK is not None and (needs(ctx, "down_a") or needs(ctx, "down_b")):
             ddown_a, ddown_b = down.update_gradients(down_weight.update, a_RN, dy_RD, dinner_RK, offsets)
         del a_RN, dinner_RK, down
-        dup_bias, ddown_bias = None, None
+        ddown_bias = None
         if down_bias is not None:
             assert dweights_TK is not None
             dweights_TK = dweights_TK + weights_gradient_of_bias(dy_TD, down_bias, ids_TK, inverse_TK)
             if needs(ctx, "down_bias"):
                 ddown_bias = down_bias_gradient(dy_TD, dy_RD, weights_TK, inverse_TK, offsets)
         del dy_RD
-        if up_bias is not None and needs(ctx, "up_bias"):
-            dup_bias = bias_gradient(dh.joined(), offsets)
+        dup_bias = bias_gradient(dh.joined(), offsets) if needs(ctx, "up_bias") else None
         dup = up_gradient(dh, x, source, ends) if needs(ctx, "up") else None
         dinner = Pair(
             of_rows(up.inner_gradient, dh.expected, ends.expected),
@@ -279,7 +264,7 @@ class RoutedExperts(torch.autograd.Function):
         dup_a, dup_b = None, None
         if up_weight.update is not None and (needs(ctx, "up_a") or needs(ctx, "up_b")):
             dup_a, dup_b = sum_update_gradients(up, up_weight.update, dh, dinner, x, source, ends)
-        del x
+        del x, source
         if x_lease is not None and not comes_again:
             x_lease.close()
         dx_TD = None
@@ -292,6 +277,56 @@ class RoutedExperts(torch.autograd.Function):
         if ctx.ending is not None and not comes_again:
             ctx.ending.tell()
         return dx_TD, dweights_TK, dup, ddown, dup_bias, ddown_bias, dup_a, dup_b, ddown_a, ddown_b, None
+
+
+def _forward_exact(
+    x_TD: torch.Tensor,
+    inverse_TK: torch.Tensor,
+    up: Projection,
+    a_columns: int,
+    info: RowInfo,
+    cut: Cut,
+    ends: Pair,
+    excess_rows: torch.Tensor,
+    options: BlockOptions,
+) -> tuple[torch.Tensor, Waiting]:
+    """`a_RN`, and what waits for backward, in two buffers each."""
+    capacity, h_columns = cut.expected + cut.excess, up.weight_EOI.shape[1]
+    to_pages = options.needs_backward and cut.excess > 0
+    x_lease, x_excess_RD, h_room, a_room = None, None, None, None
+    if cut.received:
+        if to_pages:
+            x_lease = options.x.lease((cut.excess, x_TD.shape[1]), x_TD.dtype, excess_rows)
+        if x_lease is not None:
+            # As large as `y_RD` will be, and let go after `a_RN` has its memory: one block then serves both.
+            x_excess_RD = x_TD.new_empty(capacity, x_TD.shape[1])[: cut.excess]
+        # The blocks of what lives for this layer, before those of what stays, which would be cut out of them.
+        h_room = x_TD.new_empty(cut.excess, h_columns)
+        a_room = x_TD.new_empty(capacity, a_columns)
+    x = Pair(
+        *permute_split(
+            x_TD, inverse_TK, cut.expected, capacity, excess_RD=x_excess_RD, pages=pages_of(x_lease)
+        )
+    )
+    del x_excess_RD
+    h = Pair(of_rows(up.forward, x.expected, ends.expected), None)
+    del h_room
+    h.excess = of_rows(up.forward, x.excess, ends.excess)
+    if not cut.received:
+        x = Pair(None, None)  # backward permutes them again
+    h_lease = None
+    if to_pages:
+        h_lease = options.h.lease((cut.excess, h_columns), x_TD.dtype, excess_rows, expendable=True)
+    del a_room
+    a_RN = gated.forward(h.excess, info, options.activation, pages_of(h_lease), expected_SH=h.expected)
+    # What is not saved is dropped here. What the pool had no page for is left to autograd, as without a pool.
+    if options.x.pool is not None and not (to_pages and x_lease is None):
+        x.excess = None
+    if options.h.pool is not None or options.h.recompute:
+        h.excess = None
+    if options.h.recompute:
+        h.expected = None
+    return a_RN, Waiting(x, x_lease, h, h_lease)
 
 
 def _claim(
@@ -332,8 +367,12 @@ def _record(
     recording = None if options.counted is None else options.counted.recording
     if recording is None or options.counted is None or not options.needs_backward:
         return None
-    ruled = ((options.x.stash_rule(), x_TD.shape[1]), (options.h.stash_rule(), h_columns))
-    rows = [(count * x_TD.itemsize, rule.for_expected_rows()) for rule, count in ruled if rule is not None]
+    sizes = x_TD.shape[1] * x_TD.itemsize, h_columns * x_TD.itemsize
+    if options.coded:
+        parts = as_activation(options.activation).parts
+        sizes = CodeRow(1, x_TD.shape[1]).bytes, CodeRow(parts, h_columns // parts).bytes
+    ruled = zip((options.x.stash_rule(), options.h.stash_rule()), sizes)
+    rows = [(size, rule.for_expected_rows()) for rule, size in ruled if rule is not None]
     head_bytes = sum(size * (1 - (0 if leaves is None else leaves.fraction)) for size, leaves in rows)
     gradients = (("up", up_stored), ("down", down_stored))
     left = sum(w.nbytes for name, w in gradients if ctx.needs_input_grad[RoutedExperts.inputs.index(name)])
@@ -350,6 +389,11 @@ def _activation_gradient(
     in_place: bool,
 ) -> tuple[Pair, torch.Tensor, torch.Tensor | None]:
     """The gradients of `h` and of the weights, and the activation once more; `in_place` over `h` and `da_RN`."""
+    if options.coded:
+        parts = as_activation(options.activation).parts
+        codes = codes_of(CodeRow(parts, da_RN.shape[1]), h, lease)
+        dh_RH, a_RN, dweights_TK = gated.backward_of_codes(codes, da_RN, info, options.activation)
+        return Pair(None, dh_RH), a_RN, dweights_TK
     assert h.excess is not None
     dh = Pair(h.expected, None)
     if h.expected is not None and not in_place:
@@ -373,7 +417,7 @@ def _asks_for_rows(ctx: Any, options: BlockOptions) -> bool:
     By what was asked for alone, not by what the pool granted: a recomputed forward must save the same tensors.
     """
     wanted = (ctx.needs_input_grad[RoutedExperts.inputs.index(name)] for name in ("up", "up_a", "up_b"))
-    return options.h.pool is not None or options.h.recompute or any(wanted)
+    return (options.h.pool is not None and not options.coded) or options.h.recompute or any(wanted)
 
 
 def in_dtype_of(like: torch.Tensor, *weights: torch.Tensor | None) -> tuple[Any, ...]:

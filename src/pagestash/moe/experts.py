@@ -35,6 +35,8 @@ class Experts(SelfSaving):
     twice. The worst case of a padded dispatch is that of distinct ids; `over_capacity` says if others do not fit.
     """
 
+    writes_codes = True
+
     def __init__(
         self,
         config: MoEConfig,

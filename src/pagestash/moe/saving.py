@@ -1,17 +1,25 @@
-"""How the tensors of an expert block wait for backward: in pages, saved by autograd, or recomputed."""
+"""How the tensors of an expert block wait for backward: in pages, saved by autograd, or recomputed.
+
+Under a rule with `bits=8` the block's own kernels code them, and what is saved are the codes; see
+`BlockOptions.by_rules` for where they cannot.
+"""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from pagestash.kernels.moe.activations import Activation, ActivationName
-from pagestash.moe.lease import Lease
+from pagestash.kernels.moe.row_codes import CodeRow, RowCodes
+from pagestash.kernels.pages.eight_bits import BLOCK
+from pagestash.moe.lease import Lease, pages_of
 from pagestash.pages.pool import PagePool
 from pagestash.policy import Rule
+from pagestash.saved.eight_bits import CODED, LEAST_WIDTH
 from pagestash.saved.fused import claim, rule_of
 from pagestash.saved.received_rows import ReceivedRows
+from pagestash.saved.region import in_recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +48,23 @@ class Saving:
             if self.pool.room.denies(math.prod(shape) * dtype.itemsize, rows, shape[0]):
                 return None
         return Lease(self.pool, shape, dtype, rows, account=self.account, expendable=expendable)
+
+    def codes(
+        self, row: CodeRow, expected: int, excess: int, rows: torch.Tensor, device: torch.device
+    ) -> tuple[RowCodes, Lease | None]:
+        """Room for codes: of expected rows in a buffer, of `rows` of those in excess in pages, or in a buffer.
+
+        The pages are required, not expendable: what is recomputed from codes has other bits than codes of it.
+        """
+
+        def buffer(count: int) -> torch.Tensor | None:
+            return torch.empty(count, row.bytes, dtype=torch.uint8, device=device) if count else None
+
+        expected_SC, lease = buffer(expected), None
+        if excess and self.pool is not None and self.pool.page_bytes >= BLOCK:
+            lease = self.lease((excess, row.bytes), torch.uint8, rows)
+        excess_RC = buffer(excess) if lease is None else None
+        return RowCodes(row, expected_SC, excess_RC, pages_of(lease)), lease
 
     def stash_rule(self) -> Rule | None:
         """The rule by which rows in excess go to pages, from our kernels or from autograd; None: they do not."""
@@ -80,8 +105,37 @@ class BlockOptions:
     """How the rows wait that the first projection multiplies."""
     h: Saving = Saving()
     """How the first projection waits."""
+    coded: bool = False
+    """Whether the block's kernels code both: `by_rules` decides."""
     needs_backward: bool = True
     """Whether a backward may follow; without one, nothing is put into pages."""
     half: Half | None = None
     counted: ReceivedRows | None = None
     """Who is told of received rows, where a keeper chooses how many are expected."""
+
+    def by_rules(self, x_TD: torch.Tensor, rows: int, h_columns: int, *, received: bool) -> "BlockOptions":
+        """These options for one call, by the rules that hold where it runs.
+
+        Kernels code what waits if the rule of the first projection has `bits`, and that of the rows, too, where
+        they were received: what waits in 16 bits would be split in two buffers, and what is coded is not. Not in a
+        region that is recomputed, whose replay must save the same tensors and see the same rows. Otherwise the
+        keeper codes, under such a rule, what autograd saves.
+        """
+        of_h = None if self.h.recompute else rule_of(self.h.module)
+        of_x = rule_of(self.x.module)
+        h_bits, x_bits = (rule is not None and rule.bits is not None for rule in (of_h, of_x))
+        if not (h_bits or x_bits) or not self.needs_backward:
+            return self
+        widths = ((of_h, h_columns), (of_x, x_TD.shape[1]))[: 2 if received else 1]
+        if all(_codes(rule, x_TD.dtype, rows, width) for rule, width in widths) and not in_recompute():
+            return replace(self, coded=True)
+        x = replace(self.x, pool=None) if x_bits else self.x
+        h = replace(self.h, pool=None) if h_bits else self.h
+        return replace(self, x=x, h=h)
+
+
+def _codes(rule: Rule | None, dtype: torch.dtype, rows: int, width: int) -> bool:
+    """Whether `rule` has a tensor [rows, width] coded."""
+    if rule is None or rule.bits is None or dtype not in CODED:
+        return False
+    return width >= LEAST_WIDTH and rows * width * dtype.itemsize >= rule.least_bytes

@@ -6,7 +6,7 @@ D the model's width, H the first projection's. `ends` says where each expert's r
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,6 +14,7 @@ from pagestash.kernels.moe.accumulate import accumulate_
 from pagestash.kernels.moe.ends import missing_ends
 from pagestash.kernels.moe.grouped import grouped_mm
 from pagestash.kernels.moe.permute import permute
+from pagestash.kernels.moe.row_codes import RowCodes, decode_rows
 from pagestash.moe.lease import Lease
 from pagestash.moe.projection import LowRank, Projection
 
@@ -48,6 +49,15 @@ class Cut(NamedTuple):
     """Whether the rows came off the wire, so that they must wait for backward; else they are permuted again."""
 
 
+class RowSource(Protocol):
+    """Where backward gets rows that autograd did not save."""
+
+    @property
+    def cut(self) -> Cut: ...
+
+    def rows(self) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ExcessSource:
     """Where backward gets the rows in excess of those expected, if autograd did not save them."""
@@ -65,6 +75,20 @@ class ExcessSource:
         if self.lease is not None:
             return self.lease.restore(unless=unless)
         return self.like_TD.new_empty(0, self.like_TD.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class CodedSource:
+    """Where backward gets all rows from, if codes of them wait: decoded each time."""
+
+    codes: RowCodes
+    count: torch.Tensor
+    cut: Cut
+    like_TD: torch.Tensor
+
+    def rows(self) -> torch.Tensor:
+        capacity = self.cut.expected + self.cut.excess
+        return decode_rows(self.codes, self.count, self.like_TD.new_empty(capacity, self.codes.row.width))
 
 
 def recompute_missing(
@@ -93,7 +117,7 @@ def recomputed_projection(
     return up.forward(x_RD, ends_E)
 
 
-def up_gradient(dh: Pair, x: Pair, source: ExcessSource, ends: Pair) -> torch.Tensor:
+def up_gradient(dh: Pair, x: Pair, source: RowSource, ends: Pair) -> torch.Tensor:
     """The gradient of `up_EHD`, of both parts; of those in excess only experts that have rows there are touched."""
     assert dh.excess is not None
     assert ends.excess is not None
@@ -111,7 +135,7 @@ def up_gradient(dh: Pair, x: Pair, source: ExcessSource, ends: Pair) -> torch.Te
 
 
 def sum_update_gradients(
-    up: Projection, update: LowRank, dh: Pair, dinner: Pair, x: Pair, source: ExcessSource, ends: Pair
+    up: Projection, update: LowRank, dh: Pair, dinner: Pair, x: Pair, source: RowSource, ends: Pair
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of the factors of the first projection's update: the sums of both parts."""
     x_RD = source.rows() if x.excess is None else x.excess

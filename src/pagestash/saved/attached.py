@@ -70,8 +70,9 @@ class Attached:
             else:
                 compile_anew(path[:-1])
                 self._regions.add(name, path, rule)
-            # (A module that writes pages by itself writes its values as they are.)
-            if rule.home == "stash" and rule.bits is None and hasattr(module, "use_pool"):
+            # (A module that writes pages by itself writes its values as they are, unless it says otherwise.)
+            writes = rule.bits is None or getattr(module, "writes_codes", False)
+            if rule.home == "stash" and writes and hasattr(module, "use_pool"):
                 self.own_stash[name] = module
 
     def remove(self) -> None:

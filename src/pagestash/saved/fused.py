@@ -66,8 +66,9 @@ def claim(
     if sized:
         owner = inner.claimed(storage_key(tensor)) or inner
         if owner.rule is not None and owner.rule.home == "stash":
-            # Indices stay: they are small, and a copy of its own would use the link badly.
-            rule = owner.rule.for_expected_rows() if tensor.is_floating_point() else None
+            # Indices stay: they are small, and a copy of its own would use the link badly. (Bytes are codes.)
+            moves = tensor.is_floating_point() or tensor.dtype is torch.uint8
+            rule = owner.rule.for_expected_rows() if moves else None
             inner.claim(tensor, _region_for(inner, owner.name, rule))
 
 

@@ -69,6 +69,8 @@ class QuietRules:
         seen = self._rules.get(rule) if rule is not None else None
         if seen is None or rule is None:
             return
+        # (Bytes are codes that the module has written by itself.)
+        seen.coded |= tensor.dtype is torch.uint8
         if packed.moved:
             seen.moved = True
             seen.offloaded |= owner.rule is not None and owner.rule.home == "offload"

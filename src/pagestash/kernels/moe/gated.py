@@ -12,7 +12,11 @@ them in `h_RH`. One launch reads both.
 With pages, forward writes `h_RH` to them as it reads it, and backward reads them in place: stashing `h_RH` costs
 one write. Where the pool had none to give, backward takes `h_RH` from a buffer that the caller has recomputed.
 
-What moves, a row of bf16: forward 4N read, 2N written (and 4N to pages); backward 6N read, 6N written.
+With `codes` (see `row_codes.py`) forward writes `h_RH` in eight bits as it reads it, expected rows and those in
+excess, and `backward_of_codes` reads these. `h_RH` itself need then not wait.
+
+What moves, a row of bf16: forward 4N read, 2N written (and 4N to pages, or 2N of codes); backward 6N read (4N
+with codes), 6N written.
 """
 
 from functools import cache
@@ -29,6 +33,15 @@ from pagestash.kernels.moe.activations import (
     as_activation,
     constants,
 )
+from pagestash.kernels.moe.row_codes import (
+    RowCodes,
+    code_parts,
+    decode_rows_reference,
+    encode_rows_reference,
+    get_reference,
+    part_values,
+    put_reference,
+)
 from pagestash.kernels.moe.row_info import (
     RowInfo,
     add_bias,
@@ -40,6 +53,7 @@ from pagestash.kernels.moe.row_info import (
     tile_rows,
     tiles,
 )
+from pagestash.kernels.pages.eight_bits import BLOCK
 from pagestash.kernels.pages.paged import (
     Pages,
     arguments,
@@ -55,6 +69,8 @@ ELEMENTS = 2048
 """Of a tile, over 4 warps: two 16-byte accesses a thread for each operand."""
 WARPS = 4
 PROGRAMS_PER_SM = 8
+NOT_CODED = {"PARTS": 1, "ROW": 16, "FLOOR": 0, "FP8": False, "CODE_WIDE": False}
+"""What a kernel without codes is compiled for."""
 
 
 def forward(
@@ -64,28 +80,41 @@ def forward(
     pages: Pages | None = None,
     *,
     expected_SH: torch.Tensor | None = None,
+    codes: RowCodes | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """`a_RN` for the valid rows of `h_RH`; the rows after them stay uninitialised.
 
     With `expected_SH` the rows are in two buffers: that one comes first, `h_RH` and its `pages` hold the others.
+    With `codes` all are in `h_RH`, and their codes are written there.
     """
     act = _checked(h_RH, activation)
+    whole_RH = h_RH
+    if codes is not None:
+        pages = codes.pages
+        expected_SH, h_RH = h_RH[: codes.split] if codes.split else None, h_RH[codes.split :]
     split = 0 if expected_SH is None else expected_SH.shape[0]
     a_RN = torch.empty(
         split + h_RH.shape[0], h_RH.shape[1] // act.parts, dtype=h_RH.dtype, device=h_RH.device
     )
     if choose(h_RH.device, backend) == "torch":
         count = int(info.rows)
-        if pages is not None:
-            copy_rows(pages, h_RH, to_pages=True)
-        whole_RH = h_RH if expected_SH is None else torch.cat([expected_SH, h_RH])
+        if codes is not None:
+            parts = _in_parts(whole_RH[:count], info, act)
+            put_reference(
+                encode_rows_reference(parts, codes.row), torch.arange(count, device=h_RH.device), codes
+            )
+        else:
+            if pages is not None:
+                copy_rows(pages, h_RH, to_pages=True)
+            whole_RH = h_RH if expected_SH is None else torch.cat([expected_SH, h_RH])
         gate, linear = gate_and_linear(whole_RH[:count], info, gated=act.gated)
         value, _, linear, _, _ = activate_reference(gate, linear, act)
         a_RN[:count] = (value * linear * row_weights(info, count, value)).to(h_RH.dtype)
     elif a_RN.numel():
-        operands = (h_RH, _or(expected_SH, h_RH), a_RN)
-        _launch(_forward_kernel, h_RH, expected_SH, operands, info, act, pages)
+        coded = (h_RH, h_RH) if codes is None else codes.pointers()
+        operands = (h_RH, _or(expected_SH, h_RH), a_RN, *coded)
+        _launch(_forward_kernel, h_RH, split, operands, info, act, pages, codes)
     return a_RN
 
 
@@ -134,8 +163,53 @@ def backward(
             a_RN,
             _or(dweights, h_RH),
         )
-        _launch(_backward_kernel, h_RH, expected_SH, operands, info, act, pages)
+        split = 0 if expected_SH is None else expected_SH.shape[0]
+        _launch(_backward_kernel, h_RH, split, operands, info, act, pages)
     return dh_RH, a_RN, dweights
+
+
+def backward_of_codes(
+    codes: RowCodes,
+    gradient_RN: torch.Tensor,
+    info: RowInfo,
+    activation: ActivationName | Activation = "silu",
+    *,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`backward` from the codes that `forward` wrote; `a_RN` goes over `gradient_RN`.
+
+    Rows whose pages were refused count as zeros.
+    """
+    act = as_activation(activation)
+    a_RN = gradient_RN
+    dh_RH = torch.empty(
+        gradient_RN.shape[0],
+        gradient_RN.shape[1] * act.parts,
+        dtype=gradient_RN.dtype,
+        device=gradient_RN.device,
+    )
+    dweights = None
+    if info.weights is not None:
+        dweights = torch.zeros(info.weights.shape, dtype=torch.float32, device=gradient_RN.device)
+    if choose(gradient_RN.device, backend) == "torch":
+        count = int(info.rows)
+        whole_RH = decode_rows_reference(get_reference(codes, count), codes.row, gradient_RN.dtype)
+        if act.gated and info.interleaved:
+            whole_RH = whole_RH.view(count, 2, -1).transpose(1, 2).flatten(1)
+        dh_RH[:count] = _backward_reference(whole_RH, gradient_RN, info, act, a_RN, dweights)
+    elif gradient_RN.numel():
+        expected, excess = codes.pointers()
+        dexcess_RH = dh_RH[codes.split :]
+        operands = (excess, expected, gradient_RN, dexcess_RH, dh_RH, a_RN, _or(dweights, dh_RH))
+        _launch(_backward_kernel, dexcess_RH, codes.split, operands, info, act, codes.pages, codes)
+    return dh_RH, a_RN, dweights
+
+
+def _in_parts(h_RH: torch.Tensor, info: RowInfo, activation: Activation) -> torch.Tensor:
+    """Rows [R, P, N]: gate and linear part one after the other."""
+    if activation.gated and info.interleaved:
+        return h_RH.view(h_RH.shape[0], -1, 2).transpose(1, 2)
+    return h_RH.view(h_RH.shape[0], activation.parts, -1)
 
 
 def _checked(h_RH: torch.Tensor, activation: ActivationName | Activation) -> Activation:
@@ -185,6 +259,8 @@ def _forward_kernel(
     h,
     expected,
     out,
+    expected_codes,
+    codes,
     split,
     rows,
     weights,
@@ -213,6 +289,12 @@ def _forward_kernel(
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    CODED: tl.constexpr,  # then BLOCK is 128
+    PARTS: tl.constexpr,
+    ROW: tl.constexpr,
+    FLOOR: tl.constexpr,
+    FP8: tl.constexpr,
+    CODE_WIDE: tl.constexpr,
 ):
     SIZE: tl.constexpr = h.dtype.element_ty.primitive_bitwidth // 8
     WIDTH: tl.constexpr = 2 * N if HALF else N
@@ -239,9 +321,14 @@ def _forward_kernel(
         linear_at = aligned(source + at + HALF, WIDE, SPLIT)
         gate = tl.load(gate_at, mask=mask, other=0.0)
         linear = tl.load(linear_at, mask=mask, other=0.0)
-        if PAGED:
+        held = (book, table, length, device_slab, host_slab)
+        if CODED:
+            code_parts(
+                gate, linear, expected_codes, codes, held, granted, in_expected, within, inside, start // 128,
+                N, PARTS, ROW, FLOOR, FP8, CODE_WIDE, PAGED, PAGE,
+            )  # fmt: skip
+        elif PAGED:
             if granted & (not in_expected):
-                held = (book, table, length, device_slab, host_slab)
                 first = (within * WIDTH + start * STEP) * SIZE
                 half = first + HALF * SIZE
                 gate_at = page_pointers(held, first, column * STEP, inside, h, PAGE, WIDE)
@@ -265,6 +352,41 @@ def _forward_kernel(
         target = out + row[:, None] * N + (start + column)[None, :]
         tl.store(target, value.to(out.dtype.element_ty), mask=mask)
         tile += tl.num_programs(0)
+
+
+@triton.jit
+def _load_exact(
+    gate_at,
+    linear_at,
+    held,
+    granted,
+    in_expected,
+    first,
+    column,
+    inside,
+    mask,
+    h,
+    HALF: tl.constexpr,
+    STEP: tl.constexpr,
+    PAGED: tl.constexpr,
+    PAGE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Gate and linear part of a tile, from its buffer or from pages."""
+    SIZE: tl.constexpr = h.dtype.element_ty.primitive_bitwidth // 8
+    if PAGED:
+        if granted & (not in_expected):
+            gate_in = page_pointers(held, first, column * STEP, inside, h, PAGE, WIDE)
+            linear_in = page_pointers(held, first + HALF * SIZE, column * STEP, inside, h, PAGE, WIDE)
+            gate = tl.load(gate_in, mask=mask, other=0.0)
+            linear = tl.load(linear_in, mask=mask, other=0.0)
+        else:
+            gate = tl.load(gate_at, mask=mask, other=0.0)
+            linear = tl.load(linear_at, mask=mask, other=0.0)
+    else:
+        gate = tl.load(gate_at, mask=mask, other=0.0)
+        linear = tl.load(linear_at, mask=mask, other=0.0)
+    return gate, linear
 
 
 @triton.jit
@@ -304,6 +426,12 @@ def _backward_kernel(
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    CODED: tl.constexpr,  # then BLOCK is 128
+    PARTS: tl.constexpr,
+    ROW: tl.constexpr,
+    FLOOR: tl.constexpr,
+    FP8: tl.constexpr,
+    CODE_WIDE: tl.constexpr,
 ):
     SIZE: tl.constexpr = h.dtype.element_ty.primitive_bitwidth // 8
     WIDTH: tl.constexpr = 2 * N if HALF else N
@@ -334,21 +462,18 @@ def _backward_kernel(
             narrow = row[:, None] * N + (start + column)[None, :]
             gate_at = aligned(source + at, WIDE, SPLIT)
             linear_at = aligned(source + at + HALF, WIDE, SPLIT)
-            if PAGED:
-                if granted & (not in_expected):
-                    held = (book, table, length, device_slab, host_slab)
-                    first = (within * WIDTH + start * STEP) * SIZE
-                    half = first + HALF * SIZE
-                    gate_in = page_pointers(held, first, column * STEP, inside, h, PAGE, WIDE)
-                    linear_in = page_pointers(held, half, column * STEP, inside, h, PAGE, WIDE)
-                    gate = tl.load(gate_in, mask=mask, other=0.0)
-                    linear = tl.load(linear_in, mask=mask, other=0.0)
-                else:
-                    gate = tl.load(gate_at, mask=mask, other=0.0)
-                    linear = tl.load(linear_at, mask=mask, other=0.0)
+            held = (book, table, length, device_slab, host_slab)
+            if CODED:
+                gate, linear = part_values(
+                    expected, h, held, granted, in_expected, within, inside, start // 128, N, PARTS, ROW, FP8,
+                    CODE_WIDE, PAGED, PAGE,
+                )  # fmt: skip
             else:
-                gate = tl.load(gate_at, mask=mask, other=0.0)
-                linear = tl.load(linear_at, mask=mask, other=0.0)
+                first = (within * WIDTH + start * STEP) * SIZE
+                gate, linear = _load_exact(
+                    gate_at, linear_at, held, granted, in_expected, first, column, inside, mask, h, HALF, STEP,
+                    PAGED, PAGE, WIDE,
+                )  # fmt: skip
             of_a = tl.load(gradient + narrow, mask=mask, other=0.0).to(tl.float32)
             gate = gate.to(tl.float32)
             linear = linear.to(tl.float32)
@@ -383,14 +508,15 @@ def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
 def _launch(
     kernel: Any,
     h_RH: torch.Tensor,
-    expected_SH: torch.Tensor | None,
+    split: int,
     operands: tuple[torch.Tensor, ...],
     info: RowInfo,
     activation: Activation,
     pages: Pages | None,
+    codes: RowCodes | None = None,
 ) -> None:
+    """`h_RH`, or what has its shape, holds the rows after the first `split`."""
     inner = h_RH.shape[1] // activation.parts
-    split = 0 if expected_SH is None else expected_SH.shape[0]
     experts = 0 if info.bias is None else info.bias.shape[0]
     fixed = _constants(
         inner,
@@ -402,7 +528,9 @@ def _launch(
         experts,
         page_bytes(pages),
         split > 0,
+        codes is not None,
     )
+    of_codes = NOT_CODED if codes is None else codes.constants(h_RH.dtype, h_RH.device)
     together = fixed["ROWS"]
     work = cdiv(h_RH.shape[0], together) + cdiv(split, together)
     if kernel is _forward_kernel:
@@ -418,6 +546,7 @@ def _launch(
         experts,
         *arguments(pages, h_RH),
         **fixed,
+        **of_codes,
     )
 
 
@@ -432,11 +561,12 @@ def _constants(
     experts: int,
     page: int | None,
     split: bool,
+    coded: bool,
 ) -> dict[str, Any]:
     """What a kernel is compiled for; `page` is the bytes of a page, None without pages."""
     interleaved = interleaved and activation.gated
     step = 2 if interleaved else 1
-    block = widest_block(inner, 256, element_size * step, page)
+    block = BLOCK if coded else widest_block(inner, 256, element_size * step, page)
     return {
         "N": inner,
         "STEP": step,
@@ -451,5 +581,6 @@ def _constants(
         "SPLIT": split,
         "ROWS": max(1, ELEMENTS // block),
         "BLOCK": block,
+        "CODED": coded,
         "num_warps": WARPS,
     }

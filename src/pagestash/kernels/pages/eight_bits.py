@@ -184,6 +184,26 @@ def _of_code(code, FP8: tl.constexpr):
 
 
 @triton.jit
+def code_lines(x, FLOOR: tl.constexpr, FP8: tl.constexpr):
+    """The codes of lines [L, 128] in float32, zeros where there is no value, and the scale of each line."""
+    finite = tl.abs(x) < float("inf")
+    largest = tl.max(tl.where(finite, tl.abs(x), 0.0), 1)
+    k = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 134, FLOOR)
+    scaled = tl.where(finite, x, 0.0) * ((127 - k) << 23).to(tl.float32, bitcast=True)[:, None]
+    scaled = tl.minimum(tl.maximum(scaled, -240.0), 240.0)
+    beyond = tl.where(x != x, 0x7F, tl.where(x > 0, 0x7E, 0xFE)).to(tl.uint8)
+    return tl.where(finite, _round_to_code(scaled, FP8), beyond), (k + 127).to(tl.uint8)
+
+
+@triton.jit
+def values_of_lines(code, scale, FP8: tl.constexpr):
+    """The values of coded lines [L, 128] in float32, exactly; codes and scales of 0 are zeros."""
+    v = _of_code(code, FP8)
+    power = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return v * tl.where(tl.abs(v) > 256.0, float("inf"), power[:, None])
+
+
+@triton.jit
 def _lines(values, rows, width, blocks, EVEN: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr):
     """Of a program's lines: row, block in the row, which there are, where their values are, and which there are."""
     line = tl.program_id(0) * L + tl.arange(0, L)
@@ -263,18 +283,12 @@ def _encode_kernel(
         used = used & (row < tl.load(valid).to(tl.int64))
     held = (book, table, length, device_slab, host_slab)
     x = tl.load(values + at, mask=there & used[:, None], other=0.0).to(tl.float32)
-    finite = tl.abs(x) < float("inf")
-    largest = tl.max(tl.where(finite, tl.abs(x), 0.0), 1)
-    k = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 134, FLOOR)
-    scaled = tl.where(finite, x, 0.0) * ((127 - k) << 23).to(tl.float32, bitcast=True)[:, None]
-    scaled = tl.minimum(tl.maximum(scaled, -240.0), 240.0)
-    beyond = tl.where(x != x, 0x7F, tl.where(x > 0, 0x7E, 0xFE)).to(tl.uint8)
-    code = tl.where(finite, _round_to_code(scaled, FP8), beyond)
+    code, scale = code_lines(x, FLOOR, FP8)
     code_at, scale_at = _code_pointers(codes, held, row, block, used, blocks, row_bytes, PAGED, PAGE, BLOCK)
     if not PAGED:
         used = inside  # rows that are not valid were read as zeros
     tl.store(code_at, code, mask=used[:, None])
-    tl.store(scale_at, (k + 127).to(tl.uint8), mask=used)
+    tl.store(scale_at, scale, mask=used)
 
 
 @triton.jit
@@ -305,9 +319,8 @@ def _decode_kernel(
         used = used & (row.to(tl.int64) * row_bytes < tl.where(granted, length, 0))
     held = (book, table, length, device_slab, host_slab)
     code_at, scale_at = _code_pointers(codes, held, row, block, used, blocks, row_bytes, PAGED, PAGE, BLOCK)
-    v = _of_code(tl.load(code_at, mask=used[:, None], other=0), FP8)
-    scale = (tl.load(scale_at, mask=used, other=0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    x = v * tl.where(tl.abs(v) > 256.0, float("inf"), scale[:, None])
+    code = tl.load(code_at, mask=used[:, None], other=0)
+    x = values_of_lines(code, tl.load(scale_at, mask=used, other=0), FP8)
     tl.store(values + at, x.to(values.dtype.element_ty), mask=there)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pagestash.kernels.backend import cdiv, choose, multiprocessors, tl, triton
+from pagestash.kernels.backend import cdiv, choose, multiprocessors, power_of_two, tl, triton
 from pagestash.kernels.moe.row_info import tile_rows, tiles
 from pagestash.kernels.pages.chunks import page_address
 from pagestash.kernels.pages.eight_bits import (
@@ -39,7 +39,10 @@ from pagestash.kernels.pages.paged import (
     page_pointers,
 )
 
+LINES = 8
+"""The most blocks of a tile that permutes: it has one token, so that a choice without a row is branched over."""
 TILE_ROWS = 32
+"""Of a tile that decodes."""
 WARPS = 4
 PROGRAMS_PER_SM = 8
 
@@ -115,23 +118,22 @@ def permute_coded(
     elif tokens_TD.numel():
         page = page_bytes(codes.pages)
         expected, excess = codes.pointers()
-        _permute_kernel[(cdiv(tokens, TILE_ROWS), codes.row.blocks)](
+        lines = min(power_of_two(codes.row.blocks), LINES)
+        _permute_kernel[(tokens, cdiv(codes.row.blocks, lines))](
             tokens_TD,
             inverse_TK,
             out_RD,
             expected,
             excess,
             codes.split,
-            tokens,
             *arguments(codes.pages, excess),
             N=width,
             **codes.constants(tokens_TD.dtype, tokens_TD.device),
             K=inverse_TK.shape[1],
-            SPLIT=codes.split > 0,
             PAGED=page is not None,
             PAGE=page or 65536,
-            TOKENS=TILE_ROWS,
-            num_warps=WARPS,
+            LINES=lines,
+            num_warps=2,
         )
     return out_RD
 
@@ -226,8 +228,9 @@ def get_reference(codes: RowCodes, count: int) -> torch.Tensor:
 
 # --- how: in Triton -----------------------------------------------------------------------------------------
 #
-# A tile is one block of a part of several rows, [rows, 128]; `held` is what `page_pointers` takes. `within` are
-# its rows in their buffer, or in its pages, int64. N, PARTS and ROW are those of `CodeRow`.
+# A tile is one block of a part of several rows, or several blocks of one row: [lines, 128]. `held` is what
+# `page_pointers` takes. `within` are its rows in their buffer, or in its pages, int64. N, PARTS and ROW are those
+# of `CodeRow`.
 
 
 @triton.jit
@@ -264,6 +267,7 @@ def store_excess(
     granted,
     within,
     inside,
+    mask,
     part,
     block,
     N: tl.constexpr,
@@ -275,7 +279,6 @@ def store_excess(
 ):
     """Write the codes of a tile of excess rows to their pages, if these were granted, or to their buffer."""
     lane = tl.arange(0, 128)
-    mask = _tile_mask(inside, block, N)
     at, scale_at = _places(within, part, block, N, PARTS, ROW)
     if PAGED:
         if granted:
@@ -293,6 +296,7 @@ def store_expected(
     expected,
     within,
     inside,
+    mask,
     part,
     block,
     N: tl.constexpr,
@@ -301,7 +305,7 @@ def store_expected(
 ):
     """Write the codes of a tile of expected rows to their buffer."""
     at, scale_at = _places(within, part, block, N, PARTS, ROW)
-    tl.store(expected + at[:, None] + tl.arange(0, 128)[None, :], code, mask=_tile_mask(inside, block, N))
+    tl.store(expected + at[:, None] + tl.arange(0, 128)[None, :], code, mask=mask)
     tl.store(expected + scale_at, scale, mask=inside)
 
 
@@ -328,11 +332,13 @@ def _code_tile(
 ):
     """Code a tile `x` whose rows are either all expected or all in excess."""
     code, scale = code_lines(x.to(tl.float32), FLOOR, FP8)
+    mask = _tile_mask(inside, block, N)
     if in_expected:
-        store_expected(code, scale, expected, within, inside, part, block, N, PARTS, ROW)
+        store_expected(code, scale, expected, within, inside, mask, part, block, N, PARTS, ROW)
     else:
         store_excess(
-            code, scale, excess, held, granted, within, inside, part, block, N, PARTS, ROW, CODE_WIDE, PAGED, PAGE
+            code, scale, excess, held, granted, within, inside, mask, part, block, N, PARTS, ROW, CODE_WIDE, PAGED,
+            PAGE,
         )  # fmt: skip
 
 
@@ -448,7 +454,6 @@ def _permute_kernel(
     expected,
     excess,
     split,
-    count,
     book,
     member,
     table,
@@ -461,45 +466,41 @@ def _permute_kernel(
     FP8: tl.constexpr,
     CODE_WIDE: tl.constexpr,
     K: tl.constexpr,
-    SPLIT: tl.constexpr,
     PAGED: tl.constexpr,
     PAGE: tl.constexpr,
-    TOKENS: tl.constexpr,
+    LINES: tl.constexpr,
 ):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    block = tl.program_id(1)
-    column = block * 128 + tl.arange(0, 128)
-    inside = token < count
-    mask = _tile_mask(inside, block, N)
+    BLOCKS: tl.constexpr = (N + 127) // 128
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * LINES + tl.arange(0, LINES)
+    inside = block < BLOCKS
+    column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    mask = inside[:, None] & (column >= 0)
+    if N % 128 != 0:
+        mask = mask & (column < N)
     granted = False
     length = tl.zeros((), tl.int64)
     if PAGED:
         granted, length = granted_bytes(book, member)
     held = (book, table, length, device_slab, host_slab)
+    any_row = tl.load(inverse + token * K)
+    for k in tl.static_range(1, K):
+        any_row = tl.maximum(any_row, tl.load(inverse + token * K + k))
     # Masked off where the token has no row here: it may be garbage, and need not be read.
-    any_row = tl.zeros((TOKENS,), tl.int32) - 1
-    for k in tl.static_range(K):
-        any_row = tl.maximum(any_row, tl.load(inverse + token.to(tl.int64) * K + k, mask=inside, other=-1))
-    value = tl.load(
-        tokens + token.to(tl.int64)[:, None] * N + column[None, :],
-        mask=mask & (any_row >= 0)[:, None],
-        other=0.0,
-    )
+    read = block < tl.where(any_row >= 0, BLOCKS, 0)
+    value = tl.load(tokens + token * N + column, mask=mask & read[:, None], other=0.0)
     code, scale = code_lines(value.to(tl.float32), FLOOR, FP8)
     for k in tl.static_range(K):
-        row = tl.load(inverse + token.to(tl.int64) * K + k, mask=inside, other=-1).to(tl.int64)
-        tl.store(out + row[:, None] * N + column[None, :], value, mask=mask & (row >= 0)[:, None])
-        beyond = row
-        if SPLIT:
-            early = (row >= 0) & (row < split)
-            store_expected(code, scale, expected, row, early, 0, block, N, PARTS, ROW)
-            beyond = row - split
-        # Few rows or none are in excess: most tiles need not even work out where they would go.
-        if tl.max(beyond, axis=0) >= 0:
-            store_excess(
-                code, scale, excess, held, granted, beyond, beyond >= 0, 0, block, N, PARTS, ROW, CODE_WIDE, PAGED,
-                PAGE,
-            )  # fmt: skip
+        row = tl.load(inverse + token * K + k).to(tl.int64)
+        if row >= 0:
+            tl.store(out + row * N + column, value, mask=mask)
+            if row < split:
+                store_expected(code, scale, expected, row, inside, mask, 0, block, N, PARTS, ROW)
+            else:
+                store_excess(
+                    code, scale, excess, held, granted, row - split, inside, mask, 0, block, N, PARTS, ROW,
+                    CODE_WIDE, PAGED, PAGE,
+                )  # fmt: skip
 
 
 @triton.jit

@@ -167,11 +167,12 @@ def _copy_kernel(
         chunk = program - first_chunk % programs
         chunk = tl.where(chunk < 0, chunk + programs, chunk)
         table = book + tables[i]
-        page = tl.load(table + chunk * CHUNK // PAGE, mask=chunk * CHUNK < length, other=0)
+        # By the table's size, not by the pages in use: so the look-up does not wait for the header, a microsecond.
+        page = tl.load(table + chunk * CHUNK // PAGE, mask=chunk * CHUNK < max_bytes[i], other=0)
         while chunk < chunks:
             # The page after this one is looked up while this one is copied.
             later = (chunk + programs) * CHUNK
-            after = tl.load(table + later // PAGE, mask=later < length, other=0)
+            after = tl.load(table + later // PAGE, mask=later < max_bytes[i], other=0)
             offset = chunk * CHUNK
             buffer = buffers[i] + offset
             if offset < length:

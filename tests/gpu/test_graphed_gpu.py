@@ -11,6 +11,7 @@ import pagestash as ps
 sys.path.insert(0, str(Path(__file__).parents[1] / "saved"))
 from stack import CAPACITY, Stack, batch, policy, run
 from support import same
+from support.steps import training_step
 
 pytestmark = pytest.mark.gpu
 HOLD = 100_000_000  # clock cycles: about 50 ms on an H200, far longer than anything it holds back
@@ -21,15 +22,8 @@ def make(seed=0, warmup=2, rules=None, **pool):
     model = Stack().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     keeper = ps.Keeper(rules or policy(headroom=1.0, **pool)).attach(model)
-
-    def train_step(x, rows):
-        loss = model(x, rows)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return model, optimizer, keeper, ps.GraphedStep(train_step, keeper, optimizer=optimizer, warmup=warmup)
+    step = ps.GraphedStep(training_step(model, optimizer), keeper, optimizer=optimizer, warmup=warmup)
+    return model, optimizer, keeper, step
 
 
 def everything(model, optimizer):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import same
+from support.steps import training_step
 from torch import nn
 
 import pagestash as ps
@@ -35,15 +36,7 @@ def train(rule, steps=7, **pool):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     rules = [ps.Rule("layers.*.moe.experts", "stash")] if rule else []
     keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page="16KiB", **pool))).attach(model)
-
-    def train_step(x):
-        loss = model(x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)
+    step = ps.GraphedStep(training_step(model, optimizer), keeper, optimizer=optimizer)
     losses = []
     for number in range(steps):
         torch.manual_seed(number)

@@ -12,6 +12,7 @@ import pagestash as ps
 sys.path.insert(0, str(Path(__file__).parents[1] / "saved"))
 from stack import Stack, batch, policy, run
 from support import same
+from support.steps import training_step
 
 pytestmark = pytest.mark.gpu
 HOLD = 100_000_000  # clock cycles: about 50 ms on an H200, far longer than anything it holds back
@@ -181,15 +182,7 @@ def test_buffers_on_the_host_and_odd_ones_do_no_harm_in_a_graph():
     model.register_buffer("on_host", torch.ones(5))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     keeper = ps.Keeper(policy(headroom=1.0)).attach(model)
-
-    def train_step(x, rows):
-        loss = model(x, rows)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)
+    step = ps.GraphedStep(training_step(model, optimizer), keeper, optimizer=optimizer)
     losses = [step(*batch(rows, i, "cuda")) for i, rows in enumerate((8, 8, 8, 60, 20))]
     step.wait()
     assert step.reruns > 0

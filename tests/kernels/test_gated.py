@@ -235,7 +235,7 @@ def test_expected_rows_need_a_buffer_for_their_gradient():
 def test_interleaved_rows_are_those_of_two_halves(backend, page_bytes, n, dtype, activation):
     activation = VARIANTS[activation]
     if n == 300 and page_bytes in (16, 48):
-        n = 76  # a tile is no wider than a page: many tiles a row, without the hundreds that take seconds
+        n = 44  # a tile is no wider than a page: many tiles a row, without the hundreds that take seconds
     h, gradient, info = case(n, dtype, True, True)
     inter = S.RowInfo(info.rows, info.weights, info.order, woven(info.bias), OFFSETS, interleaved=True)
     pages = None

@@ -8,7 +8,7 @@ from torch.library import opcheck
 from pagestash.kernels import backend as backends
 from pagestash.kernels.layer.rope import STYLES, _rope, rope, rotate
 
-B, S, H, D = 2, 5, 3, 16
+B, S, H, D = 2, 3, 5, 16  # a program for each position, interpreted one by one
 TOLERANCE = {
     torch.float64: {"rtol": 0, "atol": 0},
     torch.float32: {"rtol": 0, "atol": 0},

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from support import same
+from support.steps import training_step
 from torch import nn
 
 import pagestash as ps
@@ -272,15 +273,7 @@ def test_expected_rows_that_leave_follow_a_change():
 def graphed(expected, steps, **pool):
     model, keeper = made(expected, **pool)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-
-    def train_step(x, rows):
-        loss = model(x, rows)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)
+    step = ps.GraphedStep(training_step(model, optimizer), keeper, optimizer=optimizer)
     torch.manual_seed(2)
     losses = [step(torch.randn(TOKENS, WIDTH), rows) for rows in steps]
     step.wait()

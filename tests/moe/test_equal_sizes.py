@@ -1,5 +1,6 @@
 """Buffers of equal length that mean different things: the head, the rest, and the slots they came in."""
 
+import functools
 from contextlib import nullcontext
 
 import pytest
@@ -16,6 +17,7 @@ TOKENS, SLOTS, WIDTH = 32, 64, 32
 pytestmark = pytest.mark.usefixtures("lone_rank")
 
 
+@functools.cache  # without rules, they are what each rule's are compared with
 def gradients(expected, *rules):
     torch.manual_seed(0)
     config = MoEConfig(width=WIDTH, expert_width=16, experts=4, top_k=2, expected_rows=expected)

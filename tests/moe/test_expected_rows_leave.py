@@ -22,6 +22,7 @@ from pagestash.train.prepare import splits_backward
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "saved"))
 from offloaded import nothing_left
+from support.steps import training_step
 
 D, N, E, K, T, DEPTH, EXPECTED = 32, 24, 4, 2, 48, 5, 60
 ROW = (D + 2 * N) * 4
@@ -247,15 +248,7 @@ def test_a_step_that_overflows_is_run_again_to_the_same_bits():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         found = rules() if leaves else rules(fraction=0.0, prefetch_bytes=None)
         keeper = keeper_for(model, found, headroom=1.0)
-
-        def train_step(x, model=model, optimizer=optimizer):
-            loss = model(x)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)
+        step = ps.GraphedStep(training_step(model, optimizer), keeper, optimizer=optimizer)
         losses = []
         for number, tokens in enumerate((32, 32, T, 40, T)):
             model.wire.tokens = tokens

@@ -1,10 +1,12 @@
 """MoE layers under a keeper: fused into the pool, same bits, and a short pool costs time, not the step."""
 
+import functools
 import math
 
 import pytest
 import torch
 from support import same
+from support.steps import loss_and_gradients
 from torch import nn
 
 import pagestash as ps
@@ -45,33 +47,31 @@ def policy(**pool) -> ps.Policy:
     return ps.Policy([rule], ps.PoolConfig(page=1024, **pool))
 
 
-def run(model, x, keeper=None):
-    model.zero_grad()
-    if keeper is None:
-        loss = model(x)
-        loss.backward()
-    else:
-        with keeper.step():
-            loss = model(x)
-            loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-
-
 @pytest.fixture
 def made():
+    return *local(), kept()
+
+
+def local():
     torch.manual_seed(0)
-    model, x = Stack(), torch.randn(TOKENS, WIDTH)
-    return model, x, run(model, x)
+    return Stack(), torch.randn(TOKENS, WIDTH)
+
+
+@functools.cache
+def kept():
+    """What `local()` gives without a keeper."""
+    return loss_and_gradients(*local())
 
 
 def test_experts_use_the_keepers_pool_and_give_the_same_bits(made):
     model, x, plain = made
     keeper = ps.Keeper(policy(), backend="torch").attach(model)
-    assert same(run(model, x, keeper), plain)  # measured: saved through autograd, valid rows only
+    # Measured: saved through autograd, valid rows only.
+    assert same(loss_and_gradients(model, x, keeper), plain)
     assert keeper.pool is not None
     experts = model.layers[0].moe.experts
     assert experts.pool is keeper.pool
-    assert same(run(model, x, keeper), plain)  # fused
+    assert same(loss_and_gradients(model, x, keeper), plain)  # fused
     stats = keeper.stats()
     assert stats.pool.device.in_use == 0
     assert (
@@ -85,9 +85,9 @@ def test_experts_use_the_keepers_pool_and_give_the_same_bits(made):
 def test_what_the_router_keeps_is_not_stashed_again(made):
     model, x, _ = made
     keeper = ps.Keeper(policy(), backend="torch").attach(model)
-    run(model, x, keeper)
+    loss_and_gradients(model, x, keeper)
     measured = keeper.stats()
-    run(model, x, keeper)
+    loss_and_gradients(model, x, keeper)
     # In the measured step, too, only the projections were taken: the layer's input is alive in any case.
     assert keeper.pool.device_pages < 1.2 * measured.pool.device.pages
 
@@ -97,7 +97,7 @@ def test_a_short_pool_costs_time_and_no_bit(made, pages):
     model, x, plain = made
     keeper = ps.Keeper(policy(device=pages * 1024), backend="torch").attach(model)
     for _ in range(2):
-        assert same(run(model, x, keeper), plain)
+        assert same(loss_and_gradients(model, x, keeper), plain)
     stats = keeper.stats()
     assert not stats.overflow
     assert (stats.pool.given_up_groups > 0) == (pages < 3 * 18)
@@ -135,18 +135,27 @@ class Loopback:
         return slots
 
 
+def received(expected):
+    torch.manual_seed(0)
+    return Stack(lambda: Loopback(expected)), torch.randn(TOKENS, WIDTH)
+
+
+@functools.cache
+def kept_of_received(expected):
+    """What `received(expected)` gives without a keeper."""
+    return loss_and_gradients(*received(expected))
+
+
 @pytest.mark.parametrize("expected", [0, 60, 2 * TOKENS * TOP_K])
 def test_expected_rows_stay_and_the_others_go_to_pages(expected):
-    torch.manual_seed(0)
-    model, x = Stack(lambda: Loopback(expected)), torch.randn(TOKENS, WIDTH)
-    plain = run(model, x)
+    (model, x), plain = received(expected), kept_of_received(expected)
     keeper = ps.Keeper(policy(), backend="torch").attach(model)
     beyond, head = max(TOKENS * TOP_K - expected, 0), expected
-    assert same(run(model, x, keeper), plain)  # measured: what stays takes no pages
+    assert same(loss_and_gradients(model, x, keeper), plain)  # measured: what stays takes no pages
     pages = DEPTH * sum(-(-beyond * width * 4 // 1024) for width in (WIDTH, 2 * INNER))
     assert (keeper.pool.device_pages if beyond else 0) == math.ceil(1.1 * pages)
     keeper.reset_peaks()
-    assert same(run(model, x, keeper), plain)
+    assert same(loss_and_gradients(model, x, keeper), plain)
     stats, row = keeper.stats(), (WIDTH + 2 * INNER) * 4
     assert stats.homes["stash"].peak == DEPTH * beyond * row
     kept = stats.regions["layers.1.moe.experts"].peak - beyond * row
@@ -158,17 +167,15 @@ def test_expected_rows_stay_and_the_others_go_to_pages(expected):
 @pytest.mark.parametrize("pages", [1, 5, 14, 30, 60])
 @pytest.mark.parametrize("expected", [0, 60])
 def test_received_rows_that_find_no_page_stay_where_they_are(expected, pages):
-    torch.manual_seed(0)
-    model, x = Stack(lambda: Loopback(expected)), torch.randn(TOKENS, WIDTH)
-    plain = run(model, x)
+    (model, x), plain = received(expected), kept_of_received(expected)
     keeper = ps.Keeper(policy(device=pages * 1024, headroom=1.0), backend="torch").attach(model)
-    assert same(run(model, x, keeper), plain)
+    assert same(loss_and_gradients(model, x, keeper), plain)
     rows_pages = DEPTH * -(-(TOKENS * TOP_K - expected) * WIDTH * 4 // 1024)
     if pages < rows_pages:
         assert keeper.stats().no_page.groups > 0
     # Where only what is expendable stood in the way, it gives way the next time.
     assert (keeper.pool.device_pages > pages) == (pages < rows_pages)
     keeper.reset_peaks()
-    assert same(run(model, x, keeper), plain)
+    assert same(loss_and_gradients(model, x, keeper), plain)
     stats = keeper.stats()
     assert (stats.no_page.groups, stats.overflow, stats.pool.device.in_use) == (0, False, 0)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import same
+from support.steps import training_step
 from torch import nn
 
 import pagestash as ps
@@ -604,14 +605,7 @@ def test_it_is_a_keeper_for_everyone(planned):
 
 
 def graphed(model, keeper, optimizer):
-    def train_step(x):
-        loss = model(x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)
+    step = ps.GraphedStep(training_step(model, optimizer), keeper, optimizer=optimizer)
     seed(1)
     return [step(x) for x in batches(5)], [p.detach() for p in model.parameters()]
 

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from support import same
+from support.steps import loss_and_gradients
 from torch import nn
 
 import pagestash as ps
@@ -59,18 +60,6 @@ def rule(home="stash", bits=8, match="layers.*"):
     return ps.Rule(match, home, min_bytes=256, bits=bits, **window)
 
 
-def run(model, x, keeper=None):
-    model.zero_grad()
-    if keeper is None:
-        loss = model(x)
-        loss.backward()
-    else:
-        with keeper.step():
-            loss = model(x)
-            loss.backward()
-    return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
-
-
 def coded_by_hand(model, x):
     """The step if each wide half-precision activation is coded when it is saved."""
     weights = {parameter.data_ptr() for parameter in model.parameters()}
@@ -83,7 +72,7 @@ def coded_by_hand(model, x):
         return values.view(tensor.shape)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        return run(model, x)
+        return loss_and_gradients(model, x)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +83,7 @@ def model():
 @pytest.fixture(scope="module")
 def expected(model):
     found = coded_by_hand(model, batch())
-    assert not same(found, run(model, batch()))
+    assert not same(found, loss_and_gradients(model, batch()))
     return found
 
 
@@ -110,7 +99,7 @@ def test_stashed_codes_come_back_in_every_step(backend, pool, model, expected):
     policy = ps.Policy([rule()], pool=ps.PoolConfig(**{"page": 256, **pool}))
     keeper = ps.Keeper(policy, backend=backend).attach(model)
     for _ in range(3):
-        assert same(run(model, batch(), keeper), expected)
+        assert same(loss_and_gradients(model, batch(), keeper), expected)
         nothing_waits(keeper)
     keeper.detach()
 
@@ -119,7 +108,7 @@ def test_stashed_codes_come_back_in_every_step(backend, pool, model, expected):
 def test_other_homes_hold_the_same_codes(backend, home, model, expected):
     keeper = ps.Keeper(ps.Policy([rule(home)]), backend=backend).attach(model)
     for _ in range(3):
-        assert same(run(model, batch(), keeper), expected)
+        assert same(loss_and_gradients(model, batch(), keeper), expected)
         nothing_waits(keeper)
     keeper.detach()
 
@@ -128,9 +117,9 @@ def test_other_homes_hold_the_same_codes(backend, home, model, expected):
 def test_half_the_bytes_are_held(home, model):
     def peak(bits):
         keeper = ps.Keeper(ps.Policy([rule(home, bits)]), backend="torch").attach(model)
-        run(model, batch(), keeper)
+        loss_and_gradients(model, batch(), keeper)
         keeper.reset_peaks()
-        run(model, batch(), keeper)
+        loss_and_gradients(model, batch(), keeper)
         keeper.detach()
         return keeper.stats().homes[home].peak
 
@@ -142,20 +131,20 @@ def test_half_the_bytes_are_held(home, model):
 @pytest.mark.parametrize("home", ["keep", "stash", "offload"])
 def test_without_bits_no_bit_changes(home, model):
     keeper = ps.Keeper(ps.Policy([rule(home, None)]), backend="torch").attach(model)
-    plain = run(model, batch())
+    plain = loss_and_gradients(model, batch())
     for _ in range(2):
-        assert same(run(model, batch(), keeper), plain)
+        assert same(loss_and_gradients(model, batch(), keeper), plain)
     keeper.detach()
 
 
 @pytest.mark.parametrize("home", ["keep", "stash", "offload"])
 def test_float32_activations_are_held_as_they_are(home, caplog):
     model, x = Net(dtype=torch.float32), batch(torch.float32)
-    plain = run(model, x)
+    plain = loss_and_gradients(model, x)
     keeper = ps.Keeper(ps.Policy([rule(home)]), backend="torch").attach(model)
     with caplog.at_level("WARNING", "pagestash"):
         for _ in range(3):
-            assert same(run(model, x, keeper), plain)
+            assert same(loss_and_gradients(model, x, keeper), plain)
     assert "bits=8 coded nothing" in caplog.text
     assert "torch.float32" in caplog.text
     keeper.detach()
@@ -165,7 +154,7 @@ def test_a_rule_that_codes_says_nothing(model, caplog):
     keeper = ps.Keeper(ps.Policy([rule("keep")]), backend="torch").attach(model)
     with caplog.at_level("WARNING", "pagestash"):
         for _ in range(3):
-            run(model, batch(), keeper)
+            loss_and_gradients(model, batch(), keeper)
     assert not caplog.text
     keeper.detach()
 
@@ -220,8 +209,8 @@ def test_nothing_that_is_not_finite_becomes_finite(model):
     x = batch()
     x[3, 5] = float("nan")
     keeper = ps.Keeper(ps.Policy([rule("keep")]), backend="torch").attach(model)
-    _, grads = run(model, x, keeper)
-    _, plain = run(model, x)
+    _, grads = loss_and_gradients(model, x, keeper)
+    _, plain = loss_and_gradients(model, x)
     keeper.detach()
     assert same([grad.isfinite() for grad in grads], [grad.isfinite() for grad in plain])
     assert not all(grad.isfinite().all() for grad in grads)
@@ -230,7 +219,7 @@ def test_nothing_that_is_not_finite_becomes_finite(model):
 def test_backward_twice_over_one_graph(model, expected):
     for home in ("keep", "stash", "offload"):
         keeper = ps.Keeper(ps.Policy([rule(home)]), backend="torch").attach(model)
-        run(model, batch(), keeper)
+        loss_and_gradients(model, batch(), keeper)
         model.zero_grad()
         with keeper.step():
             loss = model(batch())
@@ -259,12 +248,12 @@ def test_an_exact_rule_does_not_share_the_codes_of_another():
             return (self.a(x) + self.b(x)).float().sum()
 
     model, x = Two(), batch().requires_grad_()
-    plain = run(model, x)
+    plain = loss_and_gradients(model, x)
     for first, second in (("a", "b"), ("b", "a")):
         policy = ps.Policy([rule(match=first), rule(match=second, bits=None)])
         keeper = ps.Keeper(policy, backend="torch").attach(model)
         for _ in range(2):
-            _, grads = run(model, x, keeper)
+            _, grads = loss_and_gradients(model, x, keeper)
             named = dict(zip([name for name, _ in model.named_parameters()], grads))
             exact = dict(zip([name for name, _ in model.named_parameters()], plain[1]))
             assert torch.equal(named[f"{second}.weight"], exact[f"{second}.weight"])
@@ -321,9 +310,9 @@ def test_inputs_of_a_recomputed_region_are_exact(home):
     model = Net()
     rules = [ps.Rule("layers.*.down", "recompute"), rule(home)]
     keeper = ps.Keeper(ps.Policy(rules), backend="torch").attach(model)
-    plain = run(model, batch())
+    plain = loss_and_gradients(model, batch())
     for _ in range(2):
-        loss, grads = run(model, batch(), keeper)
+        loss, grads = loss_and_gradients(model, batch(), keeper)
         assert torch.equal(loss, plain[0])
     names = [name for name, _ in model.named_parameters()]
     last = names.index("layers.2.down.weight")
@@ -409,7 +398,7 @@ def test_valid_rows_alone_are_coded(backend, home, count):
 
 def test_a_step_that_fails_leaves_no_pages_behind(model, expected):
     keeper = ps.Keeper(ps.Policy([rule()]), backend="torch").attach(model)
-    run(model, batch(), keeper)
+    loss_and_gradients(model, batch(), keeper)
     losses = []
 
     def fails():
@@ -422,7 +411,7 @@ def test_a_step_that_fails_leaves_no_pages_behind(model, expected):
     nothing_waits(keeper)
     with pytest.raises(RuntimeError, match="ended by an exception"):
         losses[0].backward()
-    assert same(run(model, batch(), keeper), expected)
+    assert same(loss_and_gradients(model, batch(), keeper), expected)
     keeper.detach()
 
 
@@ -430,9 +419,9 @@ def test_an_overflow_is_refused_and_the_next_step_is_right(backend, model, expec
     pool = ps.PoolConfig(page=256, device=2048, on_overflow="raise")
     keeper = ps.Keeper(ps.Policy([rule()], pool=pool), backend=backend).attach(model)
     with pytest.raises(ps.PoolOverflow):
-        run(model, batch(), keeper)
+        loss_and_gradients(model, batch(), keeper)
     model.zero_grad()
-    assert same(run(model, batch(), keeper), expected)
+    assert same(loss_and_gradients(model, batch(), keeper), expected)
     keeper.detach()
 
 

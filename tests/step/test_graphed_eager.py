@@ -16,6 +16,7 @@ import pagestash as ps
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "saved"))
 from stack import Stack, batch, policy
+from support.steps import training_step
 
 ROWS = [8, 8, 50, 12, 64, 64]  # the third and the fifth need more pages than any before
 
@@ -29,15 +30,7 @@ def make(optimizer="adamw", pool=None, seed=0):
     }
     chosen = makers[optimizer](model.parameters())
     keeper = ps.Keeper(policy(headroom=1.0, **(pool or {})), backend="torch").attach(model)
-
-    def train_step(x, rows):
-        loss = model(x, rows)
-        loss.backward()
-        chosen.step()
-        chosen.zero_grad()
-        return loss
-
-    return model, chosen, keeper, ps.GraphedStep(train_step, keeper, optimizer=chosen)
+    return model, chosen, keeper, ps.GraphedStep(training_step(model, chosen), keeper, optimizer=chosen)
 
 
 def everything(model, optimizer):
@@ -283,15 +276,7 @@ def test_a_buffer_over_its_capacity_reruns_the_batch_like_a_pool():
         model = Model(capacity)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         keeper = ps.Keeper(ps.Policy()).attach(model)
-
-        def train_step(x, rows, model=model, optimizer=optimizer):
-            loss = model(x, rows)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)
+        step = ps.GraphedStep(training_step(model, optimizer), keeper, optimizer=optimizer)
         torch.manual_seed(5)
         losses = [step(*batch(rows, rows)) for rows in (8, 40, 20, 64)]
         ends.append([*losses, *everything(model, optimizer)])

@@ -1,10 +1,14 @@
 """A run that takes a moment: a model of 2 layers on a page of text."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+from typer.testing import CliRunner
+
+from pagestash.cli import app
 from pagestash.kernels import backend
 from pagestash.train import prepare, read_metrics, train
 
@@ -42,6 +46,14 @@ def runs(rank, world, jobs):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     for given, out, resume in jobs:
         train(prepare(given, out, resume=resume))
+
+
+def commands(rank, world, words, folder):
+    """`pagestash train` with these words on each rank; its exit code and stderr are in `rank*.json` of `folder`."""
+    backend.interpreted = lambda: False
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    done = CliRunner().invoke(app, ["train", *words])
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps([done.exit_code, done.stderr]))
 
 
 def runs_short_of_pages(rank, world, given, out, short):

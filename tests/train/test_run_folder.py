@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 from support import same
 from typer.testing import CliRunner
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 sys.path.insert(0, str(Path(__file__).parent))
-from small import run, settings, without_time, words
+from gloo import spawn
+from small import commands, run, settings, without_time, words
 
 from pagestash.cli import app
 from pagestash.train import checkpoint, prepare, read_metrics, train
@@ -247,17 +249,11 @@ def test_several_ranks_are_refused_together(tmp_path, holder):
     given = settings(tmp_path, steps=2)
     (tmp_path / "run").mkdir()
     holder(tmp_path / "run" / LOCK)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launch, "-m", "pagestash", "train", *words(given, tmp_path / "run")],
-        env={**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, done.stderr
+    spawn(commands, 2, words(given, tmp_path / "run"), tmp_path)
+    codes, told = zip(*(json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)))
+    assert codes == (2, 2)
+    lines = [line for line in "".join(told).splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, told
     assert "another run is writing there" in lines[0]
     assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
 

@@ -1,9 +1,11 @@
 """Plans: what is predicted against what is measured, and planned policies against those that one writes by hand.
 
 For each model a step (forward and backward, adding to gradients that are there) is profiled once and planned for
-parts of its saved bytes. Then it runs under each plan, and under each policy by hand, in several rounds. Time is
-the median of a round's steady steps, in the fastest round: a slow moment of the host is no property of a policy.
-The peak is the allocator's. Without a GPU, or quick, a tiny preset runs, and memory is counted by live storages.
+parts of its saved bytes. Then it runs under each plan, and under each policy by hand, in several rounds; after the
+first without policies by hand that are far from the best. Time is the median of a round's steady steps, in the
+fastest round: a slow moment of the host is no property of a policy. The peak is the allocator's.
+
+Without a GPU, or quick, a tiny preset runs, and memory is counted by live storages.
 """
 
 import gc
@@ -28,6 +30,8 @@ from pagestash.profiling.memory import MemoryMeter
 
 PARTS = (0.75, 0.5, 0.35)
 ROUNDS, WARM, REPEATS = 2, 3, 5
+CLOSE = 1.05
+"""By so much slower than the best in the first round, a policy by hand may still be the best."""
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -199,9 +203,11 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
         policies.append((row, plan.policy))
     seen: list[list[dict[str, Any]]] = [[] for _ in policies]
     for turn in range(rounds):
-        for (row, policy), found in zip(policies, seen):
-            found.append(bench.measure(policy, repeats))
-            show(row, found[-1], f"round {turn + 1} of {rounds}")
+        wanted = contenders([row for row, _ in policies], seen) if turn else range(len(policies))
+        for index in wanted:
+            row, policy = policies[index]
+            seen[index].append(bench.measure(policy, repeats))
+            show(row, seen[index][-1], f"round {turn + 1} of {rounds}")
     rows = [
         row
         | {
@@ -214,6 +220,18 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
     del bench
     gc.collect()
     return rows + refused
+
+
+def contenders(rows: list[dict[str, Any]], seen: list[list[dict[str, Any]]]) -> list[int]:
+    """The rows that claims depend on: plans, keep, and what may be the fastest by hand within a plan's budget."""
+    seconds = [min(statistics.median(each["times"]) for each in found) for found in seen]
+    hand = [index for index, row in enumerate(rows) if row["way"] != "plan"]
+    found = {index for index, row in enumerate(rows) if row["way"] in ("plan", "keep")}
+    for budget in [row["budget_bytes"] for row in rows if row["way"] == "plan"]:
+        fitting = [index for index in hand if seen[index][0]["peak_bytes"] <= budget]
+        best = min((seconds[index] for index in fitting), default=0.0)
+        found |= {index for index in fitting if seconds[index] <= CLOSE * best}
+    return sorted(found)
 
 
 def predicted(prediction: Prediction) -> dict[str, Any]:

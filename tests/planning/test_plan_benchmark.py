@@ -20,3 +20,14 @@ def test_all_ways_give_one_loss_and_plans_keep_their_budgets(tmp_path, monkeypat
         "plan: predicted peak above weights and gradients",
         "plan: predicted step time",
     }
+
+
+def test_a_second_round_is_for_plans_and_for_what_they_are_compared_with():
+    rows = [{"way": way} for way in ("keep", "norms", "layers", "offload")] + [
+        {"way": "plan", "budget_bytes": 10}
+    ]
+    measured = [(1.0, 20), (1.1, 12), (1.30, 8), (1.36, 9), (1.2, 9)]  # seconds, peak
+    seen = [[{"times": [seconds], "peak_bytes": peak}] for seconds, peak in measured]
+    assert B.contenders(rows, seen) == [0, 2, 3, 4]
+    seen[3][0]["times"] = [1.4]
+    assert B.contenders(rows, seen) == [0, 2, 4]

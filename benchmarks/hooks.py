@@ -145,7 +145,9 @@ def measure(way: Way, rule: Rule | None, device: torch.device, layers: int, step
     keeper = None
     if rule is not None:
         match = rule.match if rule is ELSEWHERE else f"stack.{rule.match}"
-        keeper = ps.Keeper(Policy([Rule(match, rule.home, min_bytes=rule.min_bytes)])).attach(model)
+        # (`check`: every step is watched, also where nothing moves.)
+        policy = Policy([Rule(match, rule.home, min_bytes=rule.min_bytes)])
+        keeper = ps.Keeper(policy, check=True).attach(model)
         around = keeper.step
     x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
     samples: dict[str, list[int]] = {}

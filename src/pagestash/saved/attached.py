@@ -1,7 +1,7 @@
 """The models that a keeper is attached to: which of their modules a rule names, their parameters and buffers."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -143,17 +143,18 @@ class Attached:
     def modules(self) -> Iterator[nn.Module]:
         return iter(modules_in(*self.models))
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Each once."""
-        values = (value for module in self.modules() for value in parameters_of(module).values())
+    def parameters(self, modules: Iterable[nn.Module] | None = None) -> Iterator[nn.Parameter]:
+        """Each once. `modules`: those of the models, where the caller has them."""
+        modules = self.modules() if modules is None else modules
+        values = (value for module in modules for value in parameters_of(module).values())
         return iter(dict.fromkeys(value for value in values if value is not None))
 
-    def buffers(self) -> Iterator[torch.Tensor]:
+    def buffers(self, modules: Iterable[nn.Module] | None = None) -> Iterator[torch.Tensor]:
         """As far as they are state: flags and counters of a step are not.
 
         (Those a module with `grow_capacity` registers as not persistent.)
         """
-        modules = [module for module in self.modules() if buffers_of(module)]
+        modules = [m for m in (self.modules() if modules is None else modules) if buffers_of(m)]
         passing = {
             id(buffers_of(module)[name])
             for module in modules

@@ -157,8 +157,9 @@ class Keeper:
         self._in_step = True
         self._regions.outside = None
         self._saved.look = self._quiet
-        parameters = list(self.parameters())
-        self._saved.weights = storage_keys([*parameters, *self.buffers()])
+        modules = list(self.modules())
+        parameters = list(self._attached.parameters(modules))
+        self._saved.weights = storage_keys([*parameters, *self._attached.buffers(modules)])
         if any(rule.bits is not None for rule in self.policy.rules):
             self._saved.weight_shapes = {tuple(parameter.shape) for parameter in parameters}
         self._stash.keep_unpaged = check
@@ -168,7 +169,7 @@ class Keeper:
                 self._saved, self._regions, self._homes, check_rows=self._check is not False
             ) as stop:
                 if self._check is not True and self.rows is None:
-                    self._steady.begin(self.modules, parameters, stop)
+                    self._steady.begin(modules, parameters, stop)
                 yield
             failed = False
         except BaseException as error:

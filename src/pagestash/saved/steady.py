@@ -88,17 +88,14 @@ class SteadySteps:
     # --- a step ---
 
     def begin(
-        self,
-        modules: Callable[[], Iterable[nn.Module]],
-        parameters: Iterable[nn.Parameter],
-        stop: Callable[[], bool],
+        self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter], stop: Callable[[], bool]
     ) -> None:
         """A step begins, watched; `stop` ends that."""
         if not self.on or not self._hooks or self._keep.tally.bytes:
             return
         self._stop, self._calls, self._taken_for = stop, [], None
         self._state = (
-            sum(module.training for module in modules()),
+            sum(module.training for module in modules),
             sum(parameter.requires_grad for parameter in parameters),
         )
         tally = self._keep.tally

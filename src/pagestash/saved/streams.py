@@ -42,6 +42,12 @@ def _stream_of(stream_id: int, device_index: int, device_type: int) -> torch.cud
     return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
+def current_stream(device_index: int | None = None) -> torch.cuda.Stream:
+    """The current stream of a device, or of the current one. (`torch.cuda.current_stream` takes 9 µs.)"""
+    index = current_device_index() if device_index is None else device_index
+    return _stream_of(*current_stream_ids(index))
+
+
 class SideStream:
     """A stream for host copies. Work runs `after` the compute stream's present, and leaves an event to wait for."""
 
@@ -104,7 +110,7 @@ class SideStream:
 def wait_here(event: torch.cuda.Event | None) -> None:
     """The current stream of the event's device goes on only after `event`; the host does not wait."""
     if event is not None:
-        event_wait(event, _stream_of(*current_stream_ids(event.device.index)))
+        event_wait(event, current_stream(event.device.index))
 
 
 def is_done(event: torch.cuda.Event | None) -> bool:

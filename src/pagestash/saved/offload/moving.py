@@ -137,7 +137,7 @@ class Moving:
         assert rule is not None
         key = self._order.key(region)
         shares = self._split.shares(rule, entries)
-        device_bytes = sum(entry.last - entry.first for entry, share in zip(entries, shares) if share)
+        device_bytes = sum([entry.last - entry.first for entry, share in zip(entries, shares) if share])
         self._order.put(key, GroupBytes(aligned_sum(shares), device_bytes, rule.prefetch_bytes))
         stays = self.window.stays(key)
         group = OffloadedGroup(self, WindowGroup(key, device_bytes))
@@ -151,10 +151,11 @@ class Moving:
             self.transfers.move_out(group, leaving)
         self._groups[group.held] = group
         self.window.put(group.held)
-        for entry, member in group.members.items():
-            if member.stays is None:
-                entry.origin = None
-                self.moved_regions.add(region)
+        moved = [entry for entry, member in group.members.items() if member.stays is None]
+        for entry in moved:
+            entry.origin = None
+        if moved:
+            self.moved_regions.add(region)
         self._see_what_has_left()
         self._carry_out(self.window.after_put(group.held))
 
@@ -163,14 +164,14 @@ class Moving:
 
         So it is in a steady step, in which one `_admit` after the other would take longer than the copies.
         """
-        if any(entry.rows is not None for entry in entries) or not all(shares):
+        if not all(shares) or any(entry.rows is not None for entry in entries):
             return False
         blocks = self.slabs.take_row(shares)
         if blocks is None:
             return False
-        members, held = group.members, group.held
-        for entry, share, block in zip(entries, shares, blocks):
-            members[entry] = Member(share, block)
+        held = group.held
+        for entry, block in zip(entries, blocks):
+            group.members[entry] = Member(entry.last - entry.first, block)
             entry.place = group
         held.travelling_bytes = held.away_bytes = held.device_bytes
         self._tally.count(entries[0].region, held.device_bytes)
@@ -280,10 +281,10 @@ class Moving:
                 self.transfers.forget(group)
 
     def _give_back(self, group: OffloadedGroup, entry: Entry, member: Member) -> None:
-        if member.stays is not None:
-            self.window.shrink(group.held, kept=entry.length)
         if member.share:
-            self.window.shrink(group.held, away=entry.length, travelling=member.share)
+            self.window.shrink(group.held, away=entry.last - entry.first, travelling=member.share)
+        elif member.stays is not None:
+            self.window.shrink(group.held, kept=entry.length)
         if entry in group.incoming:
             # Nobody asked for it, and its copy back may still be under way: the buffer's memory and the block's are
             # used again only behind it.

@@ -152,16 +152,22 @@ class Transfers:
 
     def fetch(self, group: OffloadedGroup, entries: Sequence[Entry]) -> None:
         """Start to copy what of `entries` has left to new memory of their full length."""
-        buffers = {
-            entry: torch.empty(entry.length, dtype=torch.uint8, device=self._device) for entry in entries
-        }
+        buffers: dict[Entry, torch.Tensor] = {}
         parts: list[torch.Tensor] = []
         hosts: list[torch.Tensor] = []
-        for entry, buffer in buffers.items():
+        device, members = self._device, group.members
+        for entry in entries:
+            length = entry.last - entry.first
+            buffer = buffers[entry] = torch.empty(length, dtype=torch.uint8, device=device)
+            member = members[entry]
+            if member.share == length and len(member.pieces) == 1:  # as almost always
+                parts.append(buffer)
+                hosts.append(member.pieces[0])
+                continue
             start = 0
-            for piece in group.members[entry].pieces:
+            for piece in member.pieces:
                 size = piece.numel()
-                parts.append(buffer if size == entry.length else buffer[start : start + size])
+                parts.append(buffer[start : start + size])
                 hosts.append(piece)
                 start += size
         with self._in.after(group.left):

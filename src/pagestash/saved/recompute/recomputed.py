@@ -9,6 +9,7 @@ import torch
 from pagestash.saved.recompute.recipe import Recipe
 from pagestash.saved.recompute.replay import Replay
 from pagestash.saved.storage import Entry
+from pagestash.saved.streams import current_stream
 
 
 class Waiting(Protocol):
@@ -134,12 +135,12 @@ class Recomputed:
         # Another thread may have ended its part of backward meanwhile, and found nothing to forget.
         for number in replay.found.keys() - self._wanted:
             self.forget(number)
-        self._stream = torch.cuda.current_stream() if recipe.device.type == "cuda" else None
+        self._stream = current_stream() if recipe.device.type == "cuda" else None
 
     def _in_order(self, tensor: torch.Tensor) -> torch.Tensor:
         """The replay may have run on another stream than that of the operation that asks now."""
         if self._stream is not None and tensor.is_cuda:
-            here = torch.cuda.current_stream()
+            here = current_stream()
             if here != self._stream:
                 here.wait_stream(self._stream)
                 tensor.record_stream(here)

@@ -114,13 +114,14 @@ def run_all(out: Out = None, quick: Quick = False) -> None:
 def table(
     check: Annotated[bool, typer.Option(help="Change nothing; exit 1 if the table is stale.")] = False,
 ) -> None:
-    """Write the tables of results: all into docs/results.md, some into the README, huggingface.md and plan.md."""
+    """Write the tables of results: all into docs/results.md, some into the README and guides."""
     stale = []
     for page, text in (
         (tables.PAGE, tables.render(tables.RESULTS)),
         (tables.README, tables.headlines(tables.RESULTS)),
         (tables.HUGGING_FACE, tables.hugging_face(tables.RESULTS)),
         (tables.PLAN, tables.plans(tables.RESULTS)),
+        (tables.EXPERT_PARALLEL, tables.expert_parallel_ranks(tables.RESULTS)),
     ):
         try:
             changed = tables.update(page, text, check=check)

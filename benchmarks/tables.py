@@ -1,4 +1,4 @@
-"""Tables of results, made from `benchmarks/results`: all claims, the README's six, and the ways of Hugging Face."""
+"""Tables of results, made from `benchmarks/results`: all claims, the README's six, and those of the guides."""
 
 import json
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from benchmarks.harness import RESULTS
 ROOT = Path(__file__).parent.parent
 PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
 HUGGING_FACE, PLAN = ROOT / "docs" / "huggingface.md", ROOT / "docs" / "plan.md"
+EXPERT_PARALLEL = ROOT / "docs" / "expert-parallel.md"
 GIB = 1 << 30
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 SIGNS = {"at most": "≤", "at least": "≥"}
@@ -94,6 +95,24 @@ def hugging_face(results: Path = RESULTS) -> str:
     return "\n".join(
         [*lines, "", f"{_machine(body['environment'], 'torch')}, transformers {versions['transformers']}."]
     )
+
+
+def expert_parallel_ranks(results: Path = RESULTS) -> str:
+    """A line for each way of each preset of `benchmarks.moe_step`."""
+    path = results / "moe_step.json"
+    if not path.exists():
+        return NONE_YET
+    body = json.loads(path.read_text())
+    lines = ["| | ms | memory held, GiB | expected rows over the average |", "| --- | --- | --- | --- |"]
+    for preset in dict.fromkeys(row["preset"] for row in body["rows"]):
+        lines.append(f"| **{preset}** | | | |")
+        for row in body["rows"]:
+            if row["preset"] == preset:
+                expected = f"{row['expected']:.2f}" if "expected" in row else ""
+                lines.append(
+                    f"| {_cell(row['way'])} | {row['ms']:.1f} | {row['held_gib']:.1f} | {expected} |"
+                )
+    return "\n".join([*lines, "", f"{_machine(body['environment'], 'torch')}."])
 
 
 def plans(results: Path = RESULTS) -> str:

@@ -19,7 +19,7 @@ def results(tmp_path, monkeypatch):
     """A README, a page and a folder of results of its own."""
     folder = tmp_path / "results"
     write("speed", config={"size": 3}, rows=[{"seconds": 0.5}], claims=[FAST, SMALL], out=folder)
-    for name in ("README", "PAGE", "HUGGING_FACE", "PLAN"):
+    for name in ("README", "PAGE", "HUGGING_FACE", "PLAN", "EXPERT_PARALLEL"):
         text = tmp_path / f"{name}.md"
         text.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
         monkeypatch.setattr(tables, name, text)
@@ -104,6 +104,18 @@ def test_plans_stand_beside_policies_by_hand(results):
         "| plan for 0.1 | nothing fits |  |  |  |  |",
     ]
     assert {line.count("|") for line in (head, rule, case, *lines[:3])} == {7}
+
+
+def test_the_table_of_ranks_has_a_line_for_each_way(results):
+    assert tables.expert_parallel_ranks(results) == tables.NONE_YET
+    rows = [
+        {"preset": "qwen3", "way": "exact, eager", "ms": 85.46, "held_gib": 23.89},
+        {"preset": "qwen3", "way": "stashed, graph", "ms": 50.57, "held_gib": 11.12, "expected": 1.396},
+    ]
+    write("moe_step", config={}, rows=rows, claims=[], out=results)
+    _, _, preset, *lines = tables.expert_parallel_ranks(results).splitlines()
+    assert preset == "| **qwen3** | | | |"
+    assert lines[:2] == ["| exact, eager | 85.5 | 23.9 |  |", "| stashed, graph | 50.6 | 11.1 | 1.40 |"]
 
 
 def test_only_what_stands_between_the_markers_is_replaced(results):

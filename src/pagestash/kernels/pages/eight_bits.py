@@ -189,10 +189,16 @@ def code_lines(x, FLOOR: tl.constexpr, FP8: tl.constexpr):
     finite = tl.abs(x) < float("inf")
     largest = tl.max(tl.where(finite, tl.abs(x), 0.0), 1)
     k = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 134, FLOOR)
-    scaled = tl.where(finite, x, 0.0) * ((127 - k) << 23).to(tl.float32, bitcast=True)[:, None]
+    scaled = x * ((127 - k) << 23).to(tl.float32, bitcast=True)[:, None]
     scaled = tl.minimum(tl.maximum(scaled, -240.0), 240.0)
-    beyond = tl.where(x != x, 0x7F, tl.where(x > 0, 0x7E, 0xFE)).to(tl.uint8)
-    return tl.where(finite, _round_to_code(scaled, FP8), beyond), (k + 127).to(tl.uint8)
+    if FP8:
+        # The conversion takes infinity to 448, and NaN to NaN. (Bytes that are chosen one by one cost more.)
+        beyond = tl.where(x != x, tl.abs(x), x)
+        code = _round_to_code(tl.where(finite, scaled, beyond), FP8)
+    else:
+        beyond = tl.where(x != x, 0x7F, tl.where(x > 0, 0x7E, 0xFE)).to(tl.uint8)
+        code = tl.where(finite, _round_to_code(scaled, FP8), beyond)
+    return code, (k + 127).to(tl.uint8)
 
 
 @triton.jit

@@ -20,9 +20,10 @@ import pagestash as ps
 from pagestash.pipeline import SCHEDULES, in_flight, plans
 from pagestash.planning import NothingFits, plan_profile, plan_stages, predict
 from pagestash.planning.prediction import RuleTable
-from pagestash.planning.rank import RankPredictor, RankStep, StageStep
+from pagestash.planning.rank import RankPredictor, RankStep
 from pagestash.planning.stage import received, stage_step
 from pagestash.planning.steady import shortened
+from pagestash.planning.unrolled import StageStep
 from pagestash.profiling.memory import MemoryMeter
 from pagestash.schedules.plan import Action, Plan, read_plan
 

@@ -23,9 +23,10 @@ from pagestash.planning.budget import base_bytes
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import RuleTable
-from pagestash.planning.rank import RankPredictor, RankStep, StageStep
+from pagestash.planning.rank import RankPredictor, RankStep
 from pagestash.planning.row_tensors import find_row_tensors
 from pagestash.planning.skew import PoolSize, Skew
+from pagestash.planning.unrolled import StageStep
 
 WIDTH, INNER, EXPERTS, TOP_K, TOKENS, DEPTH = 128, 64, 4, 2, 512, 4
 ROWS, ROW_BYTES = TOKENS * TOP_K, (WIDTH + 2 * INNER) * 4

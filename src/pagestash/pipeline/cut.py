@@ -13,7 +13,7 @@ from itertools import accumulate
 from pagestash.pipeline.costs import LayerCost
 from pagestash.planning.layers import layer_of
 from pagestash.planning.lifetimes import MeasuredStep, lives_of
-from pagestash.planning.rank import StageStep, gradients_so_far
+from pagestash.planning.unrolled import StageStep, gradients_so_far
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import ALLOCATED, USER, Region, SavedTensor, Segment
 

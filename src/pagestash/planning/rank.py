@@ -1,55 +1,17 @@
-"""The step of a pipeline rank: measured stages, unrolled in the order of the schedule's actions.
+"""The step of a pipeline rank: all microbatches of its stages, in the order of the schedule's actions."""
 
-A stage is profiled with one microbatch. The rank's step is made of copies of its segments, one for each action: `F`
-takes those of forward, `B` those of backward. A region of microbatch m is named `region@m` there, so that each
-microbatch is recomputed and moved by itself. What is assumed:
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-- A split backward takes half of the measured time in `I` and half in `W`, saved tensors are first needed in `I` and
-  freed in `W`, and replays happen in `I`. On the model's first stage `I` does nothing. Gradients that wait between
-  the halves are not counted: no profile has them.
-- Gradients are there from the beginning, and every backward adds to them: what a segment makes counts once more, in
-  that segment.
-- Each microbatch in flight holds its result until its backward is over, and in the last stage until the step's end.
-  torch has a buffer for each input and each gradient that the rank receives in a step. It holds the result and the
-  gradient that it sent last; with several stages on the rank, or a split backward, all that it sent in the step.
-- A rank that waits for others is not slower for it: bubbles are no part of its step, and hide no copies.
-"""
-
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
-
-from pagestash.planning.lifetimes import MeasuredStep, lives_of
+from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.planning.solve import Candidate, Problem, candidates
 from pagestash.planning.steady import shortened
+from pagestash.planning.unrolled import StageStep, Unrolled, joined
 from pagestash.policy import PoolConfig
-from pagestash.profiling.profiled import ProfiledStep
-from pagestash.profiling.records import OUTPUT, Region, SavedTensor, Segment
 from pagestash.saved.follow import immediate_backwards
-from pagestash.schedules.plan import Action, Plan, in_flight
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageStep:
-    """One microbatch of a stage, as measured, and the messages between stages."""
-
-    index: int
-    profile: ProfiledStep
-    received_bytes: int = 0
-    """Its input, from the stage before."""
-    result_bytes: int = 0
-    """Its result, which the stage after receives, or the step returns."""
-    is_last: bool = False
-    """Whether it is the model's last stage."""
-    saves_input: bool = False
-    """Whether its input is one of the profile's counted storages."""
-
-    @property
-    def message_bytes(self) -> int:
-        """The size of a hidden state."""
-        return max(self.received_bytes, 0 if self.is_last else self.result_bytes)
+from pagestash.schedules.plan import Plan, in_flight
 
 
 class RankStep(MeasuredStep):
@@ -59,7 +21,7 @@ class RankStep(MeasuredStep):
         self.stages = {stage.index: stage for stage in stages}
         self.plan = plan
         _check(self.stages, plan)
-        unrolled = _Unrolled(self.stages, plan.actions, renamed=True, messages=True)
+        unrolled = Unrolled(self.stages, plan.actions, renamed=True, messages=True)
         super().__init__(unrolled.profile(), base_bytes)
         self.positions = unrolled.positions
         self.at_once = immediate_backwards(plan)
@@ -155,14 +117,6 @@ def unbeaten(found: Sequence[Candidate]) -> list[Candidate]:
     return front
 
 
-def joined(stages: Iterable[StageStep]) -> ProfiledStep:
-    """One microbatch through the stages of a rank, as if they were one model."""
-    by_index = {stage.index: stage for stage in sorted(stages, key=lambda stage: stage.index)}
-    forward = [Action("F", index, 0) for index in by_index]
-    backward = [Action("B", index, 0) for index in reversed(by_index)]
-    return _Unrolled(by_index, [*forward, *backward], renamed=False, messages=False).profile()
-
-
 def _check(stages: Mapping[int, StageStep], plan: Plan) -> None:
     if set(stages) != set(plan.stages):
         raise ValueError(
@@ -179,201 +133,3 @@ def _check(stages: Mapping[int, StageStep], plan: Plan) -> None:
                     f"stages {other} and {index} of one rank both have a region {region.name!r}: a policy finds "
                     "regions by name, so number the layers as the whole model does"
                 )
-
-
-class _Unrolled:
-    """Copies of the stages' segments, tensors and regions, in the order of actions."""
-
-    def __init__(
-        self, stages: Mapping[int, StageStep], actions: Sequence[Action], *, renamed: bool, messages: bool
-    ) -> None:
-        self.stages, self.actions = stages, actions
-        self.renamed = renamed
-        self.one = {index: MeasuredStep(stage.profile) for index, stage in stages.items()}
-        self.gradients = {
-            index: gradients_so_far(step, stages[index].message_bytes) for index, step in self.one.items()
-        }
-        self.positions: dict[str, tuple[int, int]] = {}
-        self.starts: list[int] = []
-        self.persisting = self._persisting(messages)
-        largest = max(_largest_storage(stage.profile) for stage in stages.values())
-        self.shifts = {key: number * (largest + 1) for number, key in enumerate(self._runs())}
-        """Added to the numbers of a microbatch's storages."""
-        self.segments: list[Segment] = []
-        self.extra: list[int] = []
-        self.floor: list[int] = []
-        halves = {(a.stage, a.microbatch) for a in actions if a.kind == "I"}
-        self.at: dict[Action, int] = {}
-        for action, persisting in zip(actions, self.persisting):
-            self.starts.append(len(self.segments))
-            self.at[action] = len(self.segments)
-            part = 1.0 if action[1:] not in halves or action.stage == 0 else 0.5
-            if action.kind != "I" or action.stage:
-                self._add(action, persisting, part if action.kind != "F" else 1.0)
-        self.tensors = [tensor for key in self._runs() for tensor in self._tensors(*key)]
-        self.regions = list(self._regions())
-
-    def profile(self) -> ProfiledStep:
-        """All of it as one step."""
-        first = next(iter(self.stages.values())).profile
-        segments = self.segments
-        if all(step.knows_memory for step in self.one.values()):
-            segments = self._with_memory()
-        profiles = [stage.profile for stage in self.stages.values()]
-        return ProfiledStep(
-            device=first.device,
-            link=first.link,
-            tensors=self.tensors,
-            regions=self.regions,
-            segments=segments,
-            plain_seconds=sum(segment.seconds for segment in segments),
-            model_bytes=_total(profile.model_bytes for profile in profiles),
-            gradient_bytes=_total(profile.gradient_bytes for profile in profiles),
-        )
-
-    def _runs(self) -> list[tuple[int, int]]:
-        """All (stage, microbatch), in the order of their forwards."""
-        return [(action.stage, action.microbatch) for action in self.actions if action.kind == "F"]
-
-    def _persisting(self, messages: bool) -> list[int]:
-        """Bytes that are there in the whole of each action: results in flight, and buffers of messages."""
-        if not messages:
-            return [0] * len(self.actions)
-        most = in_flight(Plan(tuple(self.actions)))
-        # Torch's schedules of several stages wait for what they sent when the step ends, and hold it until then.
-        until_the_end = len(self.stages) > 1 or any(action.kind == "I" for action in self.actions)
-        after: dict[tuple[str, int], int] = {}
-        now = 0
-        for index, stage in self.stages.items():
-            count = sum(key[0] == index for key in self._runs())
-            now += (count - most[index] * stage.saves_input) * stage.received_bytes  # inputs
-            if index - 1 in self.stages:  # which has the gradients of all of them
-                now += count * stage.received_bytes
-            elif not until_the_end:  # the gradient that was sent last
-                now += stage.received_bytes
-            else:
-                after["B", index] = after["I", index] = stage.received_bytes
-            saved = _saved_result(self.one[index])
-            here = index + 1 in self.stages  # the result is one of the next stage's inputs
-            if not stage.is_last and not here:  # gradients of all results, and the last result that was sent
-                now += (count + 1 - until_the_end) * stage.result_bytes
-            held = -saved if here else max(0, stage.result_bytes - saved)
-            after["F", index] = held
-            over = saved if stage.is_last or until_the_end else -held
-            after["B", index] = after.get(("B", index), 0) + over
-            after["W", index] = over
-        found = []
-        for action in self.actions:
-            found.append(now)
-            now += after.get((action.kind, action.stage), 0)
-        return found
-
-    # --- segments ---
-
-    def _add(self, action: Action, persisting: int, part: float) -> None:
-        step, gradients = self.one[action.stage], self.gradients[action.stage]
-        forward = action.kind == "F"
-        for at in range(step.turn) if forward else range(step.turn, step.count):
-            segment = step.segments[at]
-            path = self._path(segment.path, action.microbatch)
-            self.segments.append(Segment(path, segment.way, part * step.seconds[at]))
-            before, after = (0, 0) if forward else (gradients[at - 1], gradients[at])
-            self.extra.append(max(0, step.extra[at] - before) + persisting)
-            self.floor.append(max(0, step.floor[at] - after) + persisting)
-
-    def _with_memory(self) -> list[Segment]:
-        count = len(self.segments)
-        changes, after = [0] * (count + 1), [0] * (count + 1)
-        for life in lives_of(self.tensors).values():
-            changes[life.saved_at] += life.bytes
-            changes[life.freed_at + 1] -= life.bytes
-            after[life.saved_at] += life.bytes
-            after[life.freed_at] -= life.bytes
-        return [
-            replace(segment, end_bytes=left + floor, peak_bytes=alive + extra)
-            for segment, alive, left, extra, floor in zip(
-                self.segments, accumulate(changes), accumulate(after), self.extra, self.floor
-            )
-        ]
-
-    # --- tensors and regions ---
-
-    def _tensors(self, stage: int, microbatch: int) -> Iterator[SavedTensor]:
-        step, gradients = self.one[stage], self.gradients[stage]
-        shift = self.shifts[stage, microbatch]
-        forward = self.at[Action("F", stage, microbatch)]
-        whole = self.at.get(Action("B", stage, microbatch))
-        needed = self.at[Action("I", stage, microbatch)] if whole is None and stage else whole
-        freed = self.at[Action("W", stage, microbatch)] if whole is None else whole
-        needed = freed if needed is None else needed
-        persisting = dict(zip(self.starts, self.persisting))[needed]
-        for tensor in step.profile.tensors:
-            beside = tensor.beside_bytes
-            if beside is not None:
-                beside = max(0, beside - gradients[tensor.needed_at - 1]) + persisting
-            yield replace(
-                tensor,
-                region=self._name(tensor.region, microbatch),
-                path=self._path(tensor.path, microbatch),
-                storage=tensor.storage + shift,
-                saved_at=forward + tensor.saved_at,
-                needed_at=needed + tensor.needed_at - step.turn,
-                freed_at=freed + tensor.freed_at - step.turn,
-                beside_bytes=beside,
-            )
-
-    def _regions(self) -> Iterator[Region]:
-        for number, (stage, microbatch) in enumerate(self._runs()):
-            shift = self.shifts[stage, microbatch]
-            for region in self.stages[stage].profile.regions:
-                if not region.name and number:
-                    continue
-                name = self._name(region.name, microbatch)
-                if name:
-                    self.positions[name] = (stage, microbatch)
-                yield replace(
-                    region,
-                    name=name,
-                    path=self._path(region.path, microbatch),
-                    within=self._name(region.within, microbatch),
-                    inputs=tuple(storage + shift for storage in region.inputs),
-                    outputs=tuple(storage + shift for storage in region.outputs),
-                    unsaved_inputs=tuple((storage + shift, size) for storage, size in region.unsaved_inputs),
-                )
-
-    def _name(self, name: str, microbatch: int) -> str:
-        return f"{name}@{microbatch}" if name and self.renamed else name
-
-    def _path(self, path: tuple[str, ...], microbatch: int) -> tuple[str, ...]:
-        return tuple(self._name(name, microbatch) for name in path)
-
-
-def gradients_so_far(step: MeasuredStep, message_bytes: int) -> list[int]:
-    """After each segment, bytes of gradients that backward has made at least; the last entry is for none.
-
-    What is beside saved tensors in backward and never goes away again is gradients, and the gradient of a hidden
-    state, which is as large as a message.
-    """
-    found, least = [0] * step.count, (step.profile.gradient_bytes or 0) + message_bytes
-    for at in reversed(range(step.turn, step.count)):
-        least = min(least, step.floor[at])
-        found[at] = max(0, least - message_bytes)
-    return [*found, 0]
-
-
-def _saved_result(step: MeasuredStep) -> int:
-    """Bytes of the model's result that are saved tensors, too."""
-    results = {tensor.storage for tensor in step.profile.tensors if OUTPUT in tensor.held_by}
-    return sum(life.bytes for storage, life in step.lives.items() if storage in results)
-
-
-def _largest_storage(profile: ProfiledStep) -> int:
-    found = [tensor.storage for tensor in profile.tensors]
-    for region in profile.regions:
-        found += [*region.inputs, *region.outputs, *(storage for storage, _ in region.unsaved_inputs)]
-    return max(found, default=0)
-
-
-def _total(sizes: Iterable[int | None]) -> int | None:
-    known = list(sizes)
-    return None if None in known else sum(size or 0 for size in known)

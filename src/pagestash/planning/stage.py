@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from pagestash.planning.rank import StageStep
+from pagestash.planning.unrolled import StageStep
 from pagestash.profiling.measure import Loss
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.schedules.plan import Plan, read_plan

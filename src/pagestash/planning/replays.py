@@ -1,0 +1,127 @@
+"""Replays of recomputed regions: when each happens, what runs again, and what that brings back.
+
+A recomputed region R is replayed when backward first asks for something of it, in segment j. That takes its
+forward's time again, up to the last tensor that is wanted, and memory is then at most
+
+    base + beside(R) + bytes of each home(j) without R's  +  what memory grew by in R's forward
+
+where beside(R) is what the profile read beside saved tensors at that request. What was recomputed stays until
+backward is done with it. So do the inputs of R, which are held for the replay.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pagestash.planning.home_bytes import HomeBytes
+from pagestash.planning.lifetimes import Life, MeasuredStep
+from pagestash.policy import HomeName
+from pagestash.profiling.assign import Recomputing
+from pagestash.profiling.records import Region
+
+FUSED_SHARE = 2 / 3
+"""Part of its forward that a fused region repeats for one tensor of its own: of three products of gated experts,
+the first two."""
+
+
+@dataclass(slots=True)
+class Replay:
+    """One recomputed region: when it is replayed, and what that brings back."""
+
+    region: Region
+    forward: Sequence[int]
+    """Segments that run again."""
+    storages: list[int]
+    first: int
+    seconds: float
+    """Of the segments that run again, as they took in forward."""
+    device_seconds: float
+    host_seconds: float
+
+
+class Spike(NamedTuple):
+    """Memory while a replay runs."""
+
+    at: int
+    """The segment."""
+    beside: int
+    """Bytes beside saved tensors then."""
+    most: int
+    """Bytes of the replay at its most."""
+    back: int
+    """Of what it brings back."""
+
+
+class Replays:
+    """The replays of one policy."""
+
+    def __init__(self, step: MeasuredStep, recomputing: Recomputing, homes: Mapping[int, HomeName]) -> None:
+        self._step, self._recomputing, self._homes = step, recomputing, homes
+
+    def find(self) -> list[Replay]:
+        """All of them."""
+        owned: dict[str, list[int]] = {}
+        for storage, home in self._homes.items():
+            if home == "recompute" or storage in self._recomputing.discarded:
+                owned.setdefault(self._owner(storage), []).append(storage)
+        found: dict[str, Replay] = {}
+        for name, storages in owned.items():
+            region = self._recomputing.regions[name]
+            first = min(self._step.lives[storage].needed_at for storage in storages)
+            forward, share = self._repeated(region, storages)
+            lanes = (self._step.seconds, self._step.lanes.device, self._step.lanes.host)
+            seconds = (share * sum(own[at] for at in forward) for own in lanes)
+            found[name] = Replay(region, forward, storages, first, *seconds)
+        # A replay needs its inputs: those that are themselves recomputed come back with it.
+        for replay in sorted(found.values(), key=lambda item: min(item.forward, default=0), reverse=True):
+            for storage in replay.region.inputs:
+                maker = self._recomputing.makers.get(storage)
+                if maker is not None and self._homes.get(storage) == "recompute" and maker.name in found:
+                    chained = found[maker.name]
+                    chained.first = min(chained.first, replay.first)
+        return list(found.values())
+
+    def _owner(self, storage: int) -> str:
+        """The region whose replay brings the storage back."""
+        maker = self._recomputing.makers.get(storage)
+        if maker is not None and self._homes[storage] == "recompute":
+            return maker.name
+        return self._recomputing.discarded[storage]
+
+    def _repeated(self, region: Region, storages: Sequence[int]) -> tuple[Sequence[int], float]:
+        """The forward segments that run again for these storages, and what part of their time."""
+        forward = self._step.forward_of(region.within)
+        if region.within != region.name:
+            return forward, FUSED_SHARE
+        if not any(storage in region.outputs for storage in storages):
+            last = max(self._step.lives[storage].saved_at for storage in storages)
+            forward = [at for at in forward if at <= last]
+        return forward, 1.0
+
+    def come_back(self, replay: Replay, held: HomeBytes) -> Spike:
+        """Count what the replay brings back; the memory that it takes meanwhile."""
+        lives = [self._step.lives[storage] for storage in replay.storages]
+        for storage, life in zip(replay.storages, lives):
+            # Else its home has it meanwhile, and a replay makes another.
+            if self._homes[storage] == "recompute":
+                held.add("recompute", life.saved_at, life.last_saved_at, life.bytes)
+            held.add("recompute", replay.first, max(replay.first, life.freed_at), life.bytes)
+        back = sum(life.bytes for life in lives)
+        return Spike(replay.first, self._beside(replay.first, lives), self._most(replay, back), back)
+
+    def _beside(self, at: int, lives: Sequence[Life]) -> int:
+        """Bytes beside saved tensors when backward first asks for one of these, in segment `at`.
+
+        Of those that it asks for in one segment, the one that was saved last comes first.
+        """
+        asked = [life for life in lives if life.needed_at == at and life.beside_bytes is not None]
+        floor = max(self._step.floor[max(0, at - 1) : at + 1])
+        return max(asked, key=lambda life: life.saved_at).beside_bytes or 0 if asked else floor
+
+    def _most(self, replay: Replay, back: int) -> int:
+        """The most bytes that the replay takes: what memory grew by in the region's forward."""
+        if not replay.forward or not self._step.knows_memory:
+            return back
+        segments, first = self._step.profile.segments, replay.forward[0]
+        before = (segments[first - 1].end_bytes or 0) if first else 0
+        return max(back, max(segments[at].peak_bytes or 0 for at in replay.forward) - before)

@@ -1,8 +1,13 @@
-"""What a keeper costs the host is measured on small regions."""
+"""What a keeper costs the host is measured on small regions, and how much slower that is in a model."""
 
+import pytest
 import torch
+from torch import nn
 
-from pagestash.profiling.overhead import REGIONS, measure_overhead
+import pagestash as ps
+from pagestash.profiling import overhead
+from pagestash.profiling.overhead import REGIONS, Overhead, in_model, measure_overhead
+from pagestash.profiling.steps import RepeatedStep
 from pagestash.saved.keeper import Keeper
 
 
@@ -27,3 +32,64 @@ def test_the_regions_are_really_recomputed_and_moved(monkeypatch):
     # All but the last group, which backward asks for at once.
     assert seen["offload"] == (REGIONS - 1) * 2 * 64 * 64 * 4
     assert seen["recompute"] > 0
+
+
+def test_each_module_inside_a_recomputed_region_is_recorded_and_looked_at_again(monkeypatch):
+    """Forward takes 1 for each module; backward takes 2 for each region, and 1 for each module that is replayed."""
+
+    def launched(chain, device, rule):
+        inside = sum(len(module.inside) for module in chain)
+        forward, backward = len(chain) + inside, 2 * len(chain)
+        if rule is not None and rule.home == "recompute":
+            again = forward / 2
+            forward += REGIONS * 5 + inside / 2 * 0.25
+            backward += again + REGIONS * 7 + inside / 2 * 0.5
+        return forward, backward
+
+    monkeypatch.setattr(overhead, "_launched", launched)
+    found = measure_overhead(torch.device("cpu"))
+    assert found.record == pytest.approx(5)
+    assert found.replay == pytest.approx(7)
+    assert found.record_module == pytest.approx(0.25)
+    assert found.replay_module == pytest.approx(0.5)
+
+
+def test_costs_grow_by_what_a_keeper_takes_more_between_a_models_launches(monkeypatch):
+    layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(3)]
+    profile = ps.profile(nn.Sequential(*layers), torch.randn(4, 8), repeats=1)
+    cost = Overhead(pack=1.0, record=10.0, replay=20.0)
+    rules = []
+
+    def forward(step, rule):
+        rules.append(rule)
+        return 100.0 if rule is None else 100.0 + 2.5 * (40 * 1.0 + 3 * 10.0)
+
+    monkeypatch.setattr(overhead, "_forward", forward)
+    found = in_model(cost, None, profile.regions, 40)
+    assert found == Overhead(pack=2.5, record=25.0, replay=50.0)
+    assert rules[0] is None
+    assert rules[1].home == "recompute"
+    assert sum(rules[1].matches(region.name) for region in profile.regions) == 3
+    # Never less than by themselves; and where no region is small, or the model is refused, as they are.
+    monkeypatch.setattr(overhead, "_forward", lambda step, rule: 100.0)
+    assert in_model(cost, None, profile.regions, 40) == cost
+    assert in_model(cost, None, (), 40) == cost
+
+    def refuse(step, rule):
+        raise RuntimeError
+
+    monkeypatch.setattr(overhead, "_forward", refuse)
+    assert in_model(cost, None, profile.regions, 40) == cost
+
+
+def test_a_models_forward_runs_alone_under_a_keeper_and_leaves_no_gradient():
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(3)))
+    step = RepeatedStep(
+        model, (torch.randn(4, 8),), {}, torch.device("cpu"), lambda output: output.sum(), held=False
+    )
+    profile = ps.profile(model, step.args, repeats=1)
+    found = in_model(Overhead(pack=1e-9, record=1e-9, replay=2e-9), step, profile.regions, 1)
+    assert found.record > 1e-9
+    assert found.replay == pytest.approx(2 * found.record)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())

@@ -11,7 +11,7 @@ from torch import nn
 from pagestash.policy import Policy
 from pagestash.profiling.link import Link, find_link
 from pagestash.profiling.memory import MemoryMeter
-from pagestash.profiling.overhead import measure_overhead
+from pagestash.profiling.overhead import in_model, measure_overhead
 from pagestash.profiling.recorder import TensorRecorder
 from pagestash.profiling.records import Gradients, Segment
 from pagestash.profiling.regions import make_regions
@@ -144,12 +144,16 @@ def _measure(
     seconds = [statistics.median(own) for own in zip(*times)]
     launching = _unobserved(hosts, launches, order.turn) if hosts else [None] * len(seconds)
     segments = [
-        Segment(path, "forward" if index < order.turn else "backward", own, *reading, host)
-        for index, (path, own, reading, host) in enumerate(zip(order.paths, seconds, memory, launching))
+        Segment(path, "forward" if index < order.turn else "backward", own, *reading, host, waiting)
+        for index, (path, own, reading, host, waiting) in enumerate(
+            zip(order.paths, seconds, memory, launching, recorder.waiting.by_segment(len(seconds)))
+        )
     ]
     speed = find_link(device, link)
     regions = make_regions(tensors, segments, recorder, speed)
-    overhead = measure_overhead(device) if device.type == "cuda" else None
+    overhead = None
+    if device.type == "cuda":
+        overhead = in_model(measure_overhead(device), step, regions, len(tensors))
     tell("done", 2 * repeats + 3)
     return Profile(
         device=str(device),

@@ -1,23 +1,31 @@
 """What a keeper costs the host: a step that is bound by launches pays for it.
 
-Measured on a chain of small modules whose kernels take no longer than their launches. In a model's own step the
-host waits for the device now and then, and such a wait is many times what a keeper costs.
+Each cost is measured on a chain of small modules whose kernels take no longer than their launches. Between a
+model's own launches the same code is slower: it is no longer in the processor's caches. How much slower is measured
+in the model's forward, in which the host never waits for the device. (In its backward it may, and such a wait is
+many times what a keeper costs.)
 """
 
+import re
 import statistics
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import nn
 
 from pagestash.policy import Policy, Rule
+from pagestash.profiling.records import Region
+from pagestash.profiling.steps import RepeatedStep
 from pagestash.saved.keeper import Keeper
 
 WARM, ROUNDS = 4, 12
 REGIONS, WIDTH = 16, 64
+INSIDE = 8
+"""Modules inside a region, to see what each of them costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,10 @@ class Overhead:
     """A group that is moved, in forward."""
     get: float = 0.0
     """The same in backward."""
+    record_module: float = 0.0
+    """A module inside a recomputed region, in forward."""
+    replay_module: float = 0.0
+    """The same in backward."""
 
 
 class _Small(nn.Module):
@@ -43,29 +55,72 @@ class _Small(nn.Module):
 
     saves = 2
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, inside: int = 0) -> None:
         super().__init__()
         # A keeper moves what is on the device of its model's parameters.
         self.here = nn.Parameter(torch.zeros((), device=device), requires_grad=False)
+        self.inside = nn.ModuleList(_Nothing(device) for _ in range(inside))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self.inside:
+            x = module(x)
         return nn.functional.silu(nn.functional.silu(x))
+
+
+class _Nothing(nn.Module):
+    """Has a weight, as most modules do, and saves nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 def measure_overhead(device: torch.device) -> Overhead:
     """Run a chain of regions without a keeper, and under keepers that keep, recompute and move every second one."""
-    chain = nn.Sequential(
-        OrderedDict((f"{kind}{at}", _Small(device)) for at in range(REGIONS) for kind in ("other", "region"))
-    )
+    chain, deep = _chain(device, 0), _chain(device, INSIDE)
+    recompute = Rule("region*", "recompute", min_bytes=1)
     alone = _launched(chain, device, None)
     kept = _launched(chain, device, Rule("region0", "keep"))
-    recomputed = _launched(chain, device, Rule("region*", "recompute", min_bytes=1))
+    recomputed = _launched(chain, device, recompute)
     moved = _launched(chain, device, Rule("region*", "offload", min_bytes=1, prefetch_bytes=0))
+    deep_alone, deep_recomputed = _launched(deep, device, None), _launched(deep, device, recompute)
 
     pack, unpack = _each(kept, alone, _Small.saves * len(chain))
     record, replay = _each(recomputed, kept, REGIONS)
+    replay = max(0.0, replay - alone[0] / len(chain))
     put, get = _each(moved, kept, REGIONS)
-    return Overhead(pack, unpack, record, max(0.0, replay - alone[0] / len(chain)), put, get)
+    # What the modules themselves take is in both, and once more in a replay.
+    modules = deep_alone[0] - alone[0], deep_alone[1] - alone[1]
+    again = deep_alone[0] - alone[0]
+    shallow = recomputed[0] + modules[0], recomputed[1] + modules[1] + again * REGIONS / len(chain)
+    record_module, replay_module = _each(deep_recomputed, shallow, REGIONS * INSIDE)
+    return Overhead(pack, unpack, record, replay, put, get, record_module, replay_module)
+
+
+def in_model(cost: Overhead, step: RepeatedStep, regions: Sequence[Region], tensors: int) -> Overhead:
+    """The costs between the launches of a model whose step saves so many tensors."""
+    rule, count = _small_regions(regions)
+    expected = tensors * cost.pack + count * cost.record
+    if not count or not expected:
+        return cost
+    try:
+        alone = _forward(step, None)
+        recorded = _forward(step, rule)
+    except (RuntimeError, ValueError):  # a keeper refuses the model
+        return cost
+    slower = max(1.0, (recorded - alone) / expected)
+    return Overhead(*(slower * own for own in astuple(cost)))
+
+
+def _chain(device: torch.device, inside: int) -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(
+            (f"{kind}{at}", _Small(device, inside)) for at in range(REGIONS) for kind in ("other", "region")
+        )
+    )
 
 
 def _each(seconds: tuple[float, float], others: tuple[float, float], count: int) -> tuple[float, float]:
@@ -96,3 +151,33 @@ def _launched(chain: nn.Module, device: torch.device, rule: Rule | None) -> tupl
             keeper.detach()
     forward, backward = zip(*times[WARM:])
     return statistics.median(forward), statistics.median(backward)
+
+
+def _forward(step: RepeatedStep, rule: Rule | None) -> float:
+    """The host's seconds to launch the model's forward, under a keeper with one rule or without: the median."""
+    keeper = None if rule is None else Keeper(Policy([rule])).attach(step.model)
+    try:
+        times = [
+            step.launch_forward(nullcontext() if keeper is None else keeper.step())
+            for _ in range(WARM + ROUNDS)
+        ]
+    finally:
+        if keeper is not None:
+            keeper.detach()
+    return statistics.median(times[WARM:])
+
+
+def _small_regions(regions: Sequence[Region]) -> tuple[Rule | None, int]:
+    """A rule that recomputes modules that are alike, as many as there are, and how many: the fastest ones."""
+    around = {name for region in regions for name in region.path[:-1]}
+    alike: dict[str, list[Region]] = {}
+    for region in regions:
+        can = "recompute" in region.homes and region.within == region.name
+        if can and region.calls == 1 and region.bytes and region.name not in around:
+            alike.setdefault(re.sub(r"\b\d+\b", "*", region.name, count=1), []).append(region)
+    if not alike:
+        return None, 0
+    most = max(map(len, alike.values()))
+    many = [pattern for pattern, found in alike.items() if len(found) == most]
+    pattern = min(many, key=lambda name: sum(region.forward_seconds for region in alike[name]))
+    return Rule(pattern, "recompute", min_bytes=1), most

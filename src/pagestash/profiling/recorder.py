@@ -12,6 +12,7 @@ from torch import nn
 
 from pagestash.profiling.memory import MemoryMeter
 from pagestash.profiling.records import ALLOCATED, BATCH, OUTPUT, USER, Kind, SavedTensor
+from pagestash.profiling.split_backward import WaitingGradients
 from pagestash.profiling.timeline import Path, Timeline
 from pagestash.profiling.tracker import RegionTracker
 from pagestash.saved.compiled import hidden, is_compiled
@@ -116,7 +117,9 @@ class TensorRecorder:
         self.tracker = RegionTracker(model, timeline, self)
         self.inputs: dict[str, set[int]] = {}
         self.outputs: dict[str, set[int]] = {}
+        self.waiting = WaitingGradients(timeline)
         self._model = model
+        self._given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         self._timeline = timeline
         self._device = device
         self._meter = meter
@@ -243,7 +246,7 @@ class TensorRecorder:
                 storage.beside_bytes = max(0, self._meter.now() - self._alive.bytes)
         return packed.tensor
 
-    def look_around(self, output: Any) -> None:
+    def look_around(self, output: Any, loss: torch.Tensor) -> None:
         """At the end of forward: read the allocator, and find what else holds the saved storages."""
         # Tensors of an operation whose result was not used are freed already.
         self._saved = [saved for saved in self._saved if saved.held]
@@ -252,7 +255,8 @@ class TensorRecorder:
             if saved.kind in ALLOCATED and saved.storage.alive is None and saved.device == str(self._device):
                 saved.storage.alive = self._alive
                 self._alive.bytes += saved.storage.size
-        outputs = self._keys(_tensors(output))
+        self.waiting.watch(loss, self._given)
+        outputs = self._keys(_tensors((output, loss)))
         if self._device.type == "cuda":
             loose = [self._storages[key] for key in outputs]
             result = sum(s.size for s in loose if not s.handles and s.weak.cdata not in self._batch)

@@ -125,6 +125,8 @@ class Segment:
     """The most bytes allocated in it, relative to the start of the step."""
     host_seconds: float | None = None
     """The host's time to launch it; None on a CPU, and in a file of an earlier version."""
+    waiting_bytes: int = 0
+    """Gradients that a split backward would hold from here until its second half; 0 if the batch wants none."""
 
     @property
     def region(self) -> str:

@@ -1,5 +1,6 @@
 """A step that runs again and again from the same state: the same batch, random numbers, buffers and gradients."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,11 +31,11 @@ class RepeatedStep:
         self,
         timeline: Timeline,
         forward: AbstractContextManager[Any] | None = None,
-        seen: Callable[[Any], None] | None = None,
+        seen: Callable[[Any, torch.Tensor], None] | None = None,
     ) -> list[float]:
         """Run once; the seconds of its segments (forward and backward, if `forward` observes nothing).
 
-        `seen` is called with forward's result before backward begins.
+        `seen` is called with forward's result and the loss before backward begins.
         """
         with self._state():
             if self.device.type == "cuda":
@@ -48,11 +49,26 @@ class RepeatedStep:
             # As at the end of an autocast block, even if the caller has one open.
             torch.clear_autocast_cache()
             if seen is not None:
-                seen((output, value))
+                seen(output, value)
             del output
             timeline.begin_backward(value if forward else None)
             value.backward()
             return timeline.finish()
+
+    def launch_forward(self, around: AbstractContextManager[Any]) -> float:
+        """Run forward alone, inside a context; the host's seconds to launch it."""
+        with self._state():
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            with around:
+                begin = time.perf_counter()
+                with torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext():
+                    output = self.model(*self.args, **self.kwargs)
+                value = self.loss(output)
+                seconds = time.perf_counter() - begin
+                del output, value
+            torch.clear_autocast_cache()
+            return seconds
 
     @contextmanager
     def gradients(self) -> Iterator[None]:

@@ -114,10 +114,10 @@ class Timeline:
         """Forward is over: in backward, a node starts a segment of the regions in which it was created."""
         self.turn = len(self.paths)
         self._cut(MODEL)
-        for node in () if loss is None else _nodes(loss):
+        for node in () if loss is None else nodes_of(loss):
             # Accumulating a gradient counts for the node that computed it.
             if node.name() != "torch::autograd::AccumulateGrad":
-                path = self._made_in(sequence_number(node))
+                path = self.path_of(node)
                 node.register_prehook(lambda grads, path=path: self.switch(path))
 
     def finish(self) -> list[float]:
@@ -129,6 +129,14 @@ class Timeline:
         """The index of the running segment."""
         return len(self.paths) - 1
 
+    def path_of(self, node: Any) -> Path:
+        """The regions in which a node was created."""
+        return self._made_in(sequence_number(node))
+
+    def coming(self, path: Path) -> int:
+        """The segment of what runs next, in these regions."""
+        return self.now + (path != self.paths[-1])
+
     def _cut(self, path: Path) -> None:
         self.paths.append(path)
         self._marks.append(self._clock.mark())
@@ -138,7 +146,7 @@ class Timeline:
         return self.paths[segment] if segment >= 0 else MODEL
 
 
-def _nodes(loss: torch.Tensor) -> Iterator[Any]:
+def nodes_of(loss: torch.Tensor) -> Iterator[Any]:
     """Every node of the loss's graph, once."""
     waiting, seen = [loss.grad_fn], {loss.grad_fn}
     while waiting:

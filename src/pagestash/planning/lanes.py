@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import accumulate, islice
+from operator import add, sub
 
 from pagestash.profiling.profiled import ProfiledStep
 
@@ -27,7 +28,7 @@ class Lanes:
             return cls(device, host)
         if sum(host) < plain and whole < plain:
             low, high = 1.0, plain / max(sum(device), 1e-12)
-            for _ in range(40):
+            while high - low > 1e-9 * high:
                 middle = (low + high) / 2
                 takes = sum(cls([middle * own for own in device], host).seconds())
                 low, high = (middle, high) if takes < plain else (low, middle)
@@ -54,7 +55,7 @@ class Lanes:
             return list(self.device)
         # end(s) = max(end(s-1) + device(s), launched(s-1) + device(s), launched(s)); less the device's sum up to s,
         # that is the largest lead of the host over the device so far.
-        launched, ran = list(accumulate(self.host)), list(accumulate(self.device))
-        leads = accumulate((one - other for one, other in zip(launched, ran)), max, initial=0.0)
-        ends = [done + lead for done, lead in zip(ran, islice(leads, 1, None))]
-        return [end - begin for begin, end in zip((0.0, *ends), ends)]
+        launched, ran = accumulate(self.host), list(accumulate(self.device))
+        leads = islice(accumulate(map(sub, launched, ran), max, initial=0.0), 1, None)
+        ends = list(map(add, ran, leads))
+        return list(map(sub, ends, (0.0, *ends)))

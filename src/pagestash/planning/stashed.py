@@ -49,6 +49,8 @@ class Stashed:
         Some have another home, too: a later region keeps them, or they are recomputed for a region around.
         """
         found: dict[int, tuple[int, int, int]] = {}
+        if "stash" not in when_saved:
+            return found
         for tensor, home in zip(self._step.profile.tensors, when_saved):
             life = self._step.lives.get(tensor.storage)
             if home != "stash" or life is None or tensor.storage in self._step.rows.heads:

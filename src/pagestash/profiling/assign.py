@@ -30,7 +30,16 @@ class TensorIndex:
         """By storage: the regions in which `ps.once` saved it."""
         self.inside: dict[str, list[int]] = {}
         """By region: the storages that were saved in it, without weights and buffers."""
-        self.paths = {tensor.path for tensor in tensors}
+        paths: dict[tuple[str, ...], int] = {}
+        self._path_of = [paths.setdefault(tensor.path, len(paths)) for tensor in tensors]
+        """The number of each tensor's path."""
+        self._paths = len(paths)
+        self._places: dict[str, list[tuple[int, int]]] = {}
+        """By region: the numbers of the paths that it is in, and its depth there."""
+        for path, number in paths.items():
+            for depth, name in enumerate(path):
+                if name:
+                    self._places.setdefault(name, []).append((number, depth))
         for tensor in tensors:
             if tensor.once:
                 self.once.setdefault(tensor.storage, set()).update(tensor.path)
@@ -38,9 +47,17 @@ class TensorIndex:
                 for name in tensor.path:
                     self.inside.setdefault(name, []).append(tensor.storage)
 
-    def rules(self, policy: Rules) -> "PathRules":
-        """By path: its rule, and the region that has it."""
-        return {path: rule_of(policy, path) for path in self.paths}
+    def rules(self, policy: Rules) -> "TensorRules":
+        """For each tensor: the rule of the innermost region that has one, and that region."""
+        found: list[tuple[Rule | None, str]] = [(None, "")] * self._paths
+        depths = [-1] * self._paths
+        for name, places in self._places.items():
+            rule = policy.rule_for(name)
+            if rule is not None:
+                for number, depth in places:
+                    if depth > depths[number]:
+                        found[number], depths[number] = (rule, name), depth
+        return [found[number] for number in self._path_of]
 
 
 def assign(policy: Rules, tensors: Sequence[SavedTensor], regions: Sequence[Region]) -> list[HomeName]:
@@ -50,12 +67,14 @@ def assign(policy: Rules, tensors: Sequence[SavedTensor], regions: Sequence[Regi
     return _with_heads(_assign(tensors, rules, recomputed), tensors, recomputed, rules)
 
 
-def _assign(tensors: Sequence[SavedTensor], rules: "PathRules", recomputed: "Recomputing") -> list[HomeName]:
+def _assign(
+    tensors: Sequence[SavedTensor], rules: "TensorRules", recomputed: "Recomputing"
+) -> list[HomeName]:
     homes: list[HomeName] = []
-    for tensor in tensors:
-        found, name = rules[tensor.path]
+    makers = recomputed.makers
+    for tensor, (found, name) in zip(tensors, rules):
         home: HomeName = "keep"
-        if tensor.kind not in ALLOCATED or (found is None and tensor.storage not in recomputed.makers):
+        if (found is None and tensor.storage not in makers) or tensor.kind not in ALLOCATED:
             homes.append(home)
             continue
         if found is not None and tensor.bytes >= found.least_bytes and not tensor.elsewhere:
@@ -67,7 +86,7 @@ def _assign(tensors: Sequence[SavedTensor], rules: "PathRules", recomputed: "Rec
             home = recomputed.home_of_input(tensor, name)
         elif home == "recompute" and recomputed.held_once(tensor.storage, name):
             home = recomputed.home_around(name)
-        elif home == "keep" and tensor.storage in recomputed.makers and not is_input:
+        elif home == "keep" and tensor.storage in makers and not is_input:
             home = "recompute"  # recomputed with the region whose output it is
         homes.append(home)
     kept = {tensor.storage for tensor, home in zip(tensors, homes) if home == "keep"} | recomputed.kept_inputs
@@ -89,10 +108,9 @@ def assign_when_saved(policy: Rules, index: TensorIndex, recomputed: "Recomputin
     made = recomputed.makers
     kept: set[int] = set()
     homes: list[HomeName] = []
-    for tensor, final in zip(index.tensors, _assign(index.tensors, rules, recomputed)):
+    for tensor, (rule, _), final in zip(index.tensors, rules, _assign(index.tensors, rules, recomputed)):
         home: HomeName = "keep"
-        if tensor.kind not in UNTOUCHED and tensor.storage not in kept:
-            rule, _ = rules[tensor.path]
+        if tensor.storage not in kept and tensor.kind not in UNTOUCHED:
             moves = (
                 rule is not None and rule.home in ("stash", "offload") and tensor.bytes >= rule.least_bytes
             )
@@ -107,15 +125,16 @@ def assign_when_saved(policy: Rules, index: TensorIndex, recomputed: "Recomputin
 
 
 def _with_heads(
-    homes: list[HomeName], tensors: Sequence[SavedTensor], recomputed: "Recomputing", rules: "PathRules"
+    homes: list[HomeName], tensors: Sequence[SavedTensor], recomputed: "Recomputing", rules: "TensorRules"
 ) -> list[HomeName]:
     """The homes, where the expected rows of a stash rule that has a `fraction` are offloaded."""
-    if not any(rule is not None and rule.home == "stash" and rule.offloads for rule, _ in rules.values()):
+    if "stash" not in homes or not any(
+        rule is not None and rule.home == "stash" and rule.offloads for rule, _ in rules
+    ):
         return homes
     heads = {head.storage for head in find_heads(tensors, recomputed.profiled).values()}
     found: list[HomeName] = []
-    for home, tensor in zip(homes, tensors):
-        rule, _ = rules[tensor.path]
+    for home, tensor, (rule, _) in zip(homes, tensors, rules):
         leaves = home == "stash" and tensor.storage in heads and rule is not None and rule.offloads
         found.append("offload" if leaves else home)
     return found
@@ -217,4 +236,4 @@ class Recomputing:
         return discards(self._replay_bytes[self.makers[storage].name], self._index.bytes[storage])
 
 
-PathRules = dict[tuple[str, ...], tuple[Rule | None, str]]
+TensorRules = list[tuple[Rule | None, str]]

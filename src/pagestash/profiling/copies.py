@@ -74,6 +74,8 @@ def moves_of(
 
     Under a schedule, `positions` has the stage and the microbatch of each region.
     """
+    if "offload" not in homes:
+        return []
     ends = list(accumulate(segment.seconds for segment in segments))
     groups: dict[tuple[str, int], list[SavedTensor]] = {}
     slices: dict[tuple[str, int], list[SavedTensor]] = {}

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import pagestash as ps
 from pagestash.models import Decoder, preset
 from pagestash.planning import NothingFits, plan_profile, predict
-from pagestash.planning.budget import optimizer_state, parse_budget
+from pagestash.planning.alternatives import alternatives
+from pagestash.planning.budget import optimizer_state, parse_budget, parse_host
 from pagestash.planning.improve import predictions_for
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
@@ -263,6 +264,24 @@ def test_early_layers_move_and_late_ones_keep():
     assert moved == set(range(len(moved)))
 
 
+@QUICK
+@given(sizes, sizes, st.integers(3, 20), st.sampled_from([2e8, 1e9, 2e10]), st.sampled_from([0.3, 0.5, 0.8]))
+def test_no_plan_is_slower_than_what_one_would_write_by_hand(first, second, count, link, part):
+    profile = made_up(count, first, second, link=link)
+    try:
+        found = plan_profile(profile, budget=part)
+    except NothingFits as error:
+        limit = error.budget_bytes
+        assert all(other.peak_bytes > limit for other in hand(profile).values())
+        return
+    for other in hand(profile).values():
+        assert other.peak_bytes > found.budget_bytes or other.seconds >= found.predicted.seconds - 1e-12
+
+
+def hand(profile):
+    return alternatives(Predictor(MeasuredStep(profile)), parse_host("auto"))
+
+
 def test_a_step_that_fits_needs_no_policy():
     profile = made_up(4, (8 * MB, 2), (5 * MB, 6))
     found = plan_profile(profile, budget="1GiB")
@@ -280,6 +299,34 @@ def test_if_nothing_fits_the_error_says_by_how_much_and_what_holds_the_memory():
     assert text.startswith("nothing fits 47.7 MiB: the smallest plan takes ")
     assert "workspace and new gradients 47.7 MiB" in text
     assert refused.value.smallest.peak_bytes > 50 * MB
+
+
+def test_if_nothing_fits_a_large_tensor_that_no_rule_reaches_is_named():
+    profile = made_up(4, (8 * MB, 2), (5 * MB, 6))
+    head = len([segment for segment in profile.segments if segment.way == "forward"])
+    first = profile.tensors[0]
+    outside = replace(
+        first,
+        region="",
+        path=("",),
+        shape=(5000, 1000),
+        storage=10**6,
+        storage_bytes=20 * MB,
+        bytes=20 * MB,
+        counted=20 * MB,
+        valid_bytes=20 * MB,
+        saved_at=head - 1,
+        needed_at=head,
+        freed_at=head,
+    )
+    large = replace(profile, tensors=[*profile.tensors, outside])
+    with pytest.raises(NothingFits) as refused:
+        plan_profile(large, budget=20 * MB)
+    assert refused.value.largest.storage == 10**6
+    assert str(refused.value).endswith(
+        "The largest kept tensor has 19.1 MiB (5000 × 1000, float32) and was saved outside all modules, where no "
+        "rule reaches it."
+    )
 
 
 def test_without_host_memory_nothing_is_offloaded():

@@ -9,6 +9,7 @@ from torch import nn
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
+from pagestash.planning import plan_profile
 from pagestash.planning.predict import predict
 from pagestash.profiling import Link
 from pagestash.profiling.memory import MemoryMeter
@@ -190,6 +191,52 @@ def test_an_input_that_nobody_saves_is_held_for_the_replay():
     assert max(found.memory["keep"]) == max(predict(profile, ps.Policy()).memory["keep"])
     peak, _ = step_under(model, policy, lambda: model(x).sum().backward())
     assert found.peak_bytes == pytest.approx(peak, abs=x.nbytes)
+
+
+class Borrows(nn.Module):
+    """A layer that calls a module which belongs to the model."""
+
+    def __init__(self, lent):
+        super().__init__()
+        self.norm, self._lent = nn.LayerNorm(64), [lent]
+
+    def forward(self, x):
+        return x + self._lent[0](self.norm(x))
+
+
+class Lends(nn.Module):
+    """One MLP that runs in every layer."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.lent = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.layers = nn.ModuleList(Borrows(self.lent) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("match", ["lent", "lent.1", "layers.*", "layers.2", "layers.*.norm"])
+def test_a_module_that_runs_in_several_places_is_replayed_for_each_of_them(match):
+    model, x = Lends(4), torch.randn(128, 64)
+    profile = ps.profile(model, x, repeats=1, link=LINK)
+    policy = ps.Policy([ps.Rule(match, "recompute")])
+    found = predict(profile, policy)
+    peak, _ = step_under(model, policy, lambda: model(x).sum().backward())
+    assert found.peak_bytes == pytest.approx(peak, rel=0.02)
+
+
+def test_a_module_that_runs_in_several_places_can_be_planned_for():
+    model, x = Lends(4), torch.randn(128, 64)
+    profile = ps.profile(model, x, repeats=1, link=LINK)
+    for host in (0, "1GiB"):
+        found = plan_profile(profile, budget=0.6, host=host)
+        assert found.policy.rules
+        peak, _ = step_under(model, found.policy, lambda: model(x).sum().backward())
+        held = 2 * sum(parameter.nbytes for parameter in model.parameters())
+        assert found.predicted.peak_bytes == pytest.approx(peak + held, rel=0.02)
 
 
 def test_a_profile_without_memory_still_predicts_the_saved_bytes(tmp_path):

@@ -5,14 +5,14 @@ from collections.abc import Iterable
 from pagestash.planning.layers import find_units, least_bytes_of, rule
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
-from pagestash.policy import HomeName, PoolConfig
+from pagestash.policy import HomeName, PoolConfig, Rule
+from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import Region
 
 
-def alternatives(predictor: Predictor, host_bytes: int) -> dict[str, Prediction]:
-    """The step under each of them by name, without those that the profile or the host rules out."""
-    profile = predictor.one.profile
-    units = find_units(profile.regions)
+def by_hand(profile: ProfiledStep, host_bytes: int) -> dict[str, dict[str, Rule]]:
+    """Their rules, by name and region. Without host memory nothing is offloaded."""
+    units, least = find_units(profile.regions), least_bytes_of(profile)
     layers = [unit for unit in units if unit.name[-1].isdigit()]
     recomputed = [
         region
@@ -21,19 +21,23 @@ def alternatives(predictor: Predictor, host_bytes: int) -> dict[str, Prediction]
     ]
     offloaded = [region for unit in units for region in _outermost(unit.regions)]
     chosen: dict[str, tuple[HomeName, list[Region]]] = {
-        "keep all": ("keep", []),
         "recompute layers": ("recompute", recomputed),
         "offload all": ("offload", offloaded if host_bytes else []),
     }
-    least = least_bytes_of(profile)
-    found: dict[str, Prediction] = {}
+    found: dict[str, dict[str, Rule]] = {"keep all": {}}
     for name, (home, regions) in chosen.items():
-        rules = {region.name: rule(region.name, home, least) for region in regions}
-        if rules or home == "keep":
-            predicted = predictor.predict(RuleTable(rules, PoolConfig()))
-            if predicted.host_bytes <= host_bytes:
-                found[name] = predicted
+        if regions:
+            found[name] = {region.name: rule(region.name, home, least) for region in regions}
     return found
+
+
+def alternatives(predictor: Predictor, host_bytes: int) -> dict[str, Prediction]:
+    """The step under each of them by name, without those that the profile or the host rules out."""
+    found = {
+        name: predictor.predict(RuleTable(rules, PoolConfig()))
+        for name, rules in by_hand(predictor.one.profile, host_bytes).items()
+    }
+    return {name: predicted for name, predicted in found.items() if predicted.host_bytes <= host_bytes}
 
 
 def _outermost(regions: Iterable[Region]) -> list[Region]:

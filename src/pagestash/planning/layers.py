@@ -8,7 +8,7 @@ choices.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from operator import le
 
@@ -154,12 +154,11 @@ def _choose(step: MeasuredStep, group: Group, *, host: bool, least_bytes: int) -
     """Find the group's choices: combinations of single homes, without those that another beats in all respects."""
     unit = group.units[len(group.units) // 2]
     names = {region.name for region in unit.regions}
-    own = replace(
-        step.profile,
-        tensors=[tensor for tensor in step.profile.tensors if names & set(tensor.path)],
-        regions=[region for region in step.profile.regions if region.name in names],
+    # (Also those of a module that has its name elsewhere, and runs in here.)
+    part = step.part(
+        [tensor for tensor in step.profile.tensors if not names.isdisjoint(tensor.path)], unit.regions
     )
-    predictor = Predictor(MeasuredStep(own, lanes=step.lanes))
+    own, predictor = part.profile, Predictor(part)
 
     @cache
     def cost(choice: Choice) -> Cost:

@@ -1,7 +1,9 @@
 """A profile as a planner reads it: the life of each saved storage, and what else takes memory in each segment."""
 
 from collections.abc import Container, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from pagestash.planning.lanes import Lanes
@@ -10,7 +12,7 @@ from pagestash.planning.skew import Skew
 from pagestash.profiling.assign import TensorIndex
 from pagestash.profiling.overhead import Overhead
 from pagestash.profiling.profiled import ProfiledStep
-from pagestash.profiling.records import ALLOCATED, SavedTensor
+from pagestash.profiling.records import ALLOCATED, Region, SavedTensor, Segment
 from pagestash.saved.offload.plan import Key
 
 HOST_BOUND = 0.7
@@ -35,26 +37,26 @@ class Life:
 class MeasuredStep:
     """The measured step without a policy. See `predict.py` for `extra` and `floor`."""
 
-    def __init__(self, profile: ProfiledStep, base_bytes: int = 0, *, lanes: Lanes | None = None) -> None:
+    def __init__(self, profile: ProfiledStep, base_bytes: int = 0) -> None:
         check(profile)
         self.profile = profile
         self.base_bytes = base_bytes
         self.count = len(profile.segments)
         self.turn = sum(segment.way == "forward" for segment in profile.segments)
-        self.lanes = lanes or Lanes.of(profile)
+        self.lanes = Lanes.of(profile)
         self.seconds = self.lanes.seconds()
         """Of each segment of the unobserved step."""
         self.overhead = profile.overhead or Overhead()
         self.hooked_lanes = self.lanes.copy()
         """With the host's time of a keeper's hooks, which it has for every saved tensor."""
-        for tensor in profile.tensors:
-            if tensor.kind in ALLOCATED:
-                self.hooked_lanes.add(tensor.saved_at, host=self.overhead.pack)
-                self.hooked_lanes.add(tensor.needed_at, host=self.overhead.unpack)
-        self.index = TensorIndex(profile.tensors)
-        self.segments = [replace(old, seconds=new) for old, new in zip(profile.segments, self.seconds)]
-        self.lives = lives_of(profile.tensors)
-        self.rows = find_row_tensors(profile)
+        for tensor in profile.tensors:  # weights, too
+            self.hooked_lanes.add(tensor.saved_at, host=self.overhead.pack)
+            self.hooked_lanes.add(tensor.needed_at, host=self.overhead.unpack)
+        self._inside: dict[str, int] = {}
+        for region in profile.regions:
+            for name in region.path[:-1]:
+                self._inside[name] = self._inside.get(name, 0) + 1
+        self.read_tensors()
         self.skew: Skew | None = None
         """How its rows vary; None: a pool is sized by what was measured."""
         self.knows_memory = all(segment.peak_bytes is not None for segment in profile.segments)
@@ -77,13 +79,40 @@ class MeasuredStep:
         """Where in a schedule a region runs: its stage and microbatch. Empty where there is none."""
         self.at_once: Container[Key] = ()
         """Of these, those whose backward follows their forward at once."""
+        self.halves: Mapping[int, tuple[int, int]] = {}
+        """Of storages that a split backward needs twice: when its first half is done, when its second begins."""
         self._forward: dict[str, list[int]] = {}
         self._backward: dict[str, list[int]] = {}
+        self._calls: dict[str, list[list[int]]] = {}
         for at, segment in enumerate(profile.segments):
             runs = self._forward if segment.way == "forward" else self._backward
             for name in segment.path:
                 runs.setdefault(name, []).append(at)
 
+    def read_tensors(self) -> None:
+        """What follows from the profile's tensors alone."""
+        self.index = TensorIndex(self.profile.tensors)
+        self.lives = lives_of(self.profile.tensors)
+        self.held = [
+            (tensor.storage if tensor.storage in self.lives else None, tensor.elsewhere)
+            for tensor in self.profile.tensors
+        ]
+        """Of each tensor: its storage, if the step allocates it, and whether others hold that, too."""
+        self.rows = find_row_tensors(self.profile)
+
+    def part(self, tensors: list[SavedTensor], regions: list[Region]) -> "MeasuredStep":
+        """The same step with these tensors and regions alone, for the sums of a policy."""
+        found = copy(self)
+        found.profile = replace(self.profile, tensors=tensors, regions=regions)
+        found.read_tensors()
+        return found
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """Those of the profile, with the seconds of the unobserved step."""
+        return [replace(old, seconds=new) for old, new in zip(self.profile.segments, self.seconds)]
+
+    @cached_property
     def exposed_overhead(self) -> float:
         """Seconds that a recomputed region costs the host, where the step waits for the host."""
         found = 0.0
@@ -95,9 +124,24 @@ class MeasuredStep:
                 found += seconds
         return found
 
+    def record_seconds(self, name: str) -> float:
+        """What a recomputed region costs the host in forward."""
+        return self.overhead.record + self._inside.get(name, 0) * self.overhead.record_module
+
+    def replay_seconds(self, name: str) -> float:
+        """The same in backward, beside the region's own forward and the tensors that it saves."""
+        return self.overhead.replay + self._inside.get(name, 0) * self.overhead.replay_module
+
     def forward_of(self, name: str) -> Sequence[int]:
         """The segments of forward in which the region runs."""
         return self._forward.get(name, ())
+
+    def calls_of(self, name: str) -> Sequence[Sequence[int]]:
+        """The same, call by call: a module may run in several places."""
+        found = self._calls.get(name)
+        if found is None:
+            found = self._calls[name] = _runs(self.forward_of(name))
+        return found
 
     def backward_of(self, name: str) -> Sequence[int]:
         """The segments of its backward."""
@@ -111,6 +155,17 @@ class MeasuredStep:
         """The first and the last segment in which the region runs, in forward or backward."""
         found = (*self.forward_of(name), *self.backward_of(name))
         return (found[0], found[-1]) if found else None
+
+
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Numbers that follow each other, together."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
 
 
 def check(profile: ProfiledStep) -> None:

@@ -166,7 +166,7 @@ def plan_stages(
 def plan_step(step: MeasuredStep, *, budget: str | float, host: str | int = "auto") -> Plan:
     """The plan for a step, or for a pipeline rank's (`RankStep`)."""
     profile = step.profile
-    predictor = RankPredictor(step) if isinstance(step, RankStep) else Predictor(step)
+    predictor = predictor_of(step)
     unplanned = predictor.predict(RuleTable({}, PoolConfig()))
     limit = parse_budget(budget, unplanned, profile.device)
     host_bytes = parse_host(host)
@@ -183,6 +183,10 @@ def plan_step(step: MeasuredStep, *, budget: str | float, host: str | int = "aut
         )
     found = choose(step, unplanned, limit, host_bytes, find_candidates(step, host_bytes))
     return replace(found, alternatives=beside)
+
+
+def predictor_of(step: MeasuredStep) -> Predictor:
+    return RankPredictor(step) if isinstance(step, RankStep) else Predictor(step)
 
 
 def find_candidates(step: MeasuredStep, host_bytes: int) -> tuple[list[Candidate], bool]:
@@ -204,8 +208,10 @@ def choose(
     found, exact = candidates
     fitting = [item for item in found if item.predicted.peak_bytes <= limit]
     if not fitting:
-        smallest = min((item.predicted for item in found), key=lambda item: item.peak_bytes)
-        raise NothingFits(limit, smallest, step.where(smallest.peak_at), without_host=not host_bytes)
+        nearest = min(found, key=lambda item: item.predicted.peak_bytes)
+        smallest, at = nearest.predicted, nearest.predicted.peak_at
+        largest = predictor_of(step).largest_kept(RuleTable(nearest.rules, PoolConfig()), at)
+        raise NothingFits(limit, smallest, step.where(at), without_host=not host_bytes, largest=largest)
     best = fitting[0]
     one = step.one if isinstance(step, RankStep) else step
     profile = one.profile

@@ -25,6 +25,7 @@ from pagestash.policy import HOMES, HomeName, Policy
 from pagestash.profiling.assign import Recomputing, assign_when_saved
 from pagestash.profiling.copies import Move, moves_of, plan_of, play
 from pagestash.profiling.profiled import ProfiledStep
+from pagestash.profiling.records import SavedTensor
 
 
 def predict(profile: ProfiledStep, policy: Policy, *, base_bytes: int = 0) -> Prediction:
@@ -54,6 +55,17 @@ class Predictor:
     def cost(self, rules: RuleTable) -> Cost:
         """The policy's sums, which are faster to find."""
         return _Playing(self.step, rules).cost()
+
+    def largest_kept(self, rules: RuleTable, at: int) -> SavedTensor | None:
+        """The largest tensor that stays on the device under a policy and is there in segment `at`."""
+        homes, lives = _Playing(self.step, rules).homes, self.step.lives
+        found = [
+            tensor
+            for tensor in self.step.profile.tensors
+            if homes.get(tensor.storage) == "keep"
+            and lives[tensor.storage].saved_at <= at <= lives[tensor.storage].freed_at
+        ]
+        return max(found, key=lambda tensor: tensor.storage_bytes, default=None)
 
 
 class _Playing:
@@ -134,7 +146,7 @@ class _Playing:
             kept_bytes=held["keep"] + unsaved + int(self.rules.pool.headroom * held["stash"]),
             moved_bytes=sum(moved.values()),
             seconds=sum(replay.seconds for replay in replays)
-            + len(replays) * self.step.exposed_overhead()
+            + len(replays) * self.step.exposed_overhead
             + 2 * held["stash"] / self.step.profile.link.copy,
             recomputed_bytes=max(back, default=0),
         )
@@ -142,14 +154,15 @@ class _Playing:
     def _homes(self) -> dict[int, HomeName]:
         """Where the bytes of each storage are in the end."""
         homes: dict[int, HomeName] = {}
-        for tensor, home in zip(self.step.profile.tensors, self.when_saved):
-            if tensor.storage not in self.step.lives:
+        kept = self.recomputing.kept_inputs
+        for home, (storage, elsewhere) in zip(self.when_saved, self.step.held):
+            if storage is None:
                 continue
-            known = homes.get(tensor.storage, home)
-            if "keep" in (known, home) or tensor.elsewhere or tensor.storage in self.recomputing.kept_inputs:
-                homes[tensor.storage] = "keep"
+            known = homes.get(storage, home)
+            if home == "keep" or known == "keep" or elsewhere or storage in kept:
+                homes[storage] = "keep"
             else:
-                homes[tensor.storage] = "recompute" if "recompute" in (known, home) else known
+                homes[storage] = "recompute" if home == "recompute" else known
         heads = (storage for storage in self.step.rows.heads if homes.get(storage) == "stash")
         return homes | dict.fromkeys(heads, "keep")
 
@@ -185,10 +198,11 @@ class _Playing:
             return
         for region in self.recomputing.regions.values():
             for at in self.step.forward_of(region.within)[:1]:
-                lanes.add(at, host=cost.record)
+                lanes.add(at, host=self.step.record_seconds(region.name))
         for replay in replays:
             # A replay saves its tensors again.
-            lanes.add(replay.first, host=cost.replay + len(replay.storages) * cost.pack)
+            own = self.step.replay_seconds(replay.region.name)
+            lanes.add(replay.first, host=own + len(replay.storages) * cost.pack)
         for move in moves:
             lanes.add(move.put_at - 1, host=cost.put)
             lanes.add(move.asked_at[0], host=cost.get)
@@ -203,4 +217,7 @@ class _Playing:
             if spike > total[at]:
                 levels["recompute"][at] += spike - total[at]
                 total[at] = spike
-        return {"base": [step.base_bytes] * step.count, "other": step.extra, **levels}
+        memory: dict[str, Sequence[int]] = {"base": [step.base_bytes] * step.count, "other": step.extra}
+        for home in HOMES:
+            memory[home] = levels[home]
+        return memory

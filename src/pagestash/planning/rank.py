@@ -10,6 +10,7 @@ from pagestash.planning.solve import Candidate, Problem, candidates
 from pagestash.planning.steady import shortened
 from pagestash.planning.unrolled import StageStep, Unrolled, joined
 from pagestash.policy import PoolConfig
+from pagestash.profiling.records import SavedTensor
 from pagestash.saved.follow import immediate_backwards
 from pagestash.schedules.plan import Plan, in_flight
 
@@ -24,6 +25,7 @@ class RankStep(MeasuredStep):
         unrolled = Unrolled(self.stages, plan.actions, renamed=True, messages=True)
         super().__init__(unrolled.profile(), base_bytes)
         self.positions = unrolled.positions
+        self.halves = unrolled.halves
         self.at_once = immediate_backwards(plan)
         self.reads_allocator = (
             False  # a keeper that follows a schedule plans without the headroom it measured
@@ -77,6 +79,10 @@ class RankPredictor(Predictor):
     @property
     def one(self) -> MeasuredStep:
         return self.step.one
+
+    def largest_kept(self, rules: RuleTable, at: int) -> SavedTensor | None:
+        found = super().largest_kept(self.step.wide(rules), at)
+        return None if found is None else replace(found, region=found.region.partition("@")[0])
 
     def predict(self, rules: RuleTable) -> Prediction:
         found = super().predict(self.step.wide(rules))

@@ -10,7 +10,7 @@ backward is done with it. So do the inputs of R, which are held for the replay.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pagestash.planning.home_bytes import HomeBytes
@@ -33,6 +33,8 @@ class Replay:
     """Segments that run again."""
     storages: list[int]
     first: int
+    ends: Mapping[int, int]
+    """The last segment in which each storage is there."""
     seconds: float
     """Of the segments that run again, as they took in forward."""
     device_seconds: float
@@ -60,37 +62,53 @@ class Replays:
 
     def find(self) -> list[Replay]:
         """All of them."""
-        owned: dict[str, list[int]] = {}
+        owned: dict[tuple[str, int], list[int]] = {}
         for storage, home in self._homes.items():
             if home == "recompute" or storage in self._recomputing.discarded:
                 owned.setdefault(self._owner(storage), []).append(storage)
-        found: dict[str, Replay] = {}
-        for name, storages in owned.items():
+        found: dict[tuple[str, int], Replay] = {}
+        for (name, call), storages in owned.items():
             region = self._recomputing.regions[name]
             first = min(self._step.lives[storage].needed_at for storage in storages)
-            forward, share = self._repeated(region, storages)
+            ends = {storage: self._step.lives[storage].freed_at for storage in storages}
+            forward, share = self._repeated(region, call, storages)
             lanes = (self._step.seconds, self._step.lanes.device, self._step.lanes.host)
             seconds = (share * sum(own[at] for at in forward) for own in lanes)
-            found[name] = Replay(region, forward, storages, first, *seconds)
+            found[name, call] = Replay(region, forward, storages, first, ends, *seconds)
         # A replay needs its inputs: those that are themselves recomputed come back with it.
         for replay in sorted(found.values(), key=lambda item: min(item.forward, default=0), reverse=True):
             for storage in replay.region.inputs:
-                maker = self._recomputing.makers.get(storage)
-                if maker is not None and self._homes.get(storage) == "recompute" and maker.name in found:
-                    chained = found[maker.name]
-                    chained.first = min(chained.first, replay.first)
-        return list(found.values())
+                if storage in self._recomputing.makers and self._homes.get(storage) == "recompute":
+                    chained = found.get(self._owner(storage))
+                    if chained is not None:
+                        chained.first = min(chained.first, replay.first)
+        return [half for replay in found.values() for half in self._halves(replay)]
 
-    def _owner(self, storage: int) -> str:
-        """The region whose replay brings the storage back."""
+    def _halves(self, replay: Replay) -> list[Replay]:
+        """The replay, or one for each half of a split backward: what the first asked for is gone after it."""
+        halves = {at: self._step.halves[at] for at in replay.storages if at in self._step.halves}
+        if not halves:
+            return [replay]
+        ends = {storage: done for storage, (done, _) in halves.items()}
+        again = min(begins for _, begins in halves.values())
+        return [replace(replay, ends=ends), replace(replay, first=again)]
+
+    def _owner(self, storage: int) -> tuple[str, int]:
+        """The region whose replay brings the storage back, and the number of its call."""
         maker = self._recomputing.makers.get(storage)
         if maker is not None and self._homes[storage] == "recompute":
-            return maker.name
-        return self._recomputing.discarded[storage]
+            name, within = maker.name, maker.within
+        else:
+            name = self._recomputing.discarded[storage]
+            within = self._recomputing.regions[name].within
+        calls, at = self._step.calls_of(within), self._step.lives[storage].saved_at
+        # (What a later region saves is the output of the last call before.)
+        return name, max(0, sum(call[0] <= at for call in calls) - 1) if len(calls) > 1 else 0
 
-    def _repeated(self, region: Region, storages: Sequence[int]) -> tuple[Sequence[int], float]:
+    def _repeated(self, region: Region, call: int, storages: Sequence[int]) -> tuple[Sequence[int], float]:
         """The forward segments that run again for these storages, and what part of their time."""
-        forward = self._step.forward_of(region.within)
+        calls = self._step.calls_of(region.within)
+        forward: Sequence[int] = calls[call] if calls else ()
         if region.within != region.name:
             return forward, FUSED_SHARE
         if not any(storage in region.outputs for storage in storages):
@@ -105,7 +123,7 @@ class Replays:
             # Else its home has it meanwhile, and a replay makes another.
             if self._homes[storage] == "recompute":
                 held.add("recompute", life.saved_at, life.last_saved_at, life.bytes)
-            held.add("recompute", replay.first, max(replay.first, life.freed_at), life.bytes)
+            held.add("recompute", replay.first, max(replay.first, replay.ends[storage]), life.bytes)
         back = sum(life.bytes for life in lives)
         return Spike(replay.first, self._beside(replay.first, lives), self._most(replay, back), back)
 

@@ -12,8 +12,11 @@ from pagestash.policy import HomeName, Policy, Rule
 from pagestash.profiling.assign import rule_of
 from pagestash.profiling.picture import write
 from pagestash.profiling.profiled import ProfiledStep
-from pagestash.profiling.records import Region
+from pagestash.profiling.records import Region, SavedTensor
 from pagestash.sizes import format_bytes
+
+LARGE = 0.25
+"""Part of what is kept at the peak: a tensor of that size is named."""
 
 
 class NothingFits(ValueError):
@@ -26,22 +29,39 @@ class NothingFits(ValueError):
         region: str,
         without_host: bool,
         rank: int | None = None,
+        largest: SavedTensor | None = None,
     ) -> None:
+        """`largest`: of the tensors that stay on the device then."""
         self.budget_bytes, self.smallest = budget_bytes, smallest
         self.rank = rank
         """Of a pipeline."""
+        self.largest = largest
         self._region, self._without_host = region, without_host
         host = " Offload had no host memory." if without_host else ""
         who = "" if rank is None else f"rank {rank}: "
         super().__init__(
             f"{who}nothing fits {format_bytes(budget_bytes)}: the smallest plan takes "
             f"{format_bytes(smallest.peak_bytes)}, {format_bytes(smallest.peak_bytes - budget_bytes)} too much. "
-            f"At its peak, in {region}: {describe(smallest)}.{host}"
+            f"At its peak, in {region}: {describe(smallest)}.{_named(largest, smallest)}{host}"
         )
 
     def of_rank(self, rank: int) -> "NothingFits":
         """The same, naming the rank of a pipeline."""
-        return NothingFits(self.budget_bytes, self.smallest, self._region, self._without_host, rank)
+        return NothingFits(
+            self.budget_bytes, self.smallest, self._region, self._without_host, rank, self.largest
+        )
+
+
+def _named(largest: SavedTensor | None, smallest: Prediction) -> str:
+    """The largest kept tensor, in words, if it is a good part of what is kept at the peak."""
+    if largest is None or largest.storage_bytes < LARGE * smallest.at_peak()["keep"]:
+        return ""
+    where = f"in {largest.region}" if largest.region else "outside all modules, where no rule reaches it"
+    shape = " × ".join(map(str, largest.shape))
+    return (
+        f" The largest kept tensor has {format_bytes(largest.storage_bytes)} ({shape}, {largest.dtype}) and was "
+        f"saved {where}."
+    )
 
 
 @dataclass(frozen=True, slots=True)

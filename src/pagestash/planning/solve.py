@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
+from pagestash.planning.alternatives import by_hand
 from pagestash.planning.improve import LEVELS, Assignment, Search, predictions_for
 from pagestash.planning.layers import Choice, Group, Unit, find_groups, least_bytes_of, rules_of
 from pagestash.planning.lifetimes import MeasuredStep
@@ -149,7 +150,8 @@ class _Pool:
 def candidates(problem: Problem) -> list[Candidate]:
     """All candidates, the fastest first; one of them keeps everything."""
     pool = _Pool(problem)
-    pool.predict(((),) * len(problem.units))
+    for assignment in _by_hand(problem):  # the first one keeps
+        pool.predict(assignment)
     if prod(len(group.choices) ** len(group.units) for group in problem.groups) <= EXHAUSTIVE:
         for assignment in product(*(group.choices for group in problem.groups for _ in group.units)):
             pool.predict(assignment)
@@ -159,6 +161,21 @@ def candidates(problem: Problem) -> list[Candidate]:
             pool.predict(assignment)
         _improve(problem, pool)
     return sorted(pool.candidates, key=lambda item: (item.predicted.seconds, item.predicted.peak_bytes))
+
+
+def _by_hand(problem: Problem) -> Iterator[Assignment]:
+    """What one would write without a plan: no plan is slower than that."""
+    for rules in by_hand(problem.step.profile, problem.host_bytes).values():
+        yield tuple(
+            tuple(
+                sorted(
+                    (unit.inner(region), rules[region.name].home, 1.0)
+                    for region in unit.regions
+                    if region.name in rules
+                )
+            )
+            for unit in problem.units
+        )
 
 
 def _improve(problem: Problem, pool: _Pool) -> None:

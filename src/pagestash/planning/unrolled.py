@@ -5,8 +5,8 @@ takes those of forward, `B` those of backward. A region of microbatch m is named
 microbatch is recomputed and moved by itself. What is assumed:
 
 - A split backward takes half of the measured time in `I` and half in `W`, saved tensors are first needed in `I` and
-  freed in `W`, and replays happen in `I`. On the model's first stage `I` does nothing. Gradients that wait between
-  the halves are not counted: no profile has them.
+  freed in `W`, and replays happen in `I`. On the model's first stage `I` does nothing. Gradients that `W` begins
+  with wait from `I` on (`profiling/split_backward.py`).
 - Gradients are there from the beginning, and every backward adds to them: what a segment makes counts once more, in
   that segment.
 - Each microbatch in flight holds its result until its backward is over, and in the last stage until the step's end.
@@ -58,6 +58,11 @@ class Unrolled:
         self.gradients = {
             index: gradients_so_far(step, stages[index].message_bytes) for index, step in self.one.items()
         }
+        self.waiting = {
+            index: list(accumulate(segment.waiting_bytes for segment in step.profile.segments))
+            for index, step in self.one.items()
+        }
+        """After each segment, bytes of gradients that wait for the second half of a split backward."""
         self.positions: dict[str, tuple[int, int]] = {}
         self.starts: list[int] = []
         self.persisting = self._persisting(messages)
@@ -75,6 +80,8 @@ class Unrolled:
             part = 1.0 if action[1:] not in halves or action.stage == 0 else 0.5
             if action.kind != "I" or action.stage:
                 self._add(action, persisting, part if action.kind != "F" else 1.0)
+        self.halves: dict[int, tuple[int, int]] = {}
+        """See `MeasuredStep.halves`."""
         self.tensors = [tensor for key in self._runs() for tensor in self._tensors(*key)]
         self.regions = list(self._regions())
 
@@ -126,7 +133,8 @@ class Unrolled:
             after["F", index] = held
             over = saved if stage.is_last or until_the_end else -held
             after["B", index] = after.get(("B", index), 0) + over
-            after["W", index] = over
+            after["W", index] = over - self.waiting[index][-1]
+            after["I", index] = after.get(("I", index), 0) + self.waiting[index][-1]
         found = []
         for action in self.actions:
             found.append(now)
@@ -137,14 +145,15 @@ class Unrolled:
 
     def _add(self, action: Action, persisting: int, part: float) -> None:
         step, gradients = self.one[action.stage], self.gradients[action.stage]
+        waiting = self.waiting[action.stage] if action.kind == "I" else [0] * step.count
         forward = action.kind == "F"
         for at in range(step.turn) if forward else range(step.turn, step.count):
             segment = step.segments[at]
             path = self._path(segment.path, action.microbatch)
             self.segments.append(Segment(path, segment.way, part * step.seconds[at]))
             before, after = (0, 0) if forward else (gradients[at - 1], gradients[at])
-            self.extra.append(max(0, step.extra[at] - before) + persisting)
-            self.floor.append(max(0, step.floor[at] - after) + persisting)
+            self.extra.append(max(0, step.extra[at] - before) + persisting + waiting[at - 1])
+            self.floor.append(max(0, step.floor[at] - after) + persisting + waiting[at])
 
     def _with_memory(self) -> list[Segment]:
         count = len(self.segments)
@@ -173,6 +182,9 @@ class Unrolled:
         needed = freed if needed is None else needed
         persisting = dict(zip(self.starts, self.persisting))[needed]
         for tensor in step.profile.tensors:
+            if needed != freed:
+                done, begins = (at - step.turn for at in (tensor.freed_at, tensor.needed_at))
+                self.halves[tensor.storage + shift] = needed + done, freed + begins
             beside = tensor.beside_bytes
             if beside is not None:
                 beside = max(0, beside - gradients[tensor.needed_at - 1]) + persisting

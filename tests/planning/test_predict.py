@@ -293,6 +293,40 @@ def test_what_a_router_decides_once_is_held_for_a_layer_around_it_and_not_for_a_
         assert abs(predict(profile, policy).peak_bytes - peak) < 256
 
 
+EXPERTS, ACTIVATION = "model.layers.*.mlp.experts", "model.layers.*.mlp.experts.moe_act"
+
+
+@pytest.mark.parametrize(
+    "homes",
+    [
+        {EXPERTS: "stash"},
+        {ACTIVATION: "recompute"},
+        {EXPERTS: "stash", "model.layers.*": "recompute"},
+        {ACTIVATION: "stash", "model.layers.*": "recompute"},
+    ],
+    ids=str,
+)
+def test_a_fused_layer_without_its_projection_holds_the_rows_that_it_permutes(homes):
+    pytest.importorskip("transformers")
+    import pagestash.hf
+
+    model, _ = small_qwen("sdpa", "pagestash")
+    ids, labels = batch(96, 128)
+    pagestash.hf.optimize(model)
+    profile = ps.profile(model, {"input_ids": ids, "labels": labels}, repeats=1, link=LINK)
+    rules = [
+        ps.Rule(match, home, min_bytes=1024 if home == "stash" else None) for match, home in homes.items()
+    ]
+    policy = ps.Policy(rules, ps.PoolConfig(page=1024))
+    found = predict(profile, policy)
+    peak, stats = step_under(model, policy, lambda: model(ids, labels=labels).loss.backward())
+    pool = 0 if stats.pool is None else stats.pool.device.pages * 1024
+    assert found.pool.bytes == pool
+    # The replay of a layer has some of the rows anyway.
+    both = EXPERTS in homes and len(homes) > 1
+    assert -0.01 < found.peak_bytes / (peak + pool) - 1 < (0.04 if both else 0.01)
+
+
 def test_a_small_hugging_face_model_is_predicted_as_its_keeper_steps():
     model, given = small_qwen("eager", "eager")
     profile = ps.profile(model, given, repeats=1, link=LINK)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from pagestash.planning.fused import permuted_bytes
 from pagestash.planning.lanes import Lanes
 from pagestash.planning.row_tensors import find_row_tensors
 from pagestash.planning.skew import Skew
@@ -99,6 +100,8 @@ class MeasuredStep:
         ]
         """Of each tensor: its storage, if the step allocates it, and whether others hold that, too."""
         self.rows = find_row_tensors(self.profile)
+        self.permuted = permuted_bytes(self.profile)
+        """By region of a fused layer: workspace of its backward, if its tensor was not saved."""
 
     def part(self, tensors: list[SavedTensor], regions: list[Region]) -> "MeasuredStep":
         """The same step with these tensors and regions alone, for the sums of a policy."""

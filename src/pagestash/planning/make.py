@@ -181,7 +181,7 @@ def plan_step(step: MeasuredStep, *, budget: str | float, host: str | int = "aut
             notes=missing(profile),
             alternatives=beside,
         )
-    found = choose(step, unplanned, limit, host_bytes, find_candidates(step, host_bytes))
+    found = choose(step, unplanned, limit, host_bytes, find_candidates(step, host_bytes, predictor))
     return replace(found, alternatives=beside)
 
 
@@ -189,11 +189,13 @@ def predictor_of(step: MeasuredStep) -> Predictor:
     return RankPredictor(step) if isinstance(step, RankStep) else Predictor(step)
 
 
-def find_candidates(step: MeasuredStep, host_bytes: int) -> tuple[list[Candidate], bool]:
+def find_candidates(
+    step: MeasuredStep, host_bytes: int, predictor: Predictor | None = None
+) -> tuple[list[Candidate], bool]:
     """Candidates, the fastest first, and whether they were solved for. They do not depend on a budget."""
     if isinstance(step, RankStep):
         return rank_candidates(step, host_bytes)
-    problem = Problem(step, host_bytes)
+    problem = Problem(step, host_bytes, predictor=predictor)
     return candidates(problem), problem.exact
 
 

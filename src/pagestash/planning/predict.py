@@ -36,12 +36,16 @@ def predict(profile: ProfiledStep, policy: Policy, *, base_bytes: int = 0) -> Pr
 
 
 class Predictor:
-    """Predicts many policies for one measured step."""
+    """Predicts many policies for one measured step, each once."""
 
     def __init__(self, step: MeasuredStep) -> None:
         self.step = step
-        self.count = 0
+        self._known: dict[object, Prediction] = {}
+
+    @property
+    def count(self) -> int:
         """Predictions so far."""
+        return len(self._known)
 
     @property
     def one(self) -> MeasuredStep:
@@ -49,8 +53,10 @@ class Predictor:
         return self.step
 
     def predict(self, rules: RuleTable) -> Prediction:
-        self.count += 1
-        return _Playing(self.step, rules).play()
+        key = frozenset(rules.rules.items()), rules.pool
+        if key not in self._known:
+            self._known[key] = _Playing(self.step, rules).play()
+        return self._known[key]
 
     def cost(self, rules: RuleTable) -> Cost:
         """The policy's sums, which are faster to find."""
@@ -96,8 +102,7 @@ class _Playing:
         plan.headroom = offloaded.headroom(held, pool.bytes)
         played = play(moves, plan, seconds, step.profile.link)
         host_bytes = offloaded.count(played, held)
-        memory = self._memory(held, spikes, pool.bytes)
-        total = [sum(sizes) for sizes in zip(*memory.values())]
+        memory, total = self._memory(held, spikes, pool.bytes)
         peak_at = max(range(step.count), key=total.__getitem__)
         waits = dict.fromkeys(range(step.count + 1), 0.0)
         for at, wait in played.waits:
@@ -207,10 +212,13 @@ class _Playing:
             lanes.add(move.put_at - 1, host=cost.put)
             lanes.add(move.asked_at[0], host=cost.get)
 
-    def _memory(self, held: HomeBytes, spikes: Sequence[Spike], pool: int) -> dict[str, Sequence[int]]:
-        """Device bytes in each segment, by what holds them."""
+    def _memory(
+        self, held: HomeBytes, spikes: Sequence[Spike], pool: int
+    ) -> tuple[dict[str, Sequence[int]], list[int]]:
+        """Device bytes in each segment, by what holds them, and their sums."""
         step, levels = self.step, held.levels()
-        levels["stash"] = [size + pool for size in levels["stash"]]
+        if pool:
+            levels["stash"] = [size + pool for size in levels["stash"]]
         total = [step.base_bytes + sum(sizes) for sizes in zip(step.extra, *levels.values())]
         for at, beside, most, back in spikes:
             spike = total[at] - step.extra[at] + beside - back + most
@@ -220,4 +228,4 @@ class _Playing:
         memory: dict[str, Sequence[int]] = {"base": [step.base_bytes] * step.count, "other": step.extra}
         for home in HOMES:
             memory[home] = levels[home]
-        return memory
+        return memory, total

@@ -24,9 +24,7 @@ from itertools import product
 
 from pagestash.planning.layers import Group, Unit
 from pagestash.planning.lifetimes import MeasuredStep
-from pagestash.planning.predict import Predictor
-from pagestash.planning.prediction import RuleTable
-from pagestash.policy import PoolConfig
+from pagestash.planning.prediction import Prediction
 
 Counts = tuple[tuple[int, ...], ...]
 """For each group, how many of its units take each of its choices."""
@@ -71,8 +69,14 @@ class Program:
     """The linear model of a step and its groups."""
 
     def __init__(
-        self, step: MeasuredStep, groups: Sequence[Group], host_bytes: int, others: Callable[[str], int]
+        self,
+        step: MeasuredStep,
+        groups: Sequence[Group],
+        host_bytes: int,
+        others: Callable[[str], int],
+        plain: Prediction,
     ) -> None:
+        """`plain`: the step without a policy."""
         self.step, self.groups, self.host_bytes = step, groups, host_bytes
         self.in_flight = others
         self.exact = True
@@ -82,7 +86,6 @@ class Program:
         self.others = [sum(map(others, names)) / len(names) for names in map(_names, self.groups)]
         if any(self.others):  # copies both ways have the whole of a forward and a backward
             self.forward = self.backward = self.forward + self.backward
-        plain = Predictor(step).predict(RuleTable({}, PoolConfig()))
         self._total = [sum(sizes) for sizes in zip(*plain.memory.values())]
         self.moments = self._moments()
         self.far = [sum(self._is_far(unit, group) for unit in group.units) for group in self.groups]

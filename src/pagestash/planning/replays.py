@@ -124,6 +124,7 @@ class Replays:
             if self._homes[storage] == "recompute":
                 held.add("recompute", life.saved_at, life.last_saved_at, life.bytes)
             held.add("recompute", replay.first, max(replay.first, replay.ends[storage]), life.bytes)
+        held.add("recompute", replay.first, replay.first, self._step.permuted.get(replay.region.name, 0))
         back = sum(life.bytes for life in lives)
         return Spike(replay.first, self._beside(replay.first, lives), self._most(replay, back), back)
 

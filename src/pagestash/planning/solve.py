@@ -202,15 +202,19 @@ def _mixed(problem: Problem, each: int) -> Iterator[Assignment]:
     mixed = {unit.name for group in problem.groups if group.mixes for unit in group.units}
     order = sorted(mixed, key=lambda name: (step.span(name) or (0, 0))[0])
     places = {name: number for number, name in enumerate(order)}
-    inner = [{unit.inner(region) for region in unit.regions} for unit in problem.units]
+    # (Of layers of another group, which may lack a region, or a home for it.)
+    can = [
+        {(unit.inner(region), home) for region in unit.regions for home in region.homes}
+        for unit in problem.units
+    ]
     for first, second, count in likely_pairs(main.mixes, len(order), step, each):
         chosen = [
             first if places.get(unit.name, 0) < count else second if unit.name in places else ()
             for unit in problem.units
         ]
         yield tuple(
-            tuple(item for item in choice if item[0] in names) if unit.name in places else ()
-            for unit, choice, names in zip(problem.units, chosen, inner)
+            tuple(item for item in choice if item[:2] in own) if unit.name in places else ()
+            for unit, choice, own in zip(problem.units, chosen, can)
         )
 
 
@@ -225,7 +229,11 @@ def _by_counts(problem: Problem) -> Iterator[Counts]:
         for g in groups
     ]
     yield uniform(groups, still)
-    program = Program(problem.step, groups, problem.host_bytes, problem.others)
+    own = problem.predictor
+    if own is None or own.step is not problem.step:
+        own = Predictor(problem.step)
+    plain = own.predict(RuleTable({}, PoolConfig()))
+    program = Program(problem.step, groups, problem.host_bytes, problem.others, plain)
     least = program.least()
     yield least
     low, high = program.level(least), program.level(uniform(groups, [0] * len(groups)))

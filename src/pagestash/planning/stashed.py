@@ -39,6 +39,7 @@ class Stashed:
             if self._homes[storage] == "stash":
                 held.add("stash", life.saved_at, life.last_saved_at, life.bytes)
             held.add("stash", first, last, life.bytes)
+            held.add("stash", first, first, self._step.permuted.get(life.path[-1], 0))
             pages[life.last_saved_at] += -(-size // page)
             pages[last + 1] -= -(-size // page)
         return took, self._pool_size(max(accumulate(pages)))

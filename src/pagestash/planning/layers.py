@@ -293,10 +293,12 @@ def _most(known: dict[Choice, Cost], choice: Choice) -> int:
 def _unbeaten(order: Sequence[Choice], known: dict[Choice, Cost], measures: int) -> list[Choice]:
     """Choices that no earlier one beats in the first so many measures."""
     front: list[Choice] = []
+    before: list[tuple[float, ...]] = []
     for choice in order:
         own = known[choice][:measures]
-        if not any(all(map(le, known[other][:measures], own)) for other in front):
+        if not any(all(map(le, other, own)) for other in before):
             front.append(choice)
+            before.append(own)
     return front
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pagestash.planning.budget import describe
 from pagestash.planning.plot import draw_curve, draw_memory
-from pagestash.planning.prediction import Prediction
+from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.policy import HomeName, Policy, Rule
-from pagestash.profiling.assign import rule_of
+from pagestash.profiling.assign import assign, rule_of
 from pagestash.profiling.picture import write
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import Region, SavedTensor
@@ -231,13 +231,14 @@ def number_ranges(numbers: Sequence[int]) -> str:
 def rows_of(policy: Policy, profile: ProfiledStep, scale: float) -> list[PlanRow]:
     """What each rule of the policy is for."""
     moved: dict[Rule, int] = {}
-    for tensor, home in zip(profile.tensors, profile.homes(policy)):
-        rule, _ = rule_of(policy, tensor.path)
+    table = RuleTable.of(policy, profile.regions)
+    for tensor, home in zip(profile.tensors, assign(table, profile.tensors, profile.regions)):
+        rule, _ = rule_of(table, tensor.path)
         if rule is not None and rule.home == home:
             moved[rule] = moved.get(rule, 0) + tensor.counted
     rows = []
     for rule in policy.rules:
-        regions = [region for region in profile.regions if region.name and rule.matches(region.name)]
+        regions = [region for region in profile.regions if table.rule_for(region.name) is rule]
         size, seconds = moved.get(rule, 0), 0.0
         if rule.home == "recompute":  # its output, too, which another region saves
             size = sum(region.homes["recompute"].saved_bytes for region in regions)

@@ -222,6 +222,31 @@ class Rank:
         losses = [step(**given).clone() for _ in range(2)]
         return {"losses": losses, "weights": local(dict(model.named_parameters())), "reruns": step.reruns}
 
+    def chosen_rows(self):
+        """Steps of which a keeper chooses how many rows are expected, and a step of that number given."""
+        model, given = self.load("shared")
+        run(model, given)  # a call before must not hide from the keeper what comes
+        found = {}
+        for expected in ("auto", "fixed"):
+            rows = found["rows"] if expected == "fixed" else "auto"
+            report = pagestash.hf.expert_parallel(model, max_tokens=TOKENS, expected_rows=rows)
+            policy = ps.Policy([ps.Rule("**.experts", "stash", min_bytes=0)], ps.PoolConfig(page=256))
+            keeper = ps.Keeper(policy).attach(model)
+            for _ in range(3):
+                with keeper.step():
+                    step = run(model, given)
+                found.setdefault("first", whole(step))
+            found[expected] = local(step)
+            chosen = keeper.stats().expected_rows
+            if expected == "auto":
+                found |= {"last": whole(step), "rows": chosen.rows, "head": chosen.head_bytes}
+            else:
+                assert chosen is None
+            keeper.detach()
+            report.undo()
+            assert not hasattr(model.model.layers[0].mlp.experts, "received_rows")
+        return found
+
     def other_implementation(self):
         model, given = self.load("shared", "grouped_mm")
         found = whole(run(model, given))
@@ -317,7 +342,14 @@ def work(number, folder):
                     found["own", room] = me.own(room)
                 found["policies"] = me.policies({"max_tokens": TOKENS})
                 found["policies exact"] = me.policies()
-                for name in ("short", "other_implementation", "without_gradients", "refused", "biases"):
+                for name in (
+                    "short",
+                    "other_implementation",
+                    "without_gradients",
+                    "refused",
+                    "biases",
+                    "chosen_rows",
+                ):
                     found[name] = getattr(me, name)()
                 found["steps"] = me.steps()
                 found["steps short"] = me.steps(pair_capacity=3)
@@ -417,6 +449,18 @@ def test_the_valid_rows_of_all_ranks_are_stashed_and_no_weights(ranks, kind):
     bytes_of_rows = rows * (WIDTH + 2 * INNER) * 4
     found = sum(rank[kind]["stashed stats"].homes["stash"].peak for rank in ranks)
     assert bytes_of_rows <= found < bytes_of_rows + 20 * (rows + slots)  # and their indices
+
+
+@dispatched
+def test_a_keeper_chooses_how_many_rows_to_expect_and_they_give_what_one_process_gives(ranks):
+    wanted = alone()
+    for rank in ranks:
+        found = rank["chosen_rows"]
+        assert found["rows"] > 0
+        assert found["head"] == 2 * found["rows"] * (WIDTH + 2 * INNER) * 4  # of two layers
+        assert same(found["auto"], found["fixed"])
+        check(found["first"], wanted)
+        check(found["last"], wanted)
 
 
 @dispatched
@@ -539,6 +583,8 @@ def test_a_model_that_is_not_divided_is_refused_by_name():
     [
         ({"max_tokens": 0}, "max_tokens=0: expected at least 1"),
         ({"max_tokens": 8, "pair_capacity": 0}, "pair_capacity=0: expected at least 1"),
+        ({"max_tokens": 8, "expected_rows": -1}, "expected_rows=-1: expected 0 or more, or 'auto'"),
+        ({"max_tokens": 8, "expected_rows": "all"}, "expected_rows='all': expected 0 or more, or 'auto'"),
     ],
 )
 def test_rooms_without_room_are_refused(options, says):

@@ -120,6 +120,7 @@ class Experts(SelfSaving):
         fc1, act, _ = self._parts
         by_fc1, by_act = self._ruled_by(fc1), self._ruled_by(act)
         activation, half = self.config.activation, self.backward_half
+        counted = None if self.dispatch is None else self.received_rows
         last = self._last_options
         if (
             last is not None
@@ -127,6 +128,7 @@ class Experts(SelfSaving):
             and last.h.recompute is by_act.recomputes
             and last.half is half
             and last.activation is activation
+            and last.counted is counted
             and by_fc1.pool is None
             and by_act.pool is None
         ):
@@ -140,7 +142,7 @@ class Experts(SelfSaving):
             h=Saving(module=act, pool=by_act.pool, account=by_act.account, recompute=by_act.recomputes),
             needs_backward=needs_backward,
             half=half,
-            counted=self.received_rows if self.dispatch is not None else None,
+            counted=counted,
         )
         # Not with a pool: that must be free to go when its keeper does.
         self._last_options = options if by_fc1.pool is None and by_act.pool is None else None

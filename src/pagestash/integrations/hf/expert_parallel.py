@@ -14,7 +14,7 @@ import importlib
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from pagestash.kernels.moe.rows import ALIGNMENT, padded_rows
 from pagestash.moe.experts import Experts
 from pagestash.moe.parallel.alltoall import AllToAll
 from pagestash.saved.names import plain_names
+from pagestash.saved.received_rows import ReceivedRows
 from pagestash.saved.streams import capturing
 from pagestash.step.guard import StepOverflowed
 
@@ -40,7 +41,7 @@ class Room:
 
     max_tokens: int
     pair_capacity: int | None
-    expected_rows: int
+    expected_rows: int | Literal["auto"]
 
 
 class DispatchStyle:
@@ -154,7 +155,11 @@ class OverCapacity(StepOverflowed):
 
 
 def expert_parallel(
-    model: nn.Module, *, max_tokens: int, pair_capacity: int | None = None, expected_rows: int = 0
+    model: nn.Module,
+    *,
+    max_tokens: int,
+    pair_capacity: int | None = None,
+    expected_rows: int | Literal["auto"] = 0,
 ) -> Report:
     """Give the expert-parallel layers of `model` buffers of static shape, so that no layer waits for the host.
 
@@ -164,7 +169,8 @@ def expert_parallel(
         pagestash.hf.expert_parallel(model, max_tokens=8192)      # on every rank, with the same numbers
 
     `max_tokens` is the most tokens of a batch on any rank. `pair_capacity` is how many rows travel between every
-    two ranks in a layer, whatever was chosen; None: twice an even load. `expected_rows`: see `MoEConfig`.
+    two ranks in a layer, whatever was chosen; None: twice an even load. `expected_rows`: see `MoEConfig`; with
+    "auto" a keeper that is attached afterwards chooses the number, as it does for `pagestash.moe`.
 
     If a rank has more rows for another than that, `GraphedStep` grows the buffers of all ranks and runs the batch
     again. In any other loop the model's forward raises `OverCapacity` on all ranks, before backward; the buffers
@@ -174,8 +180,8 @@ def expert_parallel(
         raise ValueError(f"max_tokens={max_tokens}: expected at least 1")
     if pair_capacity is not None and pair_capacity < 1:
         raise ValueError(f"pair_capacity={pair_capacity}: expected at least 1 row")
-    if isinstance(expected_rows, str):
-        raise ValueError(f"expected_rows={expected_rows!r}: expected a number of rows")
+    if expected_rows != "auto" and (isinstance(expected_rows, str) or expected_rows < 0):
+        raise ValueError(f"expected_rows={expected_rows!r}: expected 0 or more, or 'auto'")
     layers = [(name, module) for name, module in plain_names(model) if _forward_of(module) is not None]
     if not layers:
         raise ValueError(
@@ -208,6 +214,9 @@ def _forward_of(module: nn.Module) -> DispatchedForward | None:
 def _bound(module: Any, runs: Experts, room: Room) -> None:
     """Make `module` one whose capacity `GraphedStep` watches and grows."""
     module.forward.room, runs.dispatch = room, None
+    if room.expected_rows == "auto":
+        # A keeper asks the modules of the model for it.
+        module.received_rows = runs.received_rows = ReceivedRows()
     module.register_buffer("over_capacity", runs.over_capacity, persistent=False)
     module.grow_capacity, module.clear_over_capacity = runs.grow_capacity, runs.clear_over_capacity
 
@@ -215,7 +224,8 @@ def _bound(module: Any, runs: Experts, room: Room) -> None:
 def _unbound(module: Any) -> None:
     runs = runs_of(module)
     assert runs is not None
-    module.forward.room = runs.dispatch = None
+    module.forward.room = runs.dispatch = runs.received_rows = None
+    module.__dict__.pop("received_rows", None)
     del module.over_capacity, module.grow_capacity, module.clear_over_capacity
 
 

@@ -3,9 +3,9 @@
 import contextlib
 import io
 import re
+import shlex
 import sys
 import tomllib
-import types
 from functools import partial
 from pathlib import Path
 
@@ -200,6 +200,7 @@ def test_huggingface(monkeypatch):
     trl = pytest.importorskip("trl")
     monkeypatch.setattr(trl, "SFTConfig", partial(trl.SFTConfig, use_cpu=True))  # bf16 wants that said
     from datasets import Dataset
+    from support import frameworks
     from tokenizers import Tokenizer, models
 
     config = transformers.Qwen3MoeConfig(**TINY_QWEN)
@@ -218,11 +219,7 @@ def test_huggingface(monkeypatch):
         ),
         "batches": [batch] * 2,
     }
-    axolotl = types.ModuleType("axolotl.integrations.base")  # not installed; its classes of hooks
-    axolotl.BasePlugin = object
-    for name in ("axolotl", "axolotl.integrations", axolotl.__name__):
-        monkeypatch.setitem(sys.modules, name, axolotl)
-    monkeypatch.setattr(transformers.Trainer, "train", transformers.Trainer.train)  # one block writes over it
+    frameworks.install(monkeypatch)
     seen = []
 
     def begin(number, names):
@@ -237,23 +234,56 @@ def test_huggingface(monkeypatch):
     assert {each.part for each in names["report"].replaced} == {"lora"}
     assert names["model"](**batch).loss.isfinite()
 
-    plugin = names["Pagestash"]()
-    for way in ("axolotl", "Trainer.train"):
-        model = transformers.AutoModelForCausalLM.from_pretrained("tiny", experts_implementation="pagestash")
-        settings = transformers.TrainingArguments(
-            output_dir="out", max_steps=1, report_to=[], disable_tqdm=True
+
+def plugin_file(framework):
+    """The page's plugin for it, in a file of the present folder."""
+    (text,) = (text for _, text in blocks("docs/huggingface.md") if f"from {framework}" in text)
+    Path("pagestash_plugin.py").write_text(text)
+
+
+@pytest.mark.parametrize("framework", ["axolotl", "swift"])
+def test_huggingface_plugins(monkeypatch, capsys, framework):
+    """The files for axolotl and ms-swift, called as these call them; the losses are those of a run without."""
+    transformers = pytest.importorskip("transformers", minversion="5.7")
+    yaml = pytest.importorskip("yaml")
+    from support import frameworks
+
+    frameworks.install(monkeypatch)
+    monkeypatch.syspath_prepend(".")
+    monkeypatch.delitem(sys.modules, "pagestash_plugin", raising=False)
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**TINY_QWEN)).save_pretrained("tiny")
+    (_, policy), *_ = blocks("docs/huggingface.md", "toml")
+    Path("policy.toml").write_text(policy)
+    rows = [torch.randint(0, 64, (8,)) for _ in range(8)]
+
+    def load(experts="grouped_mm"):
+        return transformers.AutoModelForCausalLM.from_pretrained("tiny", experts_implementation=experts)
+
+    def create(kind, model):
+        args = transformers.TrainingArguments(
+            output_dir="out", max_steps=3, logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True
         )
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            if way == "axolotl":
-                plugin.post_model_load(None, model)
-            trainer = transformers.Trainer(model=model, args=settings, train_dataset=names["data"])
-            if way == "axolotl":
-                plugin.post_trainer_create(None, trainer)
-                names["train"](trainer)
-            else:
-                trainer.train()
-        assert "Qwen3MoeExperts: the expert block" in out.getvalue()
-        assert "training_step" in trainer.__dict__
+        data = [{"input_ids": row, "labels": row} for row in rows]
+        return kind(model=model, args=args, train_dataset=data)
+
+    def losses(trainer):
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    wanted = losses(create(transformers.Trainer, load()))
+    plugin_file(framework)
+    if framework == "axolotl":
+        ((_, text),) = blocks("docs/huggingface.md", "yaml")
+        trainer = frameworks.axolotl(yaml.safe_load(text), load, create)
+    else:
+        (text,) = (text for _, text in blocks("docs/huggingface.md", "bash") if text.startswith("swift sft"))
+        words = shlex.split(text.replace("\\\n", ""))[2:]
+        flags = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+        trainer = frameworks.swift(flags, load, create)
+    assert "2 × Qwen3MoeExperts: the expert block" in capsys.readouterr().out
+    assert "training_step" in trainer.__dict__
+    assert losses(trainer) == pytest.approx(wanted, rel=1e-4)
+    assert all("moe_act" in dict(layer.mlp.experts.named_children()) for layer in trainer.model.model.layers)
 
 
 TINY_QWEN = {

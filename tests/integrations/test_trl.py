@@ -213,3 +213,14 @@ def test_offloading_by_trl_is_refused(tmp_path, tokenizer):
     trainer.args.activation_offloading = True
     with pytest.raises(ValueError, match="set activation_offloading=False"):
         pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
+
+
+@pytest.mark.parametrize("kind", ["SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer"])
+def test_the_trainers_that_the_page_names_enter_the_context_that_wrap_replaces(kind):
+    import inspect
+
+    from pagestash.integrations.hf.trainer import CONTEXT
+
+    text = inspect.getsource(getattr(trl, kind))
+    assert f"self.{CONTEXT} = " in text
+    assert f"with self.{CONTEXT}:" in text

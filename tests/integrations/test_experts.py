@@ -176,6 +176,16 @@ def test_saved_are_the_tokens_the_weights_and_the_first_projection():
 
 
 @pytest.mark.parametrize("family", ["Qwen3-MoE", "gpt-oss"])
+def test_the_chosen_ids_are_saved_for_a_bias_alone(family):
+    experts = tiny(family, experts="pagestash", dtype=torch.bfloat16).model.layers[0].mlp.experts
+    x, ids, weights = given()
+    ids, saved = ids.contiguous(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        experts(x, ids, weights)
+    assert (ids.data_ptr() in saved) == experts.has_bias
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "gpt-oss"])
 def test_weights_in_bf16_give_the_bits_of_their_float32_copy(family):
     experts = tiny(family, experts="pagestash", dtype=torch.bfloat16).model.layers[0].mlp.experts
 

@@ -114,7 +114,8 @@ def routed_experts(
     the sake of `down`'s bias alone. `expected_rows` is for received rows.
     """
     # The kernels read both by choice, one after the other.
-    weights_TK, ids_TK = weights_TK.contiguous(), None if ids_TK is None else ids_TK.contiguous()
+    weights_TK = weights_TK.contiguous()
+    ids_TK = None if ids_TK is None or down.bias_EO is None else ids_TK.contiguous()
     capacity = routing.order.numel()
     expected = min(max(expected_rows, 0), capacity) if received else 0
     log = options.counted.log_on(x_TD.device) if options.counted and options.needs_backward else None

@@ -49,7 +49,8 @@ class CoreAttention(nn.Module):
         if not torch.compiler.is_compiling():
             shapes = query.shape, key.shape
             if not capturing():
-                self._without_mask = shapes if attention_mask is None else None
+                # (Not by setattr, which of a module takes microseconds.)
+                self.__dict__["_without_mask"] = shapes if attention_mask is None else None
             elif shapes == self._without_mask:
                 attention_mask = None
         return self.function(self._attention[0], query, key, value, attention_mask, **options)
@@ -147,5 +148,7 @@ class _Registry:
 
 
 def _through_core(function: Callable[..., Any], module: Any, *args: Any, **options: Any) -> Any:
-    module.core_attn.function = function
-    return module.core_attn(*args, **options)
+    core = module.core_attn
+    if core.function is not function:  # setting an attribute of a module takes microseconds
+        core.function = function
+    return core(*args, **options)

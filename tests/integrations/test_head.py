@@ -118,3 +118,11 @@ def test_a_second_derivative_is_refused():
     for gradient in (of_hidden, of_weight):
         with pytest.raises(RuntimeError, match="has no second derivative"):
             gradient.square().sum().backward(retain_graph=True)
+
+
+def test_labels_that_are_none_or_no_token_give_what_the_page_says(model):
+    ids = torch.randint(3, 96, (2, 11))
+    nothing = model(input_ids=ids, labels=torch.full_like(ids, -100)).loss
+    assert nothing == 0
+    nothing.backward()
+    assert model(input_ids=ids, labels=torch.full_like(ids, 96)).loss.isnan()

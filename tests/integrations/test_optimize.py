@@ -1,6 +1,7 @@
 """`optimize`: the model's own numbers from our kernels, one model at a time, and the way back."""
 
 import copy
+import importlib
 import pickle
 import re
 
@@ -10,7 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.7")
 
 from support.compare import error, same  # noqa: E402
-from tiny import FAMILIES, NEWER, ROUTED_OTHERWISE, batch, gradients, tiny  # noqa: E402
+from tiny import FAMILIES, NEWER, ROUTED_OTHERWISE, as_it_is, batch, gradients, tiny  # noqa: E402
 
 import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
@@ -125,11 +126,15 @@ def test_a_layer_that_hides_its_choice_is_reported():
 
 
 def test_undo_gives_back_the_bits_and_the_instances():
-    model = tiny("Qwen3-MoE")
+    model = tiny("Qwen3-MoE", experts="pagestash")
     output, before = run(model)
+    modules, bits = as_it_is(model)
     report = pagestash.hf.optimize(model)
+    assert as_it_is(model)[0] != modules
     report.undo()
     report.undo()
+    assert as_it_is(model)[0] == modules
+    assert same(as_it_is(model)[1], bits)
     assert not any("forward" in module.__dict__ for module in model.modules())
     assert "core_attn" not in {name.rpartition(".")[2] for name, _ in model.named_modules()}
     after, found = run(model)
@@ -398,6 +403,42 @@ def test_a_policy_changes_no_bit(rules):
     assert any(keeper.stats().homes[home].peak for _, home in rules)
 
 
+LAYERS, ATTENTION = "model.layers.*", "model.layers.*.self_attn"
+RECOMPUTED = [
+    *((family, LAYERS) for family in (*FAMILIES, *NEWER) if family != "Gemma4"),
+    *((family, ATTENTION) for family in (*FAMILIES, *NEWER) if family not in ("Gemma4", "Nemotron-H")),
+    ("Gemma4", "model.layers.*.self_attn.core_attn"),
+]
+
+
+def recomputing(model, match):
+    rules = [ps.Rule(each, "recompute", min_bytes=0) for each in (match, "**.moe_act")]
+    return ps.Keeper(ps.Policy(rules)).attach(model)
+
+
+@pytest.mark.parametrize(("family", "match"), RECOMPUTED)
+def test_recomputing_changes_no_bit_of_any_family(family, match):
+    model = tiny(family, experts="pagestash")
+    pagestash.hf.optimize(model)
+    wanted = run(model)
+    keeper = recomputing(model, match)
+    for _ in range(2):
+        with keeper.step():
+            got = run(model)
+        assert same((got[0].loss, got[1]), (wanted[0].loss, wanted[1]))
+    assert keeper.stats().homes["recompute"].peak > 0
+
+
+@pytest.mark.parametrize("match", [LAYERS, ATTENTION])
+def test_attention_that_hands_keys_on_to_other_layers_is_not_recomputed(match):
+    """Gemma-4's writes them to a dict that all layers get."""
+    model = tiny("Gemma4", experts="pagestash")
+    pagestash.hf.optimize(model)
+    keeper = recomputing(model, match)
+    with pytest.raises(RuntimeError, match="changes its argument a UserDict"), keeper.step():
+        run(model)
+
+
 @pytest.mark.parametrize("home", ["stash", "offload", "recompute"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_the_core_of_attention_has_a_name_and_any_home(implementation, home):
@@ -546,10 +587,51 @@ def test_a_model_without_experts_to_run_is_told_so():
     assert ("experts", "(the model)", said) in {(each.part, each.name, each.why) for each in report.left}
 
 
-@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), torch.nn.Sequential()])
+@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), torch.nn.Sequential(), "Qwen/Qwen3-30B-A3B"])
 def test_a_model_that_is_not_of_transformers_is_refused_by_name(model):
+    before = as_it_is(model) if isinstance(model, torch.nn.Module) else None
     with pytest.raises(ValueError, match=rf"{type(model).__name__} is no model of transformers"):
         pagestash.hf.optimize(model)
+    if before is not None:
+        assert as_it_is(model)[0] == before[0]
+
+
+def test_experts_that_transformers_runs_by_itself_are_named_with_what_they_are():
+    """As gpt-oss's in mxfp4: another class, that asks no registry, with packed weights."""
+
+    class Mxfp4Experts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down_proj = torch.nn.Parameter(torch.zeros(4, 32, 1, 16, dtype=torch.uint8), False)
+
+    model = tiny("gpt-oss", experts="pagestash")
+    for layer in model.model.layers:
+        layer.mlp.experts = Mxfp4Experts()
+    left = [each for each in pagestash.hf.optimize(model).left if each.part == "experts"]
+    assert [(each.name, each.kind) for each in left] == [
+        (f"model.layers.{number}.mlp.experts", "Mxfp4Experts") for number in range(2)
+    ]
+    said = "its weights are quantised (torch.uint8), and transformers lets no other implementation run it"
+    assert {each.why for each in left} == {said}
+
+
+@pytest.mark.parametrize("fails", ["norms", "attention", "head"])
+def test_what_fails_half_way_leaves_the_model_as_it_was(monkeypatch, fails):
+    model = tiny("Qwen3-MoE", experts="pagestash")
+    run(model)
+    before = as_it_is(model)
+
+    def broken(*_, **__):
+        raise RuntimeError("half way")
+
+    monkeypatch.setattr(
+        importlib.import_module("pagestash.integrations.hf.optimize"),
+        {"norms": "replace_norms", "attention": "replace_attention", "head": "replace_head"}[fails],
+        broken,
+    )
+    with pytest.raises(RuntimeError, match="half way"):
+        pagestash.hf.optimize(model)
+    assert as_it_is(model)[0] == before[0]
 
 
 def test_the_report_can_be_read():

@@ -7,7 +7,7 @@ transformers = pytest.importorskip("transformers", minversion="5.7")
 pytest.importorskip("accelerate")
 
 from support.compare import same  # noqa: E402
-from tiny import tiny  # noqa: E402
+from tiny import as_it_is, tiny  # noqa: E402
 
 import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
@@ -30,7 +30,11 @@ RULES = [
 def data(count=16):
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randint(3, 96, (11,), generator=generator) for _ in range(count)]
-    return [{"input_ids": row, "labels": row} for row in rows]
+    # Microbatches of one update with different numbers of labels: their losses are no means of their own.
+    return [
+        {"input_ids": row, "labels": torch.where(torch.arange(11) < number % 9, -100, row)}
+        for number, row in enumerate(rows)
+    ]
 
 
 def trainer_of(model, folder, kind=None, **settings):
@@ -191,22 +195,49 @@ def hooks(model):
 
 
 def refused(trainer, rules, said):
-    before = set(trainer.__dict__), hooks(trainer.model)
+    before, (modules, bits) = set(trainer.__dict__), as_it_is(trainer.model)
     with pytest.raises(ValueError, match=said):
         pagestash.hf.wrap(trainer, ps.Policy(rules=rules))
-    assert (set(trainer.__dict__), hooks(trainer.model)) == before
+    assert set(trainer.__dict__) == before
+    after = as_it_is(trainer.model)
+    assert after[0] == modules
+    assert same(after[1], bits)
 
 
-def test_a_policy_that_matches_nothing_is_refused(tmp_path):
-    refused(trainer_of(model_of(), tmp_path), [ps.Rule("layers.*.moe", "stash")], "matches no region")
+@pytest.mark.parametrize("others", [[], RULES], ids=["alone", "beside others"])
+def test_a_policy_that_matches_nothing_is_refused(tmp_path, others):
+    rules = [*others, ps.Rule("layers.*.moe", "stash")]
+    refused(trainer_of(model_of(), tmp_path), rules, "'layers.*.moe' matches no region")
+
+
+def test_a_rule_that_a_module_refuses_leaves_the_others_off(tmp_path):
+    """Rows of other ranks cannot be recomputed; the rule before it must not have taken effect."""
+    model = model_of()
+    experts = model.model.layers[1].mlp.experts
+    inner = experts.forward
+
+    def forward(*arguments):
+        return inner(*arguments)
+
+    forward.wired = True  # as the forward of experts that are divided among ranks
+    experts.forward = forward
+    rules = [
+        ps.Rule("**.moe_act", "recompute", min_bytes=0),
+        ps.Rule("**.self_attn", "offload", min_bytes=0),
+        ps.Rule("model.layers.*.mlp.experts.expert_fc1", "recompute", min_bytes=0),
+    ]
+    before = as_it_is(model)
+    with pytest.raises(ValueError, match="its input came from other ranks"):
+        ps.Keeper(ps.Policy(rules)).attach(model)
+    after = as_it_is(model)
+    assert after[0] == before[0]
+    assert same(after[1], before[1])
 
 
 def test_a_trainer_that_makes_another_model_is_refused(tmp_path):
-    model = model_of()
-    trainer = trainer_of(model, tmp_path)
+    trainer = trainer_of(model_of(), tmp_path)
     trainer.model_init = model_of
-    with pytest.raises(ValueError, match="model_init= makes another model"):
-        pagestash.hf.wrap(trainer, ps.Policy([ps.Rule("model.layers.*.mlp", "recompute")]))
+    refused(trainer, RULES, "model_init= makes another model")
 
 
 def test_experts_that_another_library_has_taken_are_refused(tmp_path):
@@ -227,6 +258,43 @@ def test_wrapping_twice_is_refused(tmp_path):
     pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
     with pytest.raises(ValueError, match="wrapped already"):
         pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
+
+
+def test_what_is_no_policy_is_refused_by_name(tmp_path):
+    trainer = trainer_of(model_of(), tmp_path)
+    with pytest.raises(TypeError, match=r"expected a Policy, a Keeper or the file of a policy, got dict"):
+        pagestash.hf.wrap(trainer, {"rule": []})
+    with pytest.raises(ValueError, match=r"none\.toml: No such file"):
+        pagestash.hf.wrap(trainer, tmp_path / "none.toml")
+    assert "training_step" not in trainer.__dict__
+
+
+def test_two_models_in_one_process_have_policies_of_their_own():
+    def step(model):
+        model.zero_grad()
+        rows = torch.stack([row["input_ids"] for row in data(2)])
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        return {"loss": loss.detach()} | {name: each.grad.clone() for name, each in model.named_parameters()}
+
+    homes = ("recompute", "offload", None)
+    models = [tiny("Qwen3-MoE", experts="pagestash") for _ in homes]
+    for model in models[:2]:
+        pagestash.hf.optimize(model)
+    wanted = [step(model) for model in models]
+    keepers = [
+        ps.Keeper(ps.Policy([ps.Rule("model.layers.*", home, min_bytes=0, **more)])).attach(model)
+        for model, home, more in zip(models, homes, ({}, {"prefetch_bytes": 0}))
+    ]
+    for _ in range(3):
+        for model, keeper, before in zip(models, keepers, wanted):
+            with keeper.step():
+                assert same(step(model), before)
+        assert same(step(models[2]), wanted[2])
+    for keeper, home in zip(keepers, homes):
+        peaks = {name: stats.peak for name, stats in keeper.stats().homes.items()}
+        assert peaks.pop(home) > 0
+        assert not any(peaks[each] for each in ("recompute", "offload", "stash") if each in peaks)
 
 
 def test_only_trainers_of_transformers_are_wrapped():

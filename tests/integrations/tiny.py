@@ -164,3 +164,22 @@ def batch(tokens=11, sequences=2):
 
 def gradients(model):
     return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+def as_it_is(model):
+    """All that a refusal must leave alone: modules, what hangs on them, attributes, parameters and their bits."""
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_state_dict_hooks")
+    modules = [
+        (
+            name,
+            type(module),
+            sorted(set(module.__dict__) - {"_pagestash_experts"}),  # which any call makes
+            [list(getattr(module, each)) for each in hooks],
+            module.__dict__.get("forward"),
+            getattr(module, "recomputes", None),
+            getattr(module, "pool", None),
+        )
+        for name, module in model.named_modules()
+    ]
+    bits = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return modules, bits

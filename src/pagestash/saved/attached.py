@@ -58,16 +58,22 @@ class Attached:
         for name, _, rule in found:
             _refuse_checkpointed(names, name, rule)
         _warn_of_ignored_experts(model)
+        own = [
+            module
+            for name, module, rule in found
+            if rule.home == "recompute"
+            and hasattr(module, "use_recompute")
+            and not self._made_with(prefixes(name))
+        ]
+        _let_recompute(own)  # before all else: a module may refuse
+        self._own_recompute += own
         self.models.append(model)
+        asked = {id(module) for module in own}
         module: Any
         for name, module, rule in found:
             self._saved.names[module] = name
-            above = prefixes(name)
-            path = [model, *(names[each] for each in above), module]
-            if rule.home == "recompute" and hasattr(module, "use_recompute") and not self._made_with(above):
-                self._own_recompute.append(module)
-                module.use_recompute(True)
-            else:
+            if id(module) not in asked:
+                path = [model, *(names[each] for each in prefixes(name)), module]
                 compile_anew(path[:-1])
                 self._regions.add(name, path, rule)
             # (A module that writes pages by itself writes its values as they are, unless it says otherwise.)
@@ -163,6 +169,19 @@ class Attached:
         }
         values = (value for module in modules for value in buffers_of(module).values())
         return iter(dict.fromkeys(b for b in values if b is not None and id(b) not in passing))
+
+
+def _let_recompute(modules: Sequence[Any]) -> None:
+    """Tell modules that recompute by themselves to do so: all of them, or none if one refuses."""
+    told: list[Any] = []
+    try:
+        for module in modules:
+            module.use_recompute(True)
+            told.append(module)
+    except ValueError:
+        for module in told:
+            module.use_recompute(False)
+        raise
 
 
 def _refuse_checkpointed(names: dict[str, nn.Module], name: str, rule: Rule) -> None:

@@ -194,9 +194,12 @@ def name_experts(model: Any, modules: list[tuple[str, nn.Module]], report: Repor
     found = [(name, module) for name, module in modules if is_experts(module) or taken(module)]
     if not found and implementation(model) == NAME:
         # transformers takes the name for any model, and asks nobody where the class knows no registry.
-        report.leave(
-            "experts", "(the model)", model, "none of its modules lets another implementation run it"
-        )
+        others = [each for each in modules if type(each[1]).__name__.endswith("Experts")]
+        for name, module in others:
+            report.leave("experts", name, module, _why_nobody_asks(module))
+        if not others:
+            nobody_asks = "none of its modules lets another implementation run it"
+            report.leave("experts", "(the model)", model, nobody_asks)
     for name, module in found:
         chosen = implementation(module) or implementation(model)
         if chosen != NAME:
@@ -215,6 +218,13 @@ def name_experts(model: Any, modules: list[tuple[str, nn.Module]], report: Repor
             _add_parts(module)
             report.on_undo(partial(_remove_parts, module))
             report.replace("experts", name, module, "the expert block")
+
+
+def _why_nobody_asks(module: nn.Module) -> str:
+    """Why transformers has its own code, and nothing else, for what its name says are experts."""
+    packed = next((each.dtype for each in module.parameters() if not each.is_floating_point()), None)
+    quantised = "" if packed is None else f"its weights are quantised ({packed}), and "
+    return f"{quantised}transformers lets no other implementation run it"
 
 
 def _add_parts(module: Any) -> None:

@@ -70,8 +70,10 @@ def optimize(
     return report
 
 
-def transformers_model(model: nn.Module) -> Any:
+def transformers_model(model: Any) -> Any:
     """The outermost `PreTrainedModel` of `model`, which may be it; None if there is none."""
     from transformers import PreTrainedModel
 
+    if not isinstance(model, nn.Module):
+        return None
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)

@@ -45,6 +45,9 @@ def wrap(trainer: Any, policy: Policy | Keeper | str | Path) -> Keeper:
         raise ValueError("wrap: the trainer is wrapped already; unwrap(trainer, keeper) takes ours off")
     if isinstance(policy, str | Path):
         policy = Policy.load(policy)
+    if not isinstance(policy, Policy | Keeper):
+        kind = type(policy).__name__
+        raise TypeError(f"wrap: expected a Policy, a Keeper or the file of a policy, got {kind}")
     _refuse_settings(trainer)
     model: Any = trainer.model
     _refuse_taken_experts(model, trainer.args)

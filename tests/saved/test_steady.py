@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
 from pagestash.policy import Policy, Rule
@@ -173,6 +174,25 @@ def test_hooks_of_others_inside_are_left_in_place():
     assert top_saved_tensors_hooks(True) is None
 
 
+def test_hooks_of_others_around_see_as_little_as_in_the_first_step():
+    net, keeper = attached()
+    seen = []
+    for _ in range(4):
+        with saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
+            step(net, keeper)
+    assert not seen
+    assert top_saved_tensors_hooks(True) is None
+
+
+def test_a_model_that_is_called_in_backward_leaves_no_hooks_behind():
+    net, keeper = attached()
+    for _ in range(4):
+        with keeper.step():
+            x = torch.ones(4, WIDTH, requires_grad=True)
+            checkpoint(net, x, use_reentrant=True).backward()
+        assert top_saved_tensors_hooks(True) is None
+
+
 def test_another_keepers_step_around_stays_as_it_is():
     net, keeper = attached()
     other = ps.Keeper(Policy([Rule("2", "recompute")])).attach(net)
@@ -224,3 +244,21 @@ def test_detach_takes_the_hook_off():
     assert net._forward_pre_hooks
     keeper.detach()
     assert not net._forward_pre_hooks
+
+
+def test_another_model_is_another_kind():
+    net, keeper = attached()
+    for _ in range(3):
+        step(net, keeper)
+    keeper.detach()
+    keeper.reset_peaks()
+    other = Net()
+    other[0][1] = nn.ReLU(inplace=True)  # as many modules and parameters, but fewer bytes
+    keeper.attach(other)
+    step(other, keeper)
+    assert other.watched == [True]
+    peak = keeper.stats().homes["keep"].peak
+    keeper.detach()
+    alone = ps.Keeper(Policy(KEEP), check=True).attach(other)
+    step(other, alone)
+    assert peak == alone.stats().homes["keep"].peak

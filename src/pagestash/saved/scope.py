@@ -10,6 +10,7 @@ from pagestash.saved.region import Region, enter, frames, leave, set_frames
 from pagestash.saved.region_hooks import RegionHooks
 from pagestash.saved.streams import capturing
 from pagestash.torch_internals import (
+    backward_number,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
@@ -23,7 +24,7 @@ def step_scope(
     """Everything that is saved inside goes through `hooks` to `homes`, in the regions that `modules` opens.
 
     Yields a function that ends this early: the rest of the step is not watched. It does nothing and returns False
-    where others have opened hooks or regions around or inside.
+    where others have opened hooks or regions around or inside, and in a backward, which has hooks of its own.
     """
     modules.start()
     for home in homes:
@@ -33,11 +34,16 @@ def step_scope(
     root = Region(hooks, "", None, whole_step=True)
     enter(root)
     watched = True
+    alone = not outer and top_saved_tensors_hooks(True) is None
 
     def stop() -> bool:
         nonlocal watched
         ours = (hooks.pack, unpack)
-        if outer or frames() != (root,) or top_saved_tensors_hooks(True) != ours or capturing():
+        if not alone or frames() != (root,) or top_saved_tensors_hooks(True) != ours or capturing():
+            return False
+        if backward_number() != -1:
+            # A checkpointed forward that is run again. Autograd opens the hooks of its caller anew when it returns:
+            # closed here, they would never be closed there.
             return False
         pop_saved_tensors_hooks()
         leave(root)

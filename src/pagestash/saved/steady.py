@@ -81,9 +81,11 @@ class SteadySteps:
             )
 
     def remove(self) -> None:
+        """Look at no model any more, and forget what steps of these were like."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._known.clear()
 
     # --- a step ---
 

@@ -48,6 +48,7 @@ def row(name: str, devices: int, allowed: tuple[Allowed, ...]) -> dict[str, Any]
             microbatches=(size,),
             allowed=allowed,
             fixed={"tp": 1},
+            runners_up=0,
         )
         try:
             found = search(wanted)

@@ -17,7 +17,8 @@ from pagestash.simulation.framework import FRAMEWORKS, ParameterBytes
 from pagestash.simulation.homes import PolicyHomes
 from pagestash.simulation.layout import Layout
 from pagestash.simulation.memory import LayerMemory, RankPeak, StageMemory, pool_bytes, rank_peak
-from pagestash.simulation.parts import Layer, Part, Piece, Product, Shape, layers_of
+from pagestash.simulation.modules import layers_of
+from pagestash.simulation.parts import Layer, Part, Piece, Product, Shape
 
 GIB, MIB, GB = 2**30, 2**20, 10**9
 TIE = 0.002

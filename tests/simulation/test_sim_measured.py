@@ -16,7 +16,8 @@ from pagestash.simulation.cluster import load_cluster
 from pagestash.simulation.homes import PolicyHomes
 from pagestash.simulation.layout import Layout
 from pagestash.simulation.measured import measured, profiled_shape
-from pagestash.simulation.parts import Shape, layers_of
+from pagestash.simulation.modules import layers_of
+from pagestash.simulation.parts import Shape
 from pagestash.simulation.regions import check_policy, part_of, split
 from pagestash.simulation.seconds import Seconds
 

@@ -15,7 +15,8 @@ from pagestash.simulation.framework import FRAMEWORKS
 from pagestash.simulation.homes import MegatronHomes
 from pagestash.simulation.launches import GRAPHED, launches, tensors
 from pagestash.simulation.layout import Layout
-from pagestash.simulation.parts import Shape, layers_of, total_parameters
+from pagestash.simulation.modules import layers_of
+from pagestash.simulation.parts import Shape, total_parameters
 from pagestash.simulation.replay import replay
 from pagestash.simulation.result import simulate
 

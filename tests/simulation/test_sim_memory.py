@@ -15,7 +15,8 @@ from pagestash.simulation.framework import FRAMEWORKS, ParameterBytes
 from pagestash.simulation.homes import MegatronHomes, PolicyHomes
 from pagestash.simulation.layout import Layout
 from pagestash.simulation.memory import LayerMemory, StageMemory, rank_peak
-from pagestash.simulation.parts import Shape, layers_of
+from pagestash.simulation.modules import layers_of
+from pagestash.simulation.parts import Shape
 
 QWEN = preset("qwen3-30b-a3b", layers=8)
 

@@ -9,7 +9,8 @@ from pagestash.models.costs import layer_costs
 from pagestash.simulation.framework import FRAMEWORKS, framework
 from pagestash.simulation.layout import Layout
 from pagestash.simulation.model import from_huggingface, read_model
-from pagestash.simulation.parts import Shape, layers_of
+from pagestash.simulation.modules import layers_of
+from pagestash.simulation.parts import Shape
 
 QWEN = {
     "model_type": "qwen3_moe",

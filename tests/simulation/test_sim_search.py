@@ -10,16 +10,24 @@ from typer.testing import CliRunner
 
 from pagestash.cli import app
 from pagestash.models.config import preset
-from pagestash.policy import Policy
-from pagestash.simulation.build import Run, step_costs
+from pagestash.policy import Policy, Rule
+from pagestash.simulation.build import Known, Run, step_costs, with_microbatches
 from pagestash.simulation.choices import choices_of, joined, plan_homes
 from pagestash.simulation.cluster import read_cluster
 from pagestash.simulation.homes import PolicyHomes
 from pagestash.simulation.layout import Layout
-from pagestash.simulation.layouts import Bounded, Wanted, layouts, least_seconds, worth_planning
-from pagestash.simulation.parts import layers_of
-from pagestash.simulation.replay import replay
-from pagestash.simulation.search import RUNNERS_UP, search, try_layout
+from pagestash.simulation.layouts import (
+    RUNNERS_UP,
+    Bounded,
+    Wanted,
+    layouts,
+    least_seconds,
+    seconds_around,
+    worth_planning,
+)
+from pagestash.simulation.modules import layers_of
+from pagestash.simulation.replay import replay, replay_alone
+from pagestash.simulation.search import search, try_layout
 from pagestash.simulation.steady import step_seconds
 
 GIB = 1 << 30
@@ -146,6 +154,33 @@ def test_no_step_is_below_its_bound(layout, taken):
     assert replay(planned.costs).seconds >= own * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("match", ["layers.*.moe.moe_act", "layers.*.moe.**", "layers.*"])
+def test_a_rank_alone_takes_no_longer_than_the_step(layout, match):
+    costs = step_costs(replace(run(**layout), homes=PolicyHomes(Policy([Rule(match, "offload")]))))
+    assert max(rank.leaving_bytes for rank in costs.ranks) > 0
+    step = replay(costs).seconds
+    for rank in range(len(costs.ranks)):
+        assert replay_alone(costs, rank) + seconds_around(costs, rank) <= step * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_known_of_alike_layers_changes_no_cost(layout):
+    made = run(**layout)
+    known = Known(made)
+    for rules in ([], [Rule("layers.*.moe.moe_act", "offload")], [Rule("layers.{2-9}", "recompute")]):
+        again = replace(made, homes=PolicyHomes(Policy(rules)))
+        assert step_costs(again, known) == step_costs(again)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_costs_for_more_microbatches_replay_alike(layout):
+    made, longer = run(**layout), run(global_batch=256, **layout)
+    assert with_microbatches(step_costs(made), longer).tokens == step_costs(longer).tokens
+    changed = replay(with_microbatches(step_costs(made), longer))
+    assert changed.seconds == replay(step_costs(longer)).seconds
+
+
 def test_only_allowed_homes_are_chosen():
     made = run(**PIPED)
     assert choices_of(made, ()) == [()]
@@ -190,6 +225,15 @@ def test_the_best_fits_and_the_others_lack_something():
         assert found.lacks(other)
 
 
+def test_the_best_is_the_same_without_runners_up():
+    alone, found = (
+        search(wanted("h100:64", microbatches=(1,), runners_up=count)) for count in (0, RUNNERS_UP)
+    )
+    assert alone.others == ()
+    assert alone.best.seconds == found.best.seconds
+    assert alone.best.planned.policies == found.best.planned.policies
+
+
 def test_a_plan_for_a_cluster_is_printed_and_written(tmp_path):
     folder = tmp_path / "plan"
     words = ["--preset", "deepseek-v3", "--layers", "8", "--cluster", "h100:16", "--seq", "4096"]
@@ -203,6 +247,7 @@ def test_a_plan_for_a_cluster_is_printed_and_written(tmp_path):
         "--parallelism.expert_parallel_degree",
     ):
         assert text in done.output
+    assert done.stderr.startswith("layout 1 of at most ")
     policies = sorted(folder.glob("policy-rank*.toml"))
     assert policies
     for path in policies:

@@ -8,7 +8,8 @@ from pagestash.simulation.build import Run, step_costs
 from pagestash.simulation.cluster import load_cluster
 from pagestash.simulation.homes import PolicyHomes
 from pagestash.simulation.layout import Layout
-from pagestash.simulation.parts import Shape, layers_of
+from pagestash.simulation.modules import layers_of
+from pagestash.simulation.parts import Shape
 from pagestash.simulation.seconds import Seconds
 
 

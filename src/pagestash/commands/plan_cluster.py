@@ -1,6 +1,7 @@
 """`pagestash plan --cluster`: the layout and the policies for a model on a cluster."""
 
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def run(options: ClusterPlanOptions) -> int:
 def _run(options: ClusterPlanOptions) -> None:
     if options.out is not None and options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out {options.out}: expected a folder")
-    found = search(wanted_of(options))
+    found = search(wanted_of(options), progress=lambda line: print(line, file=sys.stderr, flush=True))
     print(report(found))
     if options.out is not None:
         write(found, options.out)

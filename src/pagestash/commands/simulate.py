@@ -20,7 +20,7 @@ from pagestash.simulation.homes import PolicyHomes
 from pagestash.simulation.layout import Layout
 from pagestash.simulation.measured import measured
 from pagestash.simulation.model import read_model
-from pagestash.simulation.parts import layers_of
+from pagestash.simulation.modules import layers_of
 from pagestash.simulation.regions import check_policy
 from pagestash.simulation.result import simulate
 from pagestash.simulation.trace import write_trace

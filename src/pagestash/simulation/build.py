@@ -1,8 +1,8 @@
 """`step_costs`: a model on a layout of a cluster, as the values that the replay reads."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 
 from pagestash.models.config import DecoderConfig
@@ -14,7 +14,7 @@ from pagestash.simulation.cluster import SAVED_BYTES, Cluster, Precision
 from pagestash.simulation.costs import Amount, LayerCosts, RankCosts, StageCosts, StaticBytes, StepCosts
 from pagestash.simulation.dispatch import DISPATCHERS, Dispatcher, dispatch_seconds
 from pagestash.simulation.framework import FRAMEWORKS, Framework, ParameterBytes
-from pagestash.simulation.homes import Homes, PolicyHomes
+from pagestash.simulation.homes import Homes, Placed, PolicyHomes
 from pagestash.simulation.launches import GRAPHED, HostSeconds, graphed_parts, host_seconds, step_launches
 from pagestash.simulation.layout import Layout, check_placement, place_evenly
 from pagestash.simulation.memory import (
@@ -26,7 +26,8 @@ from pagestash.simulation.memory import (
     static_bytes,
     step_bytes,
 )
-from pagestash.simulation.parts import Layer, Shape, layers_of
+from pagestash.simulation.modules import layers_of
+from pagestash.simulation.parts import Layer, Shape
 from pagestash.simulation.seconds import Seconds, repeated
 
 MOST_ACTIONS = 2_000_000
@@ -114,7 +115,35 @@ class Run:
         return list(self.placement)
 
 
-def step_costs(run: Run) -> StepCosts:
+class Known:
+    """Layers and ranks whose costs were found before, for runs that differ in homes and microbatches alone.
+
+    Layers with the same parts and the same homes are alike: they are costed once.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.layers = layers_of(run.shape)
+        self._numbers: dict[tuple[int, tuple[Placed, ...]], int] = {}
+        self._costs: dict[int, LayerCosts] = {}
+        self._ranks: dict[tuple[object, ...], RankCosts] = {}
+
+    def number(self, memory: LayerMemory) -> int:
+        """The same for layers that are alike. Parts stay alive with `layers`, so that they have their identity."""
+        return self._numbers.setdefault((id(memory.layer.parts), memory.placed), len(self._numbers))
+
+    def layer(self, memory: LayerMemory, made: Callable[[LayerMemory], LayerCosts]) -> LayerCosts:
+        number = self.number(memory)
+        if number not in self._costs:
+            self._costs[number] = made(memory)
+        return replace(self._costs[number], name=memory.layer.name)
+
+    def rank(self, key: tuple[object, ...], made: Callable[[], RankCosts]) -> RankCosts:
+        if key not in self._ranks:
+            self._ranks[key] = made()
+        return self._ranks[key]
+
+
+def step_costs(run: Run, known: Known | None = None) -> StepCosts:
     """Everything that the replay needs of one step of one pipeline group."""
     layout, microbatches, placed = run.layout, run.microbatches, run.placed
     if microbatches * layout.stages > MOST_ACTIONS:
@@ -122,10 +151,10 @@ def step_costs(run: Run) -> StepCosts:
             f"{microbatches} microbatches on {layout.stages} stages: expected at most {MOST_ACTIONS:,} in all"
         )
     found = _plans(layout.schedule, layout.pp, microbatches, layout.vpp)
-    layers = layers_of(run.shape)
-    stages = _split(layers, placed)
+    known = known or Known(run)
+    stages = _split(known.layers, placed)
     memory = [_stage_memory(run, index, own) for index, own in enumerate(stages)]
-    ranks = [_rank(run, rank, plan, stages, memory) for rank, plan in enumerate(found)]
+    ranks = [_known_rank(run, rank, plan, stages, memory, known) for rank, plan in enumerate(found)]
     shared = layout.tp * layout.cp * layout.dp * microbatches
     return StepCosts(
         schedule=layout.schedule,
@@ -135,7 +164,7 @@ def step_costs(run: Run) -> StepCosts:
         send_rate=run.cluster.send_rate(layout.stage_ranks),
         send_latency=run.cluster.node.latency,
         tokens=run.global_batch * run.sequence,
-        model_operations=3 * shared * sum(layer.operations for layer in layers),
+        model_operations=3 * shared * sum(layer.operations for layer in known.layers),
         devices=layout.devices,
         overlaps_dispatch=run.overlaps_dispatch,
         beside_compute=run.cluster.node.beside_compute,
@@ -143,6 +172,19 @@ def step_costs(run: Run) -> StepCosts:
         margin=run.framework.margin,
         waits_for_rows=run.framework.waits_for_rows and not run.capacity,
         memory_rate=run.cluster.memory_rate,
+    )
+
+
+def with_microbatches(costs: StepCosts, run: Run) -> StepCosts:
+    """The costs of a run that differs in its number of microbatches alone, but for what depends on the peak."""
+    layout, count = run.layout, run.microbatches
+    found = _plans(layout.schedule, layout.pp, count, layout.vpp)
+    return replace(
+        costs,
+        microbatches=count,
+        ranks=tuple(replace(rank, plan=plan) for rank, plan in zip(costs.ranks, found)),
+        tokens=run.global_batch * run.sequence,
+        model_operations=costs.model_operations * count / costs.microbatches,
     )
 
 
@@ -241,8 +283,26 @@ def _peak(run: Run, plan: Plan, stages: Sequence[Sequence[Layer]], memory: Seque
     )
 
 
+def _known_rank(
+    run: Run,
+    rank: int,
+    plan: Plan,
+    stages: Sequence[Sequence[Layer]],
+    memory: Sequence[StageMemory],
+    known: Known,
+) -> RankCosts:
+    layers = tuple(known.number(layer) for stage in plan.stages for layer in memory[stage].layers)
+    key = rank, run.microbatches, run.homes.pool, layers
+    return known.rank(key, lambda: _rank(run, rank, plan, stages, memory, known))
+
+
 def _rank(
-    run: Run, rank: int, plan: Plan, stages: Sequence[Sequence[Layer]], memory: Sequence[StageMemory]
+    run: Run,
+    rank: int,
+    plan: Plan,
+    stages: Sequence[Sequence[Layer]],
+    memory: Sequence[StageMemory],
+    known: Known,
 ) -> RankCosts:
     peak = _peak(run, plan, stages, memory)
     own = [layer for stage in plan.stages for layer in stages[stage]]
@@ -250,7 +310,7 @@ def _rank(
     outside = run.cluster.device.outside
     return RankCosts(
         rank=rank,
-        stages=tuple(_stage_costs(run, rank, stage, memory[stage]) for stage in plan.stages),
+        stages=tuple(_stage_costs(run, rank, stage, memory[stage], known) for stage in plan.stages),
         plan=plan,
         static=StaticBytes(
             weights=weights, gradients=gradients, optimizer=optimizer, pool=peak.pool, outside=outside
@@ -259,6 +319,7 @@ def _rank(
         peak_bytes=peak.total,
         device_bytes=peak.total + outside,
         host_bytes=peak.host,
+        leaving_bytes=peak.leaving,
         gradient_seconds=_gradient_seconds(run, own),
         optimizer_seconds=max(
             run.cluster.kernel_seconds(2 * optimizer + gradients + weights), _step_launch_seconds(run, own)
@@ -287,12 +348,12 @@ def _seconds(run: Run) -> Seconds:
     return Seconds(run.cluster, run.precision, run.layout.tp, run.layout.cp, run.factors)
 
 
-def _stage_costs(run: Run, rank: int, stage: int, memory: StageMemory) -> StageCosts:
+def _stage_costs(run: Run, rank: int, stage: int, memory: StageMemory, known: Known) -> StageCosts:
     last = stage == run.layout.stages - 1
     return StageCosts(
         stage=stage,
         rank=rank,
-        layers=tuple(_layer_costs(run, layer) for layer in memory.layers),
+        layers=tuple(known.layer(layer, partial(_layer_costs, run)) for layer in memory.layers),
         send_bytes=0 if last else run.shape.stream_bytes,
     )
 

@@ -11,6 +11,7 @@ every rank fits; the replay gives the time.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -18,7 +19,7 @@ from typing import Literal
 from pagestash.planning.result import number_ranges
 from pagestash.policy import Policy, PoolConfig, Rule
 from pagestash.saved.offload.plan import WINDOW
-from pagestash.simulation.build import Run, step_costs
+from pagestash.simulation.build import Known, Run, step_costs
 from pagestash.simulation.costs import LayerCosts, RankCosts, StepCosts
 from pagestash.simulation.homes import Placed, PolicyHomes
 from pagestash.simulation.parts import Layer
@@ -118,8 +119,19 @@ class HomePlanner:
 
     def __init__(self, run: Run, allowed: Sequence[Allowed] = BOTH) -> None:
         self.run, self.allowed = run, allowed
-        self.plain = step_costs(replace(run, homes=PolicyHomes(Policy())))
+        self._known = Known(run)
+        self.plain = step_costs(replace(run, homes=PolicyHomes(Policy())), self._known)
         self._layers = [_layers_of(rank) for rank in self.plain.ranks]
+
+    def limit(self, allowed: Sequence[Allowed]) -> "HomePlanner":
+        """The same planner with fewer homes; what it knows of layers and ranks is shared."""
+        choices = choices_of(self.run, allowed)
+        found = copy(self)
+        found.allowed = allowed
+        found._points = [  # noqa: SLF001 -- a copy of this one
+            [point for point in own if point.choice in choices] for own in self._points
+        ]
+        return found
 
     @cached_property
     def _points(self) -> list[list[_Point]]:
@@ -163,7 +175,8 @@ class HomePlanner:
         pairs = [_pair(own, room, host) for own in points]
         counts = [_count(pair, len(own), room) for pair, own in zip(pairs, layers)]
         while True:
-            costs = step_costs(replace(run, homes=ChosenHomes(_chosen(layers, pairs, counts))))
+            homes = ChosenHomes(_chosen(layers, pairs, counts))
+            costs = step_costs(replace(run, homes=homes), self._known)
             before = list(counts)
             for at, rank in enumerate(costs.ranks):
                 if rank.device_bytes <= room:
@@ -181,7 +194,7 @@ class HomePlanner:
             for own, pair, count in zip(layers, pairs, counts)
         ]
         made = _made(run, costs, policies, room, host)
-        return replace(made, run=replace(run, homes=ChosenHomes(_chosen(layers, pairs, counts))))
+        return replace(made, run=replace(run, homes=homes))
 
 
 def layer_costs(run: Run, choice: Choice = ()) -> StepCosts:

@@ -148,6 +148,8 @@ class RankCosts:
     """What the rank takes of the device: `peak_bytes` and what is outside torch."""
     host_bytes: int
     """Most on the host at one time: offloaded activations, host pages, offloaded optimizer state."""
+    leaving_bytes: float = 0.0
+    """What of a microbatch leaves for the host, on average."""
     gradient_seconds: float = 0.0
     """Of reducing gradients and gathering weights over data parallel ranks, once a step."""
     optimizer_seconds: float = 0.0
@@ -202,6 +204,11 @@ class StepCosts:
     def stages(self) -> tuple[StageCosts, ...]:
         """All stages in the order of the model."""
         return tuple(sorted((s for rank in self.ranks for s in rank.stages), key=lambda found: found.stage))
+
+    @property
+    def alike(self) -> int:
+        """Devices of a node that do what one device of a pipeline rank does."""
+        return max(1, min(self.devices // len(self.ranks), self.host.devices))
 
     @property
     def peak_bytes(self) -> int:

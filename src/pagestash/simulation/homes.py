@@ -19,8 +19,10 @@ class Placed:
     bytes: int
     routed: bool
     scope: str = ""
-    """The region of the rule: what is recomputed, offloaded or stashed together."""
+    """The rule's region within the layer, "" for the layer: what is recomputed, offloaded or stashed together."""
     maker: str = HELD
+    window: int | None = None
+    """Its rule's `prefetch_bytes`."""
 
 
 class Homes(Protocol):
@@ -78,10 +80,11 @@ class PolicyHomes:
             moved = round(rule.fraction * piece.bytes)
             if moved < piece.bytes:
                 yield Placed(part.name, "keep", piece.bytes - moved, part.routed)
-        yield Placed(part.name, home, moved, part.routed, scope, piece.maker)
+        window = rule.prefetch_bytes if home == "offload" and rule is not None else None
+        yield Placed(part.name, home, moved, part.routed, scope, piece.maker, window)
 
     def _rule(self, layer: str, region: str) -> tuple[Rule | None, str]:
-        """The rule of the innermost region, and that region."""
+        """The rule of the innermost region, and that region within the layer."""
         inner = "" if region in (RESIDUAL, layer) else region
         while True:
             name = f"{layer}.{inner}" if inner else layer
@@ -90,16 +93,12 @@ class PolicyHomes:
                 self._found[name] = next((rule for rule in rules if rule is not None), None)
             rule = self._found[name]
             if rule is not None:
-                return rule, name
+                return rule, inner
             if not inner:
                 return None, ""
             # The experts run these three in one node, and their rule is for all of it.
             fused = inner in ("moe.expert_fc1", "moe.moe_act", "moe.expert_fc2")
             inner = "moe.experts" if fused else inner.rpartition(".")[0]
-
-    def window_of(self, scope: str) -> int | None:
-        rule = self._found.get(scope)
-        return None if rule is None else rule.prefetch_bytes
 
 
 _RECOMPUTE = {
@@ -158,10 +157,10 @@ class MegatronHomes:
                 scope = ""
                 if piece.maker in self._dropped:
                     region = UP if piece.maker == KV_UP else piece.maker  # both projections are one region
-                    home, scope = "recompute", f"{layer.name}.{region}"
+                    home, scope = "recompute", region
                 elif part.name in self._moved:
-                    home, scope = "offload", f"{layer.name}.{part.name}"
+                    home, scope = "offload", part.name
                 elif self.stash and part.routed:
-                    home, scope = "stash", f"{layer.name}.{part.name}"
+                    home, scope = "stash", part.name
                 placed.append(Placed(part.name, home, piece.bytes, part.routed, scope, piece.maker))
         return placed

@@ -19,7 +19,8 @@ from pagestash.simulation.cluster import Cluster
 from pagestash.simulation.costs import LayerCosts, StepCosts
 from pagestash.simulation.layout import Layout
 from pagestash.simulation.memory import static_bytes
-from pagestash.simulation.parts import Layer, layers_of
+from pagestash.simulation.modules import layers_of
+from pagestash.simulation.parts import Layer
 
 VPP = (1, 2, 4, 8)
 MOST_TP, MOST_PP = 8, 16
@@ -27,6 +28,7 @@ LONG = 16_384
 """Tokens of a sequence from which on context parallelism is considered."""
 FRONTS = 2
 """A layout is planned for if fewer than so many others are better in all: bound, and both estimates of memory."""
+RUNNERS_UP = 5
 WHOLE = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B")
 """Schedules whose last action of a rank is a whole backward of its first stage."""
 
@@ -47,8 +49,8 @@ class Wanted:
     allowed: Sequence[Allowed] = BOTH
     fixed: dict[str, int] = field(default_factory=dict)
     """Degrees that are given: {"pp": 8}."""
-    refines: bool = True
-    """Whether the best layout's homes are looked for once more, among more candidates."""
+    runners_up: int = RUNNERS_UP
+    """Layouts to find beside the best."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,19 @@ def least_seconds(costs: StepCosts, microbatches: int, more: Sequence[float] = (
     if more:
         busy = [[*own, _Work(0.0, seconds)] for own, seconds in zip(busy, more)]
     return _bound(placed, firsts, busy, microbatches, costs.schedule in WHOLE)
+
+
+def seconds_around(costs: StepCosts, rank: int) -> float:
+    """The least of a step in which a rank's actions cannot run.
+
+    Those are forward and backward of the stages before its first, for one microbatch, and what follows: reduction
+    of gradients and optimizer, of the model's first stage if that has the last backward.
+    """
+    whole, first = costs.schedule in WHOLE, costs.ranks[rank].stages[0].stage
+    works = (_work(layer, costs) for stage in costs.stages[:first] for layer in stage.layers)
+    last = costs.ranks[0 if whole else rank]
+    end = last.gradient_seconds + last.optimizer_seconds
+    return end + sum(work.forward + (work.backward if whole else 0.0) for work in works)
 
 
 def _bound(

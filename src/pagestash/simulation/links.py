@@ -11,7 +11,8 @@ a copy moves at min(d or d2, N / n). Rates change whenever a copy begins or ends
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from pagestash.simulation.clock import Clock, Flag
@@ -29,76 +30,98 @@ class _Copy:
     rate: float = 0.0
 
 
+@dataclass(slots=True)
+class _Lane:
+    """The copies of one rank in one direction, that under way first."""
+
+    alike: int
+    """Devices of the node that copy when this rank does."""
+    out: bool
+    alone: float
+    """Its rate while the other direction is idle."""
+    both: float
+    copies: deque[_Copy] = field(default_factory=deque)
+    other: deque[_Copy] = field(default_factory=deque)
+    """The copies of its other direction."""
+    spans: list[tuple[float, float]] = field(default_factory=list)
+
+
 class NodeLinks:
     """The copies of one node. `alike` says how many of its devices do what a rank does."""
 
     def __init__(self, clock: Clock, rates: HostLink, alike: Mapping[int, int]) -> None:
         self._clock, self._rates, self._alike = clock, rates, alike
-        self._queues: dict[tuple[int, Way], deque[_Copy]] = {}
+        self._lanes: dict[tuple[int, Way], _Lane] = {}
         self._settled = 0.0
         self._version = 0
-        self.spans: dict[tuple[int, Way], list[tuple[float, float]]] = {}
-        """When each rank copied each way."""
 
     def of_rank(self, rank: int) -> Callable[[Way, float], Flag]:
         """`copy` for this rank."""
         return lambda way, size: self.copy(rank, way, size)
 
+    def spans(self, rank: int, way: Way) -> list[tuple[float, float]]:
+        """When the rank copied that way."""
+        lane = self._lanes.get((rank, way))
+        return [] if lane is None else lane.spans
+
     def copy(self, rank: int, way: Way, size: float) -> Flag:
         """Begin a copy after those that were begun before; the flag is set when it is over."""
-        queue = self._queues.setdefault((rank, way), deque())
+        lane = self._lanes.get((rank, way)) or self._new_lane(rank, way)
         copy = _Copy(size, Flag(), self._clock.now)
-        self._settle()
-        queue.append(copy)
-        if len(queue) == 1:
+        lane.copies.append(copy)
+        if len(lane.copies) == 1:
+            self._settle()
             self._share()
         return copy.over
+
+    def _new_lane(self, rank: int, way: Way) -> _Lane:
+        rates = self._rates
+        alone = rates.out if way == "out" else rates.back
+        lane = _Lane(self._alike.get(rank, 1), way == "out", alone, min(alone, rates.both))
+        other = self._lanes.get((rank, "back" if way == "out" else "out"))
+        if other is not None:
+            lane.other, other.other = other.copies, lane.copies
+        self._lanes[rank, way] = lane
+        return lane
 
     def _settle(self) -> None:
         """Count what was copied since the rates were last changed."""
         passed = self._clock.now - self._settled
         self._settled = self._clock.now
         if passed:
-            for queue in self._queues.values():
-                if queue:
-                    queue[0].left -= passed * queue[0].rate
+            for lane in self._lanes.values():
+                if lane.copies:
+                    lane.copies[0].left -= passed * lane.copies[0].rate
 
     def _share(self) -> None:
         """Give every copy that is under way its rate, and find the next to end."""
-        rates = self._rates
+        out = back = 0
+        busy = [lane for lane in self._lanes.values() if lane.copies]
+        for lane in busy:
+            if lane.out:
+                out += lane.alike
+            else:
+                back += lane.alike
+        share_out, share_back = self._rates.shared_out / (out or 1), self._rates.shared_back / (back or 1)
         first, soonest = None, float("inf")
-        busy = {
-            way: sum(
-                self._alike.get(rank, 1)
-                for (rank, own), queue in self._queues.items()
-                if queue and own == way
-            )
-            for way in WAYS
-        }
-        for (rank, way), queue in self._queues.items():
-            if not queue:
-                continue
-            other = self._queues.get((rank, "back" if way == "out" else "out"))
-            own, node = (rates.out, rates.shared_out) if way == "out" else (rates.back, rates.shared_back)
-            own = min(own, rates.both) if other else own
-            copy = queue[0]
-            copy.rate = min(own, node / busy[way])
-            left = max(0.0, copy.left) / copy.rate
+        for lane in busy:
+            copy = lane.copies[0]
+            own, share = lane.both if lane.other else lane.alone, share_out if lane.out else share_back
+            copy.rate = own if own < share else share
+            left = copy.left / copy.rate if copy.left > 0 else 0.0
             if left < soonest:
-                first, soonest = (rank, way), left
+                first, soonest = lane, left
         self._version += 1
         if first is not None:
-            version, ends = self._version, first
-            self._clock.at(self._clock.now + soonest, lambda: self._end(version, ends))
+            self._clock.at(self._clock.now + soonest, partial(self._end, self._version, first))
 
-    def _end(self, version: int, where: tuple[int, Way]) -> None:
+    def _end(self, version: int, lane: _Lane) -> None:
         if version != self._version:
             return  # rates have changed since
         self._settle()
-        queue = self._queues[where]
-        copy = queue.popleft()
-        self.spans.setdefault(where, []).append((copy.begun, self._clock.now))
-        if queue:
-            queue[0].begun = self._clock.now
+        copy = lane.copies.popleft()
+        lane.spans.append((copy.begun, self._clock.now))
+        if lane.copies:
+            lane.copies[0].begun = self._clock.now
         self._clock.set(copy.over)
         self._share()

@@ -14,7 +14,8 @@ from pagestash.models.config import DecoderConfig
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.simulation.cluster import Cluster, Precision
 from pagestash.simulation.layout import Layout
-from pagestash.simulation.parts import Layer, Part, Shape, layers_of
+from pagestash.simulation.modules import layers_of
+from pagestash.simulation.parts import Layer, Part, Shape
 from pagestash.simulation.regions import EXPERTS, part_of, split
 from pagestash.simulation.seconds import Seconds
 

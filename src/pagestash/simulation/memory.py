@@ -16,7 +16,7 @@ from pagestash.saved.follow import immediate_backwards
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, make_plan
 from pagestash.schedules.plan import Plan
 from pagestash.simulation.framework import Framework, ParameterBytes
-from pagestash.simulation.homes import Homes, Placed, PolicyHomes
+from pagestash.simulation.homes import Homes, Placed
 from pagestash.simulation.layout import Layout
 from pagestash.simulation.parts import Layer, Part
 
@@ -92,10 +92,13 @@ class LayerMemory:
         """Valid bytes by home."""
         return sum(self.valid(item) for item in self.placed if item.home == home)
 
-    def groups(self) -> list[tuple[str, int]]:
+    def groups(self) -> Iterator[tuple[str, GroupBytes]]:
         """Offloaded bytes by the region of their rule, in the order of forward."""
-        moved = [item for item in self.placed if item.home == "offload"]
-        return [(scope, sum(map(self.valid, items))) for scope, items in groupby(moved, lambda i: i.scope)]
+        moved = (item for item in self.placed if item.home == "offload")
+        for (scope, window), items in groupby(moved, lambda item: (item.scope, item.window)):
+            size = sum(map(self.valid, items))
+            name = f"{self.layer.name}.{scope}" if scope else self.layer.name
+            yield name, GroupBytes(size, size, window)
 
     def walk(self, stream: int, above: int = 0, staying: Collection[str] = ()) -> tuple[int, int]:
         """Backward through the layer, from `above` bytes over what is held: the most, and what is left.
@@ -168,6 +171,8 @@ class RankPeak:
     """The most that is on the host at one time."""
     pool: int
     """Bytes of device pages, headroom included."""
+    leaving: float = 0.0
+    """Bytes of a microbatch that leave for the host, on average."""
 
     @property
     def total(self) -> int:
@@ -235,7 +240,7 @@ def rank_peak(
     work = {number: stage.work(framework.margin) for number, stage in by_number.items()}
     beside = max((layer.beside for stage in stages for layer in stage.layers), default=0) if overlaps else 0
     stash = {number: stage.bytes_of("stash") for number, stage in by_number.items()}
-    offload = _Offloaded.of(plan, stages, homes, framework, follows)
+    offload = _Offloaded.of(plan, stages, framework, follows)
     pages = max(sum(count * stash[stage] for stage, count in counts.items()) for counts in plan.held())
     fixed = homes.pool.device_bytes
     pool = 0 if not pages else pool_bytes(pages, homes.pool.headroom) if fixed is None else fixed
@@ -253,7 +258,7 @@ def rank_peak(
             best = found
     if graphs:
         best["graphs"] = graphs + _graph_buffers(stages, overlaps)
-    return RankPeak(groups={**static, "pool": pool, **best}, host=host, pool=pool)
+    return RankPeak(groups={**static, "pool": pool, **best}, host=host, pool=pool, leaving=offload.leaving)
 
 
 def _graph_buffers(stages: Sequence[StageMemory], overlaps: bool) -> int:
@@ -300,22 +305,32 @@ class _Offloaded:
     limit: int
     """Most bytes of groups that stay, leave or come back, beside those of `at_once`."""
     largest: int
+    leaving: float = 0.0
+    """Bytes of a microbatch that leave, on average."""
 
     @classmethod
     def of(
-        cls, plan: Plan, stages: Sequence[StageMemory], homes: Homes, framework: Framework, follows: bool
+        cls, plan: Plan, stages: Sequence[StageMemory], framework: Framework, follows: bool
     ) -> "_Offloaded":
-        sizes = {stage.stage: stage.bytes_of("offload") for stage in stages}
-        groups = [group for stage in stages for layer in stage.layers for group in layer.groups()]
-        largest = max((size for _, size in groups), default=0)
+        groups = {stage.stage: [g for layer in stage.layers for g in layer.groups()] for stage in stages}
+        sizes = {number: sum(size.device_bytes for _, size in own) for number, own in groups.items()}
+        largest = max((size.device_bytes for own in groups.values() for _, size in own), default=0)
         if framework.margin == "last":
-            names = {scope.split(".", 2)[-1]: size for scope, size in groups}
-            return cls(bytes=sizes, at_once=frozenset(), limit=sum(names.values()), largest=largest)
+            names = {name.split(".", 2)[-1]: size for own in groups.values() for name, size in own}
+            limit = sum(size.device_bytes for size in names.values())
+            return cls(bytes=sizes, at_once=frozenset(), limit=limit, largest=largest)
         at_once = immediate_backwards(plan) if follows else frozenset()
-        made = _offload_plan(plan, stages, homes, at_once) if groups else OffloadPlan({})
+        made = _offload_plan(plan, groups, at_once) if largest else OffloadPlan({})
         staying = made.stays - {key for key in made.stays if key[:2] in at_once}
-        limit = _most_alive(made, staying)
-        return cls(bytes=sizes, at_once=at_once, limit=limit, largest=largest)
+        leaving = sum(size.host_bytes for key, size in made.groups.items() if key not in made.stays)
+        microbatches = len({key[1] for key in made.groups})
+        return cls(
+            bytes=sizes,
+            at_once=at_once,
+            limit=_most_alive(made, staying),
+            largest=largest,
+            leaving=leaving / max(1, microbatches),
+        )
 
     def at(self, counts: Mapping[int, int], waiting: Mapping[int, int]) -> tuple[int, int]:
         """Offloaded bytes on the device and on the host."""
@@ -328,26 +343,22 @@ class _Offloaded:
 
 
 def _offload_plan(
-    plan: Plan, stages: Sequence[StageMemory], homes: Homes, at_once: frozenset[Key]
+    plan: Plan, groups_of: Mapping[int, Sequence[tuple[str, GroupBytes]]], at_once: frozenset[Key]
 ) -> OffloadPlan:
-    """The keeper's own plan for the puts and gets of this schedule."""
-    groups_of = {
-        stage.stage: [group for layer in stage.layers for group in layer.groups()] for stage in stages
-    }
-    window_of = homes.window_of if isinstance(homes, PolicyHomes) else lambda scope: None
+    """The keeper's own plan for the puts and gets of this schedule; `groups_of` are those of each stage."""
     groups: dict[Key, GroupBytes] = {}
     events: list[Event] = []
-    most = HELD_PATTERN * len(stages) * max(1, max(sum(counts.values()) for counts in plan.held()))
+    most = HELD_PATTERN * len(groups_of) * max(1, max(sum(counts.values()) for counts in plan.held()))
     for kind, stage, microbatch in plan.actions:
         if microbatch >= most:
             continue
         if kind == "F":
-            for scope, size in groups_of[stage]:
-                key = (stage, microbatch, scope, 0)
-                groups[key] = GroupBytes(size, size, window_of(scope))
+            for name, size in groups_of[stage]:
+                key = (stage, microbatch, name, 0)
+                groups[key] = size
                 events.append(("put", key))
         elif kind in ("B", "I"):
-            events += [("get", (stage, microbatch, scope, 0)) for scope, _ in reversed(groups_of[stage])]
+            events += [("get", (stage, microbatch, name, 0)) for name, _ in reversed(groups_of[stage])]
     return make_plan(events, groups, at_once)
 
 

@@ -13,20 +13,22 @@ Planning and replay see a step whose steady state is short (`steady.py`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from heapq import heappop, heappush
+from itertools import count
 
 from pagestash.policy import Policy
 from pagestash.simulation.build import Run
 from pagestash.simulation.choices import BOTH, Allowed, HomePlanner, Planned
 from pagestash.simulation.cluster import SHIPPED, load_cluster
-from pagestash.simulation.layouts import Bounded, Wanted, least_seconds, worth_planning
+from pagestash.simulation.costs import StepCosts
+from pagestash.simulation.layouts import Bounded, Wanted, least_seconds, seconds_around, worth_planning
 from pagestash.simulation.played import Replay
-from pagestash.simulation.steady import shortened, step_seconds
+from pagestash.simulation.steady import alone_seconds, shortened, step_seconds
 from pagestash.sizes import format_bytes
 
-RUNNERS_UP = 5
 RUNG = 1.04
 """Homes are planned for sizes of memory that are its powers, in bytes, and for those of shipped devices."""
 
@@ -88,8 +90,8 @@ class Search:
         return f"{1e3 * more[what]:,.0f} ms more {what}" if more[what] > 0 else "nothing but time"
 
 
-def search(wanted: Wanted) -> Search:
-    """Raises a `ValueError` if nothing fits, with the layout that comes nearest."""
+def search(wanted: Wanted, progress: Callable[[str], None] = lambda line: None) -> Search:
+    """Raises a `ValueError` if nothing fits, with the nearest layout. `progress` gets a line for each."""
     bounds = worth_planning(wanted)
     device = wanted.cluster.device
     holding = [item for item in bounds if item.static <= device.memory - device.outside]
@@ -100,11 +102,12 @@ def search(wanted: Wanted) -> Search:
         )
     fitting: list[Found] = []
     lacking: list[Found] = []
-    for item in holding:
-        below = min(own.seconds for own in fitting) if len(fitting) > RUNNERS_UP else float("inf")
+    for number, item in enumerate(holding, start=1):
+        below = min(own.seconds for own in fitting) if len(fitting) > wanted.runners_up else float("inf")
         if item.seconds >= below:
             break
         found = try_layout(item, wanted.allowed, below=below)
+        progress(f"layout {number} of at most {len(holding)}: {describe(item.run)}, {_outcome(found)}")
         if found is not None:
             (lacking if found.played is None else fitting).append(found)
     fitting.sort(key=lambda own: own.seconds)
@@ -115,9 +118,15 @@ def search(wanted: Wanted) -> Search:
             f"{format_bytes(nearest.planned.lacks_bytes or nearest.planned.host_lacks_bytes)}"
         )
     # Those that would be faster if they fitted say what memory is worth.
-    tempting = [own for own in lacking if own.bound < fitting[0].seconds][:2]
-    slower = fitting[1 : 1 + RUNNERS_UP - len(tempting)]
+    tempting = [own for own in lacking if own.bound < fitting[0].seconds][: min(2, wanted.runners_up)]
+    slower = fitting[1 : 1 + wanted.runners_up - len(tempting)]
     return Search(best=fitting[0], others=(*slower, *tempting), looked_at=len(holding))
+
+
+def _outcome(found: Found | None) -> str:
+    if found is None:
+        return "slower than the best"
+    return "does not fit" if found.played is None else f"{found.seconds:.2f} s"
 
 
 def describe(run: Run) -> str:
@@ -142,37 +151,63 @@ def try_layout(
     None if a bound shows that they take `below` seconds or more.
     """
     run, room = item.run, item.run.cluster.device.memory if budget is None else budget
-    planners = [HomePlanner(shortened(run), own) for own in _mixes(allowed)]
-    first = planners[0]
+    first = HomePlanner(shortened(run), allowed)
     if first.most_bytes <= room:
         return _replayed(item, first.plan(room))
-    sizes = [
-        (least_seconds(planner.plain, run.microbatches, planner.least_work(size)), -size, planner)
-        for planner in planners
-        for size in _rungs(planner, room)
-    ]
     best: Found | None = None
     nearest: Planned | None = None
-    seen: set[tuple[Policy, ...]] = set()
-    for bound, size, planner in sorted(sizes, key=lambda own: own[:2]):
+    for bound, planned in _by_bound(first, run, room):
         if bound >= (below if best is None else min(below, best.seconds)):
             break
-        planned = planner.plan(-size)
         if planned.lacks_bytes or planned.host_lacks_bytes:
             nearest = planned
-        elif planned.policies not in seen:
-            seen.add(planned.policies)
-            if least_seconds(planned.costs, run.microbatches) < (below if best is None else best.seconds):
-                found = _replayed(item, planned)
-                best = found if best is None or found.seconds < best.seconds else best
+            continue
+        found = _replayed(item, planned, bound)
+        best = found if best is None or found.seconds < best.seconds else best
     if best is None and below == float("inf"):
         return Found(planned=_whole(nearest or first.plan(room), run), bound=item.seconds)
     return best
 
 
-def _mixes(allowed: Sequence[Allowed]) -> list[Sequence[Allowed]]:
-    """What may be offloaded is not always better offloaded: the estimate of waits is rough."""
-    return [allowed, ("recompute",)] if len(allowed) > 1 else [allowed]
+def _by_bound(first: HomePlanner, run: Run, room: int) -> Iterator[tuple[float, Planned]]:
+    """Homes for every size of the ladder up to `room`, each with a bound of its step, the lowest bound first.
+
+    A size has a bound before it is planned for, and homes have a higher one when they are planned, and again when
+    one rank was replayed alone: each time they wait for their turn again.
+    """
+    # What may be offloaded is not always better offloaded: the estimate of waits is rough.
+    planners = [first, first.limit(("recompute",))] if len(first.allowed) > 1 else [first]
+    number = count()
+    queue: list[tuple[float, int, int, HomePlanner | Planned]] = []
+    for planner in planners:
+        for size in _rungs(planner, room):
+            bound = least_seconds(planner.plain, run.microbatches, planner.least_work(size))
+            heappush(queue, (bound, -size, next(number), planner))
+    seen: set[tuple[Policy, ...]] = set()
+    alone: set[int] = set()
+    while queue:
+        bound, size, at, what = heappop(queue)
+        if at in alone:
+            assert isinstance(what, Planned)
+            yield bound, what
+            continue
+        if isinstance(what, HomePlanner):
+            what = what.plan(-size)
+            if what.policies in seen:
+                continue
+            seen.add(what.policies)
+            higher = least_seconds(what.costs, run.microbatches)
+            at = next(number)
+        else:
+            alone.add(at)
+            higher = _least_alone(run, what.costs)
+        heappush(queue, (max(bound, higher), size, at, what))
+
+
+def _least_alone(run: Run, costs: StepCosts) -> float:
+    """A bound that knows of waits for copies: the rank that moves most, alone, and the stages before it."""
+    rank = max(costs.ranks, key=lambda own: own.leaving_bytes).rank
+    return alone_seconds(run, costs, rank) + seconds_around(costs, rank)
 
 
 def _rungs(planner: HomePlanner, room: int) -> list[int]:
@@ -192,10 +227,12 @@ def _shipped() -> list[int]:
     return [load_cluster(name, 1).device.memory for name in SHIPPED]
 
 
-def _replayed(item: Bounded, planned: Planned) -> Found:
+def _replayed(item: Bounded, planned: Planned, bound: float = 0.0) -> Found:
     planned = _whole(planned, item.run)
-    played, seconds = step_seconds(planned.run)
-    return Found(planned=planned, bound=item.seconds, played=played, seconds=max(seconds, item.seconds))
+    played, seconds = step_seconds(planned.run, planned.costs)
+    return Found(
+        planned=planned, bound=item.seconds, played=played, seconds=max(seconds, bound, item.seconds)
+    )
 
 
 def _whole(planned: Planned, run: Run) -> Planned:

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from pagestash.simulation.build import Run, step_costs
+from pagestash.simulation.build import Run, step_costs, with_microbatches
+from pagestash.simulation.costs import StepCosts
 from pagestash.simulation.played import Replay
-from pagestash.simulation.replay import replay
+from pagestash.simulation.replay import replay, replay_alone
 
 STEADY = 2
 """Times the pipeline's ranks: microbatches from which on a schedule only repeats itself."""
@@ -16,13 +17,23 @@ def shortened(run: Run, times: int = STEADY) -> Run:
     return replace(run, global_batch=count * run.layout.dp * run.microbatch)
 
 
-def step_seconds(run: Run) -> tuple[Replay, float]:
-    """A replay, and the seconds of the whole step: what is left of a long one goes on as it went before."""
+def step_seconds(run: Run, costs: StepCosts | None = None) -> tuple[Replay, float]:
+    """A replay, and the seconds of the whole step; `costs` are those of the shortened run."""
     short, longer = shortened(run, STEADY), shortened(run, 2 * STEADY)
-    played = replay(step_costs(longer))
-    more = run.microbatches - longer.microbatches
-    if not more:
-        return played, played.seconds
-    before = replay(step_costs(short)).seconds
-    each = (played.seconds - before) / (longer.microbatches - short.microbatches)
-    return played, played.seconds + more * each
+    costs = costs or step_costs(short)
+    played = replay(with_microbatches(costs, longer))
+    before = played.seconds if longer.microbatches == run.microbatches else replay(costs).seconds
+    return played, _lengthened(run, before, played.seconds)
+
+
+def alone_seconds(run: Run, costs: StepCosts, rank: int) -> float:
+    """The same for one rank that waits for no other."""
+    longer = shortened(run, 2 * STEADY)
+    return _lengthened(run, replay_alone(costs, rank), replay_alone(with_microbatches(costs, longer), rank))
+
+
+def _lengthened(run: Run, short: float, longer: float) -> float:
+    """What is left of a long step goes on as it went before."""
+    counts = [shortened(run, times).microbatches for times in (STEADY, 2 * STEADY)]
+    more = run.microbatches - counts[1]
+    return longer + more * (longer - short) / (counts[1] - counts[0]) if more else longer

@@ -151,24 +151,27 @@ def _staying(plan: OffloadPlan, at_once: set[Key]) -> set[Key]:
     asked_at = {key: index for index, (kind, key) in enumerate(plan.order) if kind == "get"}
     stays = at_once | {key for key, group in plan.groups.items() if not group.host_bytes}
     candidates: dict[Key, int] = {}
+    waiting = 0  # bytes of all candidates
     for index, (kind, key) in enumerate(plan.order):
         coming = plan.next_put_bytes(index)
         if kind == "put":
             if key not in asked_at or key in stays:
                 continue
+            waiting += 0 if key in candidates else plan.groups[key].device_bytes
             candidates[key] = asked_at[key]
         elif candidates.pop(key, None) is not None:
+            waiting -= plan.groups[key].device_bytes
             stays.add(key)
             continue
         elif key not in stays:
             coming = plan.groups[key].device_bytes
         while candidates:
-            last = max(candidates, key=lambda other: candidates[other])
+            last = max(candidates, key=candidates.__getitem__)
             leaving = plan.groups[key].device_bytes if kind == "put" and key not in candidates else 0
-            taken = coming + leaving + sum(plan.groups[other].device_bytes for other in candidates)
-            if taken <= plan.window_of(last) or candidates[last] == index + 1:
+            if coming + leaving + waiting <= plan.window_of(last) or candidates[last] == index + 1:
                 break
             del candidates[last]
+            waiting -= plan.groups[last].device_bytes
     return stays
 
 

@@ -1,0 +1,331 @@
+"""The modules of a decoder's layers as parts, on one rank of a layout.
+
+Names are the regions of `docs/regions.md`, so that a policy's rules match them; saved bytes are its formulas, whose
+sum over a layer is that of `models/costs.py`. Attention and dense MLPs have 1 / TP of their heads and width, for T
+tokens; experts have 1 / EP of the experts (letters: `parts.py`).
+"""
+
+from dataclasses import replace
+
+from pagestash.simulation.parts import (
+    ACTIVATION,
+    HELD,
+    KV_UP,
+    RESIDUAL,
+    STATISTICS,
+    UP,
+    Layer,
+    Part,
+    Piece,
+    Product,
+    Shape,
+)
+
+_INDEX = 4  # bytes of an index, a weight, or a row's statistic
+
+
+def layers_of(shape: Shape) -> list[Layer]:
+    """Embedding, layers, those of multi-token prediction, and head."""
+    config = shape.config
+    dense, moe = (
+        (*_attention(shape), *_dense(shape)) if config.dense_layers else (),
+        (*_attention(shape), *_experts(shape)),
+    )
+    ep = shape.layout.ep
+    sent = shape.element_bytes * config.width * shape.rows * (ep - 1) / ep
+    blocks = [
+        Layer(name=f"layers.{index}", parts=dense)
+        if index < config.dense_layers
+        else Layer(name=f"layers.{index}", parts=moe, dispatch_bytes=sent)
+        for index in range(config.layers)
+    ]
+    for index in range(config.mtp_layers):
+        parts = (_joined(shape, first=index == 0), *moe, *_head_again(shape))
+        blocks.append(Layer(name=f"layers.{config.layers + index}", parts=parts, dispatch_bytes=sent))
+    return [_embedding(shape), *blocks, _head(shape)]
+
+
+def _joined(shape: Shape, *, first: bool) -> Part:
+    """What a layer of multi-token prediction begins with: norms of its two inputs, and a projection of both to one.
+
+    One input is what the layers gave, the other the embedding of the next tokens. The embedding's weight is shared;
+    a pipeline's last rank has a copy of it.
+    """
+    width, tokens, stream = shape.config.width, shape.local_tokens, shape.stream_bytes
+    projection = 2 * width**2
+    copied = _embedding(shape).parameters if first and shape.layout.pp > 1 else 0
+    return Part(
+        name="mtp.proj",
+        pieces=(
+            Piece(2 * stream + 2 * _INDEX * tokens, HELD),  # both inputs; the norms' statistics
+            Piece(shape.product_input(2 * width * tokens), HELD),
+        ),
+        parameters=projection + 2 * width + copied,
+        products=(Product(tokens, width, 2 * width),),
+        traffic=10 * stream,
+        temporary=3 * stream,
+        weight_gradient=_weights(shape, projection),
+    )
+
+
+def _head_again(shape: Shape) -> tuple[Part, Part]:
+    """What it ends with: a norm of its own, and the head, whose weight it shares."""
+    norm, head = _head(shape).parts
+    return replace(norm, name="mtp.norm"), replace(head, name="mtp.head", parameters=0)
+
+
+def _gathers(shape: Shape) -> tuple[float, ...]:
+    """An all-gather before, and a reduce-scatter after."""
+    whole = shape.element_bytes * shape.config.width * shape.tokens
+    return (whole, whole) if shape.layout.tp > 1 else ()
+
+
+def _norm(shape: Shape, name: str, maker: str) -> Part:
+    stream = shape.stream_bytes
+    return Part(
+        name=name,
+        pieces=(Piece(stream, maker), Piece(_INDEX * shape.local_tokens, name)),
+        parameters=shape.config.width,
+        traffic=4 * stream,  # the residual sum before it, too
+        temporary=2 * stream,
+    )
+
+
+def _weights(shape: Shape, parameters: int) -> int:
+    """Bytes of a weight gradient as a temporary tensor."""
+    return shape.element_bytes * parameters if shape.framework.weight_gradients else 0
+
+
+def _attention(shape: Shape) -> list[Part]:
+    config, tp, tokens, b = shape.config, shape.layout.tp, shape.tokens, shape.element_bytes
+    parts = [_norm(shape, "attn_norm", HELD)]
+    heads = config.heads // tp
+    if config.attention == "mla":
+        queries, values = heads * (config.nope_dim + config.rope_dim), heads * config.v_dim
+        keys = queries
+        parts.append(_latent_qkv(shape, queries))
+        pieces = [
+            Piece(tokens * b * 2 * queries, UP),
+            Piece(tokens * b * heads * (config.nope_dim + config.v_dim), KV_UP),
+        ]
+    else:
+        size, shared = config.head_size, (config.kv_heads or config.heads) // tp
+        queries = keys = values = heads * size
+        fused = (heads + 2 * shared) * size
+        bias = fused if config.attention_bias else 0
+        parts.append(
+            Part(
+                name="attn.qkv_linear",
+                pieces=(Piece(shape.product_input(config.width * shape.local_tokens), "attn_norm"),),
+                parameters=config.width * fused + bias,
+                products=(Product(tokens, fused, config.width),),
+                temporary=b * tokens * (fused + config.width),
+                weight_gradient=_weights(shape, config.width * fused),
+                gathers=_gathers(shape),
+            )
+        )
+        pieces = [Piece(tokens * b * (heads + shared) * size, "attn")]  # after RoPE
+        if config.qk_norm:
+            parts.append(
+                Part(
+                    name="attn.q_norm",
+                    pieces=(
+                        Piece(tokens * b * fused, "attn.qkv_linear"),
+                        Piece(tokens * _INDEX * (heads + shared), "attn.q_norm"),
+                    ),
+                    parameters=2 * size,
+                    traffic=4 * b * tokens * (heads + shared) * size,  # norm and RoPE
+                    temporary=2 * b * tokens * fused,
+                )
+            )
+        else:
+            pieces.append(Piece(tokens * b * fused, "attn.qkv_linear"))
+    core = Part(
+        name="attn.core_attn",
+        pieces=(
+            *pieces,
+            Piece(tokens * b * values, "attn.core_attn"),
+            Piece(tokens * _INDEX * heads, STATISTICS),
+        ),
+        scores=tokens * shape.sequence * (queries + values),
+        traffic=2 * b * tokens * (queries + keys),
+        # Gradients of queries, keys and values, of the result, and a sum of queries' gradients in float32.
+        temporary=tokens * (b * (queries + keys + 2 * values) + 4 * queries),
+        context_bytes=b * tokens * shape.layout.cp * 2 * values if shape.layout.cp > 1 else 0.0,
+    )
+    width = config.width
+    bias = width if config.attention_bias else 0
+    projection = Part(
+        name="attn.attn_proj",
+        # In 16 bits its input is attention's own result; in fewer it is a copy.
+        pieces=(Piece(shape.product_input(values * tokens), "attn.attn_proj"),) if shape.quantized else (),
+        parameters=values * width + bias,
+        products=(Product(tokens, width, values),),
+        temporary=b * tokens * (width + values),
+        weight_gradient=_weights(shape, values * width),
+    )
+    return [*parts, core, projection]
+
+
+def _latent_qkv(shape: Shape, queries: int) -> Part:
+    config, tp, tokens, b = shape.config, shape.layout.tp, shape.tokens, shape.element_bytes
+    width, heads = config.width, config.heads // tp
+    keys_values = heads * (config.nope_dim + config.v_dim)
+    latents = config.q_rank + config.kv_rank
+    down = width * (config.q_rank + config.kv_rank + config.rope_dim)
+    up = (config.q_rank or width) * queries + config.kv_rank * keys_values
+    products = [
+        Product(tokens, config.kv_rank + config.rope_dim, width),
+        Product(tokens, keys_values, config.kv_rank),
+        Product(tokens, queries, config.q_rank or width),
+    ]
+    if config.q_rank:
+        products.append(Product(tokens, config.q_rank, width))
+    norms = 2 if config.q_rank else 1
+    bias = config.q_rank + config.kv_rank + config.rope_dim if config.attention_bias else 0
+    return Part(
+        name="attn.qkv_linear",
+        pieces=(
+            Piece(shape.product_input(width * shape.local_tokens), "attn_norm"),
+            Piece(tokens * (b * (2 * latents + config.rope_dim) + norms * _INDEX), "attn.qkv_linear"),
+        ),
+        parameters=down + up + latents + bias,
+        products=tuple(products),
+        traffic=2 * b * tokens * (2 * queries + keys_values),
+        temporary=b * tokens * (queries + keys_values + width),
+        weight_gradient=_weights(shape, up),
+        gathers=_gathers(shape),
+    )
+
+
+def _dense(shape: Shape) -> list[Part]:
+    config = shape.config
+    inner = config.dense_width // shape.layout.tp
+    return [_norm(shape, "mlp_norm", RESIDUAL), _mlp(shape, "mlp", inner, new_input=True)]
+
+
+def _mlp(shape: Shape, name: str, inner: int, *, new_input: bool) -> Part:
+    """A dense MLP of width `inner` on this rank."""
+    config, tokens, b = shape.config, shape.tokens, shape.element_bytes
+    parts = 2 if config.gated else 1
+    kept = tokens * inner * (b * parts + shape.framework.dense_activations * shape.product_bytes)
+    own_input = new_input or shape.quantized  # the router's input is the same tensor, in 16 bits
+    parameters = (parts + 1) * config.width * inner
+    return Part(
+        name=name,
+        pieces=(
+            *(
+                (Piece(shape.product_input(config.width * shape.local_tokens), "mlp_norm"),)
+                if own_input
+                else ()
+            ),
+            Piece(round(kept), name),
+        ),
+        parameters=parameters,
+        products=(Product(tokens, parts * inner, config.width), Product(tokens, config.width, inner)),
+        traffic=b * tokens * (parts + 1) * inner,
+        temporary=b * tokens * ((parts + 1) * inner + config.width),
+        weight_gradient=_weights(shape, parameters),
+        gathers=_gathers(shape),
+    )
+
+
+def _experts(shape: Shape) -> list[Part]:
+    config, frame, b = shape.config, shape.framework, shape.element_bytes
+    d, n, rows, tokens = config.width, config.expert_width, shape.rows, shape.local_tokens
+    here = config.experts // shape.layout.ep
+    parts, fused = 2 if config.gated else 1, frame.fused_experts
+    moved = rows if shape.layout.ep > 1 or frame.keeps_rows else 0
+    bias = here * (parts * n + d) if config.expert_bias else 0
+    passes = 2 if shape.sorts_rows and min(here, shape.layout.ep) > 1 else 1  # of all rows, in and out
+    found = [
+        _norm(shape, "mlp_norm", RESIDUAL),
+        Part(
+            name="moe.router",
+            pieces=(Piece(b * d * tokens, "mlp_norm"), Piece(_INDEX * config.top_k * tokens, HELD)),
+            parameters=d * config.experts,
+            products=(Product(tokens, config.experts, d),),
+            traffic=3 * _INDEX * config.experts * tokens,
+            temporary=b * d * tokens + 2 * _INDEX * config.experts * tokens,
+        ),
+        Part(name="moe.experts", pieces=(Piece(3 * _INDEX * config.top_k * tokens, HELD),)),
+        Part(
+            name="moe.expert_fc1",
+            pieces=(Piece(shape.product_input(d * moved), HELD),),
+            routed=True,
+            expert=True,
+            parameters=here * parts * n * d + bias,
+            products=(Product(rows / here, parts * n, d, here),),
+            traffic=passes * 2 * b * d * rows,  # permuted
+            temporary=b * (d + parts * n) * rows,
+            weight_gradient=_weights(shape, here * (parts + fused) * n * d),
+        ),
+        Part(
+            name="moe.moe_act",
+            pieces=(Piece(b * parts * n * rows, "moe.moe_act"),),
+            routed=True,
+            traffic=b * (parts + 1) * n * rows,
+            temporary=b * n * (1 if fused else parts + 1) * rows,
+        ),
+        Part(
+            name="moe.expert_fc2",
+            pieces=(Piece(shape.product_input(n * frame.activations * rows), ACTIVATION),),
+            routed=True,
+            expert=True,
+            parameters=here * n * d,
+            products=(Product(rows / here, d, n, here),),
+            traffic=passes * 2 * b * d * rows,  # summed into tokens
+            temporary=b * (d + n) * rows,
+            weight_gradient=_weights(shape, here * n * d),
+        ),
+    ]
+    if frame.keeps_combined:
+        combined = Piece(b * d * rows, HELD)
+        found.append(Part(name="moe.combine", pieces=(combined,), routed=True, temporary=2 * b * d * rows))
+    if config.shared_experts:
+        inner = config.expert_width * config.shared_experts // shape.layout.tp
+        found.append(_mlp(shape, "moe.shared_experts", inner, new_input=False))
+    return found
+
+
+def _embedding(shape: Shape) -> Layer:
+    config = shape.config
+    vocab = -(-config.vocab // shape.layout.tp)
+    table = Part(
+        name="embed",
+        pieces=(Piece(2 * _INDEX * shape.local_tokens, HELD),),
+        parameters=vocab * config.width,
+        traffic=2 * shape.stream_bytes,
+        temporary=2 * shape.stream_bytes,
+        weight_gradient=_weights(shape, vocab * config.width),
+    )
+    return Layer(name="embed", parts=(table,))
+
+
+def _head(shape: Shape) -> Layer:
+    """The last norm, the projection to the vocabulary and the loss."""
+    config, tokens, b = shape.config, shape.tokens, shape.element_bytes
+    vocab, stream = -(-config.vocab // shape.layout.tp), shape.stream_bytes
+    if shape.framework.keeps_logits:
+        saved = stream + tokens * b * vocab
+        temporary = stream + _weights(shape, vocab * config.width)
+    else:  # gradients of the input and, in float32, of the weight; backward casts and scales both
+        saved = stream + 4 * vocab * config.width
+        temporary = stream + b * vocab * config.width
+    projection = Part(
+        name="head",
+        pieces=(Piece(saved + _INDEX * shape.local_tokens, HELD),),
+        parameters=vocab * config.width,
+        products=(Product(tokens, vocab, config.width),),
+        traffic=2 * b * tokens * vocab,
+        temporary=temporary,
+        gathers=_gathers(shape)[:1],
+    )
+    norm = Part(
+        name="norm",
+        pieces=(Piece(stream, HELD),),
+        parameters=config.width,
+        traffic=2 * stream,
+        temporary=2 * stream,
+    )
+    return Layer(name="head", parts=(norm, projection))

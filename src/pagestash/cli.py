@@ -305,9 +305,22 @@ def simulate(
     framework: Annotated[
         str, typer.Option(help="What is kept for backward: pagestash, megatron or pith.")
     ] = "pagestash",
+    dispatcher: Annotated[
+        str,
+        typer.Option(help="alltoall: every row is sent; flex (DeepEP, HybridEP): a token once to a node."),
+    ] = "alltoall",
     overlap: Annotated[
         bool, typer.Option("--overlap", help="Dispatch beside the compute of another microbatch.")
     ] = False,
+    delay_weight_gradients: Annotated[
+        bool, typer.Option("--delay-weight-gradients", help="Weight gradients wait for their layer's end.")
+    ] = False,
+    graphs: Annotated[
+        str, typer.Option(help="CUDA graphs of each layer's attn, router, mlp (commas between), or full.")
+    ] = "",
+    placement: Annotated[
+        str | None, typer.Option(help="Layers of each stage, like 4,5,5,4.  [default: evenly]")
+    ] = None,
     capacity: Annotated[
         float, typer.Option(help="Rows of static buffers over balanced rows; 0: exact sizes.")
     ] = 0.0,
@@ -350,7 +363,11 @@ def simulate(
         seq=seq,
         precision=precision,
         framework=framework,
+        dispatcher=dispatcher,
         overlap=overlap,
+        delay_weight_gradients=delay_weight_gradients,
+        graphs=graphs,
+        placement=placement,
         capacity=capacity,
         policy=policy,
         profile=profile,

@@ -1,11 +1,17 @@
 """`pagestash simulate`, as a user types it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from pagestash.cli import app
+from pagestash.models.config import preset
+from pagestash.simulation.build import Run
+from pagestash.simulation.cluster import read_cluster
+from pagestash.simulation.layout import Layout
+from pagestash.simulation.result import simulate
 
 SMALL = ("--preset", "qwen3-30b-a3b", "--layers", "8", "--cluster", "h100:16", "--pp", "2", "--ep", "8")
 
@@ -45,6 +51,36 @@ def test_skew_makes_a_step_longer_and_larger(tmp_path):
     assert hot["ranks"][0]["peak_bytes"] > even["ranks"][0]["peak_bytes"]
 
 
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (("--dispatcher", "flex"), "dispatcher", "flex"),
+        (("--delay-weight-gradients",), "delays_weight_gradients", True),
+        (("--graphs", "attn,router"), "graphs", ("attn", "router")),
+        (("--placement", "3,5"), "placement", (3, 5)),
+    ],
+)
+def test_an_option_gives_what_the_api_gives(tmp_path, words, field, value):
+    found = []
+    for index, more in enumerate(((), words)):
+        out = tmp_path / f"{index}.json"
+        done = run(*SMALL, "--global-batch", "64", "--json", str(out), *more)
+        assert done.exit_code == 0, done.output
+        found.append(json.loads(out.read_text()))
+    plain = Run(
+        config=preset("qwen3-30b-a3b", 8),
+        cluster=read_cluster("h100:16"),
+        layout=Layout(devices=16, pp=2, ep=8),
+        sequence=4096,
+        global_batch=64,
+    )
+    for body, made in zip(found, (plain, replace(plain, **{field: value}))):
+        told = simulate(made)
+        assert body["seconds"] == told.seconds
+        assert [rank["peak_bytes"] for rank in body["ranks"]] == [row.peak_bytes for row in told.rows]
+    assert found[0]["seconds"] != found[1]["seconds"] or found[0]["ranks"] != found[1]["ranks"]
+
+
 def test_row_counts_of_a_run_are_read(tmp_path):
     rows = tmp_path / "rank0.jsonl"
     rows.write_text(json.dumps({"iter": 1, "layer": 0, "tpe": [[1, 2], [2, 2], [4, 2]]}))
@@ -66,6 +102,11 @@ def test_row_counts_of_a_run_are_read(tmp_path):
         (("--zero", "4"), "--zero 4: expected 0, 1, 2 or 3"),
         (("--skew", "0.5"), "--skew 0.5: expected"),
         (("--framework", "other"), "unknown framework 'other'"),
+        (("--dispatcher", "ring"), "--dispatcher ring: expected alltoall or flex"),
+        (("--graphs", "moe"), "--graphs moe: expected some of attn, router, mlp"),
+        (("--graphs", "attn,full"), "--graphs attn,full: expected some of attn, router, mlp"),
+        (("--placement", "4,x"), "--placement 4,x: expected the layers of each stage, like 4,5,5,4"),
+        (("--placement", "4,5"), "9 layers"),
         (("--schedule", "2F2B"), "unknown schedule '2F2B'"),
         (("--preset", "llama"), "model 'llama': expected one of"),
         (("--plot", "here.doc"), "expected a picture's suffix"),

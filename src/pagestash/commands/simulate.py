@@ -15,8 +15,10 @@ from pagestash.profiling.picture import write
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.simulation.build import Run
 from pagestash.simulation.cluster import PRECISIONS, Cluster, Precision, load_cluster, read_cluster
+from pagestash.simulation.dispatch import DISPATCHERS, Dispatcher
 from pagestash.simulation.framework import framework
 from pagestash.simulation.homes import PolicyHomes
+from pagestash.simulation.launches import GRAPHED
 from pagestash.simulation.layout import Layout
 from pagestash.simulation.measured import measured
 from pagestash.simulation.model import read_model
@@ -47,7 +49,11 @@ class SimulateOptions:
     seq: int = 4096
     precision: str = "bf16"
     framework: str = "pagestash"
+    dispatcher: str = "alltoall"
     overlap: bool = False
+    delay_weight_gradients: bool = False
+    graphs: str = ""
+    placement: str | None = None
     capacity: float = 0.0
     policy: Path | None = None
     profile: Path | None = None
@@ -109,6 +115,10 @@ def run_of(options: SimulateOptions) -> Run:
         precision=precision_of(options.precision),
         capacity=options.capacity,
         overlaps_dispatch=options.overlap,
+        delays_weight_gradients=options.delay_weight_gradients,
+        dispatcher=dispatcher_of(options.dispatcher),
+        graphs=graphs_of(options.graphs),
+        placement=None if options.placement is None else placement_of(options.placement),
         factors=factors_of(options.profile, options.profiled_on, config, cluster),
     )
     if options.policy is not None:
@@ -147,6 +157,30 @@ def precision_of(text: str) -> Precision:
         if text == known:
             return known
     raise ValueError(f"--precision {text}: expected one of {', '.join(PRECISIONS)}")
+
+
+def dispatcher_of(text: str) -> Dispatcher:
+    for known in DISPATCHERS:
+        if text == known:
+            return known
+    raise ValueError(f"--dispatcher {text}: expected {' or '.join(DISPATCHERS)}")
+
+
+def graphs_of(text: str) -> tuple[str, ...]:
+    """Scopes of CUDA graphs: `attn,router`, or `full` by itself."""
+    found = tuple(text.split(",")) if text else ()
+    if any(scope not in GRAPHED for scope in found) or ("full" in found and len(found) > 1):
+        parts = ", ".join(scope for scope in GRAPHED if scope != "full")
+        raise ValueError(f"--graphs {text}: expected some of {parts} with commas between them, or full")
+    return found
+
+
+def placement_of(text: str) -> tuple[int, ...]:
+    """Layers of each stage: `4,5,5,4`."""
+    words = text.split(",")
+    if not all(word.isdecimal() for word in words):
+        raise ValueError(f"--placement {text}: expected the layers of each stage, like 4,5,5,4")
+    return tuple(map(int, words))
 
 
 def zero_of(value: int) -> Any:

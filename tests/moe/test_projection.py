@@ -118,3 +118,13 @@ def test_each_half_of_a_split_backward_has_its_gradients():
     got = torch.autograd.grad(y, inputs, allow_unused=True)
     assert got[0] is None
     assert all(torch.equal(a, b) for a, b in zip(got[1:], wanted[1:], strict=True))
+
+
+@pytest.mark.parametrize("received", [False, True])
+def test_a_batch_of_no_tokens_gives_factors_a_gradient_of_zeros(received):
+    weights = leaves(3)
+    x, choices = torch.randn(0, WIDTH), torch.rand(0, 2)
+    ids = torch.zeros(0, 2, dtype=torch.int64)
+    y = block(weights, summed=False, x=x, ids=ids, choices=choices, capacity=None, received=received)
+    y.sum().backward()
+    assert all(torch.equal(weight.grad, torch.zeros_like(weight)) for weight in weights.values())

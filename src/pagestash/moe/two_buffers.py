@@ -144,6 +144,8 @@ def sum_update_gradients(
         (x_RD, dh.excess, dinner.excess, ends.excess),
     ]
     found = [up.update_gradients(update, *part) for part in parts if part[1] is not None and part[1].shape[0]]
+    if not found:  # no row at all
+        return torch.zeros_like(update.a_EKI), torch.zeros_like(update.b_EOK)
     (da, db), *more = found
     for more_a, more_b in more:
         da, db = da + more_a, db + more_b

@@ -151,3 +151,29 @@ def test_rows_whose_pages_were_refused_are_zeros(backend):
     assert not back[13:ROWS].any()
     assert (back[:13] != 0).any()
     assert (back[ROWS:] == 9).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("split", [0, 13])
+@pytest.mark.parametrize(("activation", "interleaved"), [("silu", False), ("clamped", True)])
+def test_no_valid_row_is_coded_to_nothing(backend, split, activation, interleaved):
+    none = torch.zeros(1, dtype=torch.int32)
+    row = CodeRow(2, 96)
+    codes, _ = room(row, split, "buffer")
+    info = RowInfo(none, torch.rand(CAPACITY), interleaved=interleaved)
+    gated.forward(projection(96, 2), info, activation, codes=codes, backend=backend)
+    for buffer in (codes.expected_SC, codes.excess_RC):
+        assert buffer is None or (buffer == UNTOUCHED).all()
+    gradient = torch.randn(CAPACITY, 96).bfloat16()
+    _, a, dweights = gated.backward_of_codes(codes, gradient.clone(), info, activation, backend=backend)
+    assert torch.equal(a, gradient)
+    assert not dweights.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_that_are_not_contiguous_are_refused(backend):
+    codes, _ = room(CodeRow(1, 64), 13, "buffer")
+    inverse = torch.arange(ROWS, dtype=torch.int32)[:, None]
+    out = torch.empty(CAPACITY, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="contiguous"):
+        permute_coded(torch.randn(64, ROWS).bfloat16().t(), inverse, codes, out, backend=backend)

@@ -195,7 +195,7 @@ def backward_of_codes(
         count = int(info.rows)
         whole_RH = decode_rows_reference(get_reference(codes, count), codes.row, gradient_RN.dtype)
         if act.gated and info.interleaved:
-            whole_RH = whole_RH.view(count, 2, -1).transpose(1, 2).flatten(1)
+            whole_RH = whole_RH.view(count, 2, gradient_RN.shape[1]).transpose(1, 2).flatten(1)
         dh_RH[:count] = _backward_reference(whole_RH, gradient_RN, info, act, a_RN, dweights)
     elif gradient_RN.numel():
         expected, excess = codes.pointers()
@@ -207,9 +207,10 @@ def backward_of_codes(
 
 def _in_parts(h_RH: torch.Tensor, info: RowInfo, activation: Activation) -> torch.Tensor:
     """Rows [R, P, N]: gate and linear part one after the other."""
+    count, inner = h_RH.shape[0], h_RH.shape[1] // activation.parts
     if activation.gated and info.interleaved:
-        return h_RH.view(h_RH.shape[0], -1, 2).transpose(1, 2)
-    return h_RH.view(h_RH.shape[0], activation.parts, -1)
+        return h_RH.view(count, inner, 2).transpose(1, 2)
+    return h_RH.view(count, activation.parts, inner)
 
 
 def _checked(h_RH: torch.Tensor, activation: ActivationName | Activation) -> Activation:

@@ -68,7 +68,7 @@ def permute_split(
     The buffer of the others, in excess, may be given. With `pages` they are stashed as they are written, where
     pages were granted.
     """
-    _check(tokens_TD, inverse_TK, weights_TK, "tokens")
+    check_operands(tokens_TD, inverse_TK, weights_TK, "tokens")
     tokens, width = tokens_TD.shape
     expected_SD = empty_rows(expected, width, tokens_TD) if expected else None
     if excess_RD is None:
@@ -127,7 +127,7 @@ def combine(
     With `expected_SD` the first S rows are in that buffer, and `rows_RD` holds those after them. With `bias_ED`
     each choice that has a row adds `bias_weights_TK[t, k] * bias_ED[bias_ids_TK[t, k]]`.
     """
-    _check(rows_RD, inverse_TK, weights_TK, "rows")
+    check_operands(rows_RD, inverse_TK, weights_TK, "rows")
     tokens, choices = inverse_TK.shape
     width = rows_RD.shape[1]
     out_TD = torch.empty(tokens, width, dtype=rows_RD.dtype, device=rows_RD.device)
@@ -165,7 +165,7 @@ def weight_gradient(
     rows_RD: torch.Tensor, inverse_TK: torch.Tensor, gradient_TD: torch.Tensor, *, backend: str = "auto"
 ) -> torch.Tensor:
     """Float32 [T, K]: the product of each choice's row with its token's gradient, zero where it has no row."""
-    _check(rows_RD, inverse_TK, None, "rows")
+    check_operands(rows_RD, inverse_TK, None, "rows")
     out_TK = torch.empty(inverse_TK.shape, dtype=torch.float32, device=rows_RD.device)
     if choose(rows_RD.device, backend) == "torch":
         at_TK = inverse_TK.to(torch.int64)
@@ -185,9 +185,10 @@ def weight_gradient(
     return out_TK
 
 
-def _check(
+def check_operands(
     rows_RD: torch.Tensor, inverse_TK: torch.Tensor, weights_TK: torch.Tensor | None, name: str
 ) -> None:
+    """The kernels take them as contiguous."""
     if rows_RD.ndim != 2 or not rows_RD.is_contiguous():
         raise ValueError(f"{name} of shape {tuple(rows_RD.shape)}: expected a contiguous [rows, width]")
     if inverse_TK.ndim != 2 or not inverse_TK.is_contiguous():

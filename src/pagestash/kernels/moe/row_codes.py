@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from pagestash.kernels.backend import cdiv, choose, multiprocessors, power_of_two, tl, triton
+from pagestash.kernels.moe.permute import check_operands
 from pagestash.kernels.moe.row_info import tile_rows, tiles
 from pagestash.kernels.pages.chunks import page_address
 from pagestash.kernels.pages.eight_bits import (
@@ -109,6 +110,7 @@ def permute_coded(
     backend: str = "auto",
 ) -> torch.Tensor:
     """`permute` into `out_RD`, which it returns; each row is coded, too. A token is coded once for all choices."""
+    check_operands(tokens_TD, inverse_TK, None, "tokens")
     tokens, width = tokens_TD.shape
     if choose(tokens_TD.device, backend) == "torch":
         token, choice = torch.nonzero(inverse_TK >= 0, as_tuple=True)

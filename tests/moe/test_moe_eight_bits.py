@@ -12,10 +12,11 @@ from pagestash.kernels.moe.activations import Activation
 from pagestash.kernels.moe.route import route
 from pagestash.moe import MoE, MoEConfig, Received
 from pagestash.moe.saving import BlockOptions
+from pagestash.saved.received_rows import Recording
 
 WIDTH, INNER, EXPERTS, TOP_K, TOKENS, DEPTH = 128, 64, 4, 2, 64, 2
 CHOICES = TOKENS * TOP_K
-BY_RULES = BlockOptions.by_rules
+BY_RULES, BEGIN = BlockOptions.by_rules, Recording.begin
 ROW = 2 * (128 + 16)  # coded: 128 values of the row and 128 of its projection, each with a scale in 16 bytes
 
 
@@ -226,6 +227,79 @@ def test_a_recomputed_layer_saves_what_its_replay_does():
     assert same(found[0], found[1])
     for one, exact in zip(found[0], plain):
         assert (one - exact).norm() <= 0.1 * exact.norm() + 1e-6
+    keeper.detach()
+
+
+@pytest.mark.parametrize("expected", [None, 60])
+def test_a_recomputed_layer_with_a_coded_part_saves_what_its_replay_does(expected):
+    """In a replay, too, the part leaves its projection to autograd, although it has a pool."""
+    model = Stack(expected)
+    rules = [ps.Rule("layers.*", "recompute"), *policy(parts=("moe_act",)).rules]
+    plain = run(model, batch())
+    keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page=1024, headroom=1.5)), backend="torch").attach(
+        model
+    )
+    found = [run(model, batch(), keeper) for _ in range(3)]
+    assert model.layers[0].moe_act.pool is keeper.pool is not None
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
+    for one, exact in zip(found[0], plain):
+        assert (one - exact).norm() <= 0.1 * exact.norm() + 1e-6
+    keeper.detach()
+
+
+@pytest.mark.parametrize("pages", [8, 1000])
+def test_a_projection_beside_coded_rows_has_the_same_bits_whatever_the_pool_grants(pages):
+    """What were recomputed from codes would not be what forward computed."""
+    rules = [
+        ps.Rule("layers.*.expert_fc1", "keep", min_bytes=2048, bits=8),
+        ps.Rule("layers.*.moe_act", "stash", min_bytes=2048),
+    ]
+    model = Stack(60)
+    made = ps.Policy(rules, ps.PoolConfig(page=1024, device=pages * 1024))
+    keeper = ps.Keeper(made, backend="torch").attach(model)
+    found = [run(model, batch(), keeper) for _ in range(3)]
+    keeper.detach()
+    ample = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page=1024)), backend="torch").attach(model)
+    wanted = run(model, batch(), ample)
+    ample.detach()
+    assert all(same(each, wanted) for each in found)
+
+
+@pytest.mark.parametrize("expected", [None, 0, 60])
+@pytest.mark.parametrize("least", [0, 2048])
+def test_a_step_without_tokens_leaves_gradients_of_zeros(expected, least):
+    model = Stack(expected)
+    rule = ps.Rule("layers.*.experts", "stash", min_bytes=least, bits=8)
+    keeper = ps.Keeper(ps.Policy([rule], ps.PoolConfig(page=1024)), backend="torch").attach(model)
+    run(model, batch(), keeper)
+    model.zero_grad()
+    with keeper.step():
+        x = batch()[:0]
+        for layer in model.layers:
+            x = x + layer(x)[0]
+        x.float().sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    assert keeper.stats().homes["stash"].bytes == 0
+    keeper.detach()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_rows_that_a_frozen_projection_does_not_save_are_not_counted(frozen, monkeypatch):
+    counted = []
+
+    def begin(recording, layer, row_bytes, *more):
+        counted.append(row_bytes)
+        return BEGIN(recording, layer, row_bytes, *more)
+
+    monkeypatch.setattr(Recording, "begin", begin)
+    model = Stack("auto", expected_rows="auto")
+    for layer in model.layers:
+        layer.expert_fc1.requires_grad_(not frozen)
+    keeper = ps.Keeper(policy(), backend="torch").attach(model)
+    with keeper.step():
+        model(batch()).backward()
+    assert counted == DEPTH * [(ROW // 2,) if frozen else (ROW // 2, ROW // 2)]
     keeper.detach()
 
 

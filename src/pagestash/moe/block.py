@@ -372,7 +372,10 @@ def _record(
     if options.coded:
         parts = as_activation(options.activation).parts
         sizes = CodeRow(1, x_TD.shape[1]).bytes, CodeRow(parts, h_columns // parts).bytes
-    ruled = zip((options.x.stash_rule(), options.h.stash_rule()), sizes)
+    x_rule = options.x.stash_rule()
+    if options.coded and not _asks_for_rows(ctx, options):
+        x_rule = None  # (a block that does not code keeps received rows in any case)
+    ruled = zip((x_rule, options.h.stash_rule()), sizes)
     rows = [(size, rule.for_expected_rows()) for rule, size in ruled if rule is not None]
     head_bytes = sum(size * (1 - (0 if leaves is None else leaves.fraction)) for size, leaves in rows)
     gradients = (("up", up_stored), ("down", down_stored))

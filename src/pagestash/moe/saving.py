@@ -119,23 +119,25 @@ class BlockOptions:
         Kernels code what waits if the rule of the first projection has `bits`, and that of the rows, too, where
         they were received: what waits in 16 bits would be split in two buffers, and what is coded is not. Not in a
         region that is recomputed, whose replay must save the same tensors and see the same rows. Otherwise the
-        keeper codes, under such a rule, what autograd saves.
+        keeper codes, under such a rule, what autograd saves. That holds for the replay, too, which needs no
+        backward of its own. The first projection is then left to autograd in any case: where its pages were
+        refused, it would be recomputed from rows that were coded, to other bits.
         """
         of_h = None if self.h.recompute else rule_of(self.h.module)
         of_x = rule_of(self.x.module)
         h_bits, x_bits = (rule is not None and rule.bits is not None for rule in (of_h, of_x))
-        if not (h_bits or x_bits) or not self.needs_backward:
+        if not (h_bits or x_bits):
             return self
         widths = ((of_h, h_columns), (of_x, x_TD.shape[1]))[: 2 if received else 1]
-        if all(_codes(rule, x_TD.dtype, rows, width) for rule, width in widths) and not in_recompute():
+        fit = all(_codes(rule, x_TD.dtype, rows, width) for rule, width in widths)
+        if fit and self.needs_backward and not in_recompute():
             return replace(self, coded=True)
         x = replace(self.x, pool=None) if x_bits else self.x
-        h = replace(self.h, pool=None) if h_bits else self.h
-        return replace(self, x=x, h=h)
+        return replace(self, x=x, h=replace(self.h, pool=None))
 
 
 def _codes(rule: Rule | None, dtype: torch.dtype, rows: int, width: int) -> bool:
     """Whether `rule` has a tensor [rows, width] coded."""
     if rule is None or rule.bits is None or dtype not in CODED:
         return False
-    return width >= LEAST_WIDTH and rows * width * dtype.itemsize >= rule.least_bytes
+    return width >= LEAST_WIDTH and rows * width * dtype.itemsize >= max(rule.least_bytes, 1)

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
 from pagestash.policy import Policy, Rule
+from pagestash.saved.region import frames
 from pagestash.torch_internals import top_saved_tensors_hooks
 
 WIDTH = 8
@@ -262,3 +263,16 @@ def test_another_model_is_another_kind():
     alone = ps.Keeper(Policy(KEEP), check=True).attach(other)
     step(other, alone)
     assert peak == alone.stats().homes["keep"].peak
+
+
+def test_a_step_that_may_open_no_hooks_leaves_nothing_open():
+    net, keeper = attached([Rule("*", "recompute")])
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("none here"),
+        pytest.raises(RuntimeError, match="none here"),
+        keeper.step(),
+    ):
+        pass
+    assert not frames()
+    net(torch.ones(4, WIDTH)).backward()  # outside of a step: nothing is recomputed
+    assert keeper.stats().homes["recompute"].peak == 0

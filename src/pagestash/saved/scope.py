@@ -33,7 +33,7 @@ def step_scope(
     outer = frames()
     root = Region(hooks, "", None, whole_step=True)
     enter(root)
-    watched = True
+    watched = False
     alone = not outer and top_saved_tensors_hooks(True) is None
 
     def stop() -> bool:
@@ -50,8 +50,9 @@ def step_scope(
         watched = False
         return True
 
-    push_saved_tensors_hooks(hooks.pack, unpack)
     try:
+        push_saved_tensors_hooks(hooks.pack, unpack)  # refused where the caller has disabled hooks
+        watched = True
         yield stop
     except BaseException:
         hooks.give_up()

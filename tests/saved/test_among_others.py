@@ -12,6 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
+from pagestash.saved.calls import under_way
+from pagestash.saved.region import frames
+from pagestash.torch_internals import top_saved_tensors_hooks
 
 X = torch.ones(4, 8).cumsum(0) / 7
 
@@ -370,29 +373,51 @@ for _where in ("around the layers", "around each layer", "inside a layer"):
         CASES[f"{_kind} checkpoint {_where}"] = checkpointed(_where, _reentrant)
 
 
+def seeded():
+    torch.manual_seed(0)
+    return Net()
+
+
+def gradients(name, net, step):
+    torch.manual_seed(3)
+    net.zero_grad()
+    CASES[name](net, step)
+    return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+
+def same(found, plain):
+    return all(
+        a is None if b is None else a is not None and torch.equal(a, b)
+        for a, b in zip(found, plain, strict=True)
+    )
+
+
 @pytest.mark.parametrize("match", ["layers.*", "layers.*.*", "layers.**"])
 @pytest.mark.parametrize("home", ["keep", "stash", "offload", "recompute"])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_the_same_to_the_last_bit(name, home, match):
-    def model():
-        torch.manual_seed(0)
-        return Net()
-
-    def gradients(net, step):
-        torch.manual_seed(3)
-        net.zero_grad()
-        CASES[name](net, step)
-        return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
-
-    plain = gradients(model(), contextlib.nullcontext)
+    plain = gradients(name, seeded(), contextlib.nullcontext)
     ahead = {"prefetch_bytes": 0} if home == "offload" else {}
     policy = ps.Policy([ps.Rule(match, home, min_bytes=0, **ahead)], ps.PoolConfig(page=64))
-    net = model()
+    net = seeded()
     keeper = ps.Keeper(policy, backend="torch").attach(net)
     for _ in range(2):  # measured, then in pages and by the plan
-        found = gradients(net, keeper.step)
-        assert all((a is None) == (b is None) for a, b in zip(found, plain, strict=True))
-        assert all(a is None or torch.equal(a, b) for a, b in zip(found, plain))
+        assert same(gradients(name, net, keeper.step), plain)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_so_they_are_in_steps_that_need_not_be_watched_and_nothing_stays_open(name):
+    plain = gradients(name, seeded(), contextlib.nullcontext)
+    net = seeded()
+    keeper = ps.Keeper(ps.Policy([ps.Rule("layers.*", "keep")])).attach(net)
+    for _ in range(3):  # the third is not watched
+        with keeper.step():
+            net(X).backward()
+    for _ in range(3):
+        assert same(gradients(name, net, keeper.step), plain)
+        assert top_saved_tensors_hooks(True) is None
+        assert not frames()
+        assert not under_way()
 
 
 def test_torch_func_grad_is_refused_by_torch():

@@ -8,6 +8,7 @@ from support import same
 from torch import nn
 
 import pagestash as ps
+from pagestash.saved.calls import under_way
 
 F = torch.nn.functional
 WIDTH = 8
@@ -44,6 +45,19 @@ def test_a_copy_of_an_attached_model_is_run_again_with_its_own_weights():
     plain = nn.Sequential(mlp(), mlp())
     plain.load_state_dict(other.state_dict())
     assert same(gradients(other, keeper=keeper), gradients(plain))
+
+
+def test_calls_inside_that_a_replay_leaves_early_are_over_with_it():
+    """A GPU's backward has a thread of its own, in which no step ends: what is left there would stay for good."""
+    model = nn.Sequential(mlp(), mlp())
+    keeper = keeper_of(model, ("*", "recompute"), ("*.2", "recompute"))
+    left = []
+    for _ in range(2):
+        with keeper.step():
+            loss = model(X).sum()
+        loss.backward()
+        left.append(under_way())
+    assert left == [(), ()]
 
 
 class Noisy(nn.Module):

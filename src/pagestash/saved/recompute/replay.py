@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pagestash.saved.calls import set_calls, under_way
 from pagestash.saved.compiled import hidden
 from pagestash.saved.recompute.recipe import Layout, Recipe
 from pagestash.saved.recompute.rng import set_python_rng_state, set_torch_rng_state
@@ -46,7 +47,7 @@ class Replay(Forward):
         )
         args, kwargs = recipe.bring_back(recipe.inputs)
         self._gather_weights()
-        before, output, ended = frames(), None, False
+        before, calls, output, ended = frames(), under_way(), None, False
         set_frames((Region(recipe.hooks, recipe.name, None, run=self),))
         hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
         try:
@@ -64,6 +65,8 @@ class Replay(Forward):
             pass
         finally:
             set_frames(before)
+            # Those that `_Enough` left open are over: the thread of a GPU's backward outlives every step.
+            set_calls(calls)
             self._incomplete.clear()
         recipe.weights.check_after()
         if ended and self._count != len(recipe.saved):

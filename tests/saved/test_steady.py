@@ -53,7 +53,7 @@ def test_the_third_step_of_a_kind_is_not_watched():
     assert net.watched == [True, True, False, True, False, True, False]
 
 
-@pytest.mark.parametrize("rows", [(4,) * 5, (4, 6) * 4, (6, 4, 4, 4, 4), (4, 4, 4, 4, 6, 4)])
+@pytest.mark.parametrize("rows", [(4,) * 5, (4, 6) * 5, (6, 4, 4, 4, 4), (4, 4, 4, 4, 6, 4)])
 @pytest.mark.parametrize("reset", [None, 2, 4])
 def test_stats_are_those_of_a_keeper_that_watches_every_step(rows, reset):
     found = []
@@ -67,6 +67,20 @@ def test_stats_are_those_of_a_keeper_that_watches_every_step(rows, reset):
         assert (skipped > 0) == (keeper._check is not True)
     assert found[0] == found[1]
     assert found[0][0].homes["keep"].peak > 0
+
+
+def test_peaks_that_are_counted_anew_are_those_of_steps_that_were_watched():
+    found = []
+    for net, keeper in (attached(), always_watched()):
+        for _ in range(3):
+            step(net, keeper, 8)
+        net.keep_every = 4  # fewer rows are saved, and no call shows it
+        keeper.reset_peaks()
+        for _ in range(3):
+            step(net, keeper, 8)
+        found.append(keeper.stats())
+        assert net.watched[3:] == [True, True, keeper._check is True]
+    assert found[0] == found[1]
 
 
 def test_gradients_are_the_same_to_the_last_bit():

@@ -282,6 +282,7 @@ class Keeper:
     def reset_peaks(self) -> None:
         """Count peaks from now on; also clears the overflow flag."""
         self._steady.asked()
+        self._steady.forget()
         for home in self._homes:
             home.reset_peaks()
 

@@ -6,7 +6,8 @@ watched and kept the same bytes. It counts as they did. Calls are alike if they 
 and dtypes, under the same autocast, and as many modules train and as many parameters want gradients.
 
 All steps are watched for good if calls of one kind keep other bytes each time, if a step goes on otherwise than the
-one it was taken for, and if somebody asks within a step how many bytes are held.
+one it was taken for, and if somebody asks within a step how many bytes are held. Whoever counts peaks anew has the
+next steps watched: what a model saves may have changed in a way that its calls do not show (checkpointing).
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -85,6 +86,10 @@ class SteadySteps:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Take no step for one of those that were watched until now."""
         self._known.clear()
 
     # --- a step ---

@@ -1,5 +1,8 @@
 """What a keeper costs the host is measured on small regions, and how much slower that is in a model."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -56,8 +59,10 @@ def test_each_module_inside_a_recomputed_region_is_recorded_and_looked_at_again(
 
 def test_costs_grow_by_what_a_keeper_takes_more_between_a_models_launches(monkeypatch):
     layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(3)]
-    profile = ps.profile(nn.Sequential(*layers), torch.randn(4, 8), repeats=1)
+    model = nn.Sequential(*layers)
+    profile = ps.profile(model, torch.randn(4, 8), repeats=1)
     cost = Overhead(pack=1.0, record=10.0, replay=20.0)
+    step = SimpleNamespace(model=model)
     rules = []
 
     def forward(step, rule):
@@ -65,21 +70,21 @@ def test_costs_grow_by_what_a_keeper_takes_more_between_a_models_launches(monkey
         return 100.0 if rule is None else 100.0 + 2.5 * (40 * 1.0 + 3 * 10.0)
 
     monkeypatch.setattr(overhead, "_forward", forward)
-    found = in_model(cost, None, profile.regions, 40)
+    found = in_model(cost, step, profile.regions, 40)
     assert found == Overhead(pack=2.5, record=25.0, replay=50.0)
     assert rules[0] is None
     assert rules[1].home == "recompute"
     assert sum(rules[1].matches(region.name) for region in profile.regions) == 3
     # Never less than by themselves; and where no region is small, or the model is refused, as they are.
     monkeypatch.setattr(overhead, "_forward", lambda step, rule: 100.0)
-    assert in_model(cost, None, profile.regions, 40) == cost
-    assert in_model(cost, None, (), 40) == cost
+    assert in_model(cost, step, profile.regions, 40) == cost
+    assert in_model(cost, step, (), 40) == cost
 
     def refuse(step, rule):
         raise RuntimeError
 
     monkeypatch.setattr(overhead, "_forward", refuse)
-    assert in_model(cost, None, profile.regions, 40) == cost
+    assert in_model(cost, step, profile.regions, 40) == cost
 
 
 def test_a_models_forward_runs_alone_under_a_keeper_and_leaves_no_gradient():
@@ -93,3 +98,17 @@ def test_a_models_forward_runs_alone_under_a_keeper_and_leaves_no_gradient():
     assert found.replay == pytest.approx(2 * found.record)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_no_region_is_timed_where_modules_recompute_by_themselves(monkeypatch):
+    class Own(nn.LayerNorm):
+        def use_recompute(self, on):
+            raise AssertionError
+
+    model = nn.Sequential(*(nn.Sequential(Own(8), nn.Linear(8, 8)) for _ in range(3)))
+    regions = ps.profile(model, torch.randn(4, 8), repeats=1).regions
+    fast = [replace(region, forward_seconds=0.0) if ".0" in region.name else region for region in regions]
+    rules = []
+    monkeypatch.setattr(overhead, "_forward", lambda step, rule: rules.append(rule) or 1.0)
+    in_model(Overhead(pack=1.0, record=1.0), SimpleNamespace(model=model), fast, 1)
+    assert [rule and rule.match for rule in rules] == [None, "*.1"]

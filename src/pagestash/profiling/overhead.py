@@ -102,7 +102,9 @@ def measure_overhead(device: torch.device) -> Overhead:
 
 def in_model(cost: Overhead, step: RepeatedStep, regions: Sequence[Region], tensors: int) -> Overhead:
     """The costs between the launches of a model whose step saves so many tensors."""
-    rule, count = _small_regions(regions)
+    # (Not of modules that recompute by themselves: a keeper opens no region for one, so there is nothing to time.)
+    own = {name for name, module in step.model.named_modules() if hasattr(module, "use_recompute")}
+    rule, count = _small_regions([region for region in regions if region.name not in own])
     expected = tensors * cost.pack + count * cost.record
     if not count or not expected:
         return cost

@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 import pagestash as ps
 from pagestash.models import Decoder, preset
 from pagestash.planning import plan_profile
+from pagestash.planning.fused import permuted_bytes
 from pagestash.planning.predict import predict
 from pagestash.profiling import Link
 from pagestash.profiling.memory import MemoryMeter
@@ -325,6 +327,21 @@ def test_a_fused_layer_without_its_projection_holds_the_rows_that_it_permutes(ho
     # The replay of a layer has some of the rows anyway.
     both = EXPERTS in homes and len(homes) > 1
     assert -0.01 < found.peak_bytes / (peak + pool) - 1 < (0.04 if both else 0.01)
+
+
+def test_tensors_without_rows_are_no_tokens_of_a_fused_layer():
+    def saved(region, *shape):
+        size = 4 * shape[0] * shape[1]
+        return SimpleNamespace(
+            kind="activation", region=region, dtype="torch.float32", shape=shape, bytes=size
+        )
+
+    layer = [SimpleNamespace(name=f"experts.{part}", within="experts") for part in ("fc1", "act")]
+    tensors = [saved("experts.fc1", 16, 8), saved("experts.act", 32, 24)]
+    wanted = permuted_bytes(SimpleNamespace(regions=layer, tensors=tensors))
+    empty = [saved("experts.fc1", 0, 8), saved("experts.act", 0, 24)]
+    assert wanted == {"experts.act": 32 * 8 * 4}
+    assert permuted_bytes(SimpleNamespace(regions=layer, tensors=[*tensors, *empty])) == wanted
 
 
 def test_a_small_hugging_face_model_is_predicted_as_its_keeper_steps():

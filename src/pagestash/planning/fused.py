@@ -25,7 +25,7 @@ def permuted_bytes(profile: ProfiledStep) -> dict[str, int]:
     for tensor in profile.tensors:
         if tensor.kind == "weight":
             weights.setdefault(tensor.region, []).append(tensor)
-        elif tensor.region in layers and "float" in tensor.dtype and len(tensor.shape) == 2:
+        elif tensor.region in layers and "float" in tensor.dtype and len(tensor.shape) == 2 and tensor.bytes:
             saved.setdefault(layers[tensor.region], []).append(tensor)
     found = {}
     for layer, tensors in saved.items():

@@ -5,6 +5,10 @@ import torch
 from support import error, same
 
 from pagestash.kernels.moe.low_rank import add_product_, add_product_reference_
+from pagestash.kernels.moe.route import route
+from pagestash.moe.block import routed_experts
+from pagestash.moe.projection import LowRank, Weight
+from pagestash.moe.saving import BlockOptions
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -29,6 +33,23 @@ def test_products_are_added_to_the_rows_of_their_experts(rank, turned, rows, col
     got = add_product_(out, left, right, ends, backend="triton")
     assert error(got[:valid], wanted[:valid]) < 3e-3
     assert same(got[valid:], before[valid:])
+
+
+@pytest.mark.parametrize(("received", "expected"), [(False, 0), (True, 0), (True, 9)])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_without_rows_gradients_are_zeros(received, expected, tokens):
+    """No token at all, or none of whose choices is an expert here."""
+    shapes = [(3, 128, 64), (3, 64, 64), (3, 16, 64), (3, 128, 16), (3, 16, 64), (3, 64, 16)]
+    leaves = [torch.randn(s, device=CUDA).bfloat16().requires_grad_() for s in shapes]
+    up, down = (Weight(leaves[i], None, LowRank(leaves[j], leaves[j + 1], 1.0)) for i, j in ((0, 2), (1, 4)))
+    x = torch.randn(tokens, 64, device=CUDA).bfloat16().requires_grad_()
+    ids, choices = torch.full((tokens, 2), -1, device=CUDA), torch.rand(tokens, 2, device=CUDA)
+    options = BlockOptions()
+    routing = route(ids, 3)
+    y = routed_experts(x, choices, up, down, ids, routing, options, received=received, expected_rows=expected)
+    y.sum().backward()
+    assert not y.any()
+    assert not any(each.grad.any() for each in (x, *leaves))
 
 
 def adapted(experts, dtype=torch.bfloat16, attention="sdpa", **options):

@@ -121,10 +121,12 @@ def test_each_half_of_a_split_backward_has_its_gradients():
 
 
 @pytest.mark.parametrize("received", [False, True])
-def test_a_batch_of_no_tokens_gives_factors_a_gradient_of_zeros(received):
+@pytest.mark.parametrize(("tokens", "capacity"), [(0, None), (5, 0)], ids=["tokens", "capacity"])
+def test_without_rows_gradients_are_zeros(received, tokens, capacity):
     weights = leaves(3)
-    x, choices = torch.randn(0, WIDTH), torch.rand(0, 2)
-    ids = torch.zeros(0, 2, dtype=torch.int64)
-    y = block(weights, summed=False, x=x, ids=ids, choices=choices, capacity=None, received=received)
+    x, choices = torch.randn(tokens, WIDTH), torch.rand(tokens, 2)
+    ids = torch.zeros(tokens, 2, dtype=torch.int64)
+    y = block(weights, summed=False, x=x, ids=ids, choices=choices, capacity=capacity, received=received)
+    assert not y.any()
     y.sum().backward()
     assert all(torch.equal(weight.grad, torch.zeros_like(weight)) for weight in weights.values())

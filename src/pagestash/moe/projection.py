@@ -116,7 +116,7 @@ class Projection:
         a, b, scale = update
         rank = a.shape[1]
         da_EKI = grouped_mm(dinner_RK.t(), x_RI, ends_E)[:, :rank]
-        inner_RK = grouped_mm(x_RI, self.a_EKI.transpose(-2, -1), ends_E)
+        inner_RK = _product(x_RI, self.a_EKI.transpose(-2, -1), ends_E)
         db_EOK = grouped_mm(dy_RO.t(), inner_RK, ends_E)[..., :rank]
         return da_EKI.to(a.dtype), db_EOK.to(b.dtype) * scale
 

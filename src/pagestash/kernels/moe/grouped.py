@@ -10,6 +10,8 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch
     `offsets` (int32, on the device) says where each expert's rows end. Rows after the last are not read, and
     in the result they are undefined. In bf16 on a GPU nothing waits for the host; elsewhere it reads them.
     """
+    if b.ndim == 2 and not b.shape[0]:  # no token at all: nothing to launch, and no address to give
+        return a.new_zeros(offsets.numel(), a.shape[0], b.shape[1])
     if a.is_cuda and a.dtype == torch.bfloat16:
         return F.grouped_mm(a, b, offs=offsets)
     return grouped_mm_reference(a, b, offsets)

@@ -258,6 +258,9 @@ def combine_reference(
     bias_weights_TK: torch.Tensor | None,
     out_TD: torch.Tensor,
 ) -> None:
+    if not rows_RD.shape[0]:
+        out_TD.zero_()
+        return
     wide = _wide(rows_RD.dtype)
     total = torch.zeros(out_TD.shape, dtype=wide, device=rows_RD.device)
     for k in range(inverse_TK.shape[1]):

@@ -10,6 +10,7 @@ from torch import nn
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
+from pagestash.saved.calls import under_way
 from pagestash.saved.recompute import rng, value_checks
 
 # Read once, at the first product on a GPU, which may be another file's.
@@ -300,3 +301,17 @@ def test_generators_are_set_back_to_where_they_were():
     torch.cuda.manual_seed(3)
     rng.set_torch_rng_state(device, state)
     assert same([torch.rand(100, device=device), torch.rand(100)], list(first))
+
+
+def test_calls_inside_that_a_replay_leaves_early_do_not_gather_in_the_thread_of_backward():
+    layers = (nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2))
+    model = nn.Sequential(nn.Linear(8, 8), *layers).cuda()
+    rules = [ps.Rule(match, "recompute", min_bytes=0) for match in ("{1,2}", "{1,2}.2")]
+    keeper = ps.Keeper(ps.Policy(rules)).attach(model)
+    left = []
+    # The gradient of the first layer comes last, behind all replays.
+    model[0].weight.register_hook(lambda gradient: left.append(len(under_way())))
+    for _ in range(3):
+        with keeper.step():
+            model(torch.ones(4, 8, device="cuda")).sum().backward()
+    assert left == [0, 0, 0]

@@ -61,7 +61,7 @@ def test_costs_grow_by_what_a_keeper_takes_more_between_a_models_launches(monkey
     layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(3)]
     model = nn.Sequential(*layers)
     profile = ps.profile(model, torch.randn(4, 8), repeats=1)
-    cost = Overhead(pack=1.0, record=10.0, replay=20.0)
+    cost = Overhead(pack=1.0, record=10.0, replay=20.0, put=7.0, get=9.0)
     step = SimpleNamespace(model=model)
     rules = []
 
@@ -71,7 +71,7 @@ def test_costs_grow_by_what_a_keeper_takes_more_between_a_models_launches(monkey
 
     monkeypatch.setattr(overhead, "_forward", forward)
     found = in_model(cost, step, profile.regions, 40)
-    assert found == Overhead(pack=2.5, record=25.0, replay=50.0)
+    assert found == Overhead(pack=2.5, record=25.0, replay=50.0, put=7.0, get=9.0)
     assert rules[0] is None
     assert rules[1].home == "recompute"
     assert sum(rules[1].matches(region.name) for region in profile.regions) == 3

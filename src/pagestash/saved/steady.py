@@ -60,8 +60,9 @@ class SteadySteps:
     """Decides which steps of a keeper are not watched, and counts them."""
 
     def __init__(self, policy: Policy, keep: Keep) -> None:
-        self.on = all(rule.home == "keep" and rule.bits is None for rule in policy.rules)
-        """Whether any step may go unwatched."""
+        moves_nothing = all(rule.home == "keep" and rule.bits is None for rule in policy.rules)
+        self.on = bool(policy.rules) and moves_nothing
+        """Whether any step may go unwatched. (Without a rule nothing is put on a model at all.)"""
         self._keep = keep
         self._hooks: list[Any] = []
         self._known: dict[Hashable, _Known] = {}

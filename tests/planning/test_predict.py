@@ -1,6 +1,7 @@
 """What is predicted for a policy is what a keeper's step takes: bytes by home, and the peak of all memory."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -101,6 +102,28 @@ def test_the_peak_and_the_bytes_of_each_home_are_those_of_a_keepers_step(name, g
     stays = max(found.memory["offload"])
     kept = max(found.memory["keep"]) + BATCH
     assert kept - BATCH <= stats.homes["keep"].peak <= kept + stays + small(profile)
+
+
+CLAIMED = {
+    "experts": ["layers.*.moe"],
+    "dense layers and experts": ["layers.*.mlp", "layers.*.moe.experts"],
+    "dense layers and norms": ["layers.*.mlp", "layers.*.attn_norm"],
+    "attention, norms and experts": ["layers.*.attn", "layers.*.moe", "layers.*.attn_norm"],
+}
+
+
+@pytest.mark.parametrize("name", CLAIMED)
+def test_what_a_fused_layer_claims_moves_apart_from_what_else_its_region_saves(name):
+    """A keeper's window goes by its groups: one too large, and others stay than those that a keeper keeps."""
+    model = Decoder(preset("tiny", layers=6))
+    model.initialise(0)
+    given = batch(length=128)
+    profile = ps.profile(model, given, repeats=1, link=LINK)
+    policy = ps.Policy([offload(match) for match in CLAIMED[name]])
+    peak, _ = step_under(model, policy, lambda: sum(model(*given)).backward())
+    assert abs(predict(profile, policy).peak_bytes - peak) < 256
+    as_one = replace(profile, tensors=[replace(tensor, claimed=False) for tensor in profile.tensors])
+    assert abs(predict(as_one, policy).peak_bytes - peak) > 1024
 
 
 INSIDE = {

@@ -19,7 +19,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pagestash.policy import HomeName, Rule
 from pagestash.profiling.assign import Rules, rule_of
@@ -55,6 +55,8 @@ class Move:
     """The segments of backward that begin by asking for one of its tensors, in order."""
     dropped_at: int
     """The segment that begins when backward is done with it."""
+    own: bool = True
+    """Whether no fused operation claims its tensors."""
     slices: tuple[tuple[int, int], ...] = ()
     """Thin slices of storages that another group takes whole, whose elements are copied: saved when, and bytes."""
 
@@ -77,32 +79,33 @@ def moves_of(
     if "offload" not in homes:
         return []
     ends = list(accumulate(segment.seconds for segment in segments))
-    groups: dict[tuple[str, int], list[SavedTensor]] = {}
-    slices: dict[tuple[str, int], list[SavedTensor]] = {}
-    owners: dict[int, tuple[str, int]] = {}
+    groups: dict[_Group, list[SavedTensor]] = {}
+    slices: dict[_Group, list[SavedTensor]] = {}
+    owners: dict[int, _Group] = {}
     for tensor, home in zip(tensors, homes):
         # (A tensor that is neither the first of its storage nor thin has no bytes of its own.)
         if home != "offload" or (tensor.storage in owners and not _is_thin(tensor)):
             continue
         _, name = rule_of(policy, tensor.path)
-        where = (name, _last_segment(segments, tensor.saved_at, name))
+        where = _Group(_last_segment(segments, tensor.saved_at, name), not tensor.claimed, name)
         if tensor.storage not in owners:
             owners[tensor.storage] = where
             groups.setdefault(where, []).append(tensor)
         elif owners[tensor.storage] != where:
             groups.setdefault(where, [])
             slices.setdefault(where, []).append(tensor)
-    rules = {name: rule for name, _ in groups if (rule := policy.rule_for(name)) is not None}
-    split = RowSplit(_expected_rows((rules[name], group) for (name, _), group in groups.items()))
+    rules = {where.name: rule for where in groups if (rule := policy.rule_for(where.name)) is not None}
+    split = RowSplit(_expected_rows((rules[where.name], group) for where, group in groups.items()))
     moves = []
-    for (name, last), group in sorted(groups.items(), key=lambda item: item[0][1]):
-        rule, thin = rules[name], slices.get((name, last), [])
+    for where, group in sorted(groups.items(), key=lambda item: item[0][:2]):
+        last, own, name = where
+        rule, thin = rules[name], slices.get(where, [])
         sliced = sum(tensor.bytes for tensor in thin)
         shares = {tensor.storage: split.share(rule, _shape(tensor)) for tensor in group}
         asked = tuple(sorted(tensor.needed_at for tensor in (*group, *thin)))
         moves.append(
             Move(
-                key=(*positions.get(name, ()), name, last),
+                key=(*positions.get(name, ()), name, 2 * last + own),
                 ready=ends[last],
                 needed=ends[asked[0] - 1],
                 bytes=sum(shares.values()) + sliced,
@@ -114,10 +117,21 @@ def moves_of(
                 put_at=last + 1,
                 asked_at=asked,
                 dropped_at=1 + max(tensor.freed_at for tensor in (*group, *thin)),
+                own=own,
                 slices=tuple((tensor.saved_at, tensor.bytes) for tensor in thin),
             )
         )
     return moves
+
+
+class _Group(NamedTuple):
+    """Tensors that move together: when a region ends, those that a fused operation claims, and then the others."""
+
+    last: int
+    """The last segment of the region."""
+    own: bool
+    """Whether no operation claims them."""
+    name: str
 
 
 def _is_thin(tensor: SavedTensor) -> bool:
@@ -161,7 +175,10 @@ def plan_of(moves: Sequence[Move], at_once: Container[Key] = ()) -> OffloadPlan:
     """The keeper's plan. Groups at a position in `at_once`, whose backward follows its forward, stay."""
     groups = {move.key: GroupBytes(move.bytes, move.device_bytes, move.window) for move in moves}
     found: list[tuple[int, int, Event]] = [(move.put_at, 0, ("put", move.key)) for move in moves]
-    found += [(move.asked_at[0], 1, ("get", move.key)) for move in moves]
+    # What a region saved itself is asked for before what was claimed in it.
+    first = {(*move.key[:-1], move.put_at): index for index, move in reversed(list(enumerate(moves)))}
+    asked = sorted(moves, key=lambda move: (first[*move.key[:-1], move.put_at], not move.own))
+    found += [(move.asked_at[0], 1, ("get", move.key)) for move in asked]
     found.sort(key=lambda item: item[:2])
     return make_plan([event for _, _, event in found], groups, at_once)
 

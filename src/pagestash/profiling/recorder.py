@@ -81,6 +81,7 @@ class _Saved:
     valid: tuple[int, int]
     """Byte range of the storage that backward reads."""
     once: bool
+    claimed: bool
     held: bool = True
 
 
@@ -206,6 +207,7 @@ class TensorRecorder:
             at=self._timeline.now,
             valid=span,
             once=self.tracker.inside_once,
+            claimed=claimed is not None,
         )
         rows = self._rows(local, frame, claimed)
         if rows is not None:
@@ -307,6 +309,7 @@ class TensorRecorder:
                     freed_at=last if storage.freed_at is None else storage.freed_at,
                     beside_bytes=storage.beside_bytes,
                     once=saved.once,
+                    claimed=saved.claimed,
                 )
             )
         return found

@@ -55,6 +55,8 @@ class SavedTensor:
     step; None if memory was not read."""
     once: bool = False
     """Whether `ps.once` saved it: no replay of a region around brings it back."""
+    claimed: bool = False
+    """Whether a fused operation claims it: it then moves apart from what else its region saves, and before that."""
 
     @property
     def elsewhere(self) -> bool:

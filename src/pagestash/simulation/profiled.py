@@ -35,7 +35,7 @@ def program_of_profile(profile: ProfiledStep, policy: Policy) -> StageProgram:
     others = (sizes for home, sizes in predicted.memory.items() if home != "offload")
     held = [sum(sizes) for sizes in zip(*others)]  # in each segment, beside groups that were put
     for move in moves_of(rules, profile.tensors, homes, segments):
-        name = f"{move.key[0]}@{move.put_at}"
+        name = f"{move.key[0]}@{move.key[-1]}"
         groups[name] = MovedGroup(move.bytes, move.device_bytes, window=move.window)
         put, dropped = pieces[move.put_at - 1], move.dropped_at - 1
         pieces[move.put_at - 1] = put._replace(puts=(*put.puts, name), takes=put.takes + move.device_bytes)

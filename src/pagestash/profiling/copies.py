@@ -72,7 +72,8 @@ def moves_of(
     segments: Sequence[Segment],
     positions: Mapping[str, Key] = MappingProxyType({}),
 ) -> list[Move]:
-    """The groups that leave, each storage once. A region's tensors leave when it ends, and return together.
+    """The groups that leave, each storage once. When a region ends, what a fused operation claims in it leaves
+    together, and then what else it saved; each returns together.
 
     Under a schedule, `positions` has the stage and the microbatch of each region.
     """

@@ -154,7 +154,13 @@ def step_costs(run: Run, known: Known | None = None) -> StepCosts:
     known = known or Known(run)
     stages = _split(known.layers, placed)
     memory = [_stage_memory(run, index, own) for index, own in enumerate(stages)]
-    ranks = [_known_rank(run, rank, plan, stages, memory, known) for rank, plan in enumerate(found)]
+    ranks = [
+        known.rank(
+            (rank, run.microbatches, run.homes.pool, _alike(plan, memory, known)),
+            partial(_rank, run, rank, plan, stages, memory, known),
+        )
+        for rank, plan in enumerate(found)
+    ]
     shared = layout.tp * layout.cp * layout.dp * microbatches
     return StepCosts(
         schedule=layout.schedule,
@@ -283,17 +289,9 @@ def _peak(run: Run, plan: Plan, stages: Sequence[Sequence[Layer]], memory: Seque
     )
 
 
-def _known_rank(
-    run: Run,
-    rank: int,
-    plan: Plan,
-    stages: Sequence[Sequence[Layer]],
-    memory: Sequence[StageMemory],
-    known: Known,
-) -> RankCosts:
-    layers = tuple(known.number(layer) for stage in plan.stages for layer in memory[stage].layers)
-    key = rank, run.microbatches, run.homes.pool, layers
-    return known.rank(key, lambda: _rank(run, rank, plan, stages, memory, known))
+def _alike(plan: Plan, memory: Sequence[StageMemory], known: Known) -> tuple[int, ...]:
+    """A rank's layers, by what makes them alike."""
+    return tuple(known.number(layer) for stage in plan.stages for layer in memory[stage].layers)
 
 
 def _rank(

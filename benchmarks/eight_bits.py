@@ -3,10 +3,9 @@
     python -m benchmarks eight_bits
 
 Each model is trained from the same weights on the same text, in bf16 under autocast with weights in float32, once
-without a policy and once for each policy. Curves are compared by the mean losses of 40 steps at a time, and of two
-seeds for the small model: the batch of one step says little. `shaken` is the yardstick: the same training without a
-policy, each weight changed before by less than its rounding to bf16. On a CPU only the tiny preset is trained; its
-times mean nothing.
+without a policy and once for each policy. Curves are compared by the mean losses of two seeds and of 40 steps at a
+time: the batch of one step says little. `shaken` is the yardstick: the same training without a policy, each weight
+changed before by less than its rounding to bf16. On a CPU only the tiny preset is trained; its times mean nothing.
 
 The experts' own kernels code the first projection. Where rows are `received`, they come through a dispatch that
 ends where it starts, so that the kernel that permutes codes them, too; three quarters of the rows are expected.
@@ -56,7 +55,7 @@ class Training:
 # So many tokens a step that two seeds tell half a percent from the spread of training itself.
 TINY = Training("tiny", "tiny", None, 32, 256, 200, (0, 1), TrainConfig(lr=1e-3, min_lr=1e-4))
 QWEN3 = Training(
-    "4 layers of qwen3-30b-a3b", "qwen3-30b-a3b", 4, 4, 1024, 120, config=TrainConfig(lr=3e-4, min_lr=3e-5)
+    "4 layers of qwen3-30b-a3b", "qwen3-30b-a3b", 4, 4, 1024, 120, (0, 1), TrainConfig(lr=3e-4, min_lr=3e-5)
 )
 BITS: Any = {"bits": 8, "min_bytes": 4096}
 RECEIVED = "8 bits, experts, received rows"

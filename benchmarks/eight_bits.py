@@ -52,10 +52,17 @@ class Training:
     config: TrainConfig = field(default_factory=TrainConfig)
 
 
-# So many tokens a step that two seeds tell half a percent from the spread of training itself.
+# So many tokens a step, and such rates, that two seeds tell half a percent from the spread of training itself.
 TINY = Training("tiny", "tiny", None, 32, 256, 200, (0, 1), TrainConfig(lr=1e-3, min_lr=1e-4))
 QWEN3 = Training(
-    "4 layers of qwen3-30b-a3b", "qwen3-30b-a3b", 4, 4, 1024, 120, (0, 1), TrainConfig(lr=3e-4, min_lr=3e-5)
+    name="4 layers of qwen3-30b-a3b",
+    preset="qwen3-30b-a3b",
+    layers=4,
+    batch=4,
+    sequence=1024,
+    steps=120,
+    seeds=(0, 1),
+    config=TrainConfig(lr=1e-4, min_lr=1e-5, warmup=20),
 )
 BITS: Any = {"bits": 8, "min_bytes": 4096}
 RECEIVED = "8 bits, experts, received rows"

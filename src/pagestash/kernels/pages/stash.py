@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from pagestash.kernels.backend import launching_on, multiprocessors, tl, triton
-from pagestash.kernels.pages.chunks import copy_chunk
+from pagestash.kernels.pages.chunks import copy_chunk, page_address
 from pagestash.kernels.pages.copy import Tiers, copy_reference
 from pagestash.kernels.pages.layout import (
     K_ARRIVED,
@@ -238,20 +238,17 @@ def _stash_kernel(
                 )
                 offset = chunk * CHUNK
                 within = offset % PAGE
-                if within == 0:
-                    tl.store(book + tables[i] + offset // PAGE, page.to(tl.int64))
-                # Conditions on COPY stand alone: without sources (COPY = 0) nothing here may be compiled. Tiers are
-                # branched on; choosing, as `page_address` does, is no faster.
+                # The source's bytes are asked for before the page's number is used: both are under way at once.
+                # Conditions on COPY stand alone: without sources (COPY = 0) nothing here may be compiled.
                 if COPY == 2:
-                    if page < K_HOST_BASE:
-                        address = device_slab + page.to(tl.int64) * PAGE + within
-                    else:
-                        address = host_slab + (page - K_HOST_BASE).to(tl.int64) * PAGE + within
+                    address = page_address(page, device_slab, host_slab, PAGE) + within
                     copy_chunk(address, sources[i] + offset, length - offset, CHUNK, WIDE)
                 elif COPY == 1:
                     if page < K_HOST_BASE:
                         address = device_slab + page.to(tl.int64) * PAGE + within
                         copy_chunk(address, sources[i] + offset, length - offset, CHUNK, WIDE)
+                if within == 0:
+                    tl.store(book + tables[i] + offset // PAGE, page.to(tl.int64))
                 page = after
                 chunk += programs
             first_chunk += chunks

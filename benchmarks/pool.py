@@ -17,6 +17,7 @@ import torch
 from benchmarks.harness import Claim, write
 from pagestash.kernels.pages import copy as copy_kernels
 from pagestash.kernels.pages import stash as stash_kernels
+from pagestash.kernels.pages.grid import GROUP, Grid
 from pagestash.pages.pool import PagePool
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -73,8 +74,9 @@ def run(out: Path | None = None, quick: bool = False) -> Path:
         "row_bytes": 2 * WIDTH,
         "repeats": repeats,
         "quick": quick,
-        "stash": knobs(stash_kernels),
-        "restore": knobs(copy_kernels),
+        "stash": stash_kernels.ALONE._asdict(),
+        "restore": copy_kernels.ALONE._asdict(),
+        "groups": GROUP._asdict(),
         "host": {"programs": copy_kernels.HOST_PROGRAMS, "warps": copy_kernels.HOST_WARPS},
     }
     return write("pool", config=config, rows=rows, claims=claims, out=out)
@@ -83,10 +85,6 @@ def run(out: Path | None = None, quick: bool = False) -> Path:
 def require_cuda() -> None:
     if not torch.cuda.is_available():
         raise RuntimeError("benchmarks.pool: needs a CUDA GPU, and torch sees none")
-
-
-def knobs(module: Any) -> dict[str, int]:
-    return {name: getattr(module, name) for name in ("CHUNK", "WARPS", "PROGRAMS_PER_SM")}
 
 
 def at_least(what: str, ratio: float) -> Claim:
@@ -346,19 +344,21 @@ def count_launches(work: Callable[[], Any]) -> int:
 
 # --- choosing the constants -------------------------------------------------------------------------------------
 
-CHUNKS = (4096, 8192, 16384, 32768)
-WARPS = (4, 8, 16)
-PROGRAMS = (2, 4, 8, 16)
+CHUNKS = ((16384, 16), (4096, 4), (8192, 8), (8192, 4), (16384, 8), (32768, 16))
+"""Bytes, and warps."""
+PROGRAMS = (2, 8, 16, 32, 64, 128)
 
 
 def tune(repeats: int = 7, budget_s: float = 85.0) -> list[dict[str, Any]]:
-    """Sweep chunk, warps and programs of both kernels at 64 MiB and 1 GiB, print the best and return all.
+    """Sweep chunk, warps and programs of both kernels for one tensor of 64 MiB and of 1 GiB; print the best and
+    return all.
 
-    Stops early, and says so, when `budget_s` is spent: each chunk and number of warps is two compilations.
+    Stops early, and says so, when `budget_s` is spent: each chunk is two compilations.
     """
     require_cuda()
     began = time.monotonic()
-    before = [(module, knobs(module)) for module in (stash_kernels, copy_kernels)]
+    modules: tuple[Any, ...] = (stash_kernels, copy_kernels)
+    before = [module.ALONE for module in modules]
     cases = []
     for size in (64 * MIB, GIB):
         sources = make_sources(size, 1.0, SETS[size])
@@ -366,36 +366,32 @@ def tune(repeats: int = 7, budget_s: float = 85.0) -> list[dict[str, Any]]:
         cases.append((size, sources, targets, PagePool("cuda", PAGE, device_bytes=SETS[size] * size)))
     found: list[dict[str, Any]] = []
     try:
-        for chunk, warps in itertools.product(CHUNKS, WARPS):
+        for chunk, warps in CHUNKS:
             if time.monotonic() - began > budget_s:
                 print(f"{budget_s} s are spent: chunks from {chunk} with {warps} warps on were left out")
                 break
             for programs, (size, sources, targets, pool) in itertools.product(PROGRAMS, cases):
-                for module, _ in before:
-                    vars(module).update(CHUNK=chunk, WARPS=warps, PROGRAMS_PER_SM=programs)
-                found.append(tune_one(size, sources, targets, pool, repeats) | knobs(stash_kernels))
+                grid = Grid(chunk, warps, programs)
+                for module in modules:
+                    module.ALONE = grid
+                found.append(tune_one(size, sources, targets, pool, repeats) | {"grid": grid})
             print(f"chunk {chunk}, {warps} warps: {time.monotonic() - began:.0f} s", flush=True)
     finally:
-        for module, values in before:
-            vars(module).update(values)
+        for module, grid in zip(modules, before):
+            module.ALONE = grid
     for what, (size, *_) in itertools.product(("stash", "restore"), cases):
         print(f"\n{what}, {size // MIB} MiB, over copy_:")
         of_size = [row for row in found if row["size"] == size]
         for row in sorted(of_size, key=lambda row: -row[what])[:6]:
-            print(f"  {row[what]:.3f}  {named(row['CHUNK'], row['WARPS'], row['PROGRAMS_PER_SM'])}")
+            print(f"  {row[what]:.3f}  {row['grid']}")
     for what in ("stash", "restore"):
         print(f"\n{what}, the worse of both sizes, over copy_:")
-        worst: dict[tuple[int, int, int], float] = {}
+        worst: dict[Grid, float] = {}
         for row in found:
-            key = (row["CHUNK"], row["WARPS"], row["PROGRAMS_PER_SM"])
-            worst[key] = min(worst.get(key, 9.0), row[what])
-        for key, ratio in sorted(worst.items(), key=lambda item: -item[1])[:6]:
-            print(f"  {ratio:.3f}  {named(*key)}")
+            worst[row["grid"]] = min(worst.get(row["grid"], 9.0), row[what])
+        for grid, ratio in sorted(worst.items(), key=lambda item: -item[1])[:6]:
+            print(f"  {ratio:.3f}  {grid}")
     return found
-
-
-def named(chunk: int, warps: int, programs: int) -> str:
-    return f"CHUNK={chunk} WARPS={warps} PROGRAMS_PER_SM={programs}"
 
 
 def tune_one(

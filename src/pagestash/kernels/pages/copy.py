@@ -10,8 +10,9 @@ from typing import Literal
 
 import torch
 
-from pagestash.kernels.backend import launching_on, multiprocessors, tl, triton
+from pagestash.kernels.backend import launching_on, tl, triton
 from pagestash.kernels.pages.chunks import copy_chunk, fill_chunk, page_address
+from pagestash.kernels.pages.grid import GROUP, Grid
 from pagestash.kernels.pages.layout import (
     HEADER,
     HOST_BASE,
@@ -30,9 +31,8 @@ from pagestash.kernels.pages.layout import (
 Tiers = Literal["both", "device", "host"]
 _TIER_CODE: dict[Tiers, int] = {"both": 0, "device": 1, "host": 2}
 
-CHUNK = 16384
-PROGRAMS_PER_SM = 2
-WARPS = 16
+ALONE = Grid(chunk=4096, warps=4, programs_per_sm=128)
+"""For one tensor whose tail is left as it is; filling a tail is faster with larger chunks."""
 FUSED = 8
 """Tensors that one launch copies; the kernel is unrolled over them."""
 HOST_CHUNK = 32768
@@ -208,14 +208,16 @@ def _launch(
     tiers: Tiers,
     unless: torch.Tensor | None = None,
 ) -> None:
-    chunk = chunk_bytes(memory.page_bytes, HOST_CHUNK if tiers == "host" else CHUNK)
-    most = HOST_PROGRAMS if tiers == "host" else PROGRAMS_PER_SM * multiprocessors(memory.state.device)
     fill = any(pattern is not None for pattern in patterns)
+    # Host pages: PCIe needs few programs, and many were not measured.
+    grid = ALONE if len(spans) == 1 and not fill and not memory.host_pages else GROUP
+    chunk = chunk_bytes(memory.page_bytes, HOST_CHUNK if tiers == "host" else grid.chunk)
     for start in range(0, len(spans), FUSED):
         part = slice(start, start + FUSED)
         work = sum(-(-span.max_bytes // chunk) for span in spans[part])
+        programs = grid.programs(work, memory.state.device)
         with launching_on(memory.state.device):
-            _copy_kernel[(max(1, min(work, most)),)](
+            _copy_kernel[(min(programs, HOST_PROGRAMS) if tiers == "host" else programs,)](
                 tuple(buffers[part]),
                 tuple(span.max_bytes for span in spans[part]),
                 tuple(span.table for span in spans[part]),
@@ -233,5 +235,5 @@ def _launch(
                 PAGE=memory.page_bytes,
                 CHUNK=chunk,
                 WIDE=all(buffer.data_ptr() % 16 == 0 for buffer in buffers[part]),
-                num_warps=HOST_WARPS if tiers == "host" else WARPS,
+                num_warps=HOST_WARPS if tiers == "host" else grid.warps,
             )

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
-from pagestash.kernels.backend import launching_on, multiprocessors, tl, triton
+from pagestash.kernels.backend import launching_on, tl, triton
 from pagestash.kernels.pages.chunks import copy_chunk, page_address
 from pagestash.kernels.pages.copy import Tiers, copy_reference
+from pagestash.kernels.pages.grid import GROUP, Grid
 from pagestash.kernels.pages.layout import (
     K_ARRIVED,
     K_BYTES,
@@ -47,9 +48,8 @@ from pagestash.kernels.pages.layout import (
 )
 from pagestash.kernels.pages.reserve import reserve_reference
 
-CHUNK = 16384
-PROGRAMS_PER_SM = 2
-WARPS = 16
+ALONE = Grid(chunk=16384, warps=16, programs_per_sm=16, chunks=2)
+"""For one tensor; with a chunk less for each program, reading the counters takes longer than copying (0.88)."""
 FUSED = 8
 """Tensors that one launch copies; the kernel is unrolled over them."""
 
@@ -312,12 +312,13 @@ def _launch(
     copy: int,
     expendable: bool = False,
 ) -> None:
+    # Host pages: PCIe needs few programs, and many were not measured.
+    grid = ALONE if copy and len(spans) == 1 and not memory.host_pages else GROUP
     # Without a copy the unit of work is the page: one table entry.
-    chunk = chunk_bytes(memory.page_bytes, CHUNK if copy else memory.page_bytes)
+    chunk = chunk_bytes(memory.page_bytes, grid.chunk if copy else memory.page_bytes)
     work = sum(-(-span.max_bytes // chunk) for span in spans)
-    programs = max(1, min(work, PROGRAMS_PER_SM * multiprocessors(memory.state.device)))
     with launching_on(memory.state.device):
-        _stash_kernel[(programs,)](
+        _stash_kernel[(grid.programs(work, memory.state.device),)](
             tuple(sources),
             tuple(span.row_bytes for span in spans),
             tuple(span.capacity for span in spans),
@@ -342,5 +343,5 @@ def _launch(
             PAGE=memory.page_bytes,
             CHUNK=chunk,
             WIDE=all(source.data_ptr() % 16 == 0 for source in sources),
-            num_warps=WARPS,
+            num_warps=grid.warps,
         )

@@ -209,8 +209,9 @@ def _launch(
     unless: torch.Tensor | None = None,
 ) -> None:
     fill = any(pattern is not None for pattern in patterns)
-    # Host pages: PCIe needs few programs, and many were not measured.
-    grid = ALONE if len(spans) == 1 and not fill and not memory.host_pages else GROUP
+    # Few programs where host pages may be copied: PCIe needs no more, and many were not measured.
+    device_only = tiers == "device" or not memory.host_pages
+    grid = ALONE if len(spans) == 1 and not fill and device_only else GROUP
     chunk = chunk_bytes(memory.page_bytes, HOST_CHUNK if tiers == "host" else grid.chunk)
     for start in range(0, len(spans), FUSED):
         part = slice(start, start + FUSED)

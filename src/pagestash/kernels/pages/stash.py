@@ -312,8 +312,9 @@ def _launch(
     copy: int,
     expendable: bool = False,
 ) -> None:
-    # Host pages: PCIe needs few programs, and many were not measured.
-    grid = ALONE if copy and len(spans) == 1 and not memory.host_pages else GROUP
+    # Few programs where host pages may be written: PCIe needs no more, and many were not measured.
+    device_only = copy == 1 or not memory.host_pages
+    grid = ALONE if copy and len(spans) == 1 and device_only else GROUP
     # Without a copy the unit of work is the page: one table entry.
     chunk = chunk_bytes(memory.page_bytes, grid.chunk if copy else memory.page_bytes)
     work = sum(-(-span.max_bytes // chunk) for span in spans)

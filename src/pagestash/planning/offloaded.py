@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from pagestash.planning.home_bytes import HomeBytes
 from pagestash.planning.lifetimes import MeasuredStep
@@ -10,11 +11,31 @@ from pagestash.profiling.copies import Move, Played
 from pagestash.saved.offload.plan import Event, Key
 
 
+class OffloadedGroup(NamedTuple):
+    """A group, and what of its bytes nothing else holds."""
+
+    move: Move
+    saved: tuple[tuple[int, int], ...]
+    """Storages that no other region keeps, and thin slices: saved when, and bytes."""
+    own_bytes: int
+    """Their sum: on the device until the group leaves."""
+    leaving_bytes: int
+    """What of it is free when the group has left: not what its rule's `fraction` keeps."""
+
+
 class Offloaded:
     """The groups of one policy."""
 
     def __init__(self, step: MeasuredStep, homes: Mapping[int, HomeName], moves: Sequence[Move]) -> None:
         self._step, self._homes, self._moves = step, homes, moves
+        self.groups = [self._group(move) for move in moves]
+
+    def _group(self, move: Move) -> OffloadedGroup:
+        lives = {s: self._step.lives[s] for s in move.storages if self._homes.get(s) == "offload"}
+        saved = (*((life.saved_at, life.bytes) for life in lives.values()), *move.slices)
+        kept = sum(life.bytes for storage, life in lives.items() if storage not in move.leaving)
+        own = sum(size for _, size in saved)
+        return OffloadedGroup(move, saved, own, own - kept)
 
     def headroom(self, held: HomeBytes, pool: int) -> dict[Event, int]:
         """How far the keeper's measured step is from its peak after each put; see `offload/headroom.py`.
@@ -50,18 +71,15 @@ class Offloaded:
 
     def count(self, played: Played, held: HomeBytes) -> int:
         """Count what the groups take; returns the most bytes on the host."""
-        by_key = {move.key: move for move in self._moves}
-        self._until_put(held)
+        by_key = {group.move.key: group for group in self.groups}
+        for group in self.groups:
+            for saved_at, size in group.saved:
+                held.add("offload", saved_at, group.move.put_at - 1, size)
         fetched: set[Key] = set()
         changes = held.changes["offload"]
         away: dict[Key, int] = {}
         for at, what, key in played.changes:
-            move = by_key[key]
-            freed = {s: self._step.lives[s].bytes for s in move.storages if self._homes.get(s) == "offload"}
-            own = sum(freed.values()) + move.slice_bytes
-            leaves = (
-                sum(size for storage, size in freed.items() if storage in move.leaving) + move.slice_bytes
-            )
+            move, _, own, leaves = by_key[key]
             if what == "put":
                 changes[at] += own
             elif what == "left":
@@ -77,16 +95,6 @@ class Offloaded:
                 elif key in away:
                     changes[at] += leaves
         return _most_on_host(played, away)
-
-    def _until_put(self, held: HomeBytes) -> None:
-        """Count what is saved until its group is put."""
-        for move in self._moves:
-            for storage in move.storages:
-                if self._homes.get(storage) == "offload":
-                    life = self._step.lives[storage]
-                    held.add("offload", life.saved_at, move.put_at - 1, life.bytes)
-            for saved_at, size in move.slices:
-                held.add("offload", saved_at, move.put_at - 1, size)
 
 
 def _most_on_host(played: Played, away: Mapping[Key, int]) -> int:

@@ -125,6 +125,8 @@ class _Playing:
             staying=frozenset(str(move.key[-2]) for move in moves if move.key in plan.stays)
             - {str(move.key[-2]) for move in moves if move.key not in plan.stays},
             held_bytes=self._held_bytes(),
+            groups=offloaded.groups,
+            headroom=plan.headroom,
             pool=pool,
         )
 

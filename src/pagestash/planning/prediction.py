@@ -1,12 +1,14 @@
 """What a prediction takes and gives: rules by region; a step's time and memory; the sums of a part of a step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pagestash.planning.offloaded import OffloadedGroup
 from pagestash.planning.skew import PoolSize
 from pagestash.policy import HomeName, Policy, PoolConfig, Rule
 from pagestash.profiling.records import Region
+from pagestash.saved.offload.plan import Event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,10 @@ class Prediction:
     """Regions under an offload rule of which all groups stay on the device."""
     held_bytes: dict[HomeName, int]
     """Saved bytes by their home: of `recompute` and `offload`, what is dropped or leaves."""
+    groups: Sequence[OffloadedGroup]
+    """What is offloaded together."""
+    headroom: Mapping[Event, int]
+    """After the put of a group, how far memory is from its peak: the keeper lets copies out take longer there."""
     pool: PoolSize
 
     def at_peak(self) -> dict[str, int]:

@@ -176,12 +176,15 @@ def plan_of(moves: Sequence[Move], at_once: Container[Key] = ()) -> OffloadPlan:
     """The keeper's plan. Groups at a position in `at_once`, whose backward follows its forward, stay."""
     groups = {move.key: GroupBytes(move.bytes, move.device_bytes, move.window) for move in moves}
     found: list[tuple[int, int, Event]] = [(move.put_at, 0, ("put", move.key)) for move in moves]
-    # What a region saved itself is asked for before what was claimed in it.
-    first = {(*move.key[:-1], move.put_at): index for index, move in reversed(list(enumerate(moves)))}
-    asked = sorted(moves, key=lambda move: (first[*move.key[:-1], move.put_at], not move.own))
-    found += [(move.asked_at[0], 1, ("get", move.key)) for move in asked]
+    found += [(move.asked_at[0], 1, ("get", move.key)) for move in as_asked(moves)]
     found.sort(key=lambda item: item[:2])
     return make_plan([event for _, _, event in found], groups, at_once)
+
+
+def as_asked(moves: Sequence[Move]) -> list[Move]:
+    """In the order in which they are asked for at one time: what a region saved itself before what was claimed."""
+    first = {(*move.key[:-1], move.put_at): index for index, move in reversed(list(enumerate(moves)))}
+    return sorted(moves, key=lambda move: (first[*move.key[:-1], move.put_at], not move.own))
 
 
 Change = Literal["put", "left", "fetched", "dropped"]
@@ -299,6 +302,7 @@ def _events(moves: Sequence[Move]) -> list[tuple[int, Literal["put", "get", "dro
     found: list[tuple[int, int, Literal["put", "get", "drop"], Move]] = []
     for move in moves:
         found.append((move.put_at, 0, "put", move))
+    for move in as_asked(moves):
         found += [(at, 2, "get", move) for at in move.asked_at]
         found.append((move.dropped_at, 1 if move.dropped_at > move.asked_at[-1] else 3, "drop", move))
     return [(at, kind, move) for at, _, kind, move in sorted(found, key=lambda event: event[:2])]

@@ -15,6 +15,7 @@ from pagestash.saved.offload.plan import Key, OffloadPlan
 from pagestash.saved.offload.window import Decision, Window, WindowGroup
 from pagestash.simulation.clock import Clock, Flag, Process
 from pagestash.simulation.links import Way
+from pagestash.simulation.programs import MovedGroup
 
 Copy = Callable[[Way, float], Flag]
 """Begins a copy of so many bytes; the flag is set when it is over."""
@@ -45,12 +46,12 @@ class Moving:
     def __init__(
         self,
         plan: OffloadPlan,
-        moved: Mapping[Key, float],
+        groups: Mapping[Key, MovedGroup],
         copy: Copy,
         clock: Clock,
         changes: list[tuple[float, int]],
     ) -> None:
-        self._plan, self._moved, self._copy, self._clock = plan, moved, copy, clock
+        self._plan, self._groups, self._copy, self._clock = plan, groups, copy, clock
         self._changes = changes
         self._window = Window(plan)
         self._held: dict[Key, WindowGroup] = {}
@@ -62,12 +63,14 @@ class Moving:
 
     def put(self, key: Key) -> Process:
         """The group's region has ended."""
-        size = self._plan.groups[key].device_bytes
+        size, kept = self._plan.groups[key].device_bytes, self._groups[key].kept_bytes
         if self._window.stays(key):
-            group = WindowGroup(key, size, kept_bytes=size)
+            group = WindowGroup(key, size, kept_bytes=size + kept)
         else:
-            group = WindowGroup(key, size, away_bytes=size, travelling_bytes=size, leaving_bytes=size)
-            self._gone[key] = self._copy("out", self._moved[key])
+            group = WindowGroup(
+                key, size, away_bytes=size, travelling_bytes=size, kept_bytes=kept, leaving_bytes=size
+            )
+            self._gone[key] = self._copy("out", self._groups[key].moved_bytes)
             self._leaving.append(group)
             self._host += self._plan.groups[key].host_bytes
             self.host_peak = max(self.host_peak, self._host)
@@ -86,8 +89,10 @@ class Moving:
         self._window.drop(group)
         away = group.away_bytes if key in self._gone else 0
         self._host -= self._plan.groups[key].host_bytes if away else 0
-        if not away or group.fetched:
+        if group.fetched:
             self._change(-group.device_bytes)
+        elif not away:
+            self._change(-self._freed(key))
 
     def _change(self, size: int) -> None:
         self._changes.append((self._clock.now, size))
@@ -100,8 +105,13 @@ class Moving:
     def _left(self) -> WindowGroup:
         """The oldest copy out is over, and its source is freed."""
         group = self._leaving.popleft()
-        self._change(-group.away_bytes)
+        self._change(-self._freed(group.key))
         return group
+
+    def _freed(self, key: Key) -> int:
+        """Bytes of the device that are the group's alone, until it leaves."""
+        freed = self._groups[key].freed_bytes
+        return self._groups[key].device_bytes if freed is None else freed
 
     def _carry_out(self, decisions: Iterator[Decision]) -> Process:
         # Two actions may run side by side: a host thread would carry out the decisions of one before the other's.
@@ -119,7 +129,7 @@ class Moving:
                 yield self._gone[self._leaving[0].key]
                 self._left()
             elif what == "fetch":
-                self._here[group.key] = self._copy("back", self._moved[group.key])
+                self._here[group.key] = self._copy("back", self._groups[group.key].moved_bytes)
                 self._change(group.away_bytes)
             else:
                 yield self._here[group.key]
@@ -136,12 +146,12 @@ class MovingAhead:
     def __init__(
         self,
         plan: OffloadPlan,
-        moved: Mapping[Key, float],
+        groups: Mapping[Key, MovedGroup],
         copy: Copy,
         clock: Clock,
         changes: list[tuple[float, int]],
     ) -> None:
-        self._plan, self._moved, self._copy, self._clock = plan, moved, copy, clock
+        self._plan, self._groups, self._copy, self._clock = plan, groups, copy, clock
         self._changes = changes
         asked: dict[str, list[Key]] = {}
         for kind, key in plan.order:
@@ -153,7 +163,7 @@ class MovingAhead:
         self._host = self.host_peak = 0
 
     def put(self, key: Key) -> Process:
-        self._gone[key] = self._copy("out", self._moved[key])
+        self._gone[key] = self._copy("out", self._groups[key].moved_bytes)
         self._host += self._plan.groups[key].host_bytes
         self.host_peak = max(self.host_peak, self._host)
         self._clock.start(self._leave(key))
@@ -182,7 +192,7 @@ class MovingAhead:
     def _return(self, key: Key) -> Process:
         yield self._gone[key]
         self._change(self._plan.groups[key].device_bytes)
-        yield self._copy("back", self._moved[key])
+        yield self._copy("back", self._groups[key].moved_bytes)
         self._clock.set(self._here[key])
 
     def _change(self, size: int) -> None:

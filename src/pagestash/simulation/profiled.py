@@ -2,15 +2,14 @@
 
 from itertools import pairwise
 
+from pagestash.planning.home_bytes import HomeBytes
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
-from pagestash.planning.prediction import RuleTable
+from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.policy import Policy
-from pagestash.profiling.assign import Recomputing, assign_when_saved
-from pagestash.profiling.copies import moves_of
+from pagestash.profiling.copies import Move, as_asked
 from pagestash.profiling.link import Link
 from pagestash.profiling.profiled import ProfiledStep
-from pagestash.profiling.records import Segment
 from pagestash.simulation.costs import HostLink
 from pagestash.simulation.programs import MovedGroup, Piece, StageProgram
 
@@ -18,39 +17,54 @@ from pagestash.simulation.programs import MovedGroup, Piece, StageProgram
 def program_of_profile(profile: ProfiledStep, policy: Policy) -> StageProgram:
     """The measured step under a policy: a piece for each segment, with replays and copies on the device in it.
 
-    What is beside offloaded groups is as predicted; when those leave and return is left to the replay. There a
-    group has all its storages to itself: one that another region keeps counts twice.
+    What is beside offloaded groups is as predicted; when those leave and return is left to the replay.
     """
-    step, rules = MeasuredStep(profile), RuleTable.of(policy, profile.regions)
-    predicted = Predictor(step).predict(rules)
+    step = MeasuredStep(profile)
+    predicted = Predictor(step).predict(RuleTable.of(policy, profile.regions))
     waits = dict.fromkeys(range(step.count + 1), 0.0)
     for at, wait in predicted.waits:
         waits[at] += wait
     ends = pairwise((*predicted.starts, predicted.seconds))
     seconds = [end - start - waits[at] for at, (start, end) in enumerate(ends)]
-    homes = assign_when_saved(rules, step.index, Recomputing(rules, step.index, profile.regions))
-    segments = [Segment(segment.path, segment.way, own) for segment, own in zip(profile.segments, seconds)]
-    pieces = [Piece(segment.way, segment.seconds) for segment in segments]
+    pieces = [Piece(segment.way, own) for segment, own in zip(profile.segments, seconds)]
     groups: dict[str, MovedGroup] = {}
-    others = (sizes for home, sizes in predicted.memory.items() if home != "offload")
-    held = [sum(sizes) for sizes in zip(*others)]  # in each segment, beside groups that were put
-    for move in moves_of(rules, profile.tensors, homes, segments):
-        name = f"{move.key[0]}@{move.key[-1]}"
-        groups[name] = MovedGroup(move.bytes, move.device_bytes, window=move.window)
+    for group in predicted.groups:
+        move, name = group.move, _name(group.move)
+        groups[name] = MovedGroup(
+            move.bytes,
+            move.device_bytes,
+            window=move.window,
+            freed_bytes=group.leaving_bytes,
+            kept_bytes=move.kept_bytes,
+            headroom=predicted.headroom.get(("put", move.key), 0),
+        )
         put, dropped = pieces[move.put_at - 1], move.dropped_at - 1
-        pieces[move.put_at - 1] = put._replace(puts=(*put.puts, name), takes=put.takes + move.device_bytes)
-        for at in move.asked_at:
-            pieces[at] = pieces[at]._replace(gets=(*pieces[at].gets, name))
+        pieces[move.put_at - 1] = put._replace(puts=(*put.puts, name), takes=put.takes + group.leaving_bytes)
         pieces[dropped] = pieces[dropped]._replace(drops=(*pieces[dropped].drops, name))
-        for life in (step.lives[storage] for storage in move.storages if storage in step.lives):
-            for at in range(life.saved_at, move.put_at - 1):
-                held[at] += life.bytes
-    for at, (before, now) in enumerate(pairwise((0, *held))):
+    for move in as_asked([group.move for group in predicted.groups]):
+        for at in move.asked_at:
+            pieces[at] = pieces[at]._replace(gets=(*pieces[at].gets, _name(move)))
+    for at, (before, now) in enumerate(pairwise((0, *_beside_groups(predicted)))):
         if now > before:
             pieces[at] = pieces[at]._replace(takes=pieces[at].takes + now - before)
         elif now < before:
             pieces[at - 1] = pieces[at - 1]._replace(frees=pieces[at - 1].frees + before - now)
     return StageProgram({"F": pieces[: step.turn], "B": pieces[step.turn :]}, groups)
+
+
+def _name(move: Move) -> str:
+    return f"{move.key[0]}@{move.key[-1]}"
+
+
+def _beside_groups(predicted: Prediction) -> list[int]:
+    """Device bytes in each segment, but for groups that were put and may leave."""
+    held = HomeBytes(len(predicted.starts))
+    for move, saved, own, leaving in predicted.groups:
+        for saved_at, size in saved:
+            held.add("offload", saved_at, move.put_at - 2, size)
+        held.add("offload", move.put_at - 1, move.dropped_at - 1, own - leaving)
+    others = [sizes for home, sizes in predicted.memory.items() if home != "offload"]
+    return [sum(sizes) for sizes in zip(held.levels()["offload"], *others)]
 
 
 def link_of_profile(link: Link) -> HostLink:

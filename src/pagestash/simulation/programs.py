@@ -72,10 +72,18 @@ class MovedGroup(NamedTuple):
     moved_bytes: float
     """Copied each way."""
     device_bytes: int
+    """On the device once it is back."""
     layer: int = -1
     by_rows: bool = False
     """Whether bytes are in proportion to rows."""
     window: int | None = None
+    """Its rule's `prefetch_bytes`."""
+    freed_bytes: int | None = None
+    """Free when it has left, where that is not `device_bytes`: something else keeps the other storages."""
+    kept_bytes: int = 0
+    """What its rule's `fraction` leaves on the device."""
+    headroom: int = 0
+    """When it is put, how far memory is from its peak, as a keeper measures it; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def replay_alone(costs: StepCosts, rank: int) -> float:
     clock, machine = Clock(), replace(_machine(costs), end_seconds=())
     shared = _Shared(clock, programs_of(costs), machine, Balanced(), None)
     links = NodeLinks(clock, machine.link, {rank: machine.alike})
-    alone = _Rank(rank, costs.plans[rank], shared, links, overlap=costs.overlaps_dispatch, headroom={})
+    alone = _Rank(rank, costs.plans[rank], shared, links, overlap=costs.overlaps_dispatch)
     alone.start()
     clock.run()
     return alone.finished
@@ -107,7 +107,6 @@ def run_step(
     *,
     routing: Routing | None = None,
     overlap: bool = False,
-    headroom: Mapping[Event, int] | None = None,
 ) -> Replay:
     """Run one step. A plan whose ranks would wait for each other for ever is a `ValueError`."""
     clock = Clock()
@@ -120,8 +119,7 @@ def run_step(
     }
     shared = _Shared(clock, stages, machine, routing or Balanced(), _rank_of(plans))
     ranks = [
-        _Rank(rank, plan, shared, links[nodes[rank]], overlap=overlap, headroom=headroom or {})
-        for rank, plan in enumerate(plans)
+        _Rank(rank, plan, shared, links[nodes[rank]], overlap=overlap) for rank, plan in enumerate(plans)
     ]
     for rank in ranks:
         rank.start()
@@ -198,7 +196,6 @@ class _Rank:
         link: NodeLinks,
         *,
         overlap: bool,
-        headroom: Mapping[Event, int],
     ) -> None:
         self.number, self.plan, self.shared, self.link = number, plan, shared, link
         self.clock, self.overlap = shared.clock, overlap
@@ -208,7 +205,7 @@ class _Rank:
         self._changes: list[tuple[float, int]] = []
         self._free = {"compute": 0.0, "communication": 0.0}
         self._host = 0.0  # when the host has launched what was run so far
-        self._moving = self._offload(headroom)
+        self._moving = self._offload()
 
     def start(self) -> None:
         self.clock.start(self._drive() if self.overlap else self._in_order())
@@ -331,27 +328,37 @@ class _Rank:
     def _key(self, action: Action, name: str) -> Key:
         return (action.stage, action.microbatch, name, 0)
 
-    def _offload(self, headroom: Mapping[Event, int]) -> Offloading:
+    def _offload(self) -> Offloading:
         """The keeper's plan for this rank's step."""
         events: list[Event] = []
-        groups: dict[Key, GroupBytes] = {}
-        moved: dict[Key, float] = {}
+        groups: dict[Key, MovedGroup] = {}
         for action in self.plan.actions:
             program = self.shared.stages[action.stage]
             for piece in program.pieces[action.kind]:
                 events += [("get", self._key(action, name)) for name in piece.gets]
                 for name in piece.puts:
                     key = self._key(action, name)
-                    moved[key], groups[key] = self._sizes(program.groups[name], action.microbatch)
+                    groups[key] = self._with_rows(program.groups[name], action.microbatch)
                     events.append(("put", key))
         # A keeper without a pipeline follows no schedule: nothing tells it that a backward comes at once.
         at_once = immediate_backwards(self.plan) if self.shared.piped else ()
-        plan = make_plan(list(dict.fromkeys(events)), groups, at_once)
-        plan.headroom = dict(headroom)
+        sizes = {key: _sizes(group) for key, group in groups.items()}
+        plan = make_plan(list(dict.fromkeys(events)), sizes, at_once)
+        plan.headroom = {("put", key): group.headroom for key, group in groups.items() if group.headroom}
         made = Moving if self.shared.machine.margin == "window" else MovingAhead
-        return made(plan, moved, self.link.of_rank(self.number), self.clock, self._changes)
+        return made(plan, groups, self.link.of_rank(self.number), self.clock, self._changes)
 
-    def _sizes(self, group: MovedGroup, microbatch: int) -> tuple[float, GroupBytes]:
-        rows = self.shared.routing.held(group.layer, microbatch) if group.by_rows else 1.0
-        moved, size = rows * group.moved_bytes, int(rows * group.device_bytes)
-        return moved, GroupBytes(max(1, int(moved)), size, group.window)
+    def _with_rows(self, group: MovedGroup, microbatch: int) -> MovedGroup:
+        """Its bytes with the rows of a microbatch."""
+        if not group.by_rows:
+            return group
+        rows = self.shared.routing.held(group.layer, microbatch)
+        return group._replace(
+            moved_bytes=rows * group.moved_bytes, device_bytes=int(rows * group.device_bytes)
+        )
+
+
+def _sizes(group: MovedGroup) -> GroupBytes:
+    """What the keeper's plan has to know of a group. One without bytes on the host would stay."""
+    host = max(1, int(group.moved_bytes)) if group.moved_bytes else 0
+    return GroupBytes(host, group.device_bytes, group.window)

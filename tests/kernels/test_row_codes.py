@@ -6,16 +6,15 @@ import torch
 from pagestash.kernels.backend import interpreted
 from pagestash.kernels.moe import gated
 from pagestash.kernels.moe.activations import Activation
+from pagestash.kernels.moe.coded_rows import decode_rows, permute_coded
 from pagestash.kernels.moe.permute import permute
 from pagestash.kernels.moe.route import route
 from pagestash.kernels.moe.row_codes import (
     CodeRow,
     RowCodes,
-    decode_rows,
     decode_rows_reference,
     encode_rows_reference,
     get_reference,
-    permute_coded,
 )
 from pagestash.kernels.moe.row_info import RowInfo
 from pagestash.kernels.pages.eight_bits import CodeShape, encode_reference

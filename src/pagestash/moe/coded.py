@@ -20,8 +20,9 @@ import torch
 
 from pagestash.kernels.moe import gated
 from pagestash.kernels.moe.activations import as_activation
+from pagestash.kernels.moe.coded_rows import permute_coded
 from pagestash.kernels.moe.permute import permute
-from pagestash.kernels.moe.row_codes import CodeRow, RowCodes, permute_coded
+from pagestash.kernels.moe.row_codes import CodeRow, RowCodes
 from pagestash.kernels.moe.row_info import RowInfo
 from pagestash.moe.lease import Lease, pages_of
 from pagestash.moe.projection import Projection

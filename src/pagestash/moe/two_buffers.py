@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from pagestash.kernels.moe.accumulate import accumulate_
+from pagestash.kernels.moe.coded_rows import decode_rows
 from pagestash.kernels.moe.ends import missing_ends
 from pagestash.kernels.moe.grouped import grouped_mm
 from pagestash.kernels.moe.permute import permute
-from pagestash.kernels.moe.row_codes import RowCodes, decode_rows
+from pagestash.kernels.moe.row_codes import RowCodes
 from pagestash.moe.lease import Lease
 from pagestash.moe.projection import LowRank, Projection
 

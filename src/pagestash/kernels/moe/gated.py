@@ -33,13 +33,12 @@ from pagestash.kernels.moe.activations import (
     as_activation,
     constants,
 )
+from pagestash.kernels.moe.coded_tiles import code_parts, part_values
 from pagestash.kernels.moe.row_codes import (
     RowCodes,
-    code_parts,
     decode_rows_reference,
     encode_rows_reference,
     get_reference,
-    part_values,
     put_reference,
 )
 from pagestash.kernels.moe.row_info import (

@@ -198,3 +198,28 @@ def test_a_graphed_step_is_the_eager_one():
         pagestash.hf.optimize(model)
         losses.append(train(model, graph=graph)[0])
     torch.testing.assert_close(losses[1], losses[0], rtol=5e-3, atol=0)  # the flash kernel adds by atomics
+
+
+def test_a_graphed_step_under_the_example_policy_has_the_bits_of_an_eager_one_without():
+    pytest.importorskip("transformers", minversion="5.7")
+    from dataclasses import replace
+    from pathlib import Path
+
+    from support.hf_gpu import qwen, train
+
+    import pagestash as ps
+    import pagestash.hf
+
+    policy = ps.Policy.load(Path(__file__).parents[2] / "examples" / "huggingface.toml")
+    rules = [replace(rule, min_bytes=0) for rule in policy.rules]
+    found = []
+    # (The flash kernel adds by atomics.)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        for under, graph in (((), False), (rules, False), (rules, True)):
+            model = qwen("pagestash")
+            pagestash.hf.optimize(model)
+            losses, step = train(model, *under, graph=graph)
+            found.append((losses, list(model.parameters())))
+            assert step.reruns == 0
+    assert same(found[1], found[0])
+    assert same(found[2], found[0])

@@ -1,6 +1,9 @@
 """Which experts of transformers the block runs: every layout without a copy of a weight; the rest by name."""
 
+import importlib
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.7")
 
+from packaging.version import Version  # noqa: E402
 from support.activations import VARIANTS, plain  # noqa: E402
 from support.compare import same  # noqa: E402
 from support.hf_experts import D, E, N, config, experts_of  # noqa: E402
@@ -265,3 +269,53 @@ def test_experts_that_were_divided_after_the_first_forward_are_refused():
     experts.num_experts = 2
     with pytest.raises(RuntimeError, match="Some has 2 experts, and had 4 when it ran first"):
         experts(*arguments())
+
+
+# --- all that the installed release has ---
+
+
+def classes_of_experts():
+    """Every class of the installed transformers that its decorator is on, with the module it is in."""
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        found = re.findall(
+            r"^@use_experts_implementation.*\nclass (\w+)", path.read_text(), flags=re.MULTILINE
+        )
+        for name in found:
+            yield f"transformers.models.{path.parent.name}.{path.stem}", name
+
+
+release = Version(transformers.__version__)
+SIZES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
+
+
+def made_of_a_default_config(where, name):
+    """An instance without memory; of a model with several configs, by the one that has experts in it."""
+    kind = getattr(importlib.import_module(where), name)
+    configs = vars(importlib.import_module(where.replace(".modeling_", ".configuration_")))
+    for key, value in sorted(configs.items()):
+        if key.endswith("Config") and getattr(value, "__module__", "").startswith("transformers.models."):
+            try:
+                made = value()
+                for size in SIZES:  # of some models the default has none, or one for each modality
+                    given = getattr(made, size, 1)
+                    if given is None or isinstance(given, list):
+                        made.__dict__[size] = given[0] if given else 8  # past the config's own check
+                with torch.device("meta"):
+                    return kind(made)
+            except (AttributeError, TypeError, KeyError, OSError):  # of its vision tower, say, or AutoConfig
+                continue
+    raise AssertionError(f"{name}: no config of its model has experts")
+
+
+@pytest.mark.skipif(release > Version("5.22.99"), reason="what later releases have is not known")
+def test_all_classes_of_experts_that_transformers_has_are_run_but_for_one_with_a_norm():
+    found = {
+        name: activation_of(made_of_a_default_config(where, name)) for where, name in classes_of_experts()
+    }
+    left = {name: why for name, why in found.items() if isinstance(why, str)}
+    if release >= Version("5.22"):
+        assert len(found) >= 63
+        assert left == {"MuseSparkExperts": "it has a norm after its experts"}
+    elif release >= Version("5.17"):
+        assert len(found) >= 55
+        assert left == {}

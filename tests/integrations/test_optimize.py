@@ -4,6 +4,7 @@ import copy
 import importlib
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from tiny import FAMILIES, NEWER, ROUTED_OTHERWISE, as_it_is, batch, gradients, 
 import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
 from pagestash.kernels import backend as backends  # noqa: E402
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "huggingface.toml"
 
 
 @pytest.fixture(autouse=True)
@@ -388,11 +391,12 @@ def test_adapters_around_a_model_do_not_hide_it():
         [("model.layers.*.input_layernorm", "recompute"), ("model.layers.*.self_attn.*_norm", "recompute")],
         [("model.layers.*", "recompute")],
         [("model.layers.*.self_attn", "offload"), ("model.layers.*.*_layernorm", "recompute")],
+        [(rule.match, rule.home) for rule in ps.Policy.load(EXAMPLE).rules],
     ],
-    ids=["stash", "norms", "layers", "offload"],
+    ids=["stash", "norms", "layers", "offload", "example"],
 )
 def test_a_policy_changes_no_bit(rules):
-    model = tiny("Qwen3-MoE")
+    model = tiny("Qwen3-MoE", experts="pagestash")
     pagestash.hf.optimize(model)
     wanted = run(model)
     keeper = ps.Keeper(ps.Policy(rules=[ps.Rule(*rule, min_bytes=0) for rule in rules])).attach(model)

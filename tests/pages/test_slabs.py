@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagestash.pages.slabs import ALIGNMENT, PIECE, HostSlabs
+from pagestash.saved.storage import ViewRecipe
 from pagestash.torch_internals import StorageWeakRef
 
 CPU = torch.device("cpu")
@@ -15,6 +16,10 @@ def slabs(size: int, limit: int = 1 << 40) -> HostSlabs:
     made = HostSlabs(CPU, limit)
     made.fit(size)
     return made
+
+
+def form_of(tensor: torch.Tensor) -> ViewRecipe:
+    return ViewRecipe(tensor.dtype, tensor.shape, tensor.stride(), 0)
 
 
 def addresses(block) -> set[int]:
@@ -140,14 +145,14 @@ def test_a_block_in_the_form_of_a_tensor_takes_its_bytes_as_they_lie(tensor):
     made = slabs(4 * ALIGNMENT)
     made.take(ALIGNMENT)
     block = made.take(tensor.nbytes)
-    form = block.in_form_of(tensor)
+    form = block.in_form(form_of(tensor))
     form.copy_(tensor)
     there = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     assert torch.equal(block.pieces[0], there)
     made.give(block)
     # The next step has the same objects.
     assert made.take(tensor.nbytes) is block
-    assert block.in_form_of(tensor.clone()) is form
+    assert block.in_form(form_of(tensor.clone())) is form
 
 
 @pytest.mark.parametrize(
@@ -163,7 +168,7 @@ def test_a_block_in_the_form_of_a_tensor_takes_its_bytes_as_they_lie(tensor):
 )
 def test_what_is_not_copied_byte_by_byte_has_no_form(tensor):
     made = slabs(4 * ALIGNMENT)
-    assert made.take(tensor.nbytes).in_form_of(tensor) is None
+    assert made.take(tensor.nbytes).in_form(form_of(tensor)) is None
 
 
 def test_a_block_in_pieces_has_no_form():
@@ -173,7 +178,7 @@ def test_a_block_in_pieces_has_no_form():
     made.give(third)
     block = made.take(2 * PIECE)
     assert len(block.pieces) == 2
-    assert block.in_form_of(torch.empty(2 * PIECE, dtype=torch.uint8)) is None
+    assert block.in_form(form_of(torch.empty(2 * PIECE, dtype=torch.uint8))) is None
 
 
 def test_no_view_keeps_memory_that_was_replaced():
@@ -181,11 +186,11 @@ def test_no_view_keeps_memory_that_was_replaced():
     tensor = torch.empty(PIECE, dtype=torch.uint8)
     block = made.take(PIECE)
     storage = block.pieces[0].untyped_storage()
-    block.in_form_of(tensor)
+    block.in_form(form_of(tensor))
     old = StorageWeakRef(storage)
     made.give(block)
     del block, storage
     made.fit(2 * PIECE)
     assert old.expired()
-    form = made.take(PIECE).in_form_of(tensor)
+    form = made.take(PIECE).in_form(form_of(tensor))
     assert form.untyped_storage().nbytes() == 2 * PIECE

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -37,30 +37,41 @@ _extent: Callable[[tuple[int, int, int]], Extent] = partial(tuple.__new__, Exten
 """Makes one of its fields, in a third of the time."""
 
 
+class Form(Protocol):
+    """How a tensor looks at its bytes. Hashable."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def size(self) -> torch.Size: ...
+    @property
+    def stride(self) -> tuple[int, ...]: ...
+
+
 class HostBlock(NamedTuple):
     """Host memory for one tensor, usually in one piece. The pieces have as many bytes as it has."""
 
     pieces: list[torch.Tensor]
     extents: list[Extent]
-    forms: dict[tuple[object, ...], torch.Tensor | None]
+    forms: dict[Form, torch.Tensor | None]
+    """What `in_form` has made."""
 
-    def in_form_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The block as a tensor of the dtype, size and strides of `tensor`, whose bytes it is for.
+    def in_form(self, form: Form) -> torch.Tensor | None:
+        """The block as a tensor of this form, whose bytes it is for.
 
-        None if it is in several pieces, or if the tensor's elements are not all the bytes of its range, each once.
+        None if it is in several pieces, or if the form's elements are not all the bytes of its range, each once.
         """
-        key = (tensor.dtype, tensor.shape, tensor.stride())
         try:
-            return self.forms[key]
+            return self.forms[form]
         except KeyError:
             pass
-        form = None
-        if len(self.pieces) == 1 and tensor.dtype in _COPIED_AS_THEY_ARE and _is_dense(tensor):
-            form = self.pieces[0].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        made = None
+        if len(self.pieces) == 1 and form.dtype in _COPIED_AS_THEY_ARE and _is_dense(form):
+            made = self.pieces[0].view(form.dtype).as_strided(form.size, form.stride)
         if len(self.forms) >= _MOST_FORMS:
             self.forms.clear()
-        self.forms[key] = form
-        return form
+        self.forms[form] = made
+        return made
 
 
 class HostSlabs:
@@ -231,10 +242,10 @@ def aligned_sum(sizes: tuple[int, ...]) -> int:
     return sum(map(aligned, sizes))
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def _is_dense(form: Form) -> bool:
     """Whether the elements lie side by side, in whatever order of dimensions, and none twice."""
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+    for stride, size in sorted(zip(form.stride, form.size)):
         if size > 1:
             if stride != expected:
                 return False

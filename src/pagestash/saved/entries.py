@@ -3,7 +3,7 @@
 from pagestash.policy import HomeName
 from pagestash.saved.lost import give_up
 from pagestash.saved.region import Region
-from pagestash.saved.storage import Entry, SavedView
+from pagestash.saved.storage import Entry, SavedView, ViewRecipe
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.torch_internals import StorageWeakRef
 
@@ -15,20 +15,28 @@ class Entries:
         self._known: dict[tuple[int, HomeName], list[Entry]] = {}
         self._of_step: list[Entry] = []
 
-    def find(self, view: SavedView, region: Region, valid: Valid | None, *, coded: bool = False) -> Entry:
+    def find(
+        self, view: SavedView, recipe: ViewRecipe, region: Region, valid: Valid | None, coded: bool = False
+    ) -> Entry:
         """The entry that holds the bytes of `view`, or a new one in the region's group.
 
-        If the tensor may be `coded` in eight bits, so is the new one.
+        `recipe` is the view's. If the tensor may be `coded` in eight bits, so is the new one.
         """
-        assert region.rule is not None
-        version, which = view.version, (view.key, region.rule.home)
-        dtype = view.tensor.dtype if coded else None
-        if valid is None:
-            rows, capacity, first, last = None, 0, view.first, view.last
-            if not coded:  # every dtype's view starts on an element, and copies are wide
-                first -= first % 16
-        else:
+        tensor, key, version, first, last = view
+        rule = region.rule
+        assert rule is not None
+        which = (key, rule.home)
+        dtype = tensor.dtype if coded else None
+        rows, rows_version, capacity = None, 0, 0
+        form: ViewRecipe | None = None
+        if valid is not None:
             rows, capacity, first, last = valid[:4]
+            rows_version = rows._version
+        elif not coded:
+            if first % 16:  # every dtype's view starts on an element, and copies are wide
+                first -= first % 16
+            elif tensor.nbytes == last - first:
+                form = recipe
         known = self._known.get(which)
         if known is None:
             known = self._known[which] = []
@@ -46,25 +54,12 @@ class Entries:
                     return entry
                 if rows is None and entry in region.entries and entry.widen(version, first, last):
                     return entry
-        tensor = view.tensor
         storage = tensor.untyped_storage()
-        # (By position: twelve names take half a microsecond.)
+        # (By position: names take half a microsecond.)
         entry = Entry(
-            StorageWeakRef(storage),
-            version,
-            first,
-            last,
-            tensor.detach(),
-            rows,
-            0 if rows is None else rows._version,
-            capacity,
-            last - first,
-            region.name,
-            region.rule,
-            storage.nbytes(),
-        )
-        if coded:
-            entry.dtype = dtype
+            StorageWeakRef(storage), version, first, last, tensor.detach(), rows, rows_version, capacity,
+            last - first, region.name, rule, storage.nbytes(), 0, 0, False, None, dtype, form,
+        )  # fmt: skip
         known.append(entry)
         region.entries.append(entry)
         self._of_step.append(entry)

@@ -132,7 +132,7 @@ class Held:
             self.keep.forget(self)
 
     def get(self, entry: Entry) -> torch.Tensor:
-        return entry.source().view(-1)
+        return entry.here()
 
     def drop(self, entry: Entry) -> None:
         self.let_go()

@@ -214,8 +214,9 @@ class SavedTensorHooks:
             valid is None and not coded and self._entries.takes_in(view, region, size)
         ):
             return self._pack_dense(region, view, valid, coded)
-        entry = self._entries.find(view, region, valid, coded=coded)
-        handle = Handle(entry, view.recipe())
+        recipe = view.recipe()
+        entry = self._entries.find(view, recipe, region, valid, coded)
+        handle = Handle(entry, recipe)
         if valid is not None:
             return self._wait_for_reader(handle, key, view, region, valid)
         entry.handles += 1
@@ -236,7 +237,8 @@ class SavedTensorHooks:
         recipe = view.recipe()._replace(byte_offset=0)
         if valid is not None:
             valid = None if valid.dim else valid._replace(first=0, last=elements.nbytes)
-        handle = DenseHandle(self._entries.find(dense, region, valid, coded=coded), recipe)
+        entry = self._entries.find(dense, dense.recipe(), region, valid, coded)
+        handle = DenseHandle(entry, recipe)
         return self._wait_for_reader(handle, view.key, dense, region, valid)
 
     def _wait_for_reader(
@@ -282,7 +284,8 @@ class SavedTensorHooks:
             entry.take_all()
             return
         handle.let_go()
-        handle.entry = entry = self._entries.find(view, region, None, coded=entry.dtype is not None)
+        coded = entry.dtype is not None
+        handle.entry = entry = self._entries.find(view, view.recipe(), region, None, coded)
         entry.handles += 1
         if not handle.asked:
             entry.waiting += 1
@@ -310,12 +313,15 @@ class SavedTensorHooks:
                 self.close(other)
         if not region.entries:
             return
-        group = [entry for entry in region.entries if entry.handles]
+        group = []
+        for entry in region.entries:
+            if entry.handles:
+                # Autograd would refuse this in backward. Taking the new content would be a silent wrong gradient.
+                assert entry.origin is not None
+                if entry.origin._version != entry.version or (entry.rows is not None and entry.rows_moved()):
+                    entry.spoiled = True
+                group.append(entry)
         region.entries = []
-        for entry in group:
-            # Autograd would refuse this in backward. Taking the new content would be a silent wrong gradient.
-            assert entry.origin is not None
-            entry.spoiled = entry.origin._version != entry.version or entry.rows_moved()
         if group:
             assert region.rule is not None
             before, self.marks.paused = self.marks.paused, True

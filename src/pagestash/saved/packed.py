@@ -129,7 +129,7 @@ class Handle(Packed):
             self._check_reader()
         if entry.place is None:
             # Its region is not over: forward takes gradients inside, or an interrupt ended it.
-            flat = entry.source().view(-1)
+            flat = entry.here()
         else:
             if not self.asked:
                 self.asked = True

@@ -235,7 +235,7 @@ def region(
     old_form = None
     if rows is not None and capacity is not None and marks.on:
         old_form = OldForm(full, rows, capacity)
-        marks.old_forms.append(old_form)
+        marks.begin_old_form(old_form)
     enter(inner)
     inner.owner.open(inner)
     try:

@@ -28,18 +28,21 @@ class ViewRecipe(NamedTuple):
     stride: tuple[int, ...]
     byte_offset: int
 
-    def apply(self, flat: torch.Tensor, first: int) -> torch.Tensor:
-        """The view over `flat` (uint8), whose first byte was byte `first` of the storage."""
-        offset = flat.storage_offset() + self.byte_offset - first
-        view = torch.empty(0, dtype=self.dtype, device=flat.device)
-        return view.set_(flat.untyped_storage(), offset // self.dtype.itemsize, self.size, self.stride)
+    def apply(self, found: torch.Tensor, first: int) -> torch.Tensor:
+        """The view of an entry's bytes as its place gave them; the first was byte `first` of the storage."""
+        dtype, size, stride, byte_offset = self
+        if found.dtype is dtype and found.shape == size and found.stride() == stride:
+            return found  # all of the entry; else it has other bytes than the view, or is flat
+        offset = int(found.storage_offset()) * found.element_size() + byte_offset - first
+        view = torch.empty(0, dtype=dtype, device=found.device)
+        return view.set_(found.untyped_storage(), offset // dtype.itemsize, size, stride)
 
 
 class Place(Protocol):
     """Where a home has put an entry's bytes."""
 
     def get(self, entry: "Entry") -> torch.Tensor:
-        """The entry's bytes, flat, as often as asked."""
+        """The entry's bytes, flat (uint8) or in the entry's `form`, as often as asked."""
         ...
 
     def drop(self, entry: "Entry") -> None:
@@ -74,6 +77,8 @@ class Entry:
     place: Place | None = None
     dtype: torch.dtype | None = None
     """Of its values, where these are coded in eight bits; None: its bytes are held as they are."""
+    form: ViewRecipe | None = None
+    """Of `origin`, where its bytes are the entry's, all of them and no others."""
 
     @property
     def length(self) -> int:
@@ -89,6 +94,11 @@ class Entry:
         """The entry's bytes where they are now, as [capacity, row bytes] or flat."""
         flat = self.part(0, self.length)
         return flat.view(self.capacity, -1) if self.rows is not None else flat
+
+    def here(self) -> torch.Tensor:
+        """The entry's bytes where they are now, as a place gives them. (To see them flat takes 4 µs.)"""
+        origin = self.origin
+        return origin if self.form is not None and origin is not None else self.source().view(-1)
 
     def valid_bytes(self) -> int:
         """Its bytes, or those of its valid rows. Waits for the device where it has a row count."""
@@ -114,7 +124,7 @@ class Entry:
 
     def take_all(self) -> None:
         """Hold every row: not only the valid ones are read."""
-        self.rows, self.rows_version, self.capacity = None, 0, 0
+        self.rows, self.rows_version, self.capacity, self.form = None, 0, 0, None
         if self.dtype is None:
             self.first -= self.first % 16
 
@@ -126,7 +136,7 @@ class Entry:
         covered = self.covered + last - first
         if high - low > covered:
             return False
-        self.first, self.last, self.covered = low, high, covered
+        self.first, self.last, self.covered, self.form = low, high, covered, None
         return True
 
     def rows_moved(self) -> bool:

@@ -131,27 +131,32 @@ class Moving:
 
     def put(self, entries: Sequence[Entry]) -> None:
         self._asked = None
-        self._sweep()
+        if self._dead:
+            self._sweep()
         first = entries[0]
         rule, region = first.rule, first.region
         assert rule is not None
         key = self._order.key(region)
-        shares = self._split.shares(rule, entries)
-        device_bytes = sum([entry.last - entry.first for entry, share in zip(entries, shares) if share])
+        lengths = tuple([entry.last - entry.first for entry in entries])
+        shares = self._split.shares(rule, entries, lengths)
+        all_whole = shares is lengths
+        device_bytes = sum(
+            lengths if all_whole else [length for length, share in zip(lengths, shares) if share]
+        )
         self._order.put(key, GroupBytes(aligned_sum(shares), device_bytes, rule.prefetch_bytes))
         stays = self.window.stays(key)
         group = OffloadedGroup(self, WindowGroup(key, device_bytes))
-        # (What leaves in part has fewer bytes in its share than it takes on the device.)
-        if stays or device_bytes != sum(shares) or not self._admit_all(group, entries, shares):
+        leaving = moved = entries
+        if stays or not all_whole or not self._admit_all(group, entries, lengths):
             for entry, share in zip(entries, shares):
                 self._admit(group, entry, rule, 0 if stays else share)
-        leaving = [entry for entry, member in group.members.items() if member.block is not None]
+            leaving = [entry for entry, member in group.members.items() if member.block is not None]
+            moved = [entry for entry, member in group.members.items() if member.stays is None]
         if leaving:
             self.slabs.fixed = self.slabs.fixed or capturing()
             self.transfers.move_out(group, leaving)
         self._groups[group.held] = group
         self.window.put(group.held)
-        moved = [entry for entry, member in group.members.items() if member.stays is None]
         for entry in moved:
             entry.origin = None
         if moved:
@@ -159,20 +164,18 @@ class Moving:
         self._see_what_has_left()
         self._carry_out(self.window.after_put(group.held))
 
-    def _admit_all(self, group: OffloadedGroup, entries: Sequence[Entry], shares: tuple[int, ...]) -> bool:
-        """Give each entry its host memory, if all of them leave as a whole and it is there in one row.
+    def _admit_all(self, group: OffloadedGroup, entries: Sequence[Entry], lengths: tuple[int, ...]) -> bool:
+        """Give each entry host memory for all of it, if that is there in one row.
 
         So it is in a steady step, in which one `_admit` after the other would take longer than the copies.
         """
-        if not all(shares) or any(entry.rows is not None for entry in entries):
-            return False
-        blocks = self.slabs.take_row(shares)
+        blocks = self.slabs.take_row(lengths)
         if blocks is None:
             return False
-        held = group.held
-        for entry, block in zip(entries, blocks):
-            group.members[entry] = Member(entry.last - entry.first, block)
+        group.members = dict(zip(entries, map(Member, lengths, blocks)))
+        for entry in entries:
             entry.place = group
+        held = group.held
         held.travelling_bytes = held.away_bytes = held.device_bytes
         self._tally.count(entries[0].region, held.device_bytes)
         return True
@@ -207,7 +210,8 @@ class Moving:
     # --- in: backward asks for an entry ---
 
     def get(self, group: OffloadedGroup, entry: Entry) -> torch.Tensor:
-        self._sweep()
+        if self._dead:
+            self._sweep()
         stays = group.members[entry].stays
         if self._asked is not group or (stays is None and entry not in group.restored):
             self._see_what_has_left()

@@ -53,6 +53,19 @@ class Member:
         """The host memory of its `share` bytes."""
         return () if self.block is None else self.block.pieces
 
+    def in_form_of(self, entry: Entry) -> torch.Tensor | None:
+        """The host memory in the form of the whole entry, which costs less to copy than to see it as bytes.
+
+        None if only a part of it leaves, or it has no form, or the block cannot have that.
+        """
+        form, block = entry.form, self.block
+        if form is None or block is None or self.share != entry.last - entry.first:
+            return None
+        try:
+            return block.forms[form]
+        except KeyError:
+            return block.in_form(form)
+
 
 class GroupOwner(Protocol):
     """Who answers for the entries of a group."""
@@ -101,25 +114,24 @@ class Transfers:
         sources, leaving_bytes = [], 0
         origins: list[torch.Tensor] = []
         hosts: list[torch.Tensor] = []
+        in_parts: list[tuple[Entry, Member]] = []
+        members = group.members
+        for entry in entries:
+            member, origin = members[entry], entry.origin
+            assert origin is not None
+            host = member.in_form_of(entry)
+            if host is not None:
+                hosts.append(host)
+                origins.append(origin)
+            else:
+                in_parts.append((entry, member))
+            sources.append((entry, origin))
+            leaving_bytes += entry.storage_bytes or origin.untyped_storage().nbytes()
         with self._out.after():
-            for entry in entries:
-                member, origin = group.members[entry], entry.origin
-                block = member.block
-                assert origin is not None
-                assert block is not None
-                # Mostly a whole tensor leaves: then the block is seen in the form of the tensor, which costs less
-                # than to see the tensor as bytes.
-                whole = member.share == entry.last - entry.first == origin.nbytes
-                host = block.in_form_of(origin) if whole else None
-                if host is not None:
-                    hosts.append(host)
-                    origins.append(origin)
-                else:
-                    self._copy_parts(entry, block.pieces)
-                sources.append((entry, origin))
-                leaving_bytes += entry.storage_bytes or origin.untyped_storage().nbytes()
             if hosts:
                 foreach_copy_(hosts, origins, non_blocking=True)
+            for entry, member in in_parts:
+                self._copy_parts(entry, member.pieces)
         group.left = self._out.mark()
         group.sources = sources
         group.held.leaving_bytes = leaving_bytes
@@ -157,19 +169,23 @@ class Transfers:
         hosts: list[torch.Tensor] = []
         device, members = self._device, group.members
         for entry in entries:
-            length = entry.last - entry.first
-            buffer = buffers[entry] = torch.empty(length, dtype=torch.uint8, device=device)
-            member = members[entry]
-            if member.share == length and len(member.pieces) == 1:  # as almost always
+            member, form = members[entry], entry.form
+            host = member.in_form_of(entry)
+            if host is not None and form is not None:  # as almost always
+                dtype, size, stride, _ = form
+                buffer = torch.empty_strided(size, stride, dtype=dtype, device=device)
+                buffers[entry] = buffer
                 parts.append(buffer)
-                hosts.append(member.pieces[0])
+                hosts.append(host)
                 continue
+            buffer = torch.empty(entry.last - entry.first, dtype=torch.uint8, device=device)
+            buffers[entry] = buffer
             start = 0
             for piece in member.pieces:
-                size = piece.numel()
-                parts.append(buffer[start : start + size])
+                end = start + piece.numel()
+                parts.append(buffer[start:end])
                 hosts.append(piece)
-                start += size
+                start = end
         with self._in.after(group.left):
             if parts:
                 foreach_copy_(parts, hosts, non_blocking=True)

@@ -29,6 +29,8 @@ class Marks:
 
     def __init__(self, *, on: bool = True) -> None:
         self.on = on
+        self.any = False
+        """Whether there is anything to look for: a mark, or an old form. (Asked for every saved tensor.)"""
         self.old_forms: list[OldForm] = []
         self.paused = False
         """The operations that run now are not the model's."""
@@ -46,11 +48,6 @@ class Marks:
         self._counts: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._warned: set[str] = set()
 
-    @property
-    def any(self) -> bool:
-        """Whether there is anything to look for."""
-        return bool(self._marks or self.old_forms)
-
     def start(self, *, check: bool) -> None:
         """A new step begins."""
         self.forget()
@@ -62,11 +59,13 @@ class Marks:
         self._marks.clear()
         self._counts.clear()
         self.old_forms.clear()
+        self.any = False
         self._let_go()
 
     def prune(self) -> None:
         """Let go of marks whose buffers are gone."""
         self._marks = {key: m for key, m in self._marks.items() if not m[0].storage.expired()}
+        self.any = bool(self._marks or self.old_forms)
 
     # --- marks ---
 
@@ -102,6 +101,7 @@ class Marks:
                 # The one made last is the one that holds.
                 known[:] = [other for other in known if not (other.start == start and other.agrees(mark))]
                 known.insert(0, mark)
+                self.any = True
                 if saved_by is not None:
                     self._by_calls.append(mark)
                 return True
@@ -246,12 +246,18 @@ class Marks:
             outer = max(range(tensor.ndim), key=lambda at: (tensor.stride(at), tensor.size(at)))
             self.add(tensor, inner.rows, outer, within=inner)
 
+    def begin_old_form(self, region: OldForm) -> None:
+        """A region of the old form begins."""
+        self.old_forms.append(region)
+        self.any = True
+
     def end_old_form(self) -> None:
         """The innermost region of the old form is over: outside, nothing was said of its buffers."""
         self.settle()
         inner = self.old_forms.pop()
         left = {key: [m for m in marks if m.within is not inner] for key, marks in self._marks.items()}
         self._marks = {key: marks for key, marks in left.items() if marks}
+        self.any = bool(self._marks or self.old_forms)
 
     def _warn_of(self, tensor: torch.Tensor, key: int, weights: set[int], region: str) -> None:
         inner = self.old_forms[-1]

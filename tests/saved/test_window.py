@@ -142,7 +142,7 @@ class Driver:
     def fits_ahead(self, key, event) -> None:
         """It fits with all that is resident, and with all that the plan puts or asks for before it."""
         taken, counted = self.resident(), set()
-        for kind, other in self.plan.after(event):
+        for kind, other in self.plan.order[self.plan.behind(event) :]:
             if other not in counted and not self.is_there(other):
                 counted.add(other)
                 taken += self.plan.groups[other].device_bytes
@@ -164,7 +164,7 @@ class Driver:
         if kind == "get":
             assert self.resident() + self.left() <= max(window, self.plan.window)
             return
-        following = next(self.plan.after(event), ("get", key))
+        following = next(iter(self.plan.order[self.plan.behind(event) :]), ("get", key))
         coming = 0
         if following[0] == "put":
             window, coming = max(window, self.plan.window), self.plan.groups[following[1]].device_bytes

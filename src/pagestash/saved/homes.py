@@ -146,7 +146,8 @@ class Keep(Home):
 
     def __init__(self) -> None:
         super().__init__()
-        self._held: dict[int, Held] = {}
+        self.by_storage: dict[int, Held] = {}
+        """The storages that are kept, by their keys."""
         self._earlier: set[Held] = set()
 
     def hold(self, key: int, tensor: torch.Tensor, version: int | None, region: str) -> Held:
@@ -154,10 +155,10 @@ class Keep(Home):
 
         `key` and `version` are the tensor's: the caller knows them, and each costs a call.
         """
-        held = self._held.get(key)
+        held = self.by_storage.get(key)
         if held is None:
             size = tensor.untyped_storage().nbytes()
-            held = self._held[key] = Held(self, key, region, size, version)
+            held = self.by_storage[key] = Held(self, key, region, size, version)
             self.tally.count(region, size)
         else:
             held.holders += 1
@@ -167,17 +168,17 @@ class Keep(Home):
 
     def forget(self, held: Held) -> None:
         """Nobody holds the storage any more, or it counts no longer."""
-        if self._held.get(held.key) is held:
-            del self._held[held.key]
+        if self.by_storage.get(held.key) is held:
+            del self.by_storage[held.key]
             self.tally.count(held.region, -held.size)
 
     def settle(self) -> None:
         """What is held from here on, until the next one begins, is of an earlier one."""
-        self._earlier = set(self._held.values())
+        self._earlier = set(self.by_storage.values())
 
     def give_up(self) -> None:
         """Count nothing of what the step held: it ends when the failed graph does."""
-        for held in set(self._held.values()) - self._earlier:
+        for held in set(self.by_storage.values()) - self._earlier:
             self.forget(held)
 
     def holds(self, key: int, version: int) -> bool:
@@ -185,7 +186,7 @@ class Keep(Home):
 
         (Else what a plan lets stay would change what is saved next, and so the order that the plan was made from.)
         """
-        held = self._held.get(key)
+        held = self.by_storage.get(key)
         return held is not None and held.version == version
 
     def stay(self, entry: Entry) -> Held:

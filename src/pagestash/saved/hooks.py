@@ -37,11 +37,6 @@ _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """Of these, as most saved tensors are, none is quantized or conjugated."""
 
 
-def _quantized_or_conjugated(tensor: torch.Tensor) -> bool:
-    """Whether its bytes are not its values as they stand."""
-    return tensor.dtype not in _FLOATS and (tensor.is_quantized or tensor.is_conj())
-
-
 class Output(Protocol):
     """The output of a recomputed region, which no home need hold."""
 
@@ -83,6 +78,7 @@ class SavedTensorHooks:
         """Sees what becomes of every tensor, in the first steps."""
         self._homes = homes
         self._keep = keep
+        self._held = keep.by_storage
         self._outputs = outputs
         self._eight_bits = eight_bits
         self._entries = Entries()
@@ -181,8 +177,9 @@ class SavedTensorHooks:
         caller: FrameType | None,
     ) -> Packed | None:
         """A handle of what moves or is recomputed; None for what stays. What must be `exact` is not coded."""
-        # What another region keeps alive anyway is worth neither a copy nor a forward.
-        if self._keep.holds(key, version):
+        # What another region keeps alive anyway is worth neither a copy nor a forward. (`holds`, without a call.)
+        held = self._held.get(key)
+        if held is not None and held.version == version:
             return None
         rule, coded, keeps = region.rule, False, False
         if rule is not None and rule.bits is not None:
@@ -200,10 +197,15 @@ class SavedTensorHooks:
             least = rule.min_bytes or 0
             if size < least or not (tensor.device == self.device or self._is_here(tensor)):
                 return None
-        first, last = byte_range(tensor, size)
+        # (`byte_range`, mostly without a call.)
+        first = int(tensor.storage_offset()) * tensor.element_size()
+        last = first + size if tensor.is_contiguous() else byte_range(tensor, size)[1]
         # An expanded view is as small as what it repeats. Or there are no bytes to move, or they are not the
         # tensor's values as they stand.
-        if last - first < least or not size or tensor.is_neg() or _quantized_or_conjugated(tensor):
+        plain = not tensor.is_neg() and (
+            tensor.dtype in _FLOATS or not (tensor.is_quantized or tensor.is_conj())
+        )
+        if last - first < least or not size or not plain:
             return None
         view = saved_view((tensor, key, version, first, last))
         if output is not None:

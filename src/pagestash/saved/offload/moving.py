@@ -11,7 +11,7 @@ import torch
 
 from pagestash.kernels.backend import choose
 from pagestash.kernels.pages.tail import zero_tail
-from pagestash.pages.slabs import HostSlabs, aligned_sum
+from pagestash.pages.slabs import HostBlock, HostSlabs, aligned_sum
 from pagestash.policy import Rule
 from pagestash.saved.homes import Keep, Tally
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, StepOrder, make_plan
@@ -24,6 +24,8 @@ from pagestash.saved.streams import capturing
 from pagestash.sizes import format_bytes
 
 log = logging.getLogger("pagestash")
+
+_MOST_MEMBERS = 1024
 
 
 class Moving:
@@ -56,6 +58,8 @@ class Moving:
         self._order = order
         self._groups: dict[WindowGroup, OffloadedGroup] = {}
         self._dead: deque[tuple[OffloadedGroup, Entry]] = deque()
+        self._members: dict[int, tuple[Sequence[HostBlock], list[Member]]] = {}
+        """Of the groups that left as a whole, by the identity of their row of blocks."""
         self._asked: OffloadedGroup | None = None
         """The group that was asked for last. None once another was put, or all of one dropped: until then, whoever
         asks for more of it finds everything decided."""
@@ -172,13 +176,22 @@ class Moving:
         blocks = self.slabs.take_row(lengths)
         if blocks is None:
             return False
-        group.members = dict(zip(entries, map(Member, lengths, blocks)))
+        group.members = dict(zip(entries, self._members_of(blocks, lengths)))
         for entry in entries:
             entry.place = group
         held = group.held
         held.travelling_bytes = held.away_bytes = held.device_bytes
         self._tally.count(entries[0].region, held.device_bytes)
         return True
+
+    def _members_of(self, blocks: Sequence[HostBlock], lengths: tuple[int, ...]) -> Sequence[Member]:
+        """For entries that leave as a whole: steady steps take the same blocks, and such a member never changes."""
+        known = self._members.get(id(blocks))
+        if known is None or known[0] is not blocks:
+            if len(self._members) >= _MOST_MEMBERS:
+                self._members.clear()
+            known = self._members[id(blocks)] = (blocks, list(map(Member, lengths, blocks)))
+        return known[1]
 
     def _admit(self, group: OffloadedGroup, entry: Entry, rule: Rule, share: int) -> None:
         """Settle what becomes of an entry's bytes, and put away those that do not leave."""

@@ -4,7 +4,7 @@ One step is recorded. The plan says which groups never leave, because backward a
 bytes the others may take while they leave and come back. `window.py` decides by it.
 """
 
-from collections.abc import Container, Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -88,11 +88,9 @@ class OffloadPlan:
     def __post_init__(self) -> None:
         self._index = {event: index for index, event in enumerate(self.order)}
 
-    def after(self, event: Event) -> Iterator[Event]:
-        """What comes after `event`, next first; nothing for an event that it does not know."""
-        at = self._index.get(event)
-        # Not `islice`, which would walk through all that came before.
-        return iter(()) if at is None else map(self.order.__getitem__, range(at + 1, len(self.order)))
+    def behind(self, event: Event) -> int:
+        """Where in `order` the events after `event` begin; at its end for an event that it does not know."""
+        return self._index.get(event, len(self.order)) + 1
 
     def window_of(self, key: Key) -> int:
         """The window of a group: its rule's, or the plan's."""

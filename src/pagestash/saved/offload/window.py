@@ -38,7 +38,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pagestash.saved.offload.plan import Event, Key, OffloadPlan
+from pagestash.saved.offload.plan import Key, OffloadPlan
 
 
 @dataclass(slots=True, eq=False)
@@ -107,20 +107,22 @@ class Window:
 
     def after_put(self, group: WindowGroup) -> Iterator[Decision]:
         """What to do now that a group was put."""
-        yield from self._prefetch(("put", group.key))
-        yield from self._let_go(self.leaving_limit(group.key))
+        yield from self._prefetch(self.plan.behind(("put", group.key)))
+        if self._queue:
+            yield from self._let_go(self.leaving_limit(group.key))
 
     def get(self, group: WindowGroup, *, kept: bool = False) -> Iterator[Decision]:
         """What to do when backward asks for something of a group; `kept`: for something that never left."""
         # What still leaves is memory that backward can use, but for what is left of the window.
         taken = self.resident + (0 if group.resident_bytes else group.away_bytes)
-        yield from self._let_go(max(0, self.plan.window_of(group.key) - taken), group)
+        if self._queue:
+            yield from self._let_go(max(0, self.plan.window_of(group.key) - taken), group)
         if not kept:
             if not group.fetched:
                 yield Decision("fetch", group)
                 self.fetched(group)
             yield Decision("use", group)
-        yield from self._prefetch(("get", group.key))
+        yield from self._prefetch(self.plan.behind(("get", group.key)))
 
     def let_all_go(self) -> Iterator[Decision]:
         """What to do at the end of a step."""
@@ -163,12 +165,15 @@ class Window:
         They share the window with what is resident and what forward makes next. More of them may, where memory is
         known to be further from its peak than that.
         """
-        room = self.plan.window_of(key)
-        kind, following = next(self.plan.after(("put", key)), ("get", key))
-        if kind == "put":
-            room = max(room, self.plan.window) - self.plan.groups[following].device_bytes
+        plan = self.plan
+        room = plan.window_of(key)
+        behind = plan.behind(("put", key))
+        if behind < len(plan.order):
+            kind, following = plan.order[behind]
+            if kind == "put":
+                room = max(room, plan.window) - plan.groups[following].device_bytes
         limit = max(0, room - self.resident)
-        headroom = self.plan.headroom.get(("put", key), 0)
+        headroom = plan.headroom.get(("put", key), 0) if plan.headroom else 0
         return limit if headroom <= limit else max(limit, headroom - self.present)
 
     def fetch_limit(self, key: Key) -> int:
@@ -180,24 +185,27 @@ class Window:
             self.plan.window_of(key), max(self.plan.resident_peak_bytes, self.plan.groups[key].device_bytes)
         )
 
-    def _prefetch(self, event: Event) -> Iterator[Decision]:
-        """Fetch what is asked for next, as long as all of it together fits."""
+    def _prefetch(self, behind: int) -> Iterator[Decision]:
+        """Fetch what is asked for next, from the plan's event of index `behind` on, as long as all of it fits."""
         taken = self.resident
         seen: set[Key] = set()
-        for kind, key in self.plan.after(event):
+        plan = self.plan
+        order, planned, window = plan.order, plan.groups, plan.window
+        for at in range(behind, len(order)):
+            kind, key = order[at]
             group = self.groups.get(key)
             if key in seen or (group is not None and (group.resident_bytes or not group.away_bytes)):
                 continue  # it is resident, or nothing of it has left
             seen.add(key)
-            taken += self.plan.groups[key].device_bytes
-            if kind == "put" or key in self.plan.stays:
-                if taken > self.plan.window:
+            taken += planned[key].device_bytes
+            if kind == "put" or key in plan.stays:
+                if taken > window:
                     return
             elif taken > self.fetch_limit(key):
                 return
             elif group is not None:  # or the step has left the plan
                 # First the room: what leaves gives way to what is asked for soon.
-                yield from self._let_go(max(0, self.plan.window - taken), group)
+                yield from self._let_go(max(0, window - taken), group)
                 yield Decision("fetch", group)
                 self.fetched(group)
 

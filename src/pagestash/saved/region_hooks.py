@@ -14,7 +14,7 @@ from pagestash.saved.module_hook import Hook
 from pagestash.saved.note_weights import WeightNotes
 from pagestash.saved.recompute.home import Recompute
 from pagestash.saved.recompute.recorded_forward import RecordedForward
-from pagestash.saved.region import Region, enter, frames, leave, replaying
+from pagestash.saved.region import Region, enter, frames, leave
 from pagestash.saved.storage import buffer_keys, parameter_keys
 from pagestash.torch_internals import (
     compiling_around,
@@ -119,7 +119,7 @@ class Opening(Hook):
             self.note_compiled()
             return
         # A replay outside the graph would save other tensors than the compiled forward did.
-        if self.rule.home == "recompute" and compiling_around() is not None and self._opens():
+        if self.rule.home == "recompute" and compiling_around() is not None and self._opens(frames()):
             raise RuntimeError(_compiled_again(self.name, self.rule))
         self.open(module, args, kwargs)
 
@@ -138,14 +138,15 @@ class Opening(Hook):
         )
 
     @hidden
-    def _opens(self) -> bool:
+    def _opens(self, current: tuple[Region, ...]) -> bool:
+        """Whether a region is opened inside those that are open now."""
         regions = self.regions
         # Without frames it is another thread, such as autograd's when it recomputes a checkpointed forward.
+        if not current or not regions.in_step or regions.aside:
+            return False
+        run = current[-1].run
         return (
-            regions.in_step
-            and bool(frames())
-            and not replaying()
-            and not regions.aside
+            (run is None or not run.replays)
             and torch.is_grad_enabled()
             and current_transform() is None
             and tracing_state() is None  # torch.jit would record what we do
@@ -153,12 +154,13 @@ class Opening(Hook):
 
     @hidden
     def open(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._opens():
-            if frames():
+        current = frames()
+        if not self._opens(current):
+            if current:
                 begin(self, None)
             self.no_grad |= self.regions.in_step and not torch.is_grad_enabled()
             return
-        regions, outer = self.regions, frames()[-1]
+        regions, outer = self.regions, current[-1]
         self.ran = True
         if regions.hooks.look is not None:
             hooks = top_saved_tensors_hooks(True)
@@ -182,13 +184,14 @@ class Opening(Hook):
         if parameters != self._parameters:
             self._parameters = frozenset(parameters)
             regions.notes.watch(modules[1:])
+        buffers = buffer_keys(modules)
         region = Region(
             regions.hooks,
             self.name,
             self.rule,
             rows=outer.rows,
             capacity=outer.capacity,
-            weights=parameters | buffer_keys(modules),
+            weights=parameters | buffers if buffers else parameters,
             run=run,
         )
         begin(self, region)
@@ -217,8 +220,12 @@ class Closing(Hook):
             return
         for each in left:
             each.owner.close(each)
-        if isinstance(region.run, RecordedForward) and all(frame.run is not region.run for frame in frames()):
-            region.run.close(region.weights, output)
+        run = region.run
+        if isinstance(run, RecordedForward):
+            for frame in frames():
+                if frame.run is run:
+                    return  # it goes on outside
+            run.close(region.weights, output)
 
 
 def _compiled_again(name: str, rule: Rule) -> str:

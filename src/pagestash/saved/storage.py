@@ -241,7 +241,7 @@ def buffer_keys(modules: Iterable[nn.Module]) -> set[int]:
         own = buffers_of(module)
         if own:
             tensors += own.values()
-    return storage_keys(tensors)
+    return storage_keys(tensors) if tensors else set()
 
 
 def plain_storage(tensor: torch.Tensor) -> int | None:

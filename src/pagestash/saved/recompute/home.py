@@ -49,7 +49,8 @@ class Recompute(Home):
 
     def remember(self, key: int, tensor: torch.Tensor, output: Output) -> None:
         """From here on, `tensor` can be recomputed wherever it is saved."""
-        self.prune()
+        if self.known:
+            self.prune()
         self.known[key] = _KnownOutput(StorageWeakRef(tensor.untyped_storage()), tensor._version, output)
         output.recomputed.output_keys.append(key)
 

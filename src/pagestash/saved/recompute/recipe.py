@@ -1,9 +1,10 @@
 """What it takes to repeat one forward of a region: its inputs, all else that it reads, and what it saved."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ class Learned:
     changes_buffers: ChangesBuffers = field(default_factory=WeakKeyDictionary)
     version_only: VersionOnly = field(default_factory=WeakKeyDictionary)
     attributes: AttributesOfClasses = field(default_factory=dict)
-    draws_in_python: DrawsInPython = field(default_factory=WeakSet)
+    draws_in_python: DrawsInPython = field(default_factory=DrawsInPython)
 
 
 class HeldTensor:
@@ -56,7 +57,11 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Layout":
-        return cls(*byte_range(tensor), tensor.untyped_storage().nbytes())
+        return _layout((*byte_range(tensor), tensor.untyped_storage().nbytes()))
+
+
+_layout: Callable[[tuple[int, int, int]], Layout] = partial(tuple.__new__, Layout)
+"""Makes one of its fields, in a third of the time."""
 
 
 class Recipe:
@@ -94,7 +99,8 @@ class Recipe:
         """Of the values of saved tensors, by their number, until they were compared."""
         self.layouts: dict[int, Layout] = {}
         """Of outputs, by their number."""
-        self.objects = ArgumentObjects(name)
+        self._objects: ArgumentObjects | None = None
+        """Objects among its arguments, where there are any."""
         search = self.checked
         self.weights = Weights(modules, name, learned.version_only)
         self._checks = checks
@@ -103,16 +109,24 @@ class Recipe:
             modules, name, self.device, learned.changes_buffers, learned.draws_in_python, search=search
         )
 
+    def takes_object(self, leaf: Any) -> None:
+        """One of its arguments is an object that a forward could change."""
+        if self._objects is None:
+            self._objects = ArgumentObjects(self.name)
+        self._objects.add(leaf)
+
     def close(self) -> None:
         """The forward is over: refuse if it has changed what a replay must find unchanged."""
         self.rng_and_buffers.close()
         self.weights.close()
-        self.objects.close()
+        if self._objects is not None:
+            self._objects.close()
         self.complete = True
 
     def check(self) -> Sequence[nn.Module]:
         """Refuse a replay if anything that forward read was changed since. Returns the modules that are there."""
-        self.objects.check()
+        if self._objects is not None:
+            self._objects.check()
         modules = self.weights.check()
         self.rng_and_buffers.check()
         return modules

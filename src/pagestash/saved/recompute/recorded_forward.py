@@ -143,7 +143,7 @@ class RecordedForward(Recording):
             # (An inference tensor is never saved and has no version; outside inference mode nothing changes it.)
             if not isinstance(leaf, torch.Tensor) or leaf.is_inference():
                 if inputs and may_change(leaf):
-                    self._recipe.objects.add(leaf)
+                    self._recipe.takes_object(leaf)
                 return leaf
             # A tensor that is passed twice is one tensor in the replay, too: attention asks whether `query is key`.
             held = known.get(id(leaf))
@@ -158,13 +158,12 @@ class RecordedForward(Recording):
         packed = self._hooks.pack_in(region, alone, chained=chained, for_replay=True)
         if note and key is not None:
             self._held.setdefault(key, []).append((alone, tensor._version))
-        is_output = isinstance(packed, OutputHandle)
         if isinstance(packed, OutputHandle):
             self._recomputed.replay_bytes += packed.recomputed.replay_bytes
         summary = None
         if self._recipe.checked and key is not None and self._hooks.rows_of(region, tensor) is None:
             # What is held must have every bit; what is recomputed may differ by rounding.
-            summary = summary_of(tensor) if is_output else checksum(tensor)
+            summary = summary_of(tensor) if isinstance(packed, OutputHandle) else checksum(tensor)
         return HeldTensor(packed, tensor.requires_grad, summary)
 
     # --- the end ---
@@ -174,7 +173,8 @@ class RecordedForward(Recording):
         self._recipe.close()
         self._check_held()
         self._remember_outputs(weights, output)
-        self._summarize()
+        if self._to_summarize:
+            self._summarize()
         # Regions of tensors that were claimed may outlive the forward, and must not hold its inputs.
         self._held, self._discarded = {}, {}
 

@@ -13,6 +13,7 @@ from pagestash.saved.recompute.recipe import Layout, Recipe
 from pagestash.saved.recompute.rng import set_python_rng_state, set_torch_rng_state
 from pagestash.saved.recompute.trees import tensors_of
 from pagestash.saved.region import Forward, Region, frames, set_frames
+from pagestash.torch_internals import pop_saved_tensors_hooks, push_saved_tensors_hooks
 
 
 class _Enough(BaseException):  # no `except Exception` of a forward may catch it
@@ -49,7 +50,6 @@ class Replay(Forward):
         self._gather_weights()
         before, calls, output, ended = frames(), under_way(), None, False
         set_frames((Region(recipe.hooks, recipe.name, None, run=self),))
-        hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
         try:
             # All that the forward read is as it was before it; what the replay changes is undone.
             with (
@@ -57,9 +57,12 @@ class Replay(Forward):
                 recipe.attributes.restored(),
                 recipe.rng_and_buffers.restored(),
                 torch.enable_grad(),
-                hooks,
             ):
-                output = recipe.module.forward(*args, **kwargs)
+                push_saved_tensors_hooks(_pack, _unpack)
+                try:
+                    output = recipe.module.forward(*args, **kwargs)
+                finally:
+                    pop_saved_tensors_hooks()
                 ended = True
         except _Enough:
             pass

@@ -36,8 +36,21 @@ SMALL_BUFFER = 65536
 _NOTHING = nullcontext()
 ChangesBuffers = WeakKeyDictionary[nn.Module, dict[str, bool]]
 """For each large buffer of a module that was seen: whether a forward ever changed it."""
-DrawsInPython = WeakSet[nn.Module]
-"""Modules whose forward was seen to draw from Python's or NumPy's generator."""
+
+
+class DrawsInPython:
+    """Modules whose forward was seen to draw from Python's or NumPy's generator."""
+
+    def __init__(self) -> None:
+        self.any = False  # (as a rule there is none, and to ask a `WeakSet` takes half a microsecond)
+        self._modules: WeakSet[nn.Module] = WeakSet()
+
+    def add(self, module: nn.Module) -> None:
+        self.any = True
+        self._modules.add(module)
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._modules
 
 
 def _attention_kernels() -> tuple[bool, ...]:
@@ -123,7 +136,7 @@ class RngAndBuffers:
         self._attention = _attention_kernels()
         self._torch_rng: TorchRng | None = torch_rng_state(device)
         self._python_rng: PythonRng | None = None
-        if search or self._module in draws:
+        if search or (draws.any and self._module in draws):
             self._python_rng = python_rng_state()
 
     def _before(self, owner: nn.Module, name: str, buffer: torch.Tensor) -> _Buffer:
@@ -145,7 +158,9 @@ class RngAndBuffers:
                 self._draws.add(self._module)
             else:
                 self._python_rng = None
-        lost = [buffer.name for buffer in self._buffers if not buffer.small and not self._learn(buffer)]
+        lost = None
+        if self._buffers:
+            lost = [buffer.name for buffer in self._buffers if not buffer.small and not self._learn(buffer)]
         if lost:
             raise RuntimeError(
                 f"region {self._region!r} is under recompute, and its forward changed the buffer {lost[0]!r} for "
@@ -182,9 +197,10 @@ class RngAndBuffers:
 
     def _same_modes(self) -> bool:
         """Whether autocast is off then and now, and attention may use the same kernels."""
-        return self._attention == _attention_kernels() and not any(
-            before[1] or _autocast(before[0]) != before for before in self._autocast
-        )
+        for before in self._autocast:
+            if before[1] or _autocast(before[0]) != before:
+                return False
+        return self._attention == _attention_kernels()
 
     @contextmanager
     def _restored(self) -> Iterator[None]:

@@ -63,17 +63,22 @@ class Weights:
         self._checksums: dict[int, torch.Tensor] = {}
         """Of weights whose version forward raised, until it is known whether it changed their bytes."""
         self._weights: list[_Weight] = []
-        tensors: list[torch.Tensor] = []
+        self.storages: set[int] = set()
+        """The storages that the weights live in."""
+        others: list[torch.Tensor] = []
         for owner in modules:
             for name, weight in parameters_of(owner).items():
                 if weight is not None:
                     memory = None
                     if type(weight) in _PLAIN and weight.layout is torch.strided:
-                        memory = (weight.untyped_storage(), weight.data_ptr(), weight.storage_offset())
+                        storage = weight.untyped_storage()
+                        memory = (storage, weight.data_ptr(), weight.storage_offset())
+                        self.storages.add(key_of_storage(storage))
+                    else:
+                        others.append(weight)
                     self._weights.append(_weight((owner, name, weight, weight._version, memory)))
-                    tensors.append(weight)
-        self.storages = storage_keys(tensors)
-        """The storages that the weights live in."""
+        if others:
+            self.storages |= storage_keys(others)
 
     def close(self) -> None:
         """Forward is over: where it raised a version, backward must find the raised one."""
@@ -120,12 +125,12 @@ class Weights:
 
     def sharded(self) -> bool:
         """Whether a weight that was whole in forward is in shards now."""
-        return any(
-            parameters_of(weight.owner).get(weight.name) is not weight.tensor
-            and _is_sharded(weight)
-            and not hasattr(weight.tensor, LOCAL_PART)
-            for weight in self._weights
-        )
+        for weight in self._weights:
+            if parameters_of(weight.owner).get(weight.name) is not weight.tensor and (
+                _is_sharded(weight) and not hasattr(weight.tensor, LOCAL_PART)
+            ):
+                return True
+        return False
 
     def restored(self) -> AbstractContextManager[None]:
         """Each module has the tensors of the first forward, also those that `functional_call` put there."""
@@ -134,11 +139,13 @@ class Weights:
             for weight in self._weights
             if parameters_of(weight.owner).get(weight.name) is not weight.tensor and not _is_sharded(weight)
         ]
-        keep_version = [
-            weight.tensor
-            for number, weight in enumerate(self._weights if self._checksums or self._version_only else ())
-            if number in self._checksums or self._is_version_only(weight)
-        ]
+        keep_version = []
+        if self._checksums or self._version_only:
+            keep_version = [
+                weight.tensor
+                for number, weight in enumerate(self._weights)
+                if number in self._checksums or self._is_version_only(weight)
+            ]
         return self._restored(replaced, keep_version) if replaced or keep_version else _NOTHING
 
     @contextmanager

@@ -11,6 +11,7 @@ from pagestash.simulation.build import Run
 from pagestash.simulation.choices import joined
 from pagestash.simulation.cluster import read_cluster
 from pagestash.simulation.flags import megatron_flags, pagestash_flags, torchtitan_flags
+from pagestash.simulation.improved import improve
 from pagestash.simulation.layout import Layout
 from pagestash.simulation.layouts import Wanted
 from pagestash.simulation.model import read_model
@@ -48,10 +49,15 @@ def run(options: ClusterPlanOptions) -> int:
 def _run(options: ClusterPlanOptions) -> None:
     if options.out is not None and options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out {options.out}: expected a folder")
-    found = search(wanted_of(options), progress=lambda line: print(line, file=sys.stderr, flush=True))
+    wanted = wanted_of(options)
+    found = improve(search(wanted, progress=_progress), wanted.allowed, progress=_progress)
     print(report(found))
     if options.out is not None:
         write(found, options.out)
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def wanted_of(options: ClusterPlanOptions) -> Wanted:

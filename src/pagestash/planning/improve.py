@@ -18,7 +18,6 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 from pagestash.planning.layers import Choice, Group, toggled
-from pagestash.planning.prediction import Prediction
 
 MOST, SIZE = 480, 700
 """Predictions of a search: `MOST × (SIZE / size)²`, and at most `MOST`, where a step's size is the number of its
@@ -42,13 +41,23 @@ Kind = tuple[int, object, bool]
 """Of a change: its group, what is changed, and whether a choice gets longer."""
 
 
+class Predicted(Protocol):
+    """What the search reads of a prediction."""
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+
 class Pool(Protocol):
     """What was predicted so far."""
 
-    def predict(self, assignment: Assignment) -> Prediction | None:
+    def predict(self, assignment: Assignment) -> Predicted | None:
         """What is predicted; None if the host has too little memory for it."""
 
-    def known(self) -> Sequence[tuple[Assignment, Prediction]]: ...
+    def known(self) -> Sequence[tuple[Assignment, Predicted]]: ...
 
     @property
     def count(self) -> int:
@@ -97,7 +106,7 @@ class Search:
     def _improve(self, level: int, price: float, most: int) -> int:
         """Change what is best at a level until nothing gets better; returns how many predictions that took."""
 
-        def score(found: Prediction) -> float:
+        def score(found: Predicted) -> float:
             return found.seconds + price * max(0, found.peak_bytes - level)
 
         current, found = min(self.pool.known(), key=lambda item: (score(item[1]), item[1].peak_bytes))
@@ -121,7 +130,7 @@ class Search:
         failed = self.failed.get(kind, 0)
         self.failed[kind] = max(0, failed - 1) if is_better else failed + 1
 
-    def _likeliest(self, current: Assignment, found: Prediction, level: int, price: float) -> list[_Change]:
+    def _likeliest(self, current: Assignment, found: Predicted, level: int, price: float) -> list[_Change]:
         """All changes, what should bring most first."""
         spare = level - found.peak_bytes
 

@@ -63,8 +63,12 @@ class ChosenHomes:
     def pool(self) -> PoolConfig:
         return PoolConfig()
 
+    def choice(self, layer: str) -> Choice:
+        """Of a layer by its name."""
+        return self._chosen.get(layer, ())
+
     def place(self, layer: Layer) -> list[Placed]:
-        return self._homes[self._chosen.get(layer.name, ())].place(layer)
+        return self._homes[self.choice(layer.name)].place(layer)
 
 
 def _uniform(choice: Choice) -> Policy:
@@ -121,7 +125,7 @@ class HomePlanner:
         self.run, self.allowed = run, allowed
         self._known = Known(run)
         self.plain = step_costs(replace(run, homes=PolicyHomes(Policy())), self._known)
-        self._layers = [_layers_of(rank) for rank in self.plain.ranks]
+        self._layers = [layers_of_rank(rank) for rank in self.plain.ranks]
 
     def limit(self, allowed: Sequence[Allowed]) -> "HomePlanner":
         """The same planner with fewer homes; what it knows of layers and ranks is shared."""
@@ -241,7 +245,8 @@ def _made(run: Run, costs: StepCosts, policies: Sequence[Policy], room: int, hos
     )
 
 
-def _layers_of(rank: RankCosts) -> list[int]:
+def layers_of_rank(rank: RankCosts) -> list[int]:
+    """The numbers of its layers."""
     names = (layer.name for stage in rank.stages for layer in stage.layers)
     return [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
 

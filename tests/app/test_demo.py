@@ -20,6 +20,13 @@ def small(monkeypatch):
     monkeypatch.setattr(demo, "TOKENS", 128)
 
 
+@pytest.fixture
+def smaller(monkeypatch, small):
+    """Where no figure counts."""
+    monkeypatch.setattr(demo, "SHAPE", replace(demo.SHAPE, layers=4))
+    monkeypatch.setattr(demo, "TOKENS", 64)
+
+
 def run(*words):
     result = CliRunner().invoke(app, ["demo", "--steps", "2", *map(str, words)], env={"COLUMNS": "100"})
     return result, " ".join(result.output.split())
@@ -41,6 +48,7 @@ def test_half_of_the_activations_the_same_losses_and_pictures(tmp_path):
         assert Path(path).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("smaller")
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result, text = run("--out", tmp_path)
@@ -49,6 +57,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.png"))
 
 
+@pytest.mark.usefixtures("smaller")
 def test_it_fails_when_a_loss_differs_in_a_bit(tmp_path, monkeypatch):
     train = demo.Run.train
 

@@ -39,6 +39,7 @@ from pagestash.integrations.hf.expert_parallel import (  # noqa: E402
 DISPATCHES = tuple(int(part) for part in version("transformers").split(".")[:2]) >= (5, 19)
 dispatched = pytest.mark.skipif(not DISPATCHES, reason="transformers dispatches tokens from 5.19 on")
 WORLDS = [2, 4]
+MODELS = ("transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.models.gpt_oss.modeling_gpt_oss")
 FAMILY, EXPERTS, CHOICES, WIDTH, INNER = "Qwen3-MoE", 8, 2, 32, 16
 BATCH = {"tokens": 11, "sequences": 2}
 TOKENS = 22
@@ -365,7 +366,7 @@ def folder(tmp_path_factory):
     reference().save_pretrained(made / "model")
     tiny(FAMILY, **WIDE).save_pretrained(made / "model" / "wide")
     tiny("gpt-oss").save_pretrained(made / "model" / "gpt-oss")
-    start_ranks(work, (str(made),), max(WORLDS))
+    start_ranks(work, (str(made),), max(WORLDS), imports=MODELS)
     return made
 
 

@@ -140,7 +140,8 @@ def _rank(rank: int, path: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks")
-    start_ranks(_rank, (str(path),), WORLD)
+    models = ("pagestash.hf", "transformers.models.qwen3_moe.modeling_qwen3_moe")
+    start_ranks(_rank, (str(path),), WORLD, imports=models)
     return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
 
 

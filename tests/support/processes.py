@@ -3,6 +3,7 @@
 Importing them anew in every process took longer than most of what the processes do.
 """
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,7 +35,19 @@ def server() -> Iterator[Any]:
         yield mp.get_context("forkserver")
 
 
-def start_ranks(work: Any, args: tuple, ranks: int) -> None:
-    """Run `work(rank, *args)` in `ranks` processes, and wait; if one raises, so does this."""
+def start_ranks(work: Any, args: tuple, ranks: int, imports: tuple[str, ...] = ()) -> None:
+    """Run `work(rank, *args)` in `ranks` processes, and wait; if one raises, so does this.
+
+    What `imports` names is imported once, before the processes part: for what few files need.
+    """
     with server():
-        mp.start_processes(work, args, nprocs=ranks, start_method="forkserver")
+        if imports:
+            mp.start_processes(_import_and_start, (work, args, ranks, imports), start_method="forkserver")
+        else:
+            mp.start_processes(work, args, nprocs=ranks, start_method="forkserver")
+
+
+def _import_and_start(_: int, work: Any, args: tuple, ranks: int, imports: tuple[str, ...]) -> None:
+    for name in imports:
+        importlib.import_module(name)
+    mp.start_processes(work, args, nprocs=ranks, start_method="fork")

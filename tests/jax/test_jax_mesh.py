@@ -121,7 +121,7 @@ def _without_report(step):
     return value, grads
 
 
-@pytest.mark.parametrize("factor", [1.25, 0.5, 0.0])
+@pytest.mark.parametrize("factor", [1.25, pytest.param(0.5, marks=pytest.mark.slow), 0.0])
 def test_layers_that_map_themselves(mesh, factor):
     stashed, wanted = layer_maps(mesh, stashing(policy(factor), mesh)), layer_maps(mesh, plain)
     recomputed = {}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from ragged_model import assert_close, summed
 
-from pagestash.jax import StashPolicy
+from pagestash.jax import StashPolicy, demo
 from pagestash.jax.moe import (
     STASHED,
     DecoderConfig,
@@ -78,10 +78,19 @@ def test_experts_that_do_not_split_are_refused():
         RingConfig(width=16, expert_width=24, experts=8, top_k=9)
 
 
-def test_the_demo_runs_and_its_losses_agree():
-    done = run("-m", "pagestash.jax.demo", "--steps", "1")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "losses agree in all 1 steps" in " ".join(done.stdout.split())
+def test_the_demo_runs_and_its_losses_agree(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "QUICK_COMPILATION", {})  # the flags of these tests compile more quickly still
+    assert demo.main(["--steps", "1"]) == 0
+    assert "losses agree in all 1 steps" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_demo_is_a_program_that_asks_for_its_devices_itself(monkeypatch):
+    done = run("-m", "pagestash.jax.demo", "--steps", "0")
+    assert done.returncode == 2
+    assert "--steps 0: expected at least 1" in done.stderr
+    monkeypatch.delenv("XLA_FLAGS")
+    done = run("-c", "from pagestash.jax import demo; print(demo._four_devices())")
+    assert done.stdout.strip() == "True", done.stderr
 
 
 def test_importing_jax_side_brings_no_torch_and_the_package_no_jax():

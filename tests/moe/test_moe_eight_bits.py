@@ -47,11 +47,11 @@ class Loopback:
 
 
 class Stack(nn.Module):
-    def __init__(self, expected: int | None, inner: int = INNER, **config) -> None:
+    def __init__(self, expected: int | None, inner: int = INNER, depth: int = DEPTH, **config) -> None:
         super().__init__()
         torch.manual_seed(0)
         config = MoEConfig(width=WIDTH, expert_width=inner, experts=EXPERTS, top_k=TOP_K, **config)
-        dispatches = [None if expected is None else Loopback(expected) for _ in range(DEPTH)]
+        dispatches = [None if expected is None else Loopback(expected) for _ in range(depth)]
         self.layers = nn.ModuleList(MoE(config, dispatch=dispatch) for dispatch in dispatches)
         self.to(torch.bfloat16)
 
@@ -119,7 +119,9 @@ def no_other_pass(monkeypatch):
 
 @pytest.mark.parametrize("expected", [None, 0, 60, 2 * CHOICES])
 def test_gradients_are_near_the_exact_ones_and_the_same_in_every_step(backend, expected):
-    model, x = Stack(expected), torch.randn(TOKENS, WIDTH).bfloat16()
+    # Interpreted kernels are slow: two layers once.
+    model = Stack(expected, depth=DEPTH if backend == "torch" or expected == 60 else 1)
+    x = torch.randn(TOKENS, WIDTH).bfloat16()
     plain = run(model, x)
     keeper = ps.Keeper(policy(), backend=backend).attach(model)
     measured = run(model, x, keeper)

@@ -41,7 +41,7 @@ hf-tests: $(VENV)/.test
 		$(foreach model,$(HF_MODELS),tests/models/$(model)/test_modeling_$(model).py) -k "$(HF_TESTS)"
 
 test-all: $(VENV)/.test
-	$(PYTEST) -m "not gpu"
+	LONG_SWEEPS=1 $(PYTEST) -m "not gpu"
 
 coverage: $(VENV)/.test
 	$(PY) -m coverage erase

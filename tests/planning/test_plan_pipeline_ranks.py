@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.sweeps import examples
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -34,7 +35,7 @@ from pagestash.planning.rank import RankPredictor, RankStep
 from pagestash.planning.stage import received
 from pagestash.profiling import Link
 
-QUICK = settings(max_examples=5, deadline=None, derandomize=True)
+QUICK = examples(3, many=10)
 sizes = st.tuples(st.integers(1, 20).map(lambda n: n * MB), st.integers(1, 12))
 
 
@@ -53,7 +54,7 @@ def pipeline(profile_and_weights, schedule="1F1B", ranks=2, microbatches=4, **op
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_bytes_in_flight_are_those_of_the_partition(name):
-    found = pipeline(model(), name, budget="1GiB")
+    found = pipeline(model(5), name, budget="1GiB")
     for own in found.ranks:
         assert own.plan.is_empty
         weights = sum(stage.parameters for stage in found.placed.of_rank(own.rank))
@@ -94,7 +95,7 @@ def test_placing_again_is_never_slower(monkeypatch):
         assert again.seconds <= once.seconds
 
 
-@settings(max_examples=3, deadline=None, derandomize=True)
+@examples(2, many=6)
 @given(
     sizes,
     sizes,

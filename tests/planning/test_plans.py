@@ -8,8 +8,9 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.sweeps import examples
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
@@ -24,7 +25,7 @@ from pagestash.planning.solve import Problem, candidates
 from pagestash.profiling import HomeEstimate, Link, Region, SavedTensor, Segment
 
 MB, MS = 10**6, 1e-3
-QUICK = settings(max_examples=10, deadline=None, derandomize=True)
+QUICK = examples(5, many=30)
 
 
 # --- a profile that is made up: layers of two regions, which save a tensor each ---

@@ -29,7 +29,7 @@ from test_plan import Diary
 from test_plan import Stage as Numbers
 
 from pagestash import Keeper, Policy, PoolConfig, Rule
-from pagestash.pipeline import Action, Observation, Plan, plans
+from pagestash.pipeline import SCHEDULES, Action, Observation, Plan, plans
 from pagestash.saved.follow import immediate_backwards
 
 POOL = PoolConfig(page=256)
@@ -139,15 +139,30 @@ def run_all(rank, world, homes):
     found = {}
     for name in RUN_HERE:
         found[name, None] = run(name, rank, world)
-        for home in homes:
+        for home in homes[name]:
             found[name, home] = run(name, rank, world, HOMES[home])
     return found
 
 
+# Every schedule with a mixture of all homes, and with two of them alone: each meets whole and split backwards.
+TWO_HOMES = {
+    "GPipe": ("keep", "recompute", "mixed"),
+    "1F1B": ("stash", "offload", "mixed"),
+    "LoopedBFS": ("keep", "offload", "mixed"),
+    "Interleaved1F1B": ("stash", "recompute", "mixed"),
+    "InterleavedZeroBubble": ("offload", "recompute", "mixed"),
+    "ZBVZeroBubble": ("stash", "recompute", "mixed"),
+    "DualPipeV": ("keep", "offload", "mixed"),
+}
 RANKS = [
-    pytest.param((2, tuple(HOMES)), id="2 ranks"),
-    pytest.param((4, ("keep", "mixed")), id="4 ranks"),
-    pytest.param((4, ("stash", "offload")), id="4 ranks, one home", marks=pytest.mark.slow),
+    pytest.param((2, TWO_HOMES), id="2 ranks"),
+    pytest.param((4, dict.fromkeys(SCHEDULES, ("keep", "mixed"))), id="4 ranks"),
+    pytest.param(
+        (4, dict.fromkeys(SCHEDULES, ("stash", "offload"))), id="4 ranks, one home", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        (2, dict.fromkeys(SCHEDULES, tuple(HOMES))), id="2 ranks, every home", marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -159,10 +174,10 @@ def ran(request):
 
 @pytest.mark.parametrize("name", EACH_SCHEDULE)
 def test_losses_and_gradients_are_the_schedules_own_to_the_last_bit(ran, name):
-    _, all_homes, ranks = ran
-    for found, homes in itertools.product(ranks, all_homes):
+    _, homes, ranks = ran
+    for found, home in itertools.product(ranks, homes[name]):
         for (losses, gradients), (plain, expected) in zip(
-            found[name, homes][0], found[name, None][0], strict=True
+            found[name, home][0], found[name, None][0], strict=True
         ):
             assert losses == plain
             assert all(map(torch.equal, gradients, expected))
@@ -196,7 +211,7 @@ def test_the_schedule_trains_what_one_process_does(ran, name):
 def test_another_number_of_microbatches_is_planned_before_it_first_runs(ran, name):
     _, homes, ranks = ran
     for rank, found in enumerate(ranks):
-        for home in {"offload", "mixed"} & set(homes):
+        for home in {"offload", "mixed"} & set(homes[name]):
             # The second step has the plan of the first, which was measured; the third is the first of its number.
             as_planned = [agreed for _, agreed in found[name, home][1]]
             assert all(as_planned[1:]), (rank, home)
@@ -242,7 +257,8 @@ def implied_peak(plan, sizes, home, *, leaves_out=frozenset()):
 def test_peak_saved_bytes_are_those_that_the_schedule_implies(ran, name):
     world, homes, ranks = ran
     total = world * len(stages_of(name, 0, world))
-    for (rank, found), home in itertools.product(enumerate(ranks), {"keep", "stash", "offload"} & set(homes)):
+    alone = {"keep", "stash", "offload"} & set(homes[name])
+    for (rank, found), home in itertools.product(enumerate(ranks), alone):
         sizes = {
             number: sizes_of(HOMES[home], number, number == total - 1)
             for number in stages_of(name, rank, world)

@@ -37,6 +37,14 @@ def decoder(gradients="held"):
     return model, ps.profile(model, GIVEN, repeats=1, link=LINK, gradients=gradients)
 
 
+@cache
+def deeper_decoder():
+    model = Decoder(preset("tiny", layers=6))
+    model.initialise(0)
+    given = batch(length=128)
+    return model, given, ps.profile(model, given, repeats=1, link=LINK)
+
+
 def step_under(model, policy, step, gradients="held"):
     """The most bytes that live at once in a steady step, and the keeper's counts."""
     keeper = ps.Keeper(policy, backend="torch").attach(model)
@@ -85,8 +93,16 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("gradients", ["held", "fresh"])
-@pytest.mark.parametrize("name", POLICIES)
+FRESH = ("attention", "layers", "offloaded attention", "a third of attention offloaded", "both")
+
+
+def with_gradients(policies, fresh=FRESH):
+    """Every policy with gradients that are held; those of `fresh` with new ones, too, and all in long runs."""
+    slow = [pytest.param(name, "fresh", marks=pytest.mark.slow) for name in policies if name not in fresh]
+    return [*((name, "held") for name in policies), *((name, "fresh") for name in fresh), *slow]
+
+
+@pytest.mark.parametrize(("name", "gradients"), with_gradients(POLICIES))
 def test_the_peak_and_the_bytes_of_each_home_are_those_of_a_keepers_step(name, gradients):
     policy, (model, profile) = ps.Policy(POLICIES[name]), decoder(gradients)
     found = predict(profile, policy)
@@ -115,10 +131,7 @@ CLAIMED = {
 @pytest.mark.parametrize("name", CLAIMED)
 def test_what_a_fused_layer_claims_moves_apart_from_what_else_its_region_saves(name):
     """A keeper's window goes by its groups: one too large, and others stay than those that a keeper keeps."""
-    model = Decoder(preset("tiny", layers=6))
-    model.initialise(0)
-    given = batch(length=128)
-    profile = ps.profile(model, given, repeats=1, link=LINK)
+    model, given, profile = deeper_decoder()
     policy = ps.Policy([offload(match) for match in CLAIMED[name]])
     peak, _ = step_under(model, policy, lambda: sum(model(*given)).backward())
     assert abs(predict(profile, policy).peak_bytes - peak) < 256
@@ -141,8 +154,7 @@ INSIDE = {
 
 
 @pytest.mark.filterwarnings("ignore:rule")
-@pytest.mark.parametrize("gradients", ["held", "fresh"])
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize(("name", "gradients"), with_gradients(INSIDE, fresh=("experts", "attention")))
 def test_a_tensor_that_a_region_inside_stashes_comes_back_with_the_replay_too(name, gradients):
     """The stash has what its region saved; what others around it saved of the same storages is recomputed."""
     policy, (model, profile) = ps.Policy(INSIDE[name], ps.PoolConfig(page=4096)), decoder(gradients)

@@ -4,6 +4,7 @@ A rank has four lanes from the top: compute, communication of experts' rows, cop
 """
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Any
 
 from pagestash.profiling.picture import FAINT, INK, byte_unit, new_figure, tidy
@@ -19,10 +20,10 @@ COLOURS = {
     "recompute": "#0072b2",
     "stash": "#f0e442",
     "wait": "#d55e00",
-    "optimizer": "#8a94a2",
+    "optimizer": "#22272e",
     "communication": "#cc79a7",
-    "out": "#44546a",
-    "back": "#a3adba",
+    "out": "#4f6d8f",
+    "back": "#9fb6cd",
 }
 LABELS = {
     "weight": "weight gradient",
@@ -41,6 +42,7 @@ FINEST = 3000
 MOST_ACTIONS = 400
 """With more actions, a part of the step is shown enlarged beneath the whole."""
 BINS = 240
+SHADES = 5
 SHOWN = 24
 """Actions of a rank in the enlarged part."""
 
@@ -134,7 +136,7 @@ def _draw_rank(
 def _draw_shares(
     axis: Any, rank: RankReplay, bottom: int, shown: tuple[float, float], divisor: float
 ) -> set[str]:
-    """What part of each interval a kind takes, stacked within its lane."""
+    """What part of each interval a kind takes: stacked for compute, and as a shade where a lane has one kind."""
     width = (shown[1] - shown[0]) / BINS
     shares: dict[str, list[float]] = {}
     for span in rank.spans:
@@ -145,12 +147,25 @@ def _draw_shares(
     edges = [divisor * width * at for at in range(BINS + 1)]
     below = [bottom + COMPUTE[0]] * BINS
     for name in (name for name in COLOURS if name in shares):
-        low, height = LANES.get(name, COMPUTE)
-        base = [bottom + low] * BINS if name in LANES else below
-        top = [start + height * min(1.0, share) for start, share in zip(base, shares[name])]
-        axis.stairs(top, edges, baseline=base, fill=True, color=COLOURS[name], linewidth=0)
-        below = below if name in LANES else top
+        if name in LANES:
+            _draw_shades(axis, shares[name], edges, bottom + LANES[name][0], LANES[name][1], COLOURS[name])
+            continue
+        top = [start + COMPUTE[1] * min(1.0, share) for start, share in zip(below, shares[name])]
+        axis.stairs(top, edges, baseline=below, fill=True, color=COLOURS[name], linewidth=0)
+        below = top
     return set(shares)
+
+
+def _draw_shades(
+    axis: Any, shares: Sequence[float], edges: Sequence[float], low: float, height: float, colour: str
+) -> None:
+    """A strip that is darker where a kind takes more of an interval; a lane is too thin for heights."""
+    shades = [min(SHADES, ceil(SHADES * share)) for share in shares]
+    for shade in sorted(set(shades) - {0}):
+        places = [(edges[at], edges[at + 1]) for at, own in enumerate(shades) if own == shade]
+        strip = _bars(places, low, height, colour, edges=False)
+        strip.set_alpha(shade / SHADES)
+        axis.add_patch(strip)
 
 
 def _bars(places: Sequence[tuple[float, float]], low: float, height: float, colour: str, edges: bool) -> Any:
@@ -208,7 +223,7 @@ def _draw_memory(axis: Any, step: Replay, divisor: float, capacity_bytes: int) -
             [*levels, levels[-1]],
             where="post",
             linewidth=1.1,
-            color=(0.0 + 0.75 * part, 0.27 + 0.4 * part, 0.52 + 0.2 * part),
+            color=(0.78 * part, 0.27 + 0.15 * part, 0.52 + 0.03 * part),
             label=f"rank {number}" if number in (0, ranks - 1) else None,
         )
     if capacity_bytes and capacity_bytes < 2 * most:

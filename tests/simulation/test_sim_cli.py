@@ -134,19 +134,21 @@ def test_a_rule_that_matches_nothing_is_refused(tmp_path):
 
 
 MEASURED = """
-import json, resource, sys
+import json, resource, sys, time
+import pagestash.commands.simulate
 from pagestash.cli import app
+begun = time.process_time()
 try:
     app(sys.argv[1:])
 except SystemExit as done:
     assert not done.code
-used = resource.getrusage(resource.RUSAGE_SELF)
-print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss]))
+used = time.process_time() - begun
+print(json.dumps([used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
 """
 
 
 def test_a_step_of_256_devices_is_simulated_within_its_limits(tmp_path):
-    """The command of the guide, without its picture: at most 1 GiB, and 10 s on 2 cores, which are 20 of CPU."""
+    """The command of the guide, without a picture: at most 1 GiB with imports, and 10 s of one core after them."""
     out, policy = tmp_path / "o.json", Path(__file__).parents[2] / "examples" / "offload.toml"
     layout = ("--pp", "8", "--ep", "32", "--vpp", "4", "--schedule", "Interleaved1F1B")
     step = ("--microbatch", "1", "--global-batch", "2048", "--seq", "4096", "--policy", str(policy))
@@ -158,7 +160,7 @@ def test_a_step_of_256_devices_is_simulated_within_its_limits(tmp_path):
         check=True,
     )
     seconds, most = json.loads(done.stdout.splitlines()[-1])
-    assert seconds < 20
+    assert seconds < 10
     assert most < 1 << 20  # KiB, torch and all that is imported included
     found = json.loads(out.read_text())
     actions = 2 * 64 * 32  # forward and backward of 64 microbatches on 32 stages

@@ -139,6 +139,76 @@ def test_what_a_fused_layer_claims_moves_apart_from_what_else_its_region_saves(n
     assert abs(predict(as_one, policy).peak_bytes - peak) > 1024
 
 
+GROUPED = preset(
+    "gpt-oss-20b",
+    4,
+    vocab=128,
+    width=64,
+    heads=8,
+    kv_heads=1,
+    head_dim=8,
+    experts=4,
+    expert_width=32,
+    top_k=2,
+)
+LATENT = preset(
+    "deepseek-v3",
+    4,
+    vocab=128,
+    width=64,
+    heads=4,
+    q_rank=32,
+    kv_rank=16,
+    nope_dim=8,
+    rope_dim=4,
+    v_dim=8,
+    dense_width=128,
+    experts=8,
+    top_k=2,
+    expert_width=32,
+    groups=4,
+    group_limit=2,
+)
+ATTENTION, QKV_UP = "layers.*.attn", ps.Rule("layers.{1-3}.attn.qkv_linear.kv_up", "recompute")
+VIEWS = {
+    "values, a thin slice that alone is saved of a projection": (GROUPED, [offload(CORE)]),
+    "no window": (GROUPED, [offload(CORE, prefetch_bytes=0), offload(PROJECTION, prefetch_bytes=0)]),
+    "half of such tensors": (GROUPED, [offload(CORE, fraction=0.5)]),
+    "values, half of a projection": (LATENT, [offload(CORE), offload(PROJECTION)]),
+    "most of a projection": (LATENT, [offload("layers.*.attn.qkv_linear", prefetch_bytes=0), offload(CORE)]),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_moves_as_the_range_that_it_spans_or_as_its_elements(name):
+    """It is no tensor whose last rows were not filled, and a slice that is copied does not hold its storage."""
+    check_exact(*VIEWS[name])
+
+
+REPLAYED = {
+    "an input in the group of the region around": (GROUPED, [offload(ATTENTION), QKV]),
+    "a latent that a replay asks for before its own region does": (
+        LATENT,
+        [offload(CORE, prefetch_bytes=0), offload("layers.*.attn.qkv_linear", prefetch_bytes=0), QKV_UP],
+    ),
+    "the same, with a window": (LATENT, [offload(CORE), offload("layers.*.attn.qkv_linear"), QKV_UP]),
+}
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_an_input_of_a_recomputed_region_moves_with_the_region_around_it(name):
+    check_exact(*REPLAYED[name])
+
+
+def check_exact(config, rules):
+    model = Decoder(config)
+    model.initialise(0)
+    given = [part[:1] for part in batch(config.vocab, 128)]
+    profile = ps.profile(model, given, repeats=1, link=LINK)
+    peak, _ = step_under(model, ps.Policy(rules), lambda: sum(model(*given)).backward())
+    assert abs(predict(profile, ps.Policy(rules)).peak_bytes - peak) < 256
+
+
 INSIDE = {
     "experts": [ps.Rule("layers.*.moe", "stash"), ps.Rule("layers.*", "recompute")],
     "an activation": [ps.Rule("layers.*.moe.moe_act", "stash"), ps.Rule("layers.*", "recompute")],

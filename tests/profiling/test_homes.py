@@ -8,7 +8,7 @@ from torch import nn
 
 import pagestash as ps
 from pagestash.profiling import Link, SavedTensor, Segment
-from pagestash.profiling.copies import moves_of
+from pagestash.profiling.groups import moves_of
 from pagestash.saved.offload.split import EntryShape, RowSplit
 
 ROWS, WIDTH = 64, 16

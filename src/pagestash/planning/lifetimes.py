@@ -33,6 +33,7 @@ class Life:
     needed_at: int
     freed_at: int
     beside_bytes: int | None
+    request: int
 
 
 class MeasuredStep:
@@ -206,5 +207,6 @@ def lives_of(tensors: Sequence[SavedTensor]) -> dict[int, Life]:
                 needed_at=tensor.needed_at,
                 freed_at=tensor.freed_at,
                 beside_bytes=tensor.beside_bytes,
+                request=tensor.request,
             )
     return lives

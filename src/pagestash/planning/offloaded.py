@@ -1,13 +1,14 @@
 """Bytes of offloaded groups on the device and on the host, as the keeper's window moves them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from pagestash.planning.home_bytes import HomeBytes
-from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.lifetimes import Life, MeasuredStep
 from pagestash.policy import HomeName
-from pagestash.profiling.copies import Move, Played
+from pagestash.profiling.copies import Played
+from pagestash.profiling.groups import Move
 from pagestash.saved.offload.plan import Event, Key
 
 
@@ -16,9 +17,10 @@ class OffloadedGroup(NamedTuple):
 
     move: Move
     saved: tuple[tuple[int, int], ...]
-    """Storages that no other region keeps, and thin slices: saved when, and bytes."""
+    """What it takes until it is put: storages that nothing keeps and no later group has, storages of which only its
+    thin slices are saved, and those slices: saved when, and bytes."""
     own_bytes: int
-    """Their sum: on the device until the group leaves."""
+    """What it takes from then on, until it leaves: without storages of which only slices are saved."""
     leaving_bytes: int
     """What of it is free when the group has left: not what its rule's `fraction` keeps."""
 
@@ -28,14 +30,30 @@ class Offloaded:
 
     def __init__(self, step: MeasuredStep, homes: Mapping[int, HomeName], moves: Sequence[Move]) -> None:
         self._step, self._homes, self._moves = step, homes, moves
+        # A storage that several groups have entries of is free when the last of them has left.
+        self._holders = {storage: move for move in moves for storage in move.storages}
+        self._sliced = {
+            part.storage: move for move in moves for part in move.slices if part.storage not in self._holders
+        }
+        """By storage of which only slices are saved: the last group that has one."""
         self.groups = [self._group(move) for move in moves]
 
     def _group(self, move: Move) -> OffloadedGroup:
-        lives = {s: self._step.lives[s] for s in move.storages if self._homes.get(s) == "offload"}
-        saved = (*((life.saved_at, life.bytes) for life in lives.values()), *move.slices)
+        lives = self._lives(move, self._holders, move.storages)
+        sliced = self._lives(move, self._sliced, dict.fromkeys(part.storage for part in move.slices))
+        slices = [(part.saved_at, part.bytes) for part in move.slices]
         kept = sum(life.bytes for storage, life in lives.items() if storage not in move.leaving)
-        own = sum(size for _, size in saved)
-        return OffloadedGroup(move, saved, own, own - kept)
+        own = sum(life.bytes for life in lives.values()) + sum(size for _, size in slices)
+        held = [(life.saved_at, life.bytes) for life in (*lives.values(), *sliced.values())]
+        return OffloadedGroup(move, (*held, *slices), own, own - kept)
+
+    def _lives(self, move: Move, owners: Mapping[int, Move], storages: Iterable[int]) -> dict[int, Life]:
+        """Of these storages, those that leave in the end and are counted with this group."""
+        return {
+            storage: self._step.lives[storage]
+            for storage in storages
+            if self._homes.get(storage) == "offload" and owners.get(storage) is move
+        }
 
     def headroom(self, held: HomeBytes, pool: int) -> dict[Event, int]:
         """How far the keeper's measured step is from its peak after each put; see `offload/headroom.py`.
@@ -48,13 +66,13 @@ class Offloaded:
         changes = list(held.changes["keep"])
         for home in ("stash", "recompute"):
             changes = [one + other for one, other in zip(changes, held.changes[home])]
-        for move in moves:
-            for storage in move.storages:
-                life = step.lives.get(storage)
-                if life is not None and self._homes[storage] == "offload":
-                    for first, last in ((life.saved_at, move.put_at - 1), (life.needed_at, life.freed_at)):
-                        changes[first] += life.bytes
-                        changes[last + 1] -= life.bytes
+        for group in self.groups:
+            spans = [(saved_at, group.move.put_at - 1, size) for saved_at, size in group.saved]
+            lives = self._lives(group.move, self._holders, group.move.storages)
+            spans += [(life.needed_at, life.freed_at, life.bytes) for life in lives.values()]
+            for first, last, size in spans:
+                changes[first] += size
+                changes[last + 1] -= size
         level = [alive + extra for alive, extra in zip(accumulate(changes), step.extra)]
         turn = step.turn
         beside = max(
@@ -75,6 +93,8 @@ class Offloaded:
         for group in self.groups:
             for saved_at, size in group.saved:
                 held.add("offload", saved_at, group.move.put_at - 1, size)
+            for part in group.move.slices:  # whose elements are spread as they were
+                held.add("offload", part.needed_at, part.needed_at, part.span_bytes)
         fetched: set[Key] = set()
         changes = held.changes["offload"]
         away: dict[Key, int] = {}

@@ -23,7 +23,8 @@ from pagestash.planning.replays import Replay, Replays, Spike
 from pagestash.planning.stashed import Stashed
 from pagestash.policy import HOMES, HomeName, Policy
 from pagestash.profiling.assign import Recomputing, assign_when_saved
-from pagestash.profiling.copies import Move, moves_of, plan_of, play
+from pagestash.profiling.copies import plan_of, play
+from pagestash.profiling.groups import Move, moves_of
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import SavedTensor
 
@@ -92,7 +93,14 @@ class _Playing:
         for replay in replays:
             lanes.add(replay.first, device=replay.device_seconds, host=replay.host_seconds)
         stash_seconds, pool = Stashed(step, self.rules, self.homes, self.when_saved).count(lanes, held)
-        moves = moves_of(self.rules, step.profile.tensors, self.when_saved, step.segments, step.positions)
+        moves = moves_of(
+            self.rules,
+            step.profile.tensors,
+            self.when_saved,
+            step.segments,
+            step.positions,
+            self.replays.inputs(replays),
+        )
         self._hooks(lanes, replays, moves)
         seconds = lanes.seconds()
         self._keep(held)
@@ -137,7 +145,7 @@ class _Playing:
             life = self.step.lives[storage]
             held[home] += life.valid_bytes if home == "stash" else life.bytes
         moved = {
-            tensor.storage: tensor.valid_bytes
+            tensor.storage: tensor.bytes if tensor.is_thin else tensor.valid_bytes
             for tensor, home in zip(self.step.profile.tensors, self.when_saved)
             if home == "offload"
         }

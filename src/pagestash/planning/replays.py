@@ -33,6 +33,8 @@ class Replay:
     """Segments that run again."""
     storages: list[int]
     first: int
+    """The segment of backward that asks for it, and the number of that request."""
+    request: int
     ends: Mapping[int, int]
     """The last segment in which each storage is there."""
     seconds: float
@@ -69,20 +71,31 @@ class Replays:
         found: dict[tuple[str, int], Replay] = {}
         for (name, call), storages in owned.items():
             region = self._recomputing.regions[name]
-            first = min(self._step.lives[storage].needed_at for storage in storages)
+            lives = [self._step.lives[storage] for storage in storages]
+            first, request = min((life.needed_at, life.request) for life in lives)
             ends = {storage: self._step.lives[storage].freed_at for storage in storages}
             forward, share = self._repeated(region, call, storages)
             lanes = (self._step.seconds, self._step.lanes.device, self._step.lanes.host)
             seconds = (share * sum(own[at] for at in forward) for own in lanes)
-            found[name, call] = Replay(region, forward, storages, first, ends, *seconds)
+            found[name, call] = Replay(region, forward, storages, first, request, ends, *seconds)
         # A replay needs its inputs: those that are themselves recomputed come back with it.
         for replay in sorted(found.values(), key=lambda item: min(item.forward, default=0), reverse=True):
             for storage in replay.region.inputs:
                 if storage in self._recomputing.makers and self._homes.get(storage) == "recompute":
                     chained = found.get(self._owner(storage))
                     if chained is not None:
-                        chained.first = min(chained.first, replay.first)
+                        wanted = min((chained.first, chained.request), (replay.first, replay.request))
+                        chained.first, chained.request = wanted
         return [half for replay in found.values() for half in self._halves(replay)]
+
+    def inputs(self, replays: Sequence[Replay]) -> dict[int, tuple[int, int]]:
+        """By storage that is an input of a replayed region: when the first replay asks for it."""
+        found: dict[int, tuple[int, int]] = {}
+        for replay in replays:
+            when = replay.first, replay.request
+            for storage in replay.region.inputs:
+                found[storage] = min(when, found.get(storage, when))
+        return found
 
     def _halves(self, replay: Replay) -> list[Replay]:
         """The replay, or one for each half of a split backward: what the first asked for is gone after it."""

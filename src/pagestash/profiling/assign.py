@@ -102,18 +102,20 @@ def assign_when_saved(policy: Rules, index: TensorIndex, recomputed: "Recomputin
     - a tensor that user code or the model's output holds.
 
     Their bytes stay on the device in any case: `assign` says `keep`. What an earlier region keeps is not moved, nor
-    what is held for a replay of a region around.
+    what is held for a replay of a region around. An input of a recomputed region moves with the region around.
     """
     rules = index.rules(policy)
     made = recomputed.makers
     kept: set[int] = set()
     homes: list[HomeName] = []
-    for tensor, (rule, _), final in zip(index.tensors, rules, _assign(index.tensors, rules, recomputed)):
+    for tensor, (rule, name), final in zip(index.tensors, rules, _assign(index.tensors, rules, recomputed)):
         home: HomeName = "keep"
         if tensor.storage not in kept and tensor.kind not in UNTOUCHED:
-            moves = (
-                rule is not None and rule.home in ("stash", "offload") and tensor.bytes >= rule.least_bytes
-            )
+            moves = False
+            if rule is not None and rule.home == "recompute" and recomputed.holds(tensor.storage, name):
+                rule = recomputed.rule_around(name)
+            if rule is not None:
+                moves = rule.home in ("stash", "offload") and tensor.bytes >= rule.least_bytes
             if final == "recompute" or (moves and tensor.storage in made):
                 home = "recompute"
             elif moves and rule is not None and not recomputed.held_around(tensor):
@@ -140,11 +142,11 @@ def _with_heads(
     return found
 
 
-def rule_of(policy: Rules, path: Sequence[str]) -> tuple[Rule | None, str]:
-    """The rule of the innermost region in `path` that has one, and that region."""
+def rule_of(policy: Rules, path: Sequence[str], *, skip: HomeName | None = None) -> tuple[Rule | None, str]:
+    """The rule of the innermost region in `path` that has one, and that region; not one whose home is `skip`."""
     for name in reversed(path):
         rule = policy.rule_for(name) if name else None
-        if rule is not None:
+        if rule is not None and rule.home != skip:
             return rule, name
     return None, ""
 
@@ -228,8 +230,12 @@ class Recomputing:
         home = self._outer_home(self.regions[name])
         return "keep" if home == "recompute" else home
 
+    def rule_around(self, name: str) -> Rule | None:
+        """The rule of the region around the region `name`."""
+        return rule_of(self._policy, self.regions[name].path[:-1])[0]
+
     def _outer_home(self, region: Region) -> HomeName:
-        rule, _ = rule_of(self._policy, region.path[:-1])
+        rule = self.rule_around(region.name)
         return "keep" if rule is None else rule.home
 
     def _chained(self, storage: int) -> bool:

@@ -5,171 +5,19 @@ its window (`saved/offload/window.py`) what leaves and what is fetched at which 
 here: compute takes its measured time, the link moves one copy at a time in each direction, and compute waits
 when the window says so. `Profile.fits` asks how long compute waits; a plan also where the bytes are meanwhile.
 
-Which tensors leave under a `fraction` is decided by the keeper's own rule, too (`saved/offload/split.py`).
-
-A keeper may differ from this in two points, which a profile does not know:
-
-- The headroom: where memory is far below its peak, a keeper lets copies out take longer, so it waits no longer.
-- Which part of a storage a tensor covers. Here the whole storage counts, once, and a thin slice of it (less than
-  half) where another group has it. A keeper moves the range that a region's tensors cover, and a thin slice of what
-  it spans by itself, if its group does not take that anyway.
+A keeper may differ from this in what a profile does not know, the headroom: where memory is far below its peak, a
+keeper lets copies out take longer, so it waits no longer.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from pagestash.policy import HomeName, Rule
-from pagestash.profiling.assign import Rules, rule_of
+from pagestash.profiling.groups import Move
 from pagestash.profiling.link import Link
-from pagestash.profiling.records import SavedTensor, Segment
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, make_plan
-from pagestash.saved.offload.split import EntryShape, RowSplit, mean_rows
 from pagestash.saved.offload.window import Decision, Window, WindowGroup
-from pagestash.saved.storage import SPARSE
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One group: when its region ends, when backward first needs it, and when backward is done with it."""
-
-    key: Key
-    ready: float
-    needed: float
-    bytes: int
-    """Bytes copied each way."""
-    device_bytes: int
-    """Of the storages that leave."""
-    kept_bytes: int
-    """Of those that do not, by its rule's `fraction`."""
-    window: int | None
-    """Its rule's `prefetch_bytes`."""
-    storages: tuple[int, ...]
-    leaving: frozenset[int]
-    """The storages that leave, in whole or in part: all, unless its rule has a `fraction`."""
-    put_at: int
-    """The segment that begins when its region ends."""
-    asked_at: tuple[int, ...]
-    """The segments of backward that begin by asking for one of its tensors, in order."""
-    dropped_at: int
-    """The segment that begins when backward is done with it."""
-    own: bool = True
-    """Whether no fused operation claims its tensors."""
-    slices: tuple[tuple[int, int], ...] = ()
-    """Thin slices of storages that another group takes whole, whose elements are copied: saved when, and bytes."""
-
-    @property
-    def slice_bytes(self) -> int:
-        return sum(size for _, size in self.slices)
-
-
-def moves_of(
-    policy: Rules,
-    tensors: Sequence[SavedTensor],
-    homes: Sequence[HomeName],
-    segments: Sequence[Segment],
-    positions: Mapping[str, Key] = MappingProxyType({}),
-) -> list[Move]:
-    """The groups that leave, each storage once. When a region ends, what a fused operation claims in it leaves
-    together, and then what else it saved; each returns together.
-
-    Under a schedule, `positions` has the stage and the microbatch of each region.
-    """
-    if "offload" not in homes:
-        return []
-    ends = list(accumulate(segment.seconds for segment in segments))
-    groups: dict[_Group, list[SavedTensor]] = {}
-    slices: dict[_Group, list[SavedTensor]] = {}
-    owners: dict[int, _Group] = {}
-    for tensor, home in zip(tensors, homes):
-        # (A tensor that is neither the first of its storage nor thin has no bytes of its own.)
-        if home != "offload" or (tensor.storage in owners and not _is_thin(tensor)):
-            continue
-        _, name = rule_of(policy, tensor.path)
-        where = _Group(_last_segment(segments, tensor.saved_at, name), not tensor.claimed, name)
-        if tensor.storage not in owners:
-            owners[tensor.storage] = where
-            groups.setdefault(where, []).append(tensor)
-        elif owners[tensor.storage] != where:
-            groups.setdefault(where, [])
-            slices.setdefault(where, []).append(tensor)
-    rules = {where.name: rule for where in groups if (rule := policy.rule_for(where.name)) is not None}
-    split = RowSplit(_expected_rows((rules[where.name], group) for where, group in groups.items()))
-    moves = []
-    for where, group in sorted(groups.items(), key=lambda item: item[0][:2]):
-        last, own, name = where
-        rule, thin = rules[name], slices.get(where, [])
-        sliced = sum(tensor.bytes for tensor in thin)
-        shares = {tensor.storage: split.share(rule, _shape(tensor)) for tensor in group}
-        asked = tuple(sorted(tensor.needed_at for tensor in (*group, *thin)))
-        moves.append(
-            Move(
-                key=(*positions.get(name, ()), name, 2 * last + own),
-                ready=ends[last],
-                needed=ends[asked[0] - 1],
-                bytes=sum(shares.values()) + sliced,
-                device_bytes=sum(tensor.storage_bytes for tensor in group if shares[tensor.storage]) + sliced,
-                kept_bytes=sum(tensor.storage_bytes for tensor in group if not shares[tensor.storage]),
-                window=rule.prefetch_bytes,
-                storages=tuple(shares),
-                leaving=frozenset(storage for storage, share in shares.items() if share),
-                put_at=last + 1,
-                asked_at=asked,
-                dropped_at=1 + max(tensor.freed_at for tensor in (*group, *thin)),
-                own=own,
-                slices=tuple((tensor.saved_at, tensor.bytes) for tensor in thin),
-            )
-        )
-    return moves
-
-
-class _Group(NamedTuple):
-    """Tensors that move together: when a region ends, those that a fused operation claims, and then the others."""
-
-    last: int
-    """The last segment of the region."""
-    own: bool
-    """Whether no operation claims them."""
-    name: str
-
-
-def _is_thin(tensor: SavedTensor) -> bool:
-    """Whether a keeper copies its elements, unless its group takes the storage anyway; see `saved/hooks.py`."""
-    return SPARSE * tensor.bytes < tensor.storage_bytes
-
-
-def _shape(tensor: SavedTensor) -> EntryShape:
-    """What the keeper's split sees; with rows where the measured step did not fill all of them."""
-    rows = tensor.shape[0] if tensor.shape else 0
-    has_rows = tensor.valid_bytes < tensor.storage_bytes and rows and not tensor.storage_bytes % rows
-    return EntryShape(tensor.storage_bytes, rows if has_rows else 0)
-
-
-def _expected_rows(
-    groups: Iterable[tuple[Rule, Sequence[SavedTensor]]],
-) -> dict[tuple[str, int], float]:
-    """Valid rows that the keeper expects, by a rule's pattern and the capacity of its tensors."""
-    found: dict[tuple[str, int], list[int]] = {}
-    for rule, tensors in groups:
-        for tensor in tensors:
-            if (shape := _shape(tensor)).capacity:
-                rows = tensor.valid_bytes // shape.row_bytes
-                found.setdefault((rule.match, shape.capacity), []).append(rows)
-    return mean_rows(found)
-
-
-def _last_segment(segments: Sequence[Segment], start: int, name: str) -> int:
-    """The last segment of the region that was running in segment `start`."""
-    if name not in segments[start].path:
-        name = segments[start].region  # claimed by a fused operation: both regions end together
-    last = start
-    while (
-        last + 1 < len(segments) and segments[last + 1].way == "forward" and name in segments[last + 1].path
-    ):
-        last += 1
-    return last
 
 
 def plan_of(moves: Sequence[Move], at_once: Container[Key] = ()) -> OffloadPlan:
@@ -182,9 +30,12 @@ def plan_of(moves: Sequence[Move], at_once: Container[Key] = ()) -> OffloadPlan:
 
 
 def as_asked(moves: Sequence[Move]) -> list[Move]:
-    """In the order in which they are asked for at one time: what a region saved itself before what was claimed."""
+    """In the order in which they are asked for at one time.
+
+    Without numbers of requests: what a region saved itself before what was claimed.
+    """
     first = {(*move.key[:-1], move.put_at): index for index, move in reversed(list(enumerate(moves)))}
-    return sorted(moves, key=lambda move: (first[*move.key[:-1], move.put_at], not move.own))
+    return sorted(moves, key=lambda move: (move.request, first[*move.key[:-1], move.put_at], not move.own))
 
 
 Change = Literal["put", "left", "fetched", "dropped"]

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pagestash.policy import HomeName, Policy, Rule
-from pagestash.profiling.copies import Move, moves_of, plan_of, play
+from pagestash.profiling.copies import plan_of, play
+from pagestash.profiling.groups import Move, moves_of
 from pagestash.profiling.link import Link
 from pagestash.profiling.records import SavedTensor, Segment
 

@@ -54,6 +54,7 @@ class _Storage:
     handles: int = 0
     holders: tuple[str, ...] = ()
     needed_at: int | None = None
+    request: int = 0
     freed_at: int | None = None
     beside_bytes: int | None = None
     alive: _Alive | None = None
@@ -80,6 +81,7 @@ class _Saved:
     at: int
     valid: tuple[int, int]
     """Byte range of the storage that backward reads."""
+    span: tuple[int, int]
     once: bool
     claimed: bool
     held: bool = True
@@ -127,6 +129,7 @@ class TensorRecorder:
         self._alive = _Alive()
         self._storages: dict[int, _Storage] = {}
         self._saved: list[_Saved] = []
+        self._requests = 0
         self._weights: dict[int, set[Layout]] = {}
         self._casts: set[int] = set()
         self._buffers = self._keys(model.buffers())
@@ -206,6 +209,7 @@ class TensorRecorder:
             storage=storage,
             at=self._timeline.now,
             valid=span,
+            span=span,
             once=self.tracker.inside_once,
             claimed=claimed is not None,
         )
@@ -243,7 +247,8 @@ class TensorRecorder:
             return packed
         storage = packed.saved.storage
         if storage.needed_at is None:
-            storage.needed_at = self._timeline.now
+            self._requests += 1
+            storage.needed_at, storage.request = self._timeline.now, self._requests
             if self._meter is not None:
                 storage.beside_bytes = max(0, self._meter.now() - self._alive.bytes)
         return packed.tensor
@@ -310,6 +315,8 @@ class TensorRecorder:
                     beside_bytes=storage.beside_bytes,
                     once=saved.once,
                     claimed=saved.claimed,
+                    request=storage.request,
+                    span=saved.span,
                 )
             )
         return found

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
+from pagestash.saved.storage import SPARSE
+
 Kind = Literal["activation", "weight_cast", "input", "weight", "weight_view", "buffer"]
 ALLOCATED: tuple[Kind, ...] = ("activation", "weight_cast")
 """Kinds whose memory the step allocates and holds for backward."""
@@ -57,11 +59,21 @@ class SavedTensor:
     """Whether `ps.once` saved it: no replay of a region around brings it back."""
     claimed: bool = False
     """Whether a fused operation claims it: it then moves apart from what else its region saves, and before that."""
+    request: int = 0
+    """The number of the first request for the storage, of all in backward; 0 in a file of an earlier version."""
+    span: tuple[int, int] | None = None
+    """The first byte of the storage that it has, and the end; None in a file of an earlier version: it has all."""
 
     @property
     def elsewhere(self) -> bool:
         """Whether anything but saved tensors holds the storage, so that no home could free it."""
         return _is_elsewhere(self.held_by)
+
+    @property
+    def is_thin(self) -> bool:
+        """Whether it is a thin slice of what it spans: a keeper then moves a copy of its elements."""
+        first, last = self.span or (0, self.storage_bytes)
+        return last - first > SPARSE * self.bytes
 
     @property
     def movable(self) -> bool:

@@ -7,7 +7,8 @@ from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.policy import Policy
-from pagestash.profiling.copies import Move, as_asked
+from pagestash.profiling.copies import as_asked
+from pagestash.profiling.groups import Move
 from pagestash.profiling.link import Link
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.simulation.costs import HostLink
@@ -63,6 +64,8 @@ def _beside_groups(predicted: Prediction) -> list[int]:
         for saved_at, size in saved:
             held.add("offload", saved_at, move.put_at - 2, size)
         held.add("offload", move.put_at - 1, move.dropped_at - 1, own - leaving)
+        for part in move.slices:
+            held.add("offload", part.needed_at, part.needed_at, part.span_bytes)
     others = [sizes for home, sizes in predicted.memory.items() if home != "offload"]
     return [sum(sizes) for sizes in zip(held.levels()["offload"], *others)]
 

@@ -1,0 +1,227 @@
+"""Which saved tensors of a measured step move together under a policy's offload rules: the keeper's groups.
+
+A group has entries, each a range of bytes of one storage. Which entry a tensor belongs to is decided as in
+`saved/entries.py`, which of them leave under a `fraction` by the keeper's own rule (`saved/offload/split.py`). A
+profile of an earlier version does not know which part of a storage a tensor has; there it has all.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import MappingProxyType
+from typing import NamedTuple
+
+from pagestash.policy import HomeName, Rule
+from pagestash.profiling.assign import Rules, rule_of
+from pagestash.profiling.records import SavedTensor, Segment
+from pagestash.saved.offload.plan import Key
+from pagestash.saved.offload.split import EntryShape, RowSplit, mean_rows
+
+
+class Slice(NamedTuple):
+    """A thin slice of a storage: its elements are copied when it is saved, and spread again when asked for."""
+
+    storage: int
+    bytes: int
+    span_bytes: int
+    """Bytes of the storage from its first to its last element."""
+    saved_at: int
+    needed_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One group: when its region ends, when backward first needs it, and when backward is done with it."""
+
+    key: Key
+    ready: float
+    needed: float
+    bytes: int
+    """Bytes copied each way."""
+    device_bytes: int
+    """Of the entries that leave."""
+    kept_bytes: int
+    """Of those that do not, by its rule's `fraction`."""
+    window: int | None
+    """Its rule's `prefetch_bytes`."""
+    storages: tuple[int, ...]
+    """Those of its entries."""
+    leaving: frozenset[int]
+    """The storages that leave, in whole or in part: all, unless its rule has a `fraction`."""
+    put_at: int
+    """The segment that begins when its region ends."""
+    asked_at: tuple[int, ...]
+    """The segments of backward that begin by asking for one of its tensors, in order."""
+    dropped_at: int
+    """The segment that begins when backward is done with it."""
+    own: bool = True
+    """Whether no fused operation claims its tensors."""
+    request: int = 0
+    """The number of the first request, of all that backward makes."""
+    slices: tuple[Slice, ...] = ()
+    """Thin slices that it has beside its entries."""
+
+
+def moves_of(
+    policy: Rules,
+    tensors: Sequence[SavedTensor],
+    homes: Sequence[HomeName],
+    segments: Sequence[Segment],
+    positions: Mapping[str, Key] = MappingProxyType({}),
+    replayed: Mapping[int, tuple[int, int]] = MappingProxyType({}),
+) -> list[Move]:
+    """The groups that leave. When a region ends, what a fused operation claims in it leaves together, and then what
+    else it saved; each returns together.
+
+    Under a schedule, `positions` has the stage and the microbatch of each region. `replayed` has, by storage, the
+    segment in which a replay asks for it, and the number of the request.
+    """
+    if "offload" not in homes:
+        return []
+    ends = list(accumulate(segment.seconds for segment in segments))
+    found = _Groups()
+    for tensor, home in zip(tensors, homes):
+        if home == "offload":
+            # (An input of a recomputed region moves with the region around.)
+            _, name = rule_of(policy, tensor.path, skip="recompute")
+            where = _Group(_last_segment(segments, tensor.saved_at, name), not tensor.claimed, name)
+            found.add(tensor, where)
+    rules = {where.name: rule for where in found.groups if (rule := policy.rule_for(where.name)) is not None}
+    split = RowSplit(_expected_rows((rules[where.name], own) for where, own in found.groups.items()))
+    moves = []
+    for where, entries in sorted(found.groups.items(), key=lambda item: item[0][:2]):
+        last, own, name = where
+        rule, thin = rules[name], found.slices.get(where, [])
+        sliced = sum(tensor.bytes for tensor in thin)
+        shares = [split.share(rule, entry.shape) for entry in entries]
+        members = [*(entry.tensor for entry in entries), *thin]
+        asked = sorted(_first_request(tensor, replayed) for tensor in members)
+        storages = tuple(dict.fromkeys(entry.storage for entry in entries))
+        moves.append(
+            Move(
+                key=(*positions.get(name, ()), name, 2 * last + own),
+                ready=ends[last],
+                needed=ends[asked[0][0] - 1],
+                bytes=sum(shares) + sliced,
+                device_bytes=sum(entry.length for entry, share in zip(entries, shares) if share) + sliced,
+                kept_bytes=sum(entry.length for entry, share in zip(entries, shares) if not share),
+                window=rule.prefetch_bytes,
+                storages=storages,
+                leaving=frozenset(storages)
+                - {entry.storage for entry, share in zip(entries, shares) if not share},
+                put_at=last + 1,
+                asked_at=tuple(at for at, _ in asked),
+                dropped_at=1 + max(tensor.freed_at for tensor in members),
+                own=own,
+                request=asked[0][1],
+                slices=tuple(map(_slice, thin)),
+            )
+        )
+    return moves
+
+
+class _Group(NamedTuple):
+    """Tensors that move together: when a region ends, those that a fused operation claims, and then the others."""
+
+    last: int
+    """The last segment of the region."""
+    own: bool
+    """Whether no operation claims them."""
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """Bytes `first` to `last` of the storage of `tensor`, the first tensor that has some of them."""
+
+    tensor: SavedTensor
+    first: int
+    last: int
+    covered: int
+
+    @property
+    def storage(self) -> int:
+        return self.tensor.storage
+
+    @property
+    def length(self) -> int:
+        return self.last - self.first
+
+    @property
+    def shape(self) -> EntryShape:
+        """What the keeper's split sees; with rows where the measured step did not fill all of them."""
+        rows = self.tensor.shape[0] if _has_spare_rows(self.tensor) else 0
+        return EntryShape(self.length, rows if rows and not self.length % rows else 0)
+
+
+class _Groups:
+    """Finds the entry of each tensor, in the order of forward."""
+
+    def __init__(self) -> None:
+        self.groups: dict[_Group, list[_Entry]] = {}
+        self.slices: dict[_Group, list[SavedTensor]] = {}
+        self._known: dict[int, list[tuple[_Group, _Entry]]] = {}
+
+    def add(self, tensor: SavedTensor, where: _Group) -> None:
+        """As `Entries.find` does, and the hook that packs a thin slice."""
+        known = self._known.setdefault(tensor.storage, [])
+        first, last = tensor.span or (0, tensor.storage_bytes)
+        if _has_spare_rows(tensor):
+            first, last = 0, tensor.storage_bytes
+        elif tensor.is_thin and not any(
+            group == where and max(entry.last, last) - min(entry.first, first) - entry.length < tensor.bytes
+            for group, entry in known
+        ):
+            self.groups.setdefault(where, [])
+            self.slices.setdefault(where, []).append(tensor)
+            return
+        first -= first % 16
+        for group, entry in known:
+            if entry.first <= first and last <= entry.last:
+                return
+            low, high = min(entry.first, first), max(entry.last, last)
+            if group == where and high - low <= entry.covered + last - first:
+                entry.first, entry.last, entry.covered = low, high, entry.covered + last - first
+                return
+        entry = _Entry(tensor, first, last, last - first)
+        known.append((where, entry))
+        self.groups.setdefault(where, []).append(entry)
+
+
+def _has_spare_rows(tensor: SavedTensor) -> bool:
+    """Whether the measured step left some of its rows unfilled. (A slice spans what it has, or more.)"""
+    return tensor.valid_bytes < tensor.bytes and bool(tensor.shape)
+
+
+def _first_request(tensor: SavedTensor, replayed: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+    """The segment that first asks for the tensor's storage, itself or for a replay, and the request's number."""
+    own = tensor.needed_at, tensor.request
+    return min(own, replayed.get(tensor.storage, own))
+
+
+def _slice(tensor: SavedTensor) -> Slice:
+    first, last = tensor.span or (0, tensor.storage_bytes)
+    return Slice(tensor.storage, tensor.bytes, last - first, tensor.saved_at, tensor.needed_at)
+
+
+def _expected_rows(groups: Iterable[tuple[Rule, Sequence[_Entry]]]) -> dict[tuple[str, int], float]:
+    """Valid rows that the keeper expects, by a rule's pattern and the capacity of its tensors."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for rule, entries in groups:
+        for entry in entries:
+            if (shape := entry.shape).capacity:
+                rows = entry.tensor.valid_bytes // shape.row_bytes
+                found.setdefault((rule.match, shape.capacity), []).append(rows)
+    return mean_rows(found)
+
+
+def _last_segment(segments: Sequence[Segment], start: int, name: str) -> int:
+    """The last segment of the region that was running in segment `start`."""
+    if name not in segments[start].path:
+        name = segments[start].region  # claimed by a fused operation: both regions end together
+    last = start
+    while (
+        last + 1 < len(segments) and segments[last + 1].way == "forward" and name in segments[last + 1].path
+    ):
+        last += 1
+    return last

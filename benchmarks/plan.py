@@ -22,7 +22,7 @@ from torch import nn
 import pagestash as ps
 from benchmarks.harness import Claim, write
 from pagestash.models import Decoder, preset
-from pagestash.planning import NothingFits, plan_profile, predict
+from pagestash.planning import NothingFits, predict
 from pagestash.planning.budget import base_bytes
 from pagestash.planning.prediction import Prediction
 from pagestash.profiling.measure import default_loss
@@ -190,13 +190,15 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
         row = {"case": case.name, "way": "plan", "part": part, "held_bytes": held}
         begun = time.perf_counter()
         try:
-            plan = plan_profile(profile, budget=part)
+            plan = ps.plan(bench.model, bench.batch, budget=part, profile=profile)
         except NothingFits as error:
             refused.append(row | {"refused": str(error)})
             continue
         row |= {
             "planning_seconds": time.perf_counter() - begun,
             "budget_bytes": plan.budget_bytes,
+            "checked_bytes": plan.measured_bytes,
+            "planned_for": plan.planned_for,
             **predicted(plan.predicted),
             "rules": [f"{rule.match} {rule.home} {rule.fraction:g}" for rule in plan.policy.rules],
         }

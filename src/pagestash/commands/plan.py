@@ -19,6 +19,7 @@ from pagestash.planning.result import Plan
 from pagestash.planning.skew import Rows, row_distribution
 from pagestash.planning.tokens_per_expert import read_tokens_per_expert
 from pagestash.profiling.result import Profile
+from pagestash.profiling.steps import RepeatedStep
 from pagestash.schedules.plan import schedule_name
 
 OPTIMIZERS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
@@ -84,7 +85,7 @@ def _plan_pipeline(options: PlanOptions) -> PipelinePlan:
         )
     schedule_name(options.schedule)  # refuses what is none before anything is measured
     state = _state(options)
-    profile = _profile(options)
+    profile, _ = _profile(options)
     return plan_pipeline(
         profile,
         schedule=options.schedule,
@@ -112,7 +113,7 @@ def _plan(options: PlanOptions) -> Plan:
     check_picture("--curve", options.curve)
     check_picture("--plot", options.plot)
     rows = _rows(options)
-    profile = _profile(options)
+    profile, step = _profile(options)
     return plan_profile(
         profile,
         budget=_budget(options),
@@ -120,6 +121,7 @@ def _plan(options: PlanOptions) -> Plan:
         optimizer_bytes=state * (profile.gradient_bytes or 0),
         rows=rows,
         overflow=options.overflow,
+        check=step,
     )
 
 
@@ -135,9 +137,10 @@ def _rows(options: PlanOptions) -> Rows | None:
     return options.rows if options.skew is None else row_distribution(options.skew)
 
 
-def _profile(options: PlanOptions) -> Profile:
+def _profile(options: PlanOptions) -> tuple[Profile, RepeatedStep | None]:
+    """The profile, and the step if it was measured now."""
     if options.profile is None:
         return measure(options.step)
     if options.step.preset is not None or options.step.module is not None:
         raise ValueError("--profile has the measured step: pass no --preset or --module beside it")
-    return Profile.load(options.profile)
+    return Profile.load(options.profile), None

@@ -33,7 +33,7 @@ def run(options: ProfileOptions) -> int:
 
 def _run(options: ProfileOptions) -> None:
     _check(options)
-    found = measure(options.step, None if options.policy is None else Policy.load(options.policy))
+    found, _ = measure(options.step, None if options.policy is None else Policy.load(options.policy))
     # A pipe has no width, and rich would assume 80 columns.
     console = Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)
     console.print(found.table(depth=options.depth, narrow=console.width < WIDE_COLUMNS))

@@ -17,10 +17,11 @@ from pagestash.device import device_memory, find_device, out_of_memory
 from pagestash.models.config import preset
 from pagestash.models.decoder import Decoder, count_parameters
 from pagestash.policy import Policy
-from pagestash.profiling.measure import profile
+from pagestash.profiling.measure import profile, repeated_step
 from pagestash.profiling.picture import check_suffix
 from pagestash.profiling.records import Gradients
 from pagestash.profiling.result import Profile
+from pagestash.profiling.steps import RepeatedStep
 from pagestash.sizes import format_bytes, machine_memory, parse_bytes
 from pagestash.torch_internals import tree_map_only
 
@@ -83,8 +84,8 @@ def check_numbers(**numbers: int | None) -> None:
             raise ValueError(f"--{name} {value}: expected at least 1")
 
 
-def measure(options: StepOptions, policy: Policy | None = None) -> Profile:
-    """Profile what the options name; the profile has the policy's homes."""
+def measure(options: StepOptions, policy: Policy | None = None) -> tuple[Profile, RepeatedStep]:
+    """Profile what the options name; the profile has the policy's homes. Also the step that was profiled."""
     _check(options)
     device = find_device(options.device, f"--device {options.device}")
     link = None if options.link is None else float(parse_bytes(options.link, "--link"))
@@ -107,16 +108,18 @@ def measure(options: StepOptions, policy: Policy | None = None) -> Profile:
         def tell(what: str, number: int, steps: int) -> None:
             progress.update(task, description=what, completed=number, total=steps)
 
-        return profile(
+        gradients = cast(Gradients, options.gradients)
+        found = profile(
             model,
             batch,
             policy=policy,
             link=link,
             autocast=autocast,
             repeats=options.repeats,
-            gradients=cast(Gradients, options.gradients),
+            gradients=gradients,
             progress=tell,
         )
+        return found, repeated_step(model, batch, autocast=autocast, gradients=gradients)
 
 
 def _check(options: StepOptions) -> None:

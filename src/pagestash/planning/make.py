@@ -16,6 +16,7 @@ from pagestash.planning.budget import (
     parse_host,
     rank_bytes,
 )
+from pagestash.planning.checked import Measure, checked, peak_under
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.pool import OVERFLOW
 from pagestash.planning.predict import Predictor
@@ -27,9 +28,13 @@ from pagestash.planning.solve import Candidate, Problem, candidates
 from pagestash.planning.stage import ResultBytes, rank_plan, received, stage_step
 from pagestash.policy import Policy, PoolConfig
 from pagestash.profiling.link import Link
-from pagestash.profiling.measure import Loss, Progress, default_loss, profile
+from pagestash.profiling.measure import Loss, Progress, default_loss, repeated_step
+from pagestash.profiling.measure import profile as measure_profile
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import Gradients
+from pagestash.profiling.result import Profile
+from pagestash.profiling.steps import RepeatedStep
+from pagestash.saved.names import named_modules
 from pagestash.sizes import format_bytes
 
 
@@ -50,6 +55,7 @@ def plan(
     progress: Progress | None = None,
     schedule: Any = None,
     stage: int | None = None,
+    profile: Profile | None = None,
 ) -> Plan:
     """The fastest policy whose step is predicted to fit `budget` bytes of device memory.
 
@@ -62,6 +68,10 @@ def plan(
     pinned memory that offload may take. The state of `optimizer` counts, also before its first step, and so do the
     gradients: they are there all the time, or with `gradients="fresh"` from where backward computes them. The step
     is measured with `ps.profile`, which takes `loss`, `link`, `autocast`, `repeats`, `gradients` and `progress`.
+    With `profile` it was measured before: the same model and batch, with the same arguments.
+
+    Then three steps run under the plan. If the last one's peak exceeds the budget, the plan is made again, for as
+    much less. So a plan keeps its budget where a prediction is wrong; the table says what was measured.
 
     `rows` says how the rows vary that a stash holds: a `RowDistribution`, a path of Megatron's tokens per expert,
     the max/mean of a log-normal, or `"measured"`. The pool is then sized so that a step overflows it with a
@@ -78,7 +88,7 @@ def plan(
     if schedule is not None and stage is None:
         (stage,) = rank_plan(schedule)[0].stages
     result = ResultBytes(loss or default_loss)
-    found = profile(
+    found = profile or measure_profile(
         model,
         received(batch) if stage else batch,
         loss=loss if schedule is None else result,
@@ -88,6 +98,9 @@ def plan(
         gradients=gradients,
         progress=progress,
     )
+    step = None
+    if schedule is None:
+        step = repeated_step(model, batch, loss=loss, autocast=autocast, gradients=gradients)
     # What is allocated already is in `other_bytes`, where that is known.
     there = found.other_bytes is not None
     state = 0 if optimizer is None else optimizer_state(optimizer, to_come=there)
@@ -101,6 +114,7 @@ def plan(
         schedule=schedule,
         stage=stage,
         result_bytes=result.bytes,
+        check=step,
     )
 
 
@@ -115,16 +129,18 @@ def plan_profile(
     schedule: Any = None,
     stage: int | None = None,
     result_bytes: int | None = None,
+    check: RepeatedStep | None = None,
 ) -> Plan:
-    """The plan for a step that was measured before, perhaps on another machine. Nothing runs.
+    """The plan for a step that was measured before, perhaps on another machine.
 
-    With a `schedule`, as for `plan`, the profile is of one microbatch of a stage. `result_bytes` is the size of its
-    result; by default that of its input, and in the last stage nothing.
+    Nothing runs, unless there is a step to `check` the plan by. With a `schedule`, as for `plan`, the profile is of
+    one microbatch of a stage. `result_bytes` is the size of its result; by default that of its input, and in the
+    last stage nothing.
     """
     if schedule is None:
         step = MeasuredStep(profile, base_bytes(profile, optimizer_bytes))
         step.skew = None if rows is None else Skew.of(rows, step.rows, overflow)
-        return plan_step(step, budget=budget, host=host)
+        return plan_step(step, budget=budget, host=host, measure=_measure(step, check))
     order, _ = rank_plan(schedule, None if stage is None else [stage])
     if len(order.stages) > 1:
         raise ValueError(
@@ -163,8 +179,19 @@ def plan_stages(
     return plan_step(step, budget=budget, host=host)
 
 
-def plan_step(step: MeasuredStep, *, budget: str | float, host: str | int = "auto") -> Plan:
-    """The plan for a step, or for a pipeline rank's (`RankStep`)."""
+def _measure(step: MeasuredStep, check: RepeatedStep | None) -> Measure | None:
+    """What measures a policy's peak; None if nothing is to run, or memory cannot be read."""
+    if check is None or not step.knows_memory:
+        return None
+    modules = named_modules(check.model)
+    opened = [region.name for region in step.profile.regions if region.name and region.name not in modules]
+    return lambda policy: step.base_bytes + peak_under(check, policy, opened)
+
+
+def plan_step(
+    step: MeasuredStep, *, budget: str | float, host: str | int = "auto", measure: Measure | None = None
+) -> Plan:
+    """The plan for a step, or for a pipeline rank's (`RankStep`); `measure` checks it."""
     profile = step.profile
     predictor = predictor_of(step)
     unplanned = predictor.predict(RuleTable({}, PoolConfig()))
@@ -181,7 +208,10 @@ def plan_step(step: MeasuredStep, *, budget: str | float, host: str | int = "aut
             notes=missing(profile),
             alternatives=beside,
         )
-    found = choose(step, unplanned, limit, host_bytes, find_candidates(step, host_bytes, predictor))
+    known = find_candidates(step, host_bytes, predictor)
+    found = choose(step, unplanned, limit, host_bytes, known)
+    if measure is not None:
+        found = checked(found, measure, lambda aim: choose(step, unplanned, aim, host_bytes, known))
     return replace(found, alternatives=beside)
 
 

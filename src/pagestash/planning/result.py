@@ -95,6 +95,11 @@ class Plan:
     alternatives: Mapping[str, Prediction] = field(default_factory=dict)
     """The same step under policies that one would write by hand: keep all, recompute layers, offload all."""
 
+    measured_bytes: int | None = None
+    """The peak of a step under the plan; None if none ran: it is from a profile alone, empty, or for a pipeline."""
+    planned_for: int | None = None
+    """The budget that its prediction keeps: less than `budget_bytes`, if a plan for that took more in a step."""
+
     expected_rows: int | None = None
     """Where rows vary and are stashed: `MoEConfig(expected_rows=...)` that keeps most of them out of the pool, and
     takes next to no memory."""
@@ -163,9 +168,21 @@ class Plan:
             f"{_ms(after.back_seconds)} back; {format_bytes(after.host_bytes)} on the host",
             f"at peak    {describe(after)}",
             *self._pool_line(),
+            f"checked    {self._checked()}",
             f"limit      {self.limit}",
         ]
         return "\n".join([*lines, *self.notes])
+
+    def _checked(self) -> str:
+        if self.measured_bytes is None:
+            return "not by a step"
+        found = f"by a step: peak measured {format_bytes(self.measured_bytes)}"
+        if self.measured_bytes > self.budget_bytes:
+            over = format_bytes(self.measured_bytes - self.budget_bytes)
+            return f"{found}, {over} above the budget; no plan that is predicted to take less was found"
+        if self.planned_for is not None and self.planned_for < self.budget_bytes:
+            found += f"; planned for {format_bytes(self.planned_for)}, since a plan for the budget took more"
+        return found
 
     def _pool_line(self) -> list[str]:
         pool = self.predicted.pool

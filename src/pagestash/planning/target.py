@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pagestash.planning.budget import optimizer_state, parse_budget, parse_host
-from pagestash.planning.make import plan_profile
+from pagestash.planning.budget import parse_budget, parse_host
+from pagestash.planning.make import plan as make_plan
 from pagestash.planning.result import Plan
 from pagestash.policy import HOMES
 from pagestash.profiling.measure import Arguments, Loss, Progress, profile
@@ -86,11 +86,19 @@ class Target:
                 gradients="held" if held else "fresh",
                 progress=self.progress,
             )
+            plan = make_plan(
+                model,
+                Arguments(call.args, call.kwargs),
+                budget=self.budget,
+                loss=self.loss,
+                optimizer=self.optimizer,
+                host=self.host,
+                autocast=call.autocast,
+                gradients="held" if held else "fresh",
+                profile=found,
+            )
         if found.device.startswith("cuda"):
             torch.cuda.empty_cache()  # steps under the policy need not reserve what the measured ones did
-        there = found.other_bytes is not None  # what is allocated already is in it
-        state = 0 if self.optimizer is None else optimizer_state(self.optimizer, to_come=there)
-        plan = plan_profile(found, budget=self.budget, host=self.host, optimizer_bytes=state)
         modules = named_modules(model)
         return plan, [region.name for region in found.regions if region.name and region.name not in modules]
 

@@ -73,16 +73,30 @@ def profile(
     times as often) and each region, always from the same random state. Gradients and buffers are restored
     afterwards.
     """
-    args, kwargs = _arguments(batch)
-    _check(model, args, kwargs, repeats)
-    if gradients not in get_args(Gradients):
-        raise ValueError(f"gradients={gradients!r}: expected 'held' or 'fresh'")
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats}: expected at least 1")
+    step = repeated_step(model, batch, loss=loss, autocast=autocast, gradients=gradients)
     if policy is not None:
         policy.refuse_bits("a profile")
-    device = _device_of(model, args, kwargs)
-    step = RepeatedStep(model, args, kwargs, device, loss or default_loss, gradients == "held", autocast)
     with step.gradients():
         return _measure(step, policy, link, repeats, gradients, progress)
+
+
+def repeated_step(
+    model: nn.Module,
+    batch: torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any],
+    *,
+    loss: Loss | None = None,
+    autocast: torch.dtype | None = None,
+    gradients: Gradients = "held",
+) -> RepeatedStep:
+    """The step that `profile` runs with these arguments."""
+    args, kwargs = _arguments(batch)
+    _check(model, args, kwargs)
+    if gradients not in get_args(Gradients):
+        raise ValueError(f"gradients={gradients!r}: expected 'held' or 'fresh'")
+    device = _device_of(model, args, kwargs)
+    return RepeatedStep(model, args, kwargs, device, loss or default_loss, gradients == "held", autocast)
 
 
 def _measure(
@@ -218,11 +232,9 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _check(model: Any, args: Any, kwargs: Any, repeats: int) -> None:
+def _check(model: Any, args: Any, kwargs: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}: expected an nn.Module")
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats}: expected at least 1")
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     if not (args or kwargs) or (tensors and not any(tensor.numel() for tensor in tensors)):
         raise ValueError("batch is empty: expected at least one tensor with elements")

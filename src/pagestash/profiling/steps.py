@@ -55,6 +55,21 @@ class RepeatedStep:
             value.backward()
             return timeline.finish()
 
+    def run_in(self, around: AbstractContextManager[Any]) -> None:
+        """Run once inside a context, unobserved."""
+        with self._state(), around:
+            with torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext():
+                output = self.model(*self.args, **self.kwargs)
+            value = self.loss(output)
+            del output
+            torch.clear_autocast_cache()
+            value.backward()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the copies of buffers that a run takes."""
+        return sum(buffer.nbytes for buffer in self.model.buffers() if buffer.device == self.device)
+
     def launch_forward(self, around: AbstractContextManager[Any]) -> float:
         """Run forward alone, inside a context; the host's seconds to launch it."""
         with self._state():

@@ -35,7 +35,10 @@ from pagestash.sizes import format_bytes
 class Keeper:
     """A keeper for a given policy. Users have `ps.Keeper`, which documents it and also takes a budget."""
 
-    def __init__(self, policy: Policy, *, backend: str = "auto", check: bool | None = None) -> None:
+    def __init__(
+        self, policy: Policy, *, backend: str = "auto", check: bool | None = None, quiet: bool = False
+    ) -> None:
+        """`quiet`: say nothing of rules that move nothing."""
         self.policy = policy
         self._backend = backend
         self._check = check
@@ -53,7 +56,7 @@ class Keeper:
         self._hooks: list[Any] = []
         self._regions = RegionHooks(self._saved, self._recompute)
         self._attached = Attached(policy, self._saved, self._regions)
-        self._quiet: QuietRules | None = QuietRules(policy, self._saved)
+        self._quiet = None if quiet else QuietRules(policy, self._saved)
         self._regions.outside = StepNeverOpened()
         self._steady = SteadySteps(policy, self._keep)
         self._in_step = False

@@ -1,0 +1,69 @@
+"""A plan is checked by steps under it: a prediction may be wrong, and a budget must not be.
+
+If the peak of such a step exceeds the budget, the next plan is for as much less.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+from pagestash.planning.result import NothingFits, Plan
+from pagestash.policy import Policy
+from pagestash.profiling.memory import MemoryMeter
+from pagestash.profiling.steps import RepeatedStep
+from pagestash.saved.keeper import Keeper
+
+TRIES = 3
+"""Plans that are tried after the first."""
+WARM = 2
+"""The first step of a keeper is measured, and the second is the first that goes by its plan."""
+
+Measure = Callable[[Policy], int]
+"""The peak of a step under a policy, in bytes, with what the device holds before it."""
+
+
+def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan]) -> Plan:
+    """The first of some plans whose measured peak is within the budget of `plan`; else the one that is nearest.
+
+    Each further plan is for the last one's budget, less what that exceeded it by: twice that from the second on.
+    """
+    limit = aim = plan.budget_bytes
+    tried: list[Plan] = []
+    for number in range(TRIES + 1):
+        peak = measure(plan.policy)
+        plan = replace(plan, budget_bytes=limit, measured_bytes=peak, planned_for=aim)
+        if peak <= limit:
+            return plan
+        tried.append(plan)
+        aim -= min(2, number + 1) * (peak - limit)
+        try:
+            while (plan := plan_for(aim)).policy in [other.policy for other in tried]:
+                aim = plan.predicted.peak_bytes - 1
+        except NothingFits:
+            break
+    return min(tried, key=lambda one: one.measured_bytes or 0)
+
+
+def peak_under(step: RepeatedStep, policy: Policy, regions: Sequence[str] = ()) -> int:
+    """The most bytes in a steady step under a policy, above those that are there before it.
+
+    `regions` are those of the step that are no modules. Gradients, buffers and random state are restored.
+    """
+    with step.gradients():
+        meter = MemoryMeter(step.device)
+        cuda = step.device.type == "cuda"
+        before = meter.mark().now + step.buffer_bytes  # a run has copies of buffers beside them
+        keeper = Keeper(policy, quiet=True).attach(step.model, regions)
+        try:
+            for number in range(WARM + 1):
+                steady = number == WARM
+                # (On a CPU operations are counted, and host memory is no other: there it is in place by now.)
+                with meter if steady or cuda else nullcontext():
+                    meter.mark()
+                    step.run_in(keeper.step())
+                    peak = meter.mark().peak
+            pool = keeper.stats().pool
+        finally:
+            keeper.detach()
+    pages = 0 if pool is None or cuda else pool.device.pages
+    return peak - before + pages * policy.pool.page_bytes

@@ -1,0 +1,114 @@
+"""A plan is checked by a step under it, and made again for less where that exceeds the budget."""
+
+from functools import cache
+
+import pytest
+import torch
+from support import same
+
+import pagestash as ps
+from pagestash.models import Decoder, preset
+from pagestash.planning import checked, make, plan_profile
+from pagestash.profiling import Link
+
+LINK = Link(out=1e15, back=1e15)  # on a CPU a copy is over when it returns
+
+
+def batch(length=64):
+    tokens = torch.randint(0, 256, (2, length + 1), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@cache
+def profiled():
+    model = Decoder(preset("tiny", layers=4))
+    model.initialise(0)
+    return model, ps.profile(model, batch(), repeats=1, link=LINK)
+
+
+@pytest.fixture
+def decoder():
+    return profiled()
+
+
+def planned(decoder, budget=0.8, host=0):
+    model, profile = decoder
+    return ps.plan(model, batch(), budget=budget, profile=profile, host=host)
+
+
+@pytest.mark.parametrize("budget", [0.8, 0.6])
+@pytest.mark.parametrize("host", [0, "1GiB"])
+def test_the_measured_peak_is_that_of_a_step_and_within_the_budget(decoder, budget, host):
+    plan = planned(decoder, budget, host)
+    assert plan.measured_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
+    assert plan.measured_bytes <= plan.budget_bytes
+    assert "checked    by a step: peak measured" in str(plan)
+
+
+def test_a_plan_from_a_profile_alone_is_not_checked_and_says_so(decoder):
+    plan = plan_profile(decoder[1], budget=0.8)
+    assert plan.measured_bytes is None
+    assert "checked    not by a step" in str(plan)
+
+
+def test_the_step_that_checks_leaves_gradients_random_state_and_modules_as_they_were(decoder):
+    model, _ = decoder
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    before = [p.grad for p in model.parameters()], [p.grad.clone() for p in model.parameters()]
+    hooks = {name: len(module._forward_hooks) for name, module in model.named_modules()}
+    random = torch.get_rng_state()
+    planned(decoder)
+    assert all(p.grad is old for p, old in zip(model.parameters(), before[0]))
+    assert same([p.grad for p in model.parameters()], before[1])
+    assert {name: len(module._forward_hooks) for name, module in model.named_modules()} == hooks
+    assert torch.equal(torch.get_rng_state(), random)
+    model.zero_grad(set_to_none=True)
+
+
+@pytest.fixture
+def more(monkeypatch):
+    """Steps take so many bytes more than they do."""
+
+    def add(size):
+        real = checked.peak_under
+        monkeypatch.setattr(make, "peak_under", lambda *given: real(*given) + size)
+
+    return add
+
+
+def test_a_plan_whose_step_takes_more_than_predicted_is_made_again_for_less(decoder, more):
+    first = planned(decoder)
+    more(first.budget_bytes - first.measured_bytes + 4096)
+    plan = planned(decoder)
+    assert plan.budget_bytes == first.budget_bytes
+    assert plan.planned_for < plan.budget_bytes
+    assert plan.predicted.peak_bytes <= plan.planned_for
+    assert plan.measured_bytes <= plan.budget_bytes
+    assert plan.policy != first.policy
+    assert "since a plan for the budget took more" in str(plan)
+
+
+def test_where_no_plan_keeps_the_budget_the_nearest_is_given_and_says_so(decoder, more):
+    unplanned = planned(decoder, 1.0).unplanned.peak_bytes
+    more(unplanned)
+    plan = planned(decoder)
+    assert plan.measured_bytes > plan.budget_bytes
+    assert "above the budget" in str(plan)
+    assert plan.predicted.peak_bytes <= plan_profile(decoder[1], budget=0.8, host=0).predicted.peak_bytes
+
+
+def test_a_keeper_with_a_budget_checks_its_plan(more):
+    more(4096)
+    torch.manual_seed(0)
+    model = Decoder(preset("tiny", layers=4))
+    model.initialise(0)
+    plain = Decoder(preset("tiny", layers=4))
+    plain.initialise(0)
+    keeper = ps.Keeper(budget=0.6, repeats=1).attach(model)
+    for _ in range(4):
+        with keeper.step():
+            sum(model(*batch())).backward()
+        sum(plain(*batch())).backward()
+    assert keeper.plan.measured_bytes <= keeper.plan.budget_bytes
+    assert same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pagestash.commands.step import check_file, check_picture, exit_code
+from pagestash.commands.step import check_file, check_numbers, check_picture, exit_code
 from pagestash.models.config import DecoderConfig
 from pagestash.planning.rows import RowDistribution
 from pagestash.planning.tokens_per_expert import read_tokens_per_expert
@@ -90,6 +90,9 @@ def _run(options: SimulateOptions) -> None:
 
 def run_of(options: SimulateOptions) -> Run:
     """The run that the options describe."""
+    check_numbers(
+        **{"seq": options.seq, "microbatch": options.microbatch, "global-batch": options.global_batch}
+    )
     cluster = read_cluster(options.cluster)
     schedule = options.schedule or ("1F1B" if options.vpp == 1 else "Interleaved1F1B")
     layout = Layout(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
+from math import inf
 
 from pagestash.models.config import DecoderConfig
 from pagestash.pipeline.costs import LayerCost
@@ -72,9 +73,8 @@ class Run:
             raise ValueError(
                 f"a layout of {self.layout.devices} devices on a cluster of {self.cluster.devices}"
             )
-        if self.capacity and self.capacity < 1:
+        if self.capacity and not 1 <= self.capacity < inf:
             raise ValueError(f"capacity={self.capacity}: expected at least 1, or 0 for buffers of exact size")
-
         if self.dispatcher not in DISPATCHERS:
             raise ValueError(f"dispatcher={self.dispatcher!r}: expected {' or '.join(DISPATCHERS)}")
         for scope in self.graphs:

@@ -230,6 +230,8 @@ class SavedTensorHooks:
 
     def _pack_dense(self, region: Region, view: SavedView, valid: Valid | None, coded: bool) -> Handle:
         """A handle of a thin slice, whose elements are copied: no other saved tensor has the same bytes."""
+        if valid is None and not coded:
+            self._entries.copies(view, region)
         before, self.marks.paused = self.marks.paused, True
         elements = view.tensor.detach().contiguous()
         self.marks.paused = before

@@ -1,5 +1,7 @@
 """A keeper that moves nothing does not watch steps that are like those before, and still counts what they keep."""
 
+from weakref import ref
+
 import pytest
 import torch
 from torch import nn
@@ -290,3 +292,46 @@ def test_a_step_that_may_open_no_hooks_leaves_nothing_open():
     assert not frames()
     net(torch.ones(4, WIDTH)).backward()  # outside of a step: nothing is recomputed
     assert keeper.stats().homes["recompute"].peak == 0
+
+
+def test_a_model_with_another_module_is_watched_again():
+    """Where the step before was not watched, that is seen at the end of a step."""
+    net, keeper = attached()
+    for _ in range(3):
+        step(net, keeper)
+    net[0].append(nn.Linear(WIDTH, WIDTH))
+    for _ in range(4):
+        step(net, keeper)
+    assert net.watched == [True, True, False, False, True, True, False]
+    always, watching = always_watched()
+    always[0].append(nn.Linear(WIDTH, WIDTH))
+    step(always, watching)
+    keeper.reset_peaks()
+    for _ in range(3):
+        step(net, keeper)
+    assert keeper.stats() == watching.stats()
+
+
+def test_a_module_that_was_taken_out_of_the_model_is_not_held():
+    net, keeper = attached()
+    for _ in range(3):
+        step(net, keeper)
+    gone = ref(net[2][0])
+    net[2][0] = nn.Linear(WIDTH, WIDTH)
+    assert gone() is None
+    step(net, keeper)
+    assert net[2][0].weight.grad is not None
+
+
+def test_weights_are_told_apart_where_a_step_begins_with_the_contents_of_the_one_before():
+    """Their storages are looked up again as soon as the step is known to be watched."""
+    net, keeper = attached()
+    for _ in range(3):
+        step(net, keeper)
+    for parameter in net.parameters():
+        parameter.data = parameter.data.clone()
+    keeper.reset_peaks()
+    step(net, keeper, rows=6)
+    always, watching = always_watched()
+    step(always, watching, rows=6)
+    assert (net.watched[-1], keeper.stats()) == (True, watching.stats())

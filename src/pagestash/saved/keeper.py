@@ -26,7 +26,7 @@ from pagestash.saved.region_hooks import RegionHooks
 from pagestash.saved.scope import step_scope
 from pagestash.saved.stash import Stash
 from pagestash.saved.stats import KeeperStats, collect
-from pagestash.saved.steady import SteadySteps
+from pagestash.saved.steady import Contents, SteadySteps
 from pagestash.saved.storage import storage_keys
 from pagestash.saved.streams import capturing
 from pagestash.sizes import format_bytes
@@ -160,11 +160,8 @@ class Keeper:
         self._in_step = True
         self._regions.outside = None
         self._saved.look = self._quiet
-        modules = list(self.modules())
-        parameters = list(self._attached.parameters(modules))
-        self._saved.weights = storage_keys([*parameters, *self._attached.buffers(modules)])
-        if any(rule.bits is not None for rule in self.policy.rules):
-            self._saved.weight_shapes = {tuple(parameter.shape) for parameter in parameters}
+        known = self._steady.contents()
+        contents = self._note_weights() if known is None else known
         self._stash.keep_unpaged = check
         failed = True
         try:
@@ -172,7 +169,7 @@ class Keeper:
                 self._saved, self._regions, self._homes, check_rows=self._check is not False
             ) as stop:
                 if self._check is not True and self.rows is None:
-                    self._steady.begin(modules, parameters, stop)
+                    self._steady.begin(contents, stop, None if known is None else self._note_weights)
                 yield
             failed = False
         except BaseException as error:
@@ -185,10 +182,23 @@ class Keeper:
             raise
         finally:
             self._in_step = False
-            self._steady.end(failed=failed)
+            self._steady.end(failed=failed, look=self._contents)
             if self._check is None and self._saved.marks.checked:
                 self._check = False
         self._step_over(check)
+
+    def _contents(self) -> Contents:
+        """The modules and parameters of the attached models."""
+        modules = list(self.modules())
+        return Contents(modules, list(self._attached.parameters(modules)))
+
+    def _note_weights(self) -> Contents:
+        """Before anything is saved: look up which storages are weights."""
+        modules, parameters = contents = self._contents()
+        self._saved.weights = storage_keys([*parameters, *self._attached.buffers(modules)])
+        if any(rule.bits is not None for rule in self.policy.rules):
+            self._saved.weight_shapes = {tuple(parameter.shape) for parameter in parameters}
+        return contents
 
     def _step_over(self, check: bool) -> None:
         """After a step without an error: let the homes use what it has shown, and look for an overflow."""

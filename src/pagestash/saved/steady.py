@@ -3,15 +3,17 @@
 Where every rule says `keep`, a keeper does nothing but count, and to see each saved tensor costs an eager step more
 than all else that a keeper does. So a step is not watched if the model is called as it was in two steps that were
 watched and kept the same bytes. It counts as they did. Calls are alike if they have arguments of the same shapes
-and dtypes, under the same autocast, and as many modules train and as many parameters want gradients.
+and dtypes, under the same autocast, and as many modules train and as many parameters want gradients. (A module that
+was added behind a step that was not watched is seen at the end of the next one.)
 
 All steps are watched for good if calls of one kind keep other bytes each time, if a step goes on otherwise than the
 one it was taken for, and if somebody asks within a step how many bytes are held. Whoever counts peaks anew has the
 next steps watched: what a model saves may have changed in a way that its calls do not show (checkpointing).
 """
 
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, cast
+from weakref import ref
 
 import torch
 from torch import nn
@@ -25,6 +27,23 @@ from pagestash.torch_internals import current_transform
 _MOST_KINDS = 64
 _VARIES = 4
 """After so many steps of one kind, each of which kept other bytes than the one before, bytes vary."""
+
+
+class Contents(NamedTuple):
+    """What the attached models consist of."""
+
+    modules: list[nn.Module]
+    parameters: list[nn.Parameter]
+
+    def state(self) -> Hashable:
+        """What else than a call's arguments decides on how much is saved."""
+        return (
+            sum([module.training for module in self.modules]),
+            sum([parameter.requires_grad for parameter in self.parameters]),
+        )
+
+    def same(self, other: "Contents") -> bool:
+        return self.modules == other.modules and [*map(id, self.parameters)] == [*map(id, other.parameters)]
 
 
 class _Unlike(Exception):
@@ -66,6 +85,11 @@ class SteadySteps:
         self._keep = keep
         self._hooks: list[Any] = []
         self._known: dict[Hashable, _Known] = {}
+        self._contents: tuple[list[ref[nn.Module]], list[ref[nn.Parameter]]] | None = None
+        self._begun: Contents | None = None
+        self._look: Callable[[], Any] | None = None
+        """In a step that began with the contents of the one before, until it is known whether it is watched: looks
+        for those of now."""
         self._stop: Callable[[], bool] | None = None
         """In a step: stops watching it; says whether it could."""
         self._state: Hashable = None
@@ -77,6 +101,7 @@ class SteadySteps:
 
     def add(self, model: nn.Module) -> None:
         """Look at the calls of `model`."""
+        self._contents = None
         if self.on:
             self._hooks.append(
                 model.register_forward_pre_hook(_Called(self, len(self._hooks)), with_kwargs=True)
@@ -92,20 +117,35 @@ class SteadySteps:
     def forget(self) -> None:
         """Take no step for one of those that were watched until now."""
         self._known.clear()
+        self._contents = None
+
+    def contents(self) -> Contents | None:
+        """Of the models, where the last step was not watched; None if one of these is gone.
+
+        That step looked for them at its end, while the device was at work. At its beginning the device waits, and
+        to find them takes as long as several kernels do.
+        """
+        if self._contents is None:
+            return None
+        modules = [module() for module in self._contents[0]]
+        parameters = [parameter() for parameter in self._contents[1]]
+        if None in modules or any(parameter is None for parameter in parameters):
+            return None
+        return Contents(cast(list[nn.Module], modules), cast(list[nn.Parameter], parameters))
 
     # --- a step ---
 
-    def begin(
-        self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter], stop: Callable[[], bool]
-    ) -> None:
-        """A step begins, watched; `stop` ends that."""
+    def begin(self, contents: Contents, stop: Callable[[], bool], look: Callable[[], Any] | None) -> None:
+        """A step begins, watched; `stop` ends that.
+
+        `look` is given where `contents` are those of the step before, and is called if the step goes on watched.
+        """
+        self._look = look
         if not self.on or not self._hooks or self._keep.tally.bytes:
+            self._goes_on()
             return
         self._stop, self._calls, self._taken_for = stop, [], None
-        self._state = (
-            sum(module.training for module in modules),
-            sum(parameter.requires_grad for parameter in parameters),
-        )
+        self._begun, self._state = contents, contents.state()
         tally = self._keep.tally
         self._before = tally.peak, {name: peak for name, (_, peak) in tally.by_region.items()}
         tally.reset_peak()
@@ -119,6 +159,7 @@ class SteadySteps:
             call = (self._state, model, _autocast(), _form(args), _form(kwargs))
         except _Unlike:
             self._leave_on()
+            self._goes_on()
             return
         self._calls.append(call)
         like = self._taken_for
@@ -128,15 +169,31 @@ class SteadySteps:
         elif len(self._calls) == 1:
             known = self._known.get(call)
             if known is not None and known.settled and self._stop():
-                self._taken_for = known.last
+                self._taken_for, self._look = known.last, None
+            else:
+                self._goes_on()
 
-    def end(self, *, failed: bool) -> None:
-        """The step is over."""
+    def _goes_on(self) -> None:
+        """The step is watched."""
+        look, self._look = self._look, None
+        if look is not None:
+            look()
+
+    def end(self, *, failed: bool, look: Callable[[], Contents]) -> None:
+        """The step is over. `look` finds the models' contents."""
+        self._look = self._contents = None
+        begun, self._begun = self._begun, None
         if self._stop is None:
             return
         self._stop = None
         tally, like, calls = self._keep.tally, self._taken_for, tuple(self._calls)
         if like is not None:
+            if not failed and begun is not None:
+                contents = look()
+                if begun.same(contents):
+                    self._contents = ([*map(ref, contents.modules)], [*map(ref, contents.parameters)])
+                else:
+                    self.forget()
             self.on = self.on and (failed or calls == like.calls)
             if not failed:
                 self._merge(like.peak, like.by_region)
@@ -151,6 +208,7 @@ class SteadySteps:
         """Somebody wants to know what is held. Within a step only one that is watched can tell."""
         if self._stop is not None:
             self._leave_on()
+            self._goes_on()
             self._stop = None
             self._merge(*self._before)
             if self._taken_for is not None:

@@ -217,13 +217,13 @@ PLAIN, STRIDED = (torch.Tensor, nn.Parameter), torch.strided
 
 def storage_keys(tensors: Iterable[torch.Tensor | None]) -> set[int]:
     """The storages that `tensors` live in now; those of subclasses without one (DTensor) by their local part."""
-    found = []
+    found = set()
     for tensor in tensors:
         if tensor is not None:
             local = tensor if type(tensor) in PLAIN else getattr(tensor, LOCAL_PART, tensor)
             if local.layout is STRIDED:  # a sparse one has no storage of its own
-                found.append(local)
-    return set(map(storage_key, found))
+                found.add(storage_key(local))
+    return found
 
 
 def parameter_keys(modules: Iterable[nn.Module]) -> set[int]:

@@ -49,8 +49,7 @@ class Recompute(Home):
 
     def remember(self, key: int, tensor: torch.Tensor, output: Output) -> None:
         """From here on, `tensor` can be recomputed wherever it is saved."""
-        if self.known:
-            self.prune()
+        self.prune()
         self.known[key] = _KnownOutput(StorageWeakRef(tensor.untyped_storage()), tensor._version, output)
         output.recomputed.output_keys.append(key)
 
@@ -73,6 +72,8 @@ class Recompute(Home):
 
     def prune(self) -> None:
         """Let go of forwards whose outputs are gone: no operation can save them any more."""
+        if not self.known:
+            return
         # (A copy: another thread's part of backward may forget outputs meanwhile.)
         gone = [key for key, known in self.known.copy().items() if known.storage.expired()]
         for key in gone:

@@ -43,8 +43,8 @@ class Replay(Forward):
         recipe = self._recipe
         modules = recipe.check()
         # A sharded module inside must run to its end, where it reshards its weights.
-        self._may_stop = not self._wanted_outputs and not any(
-            map(is_sharded_class, set(map(type, modules[1:])))
+        self._may_stop = not self._wanted_outputs and (
+            len(modules) == 1 or not any(map(is_sharded_class, set(map(type, modules[1:]))))
         )
         args, kwargs = recipe.bring_back(recipe.inputs)
         self._gather_weights()

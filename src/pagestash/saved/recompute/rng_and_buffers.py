@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -65,6 +66,12 @@ def _set_attention_kernels(enabled: tuple[bool, ...]) -> None:
     on.enable_mem_efficient_sdp(efficient)
     on.enable_math_sdp(math)
     on.enable_cudnn_sdp(cudnn)
+
+
+@cache
+def _kinds(device: torch.device) -> tuple[str, ...]:
+    """The kinds of device whose autocast matters on `device`."""
+    return ("cpu",) if device.type == "cpu" else (device.type, "cpu")
 
 
 def _autocast(kind: str) -> tuple[str, bool, torch.dtype, bool]:
@@ -131,8 +138,7 @@ class RngAndBuffers:
             for name, buffer in buffers_of(owner).items()
             if buffer is not None
         ]
-        kinds = ("cpu",) if device.type == "cpu" else (device.type, "cpu")
-        self._autocast = [_autocast(kind) for kind in kinds]
+        self._autocast = [_autocast(kind) for kind in _kinds(device)]
         self._attention = _attention_kernels()
         self._torch_rng: TorchRng | None = torch_rng_state(device)
         self._python_rng: PythonRng | None = None

@@ -194,3 +194,16 @@ def test_no_view_keeps_memory_that_was_replaced():
     assert old.expired()
     form = made.take(PIECE).in_form(form_of(tensor))
     assert form.untyped_storage().nbytes() == 2 * PIECE
+
+
+@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_blocks_given_back_together_leave_what_they_leave_one_by_one(sizes, random):
+    together, one_by_one = (slabs(64 * ALIGNMENT) for _ in range(2))
+    pairs = [(together.take(size), one_by_one.take(size)) for size in sizes]
+    pairs = [pair for pair in pairs if pair[0] is not None]
+    random.shuffle(pairs)
+    given_back = pairs[: random.randint(0, len(pairs))]
+    together.give_all([block for block, _ in given_back])
+    for _, block in given_back:
+        one_by_one.give(block)
+    assert (together.used, together._free) == (one_by_one.used, one_by_one._free)

@@ -191,21 +191,38 @@ class HostSlabs:
 
     def give(self, block: HostBlock) -> None:
         """Return a block: the next `take` may get its memory."""
-        free = self._free
         for slab, start, end in block.extents:
-            self.used -= end - start
-            at = bisect_left(free, (slab, start, end))
-            if at < len(free):
-                its_slab, its_start, its_end = free[at]
-                if its_start == end and its_slab == slab:
-                    end = its_end
-                    del free[at]
-            if at:
-                its_slab, its_start, its_end = free[at - 1]
-                if its_end == start and its_slab == slab:
-                    free[at - 1] = _extent((slab, its_start, end))
+            self._free_extent(slab, start, end)
+
+    def give_all(self, blocks: Sequence[HostBlock]) -> None:
+        """Return several: those that lie side by side, as a row does, as one."""
+        slab, first, last = -1, 0, 0
+        for block in blocks:
+            for its_slab, start, end in block.extents:
+                if start == last and its_slab == slab:
+                    last = end
                     continue
-            free.insert(at, _extent((slab, start, end)))
+                if slab >= 0:
+                    self._free_extent(slab, first, last)
+                slab, first, last = its_slab, start, end
+        if slab >= 0:
+            self._free_extent(slab, first, last)
+
+    def _free_extent(self, slab: int, start: int, end: int) -> None:
+        free = self._free
+        self.used -= end - start
+        at = bisect_left(free, (slab, start, end))
+        if at < len(free):
+            its_slab, its_start, its_end = free[at]
+            if its_start == end and its_slab == slab:
+                end = its_end
+                del free[at]
+        if at:
+            its_slab, its_start, its_end = free[at - 1]
+            if its_end == start and its_slab == slab:
+                free[at - 1] = _extent((slab, its_start, end))
+                return
+        free.insert(at, _extent((slab, start, end)))
 
     def forget(self, size: int) -> None:
         """Note that a refused tensor is freed."""

@@ -287,9 +287,22 @@ class Moving:
 
     def _sweep(self) -> None:
         """Give back the host memory and pages of dropped entries."""
-        while self._dead:
-            group, entry = self._dead.popleft()
-            self._give_back(group, entry, group.members.pop(entry))
+        dead = self._dead
+        while dead:
+            group = dead[0][0]
+            blocks, size, region = [], 0, ""
+            while dead and dead[0][0] is group:
+                _, entry = dead.popleft()
+                member = group.members.pop(entry)
+                if member.block is None or member.rows is not None or entry in group.incoming:
+                    self._give_back(group, entry, member)
+                else:  # as almost always: all of it left, and what was asked for is back
+                    blocks.append(member.block)
+                    size, region = size + member.share, entry.region
+            if blocks:
+                self.window.shrink(group.held, away=size, travelling=size)
+                self.slabs.give_all(blocks)
+                self._tally.count(region, -size)
             if not group.members and self._groups.pop(group.held, None) is not None:
                 self._asked = None
                 if self.window.groups.get(group.held.key) is group.held:

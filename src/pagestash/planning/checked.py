@@ -3,6 +3,7 @@
 If the peak of such a step exceeds the budget, the next plan is for as much less.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -49,6 +50,7 @@ def peak_under(step: RepeatedStep, policy: Policy, regions: Sequence[str] = ()) 
 
     `regions` are those of the step that are no modules. Gradients, buffers and random state are restored.
     """
+    gc.collect()  # what waits for it would count as there before
     with step.gradients():
         meter = MemoryMeter(step.device)
         cuda = step.device.type == "cuda"

@@ -96,10 +96,11 @@ class MeasuredStep:
         self.index = TensorIndex(self.profile.tensors)
         self.lives = lives_of(self.profile.tensors)
         self.held = [
-            (tensor.storage if tensor.storage in self.lives else None, tensor.elsewhere)
-            for tensor in self.profile.tensors
+            (at, tensor.storage, tensor.elsewhere)
+            for at, tensor in enumerate(self.profile.tensors)
+            if tensor.storage in self.lives
         ]
-        """Of each tensor: its storage, if the step allocates it, and whether others hold that, too."""
+        """Which tensors are of storages that the step allocates, those, and whether others hold them, too."""
         self.rows = find_row_tensors(self.profile)
         self.permuted = permuted_bytes(self.profile)
         """By region of a fused layer: workspace of its backward, if its tensor was not saved."""

@@ -169,10 +169,9 @@ class _Playing:
     def _homes(self) -> dict[int, HomeName]:
         """Where the bytes of each storage are in the end."""
         homes: dict[int, HomeName] = {}
-        kept = self.recomputing.kept_inputs
-        for home, (storage, elsewhere) in zip(self.when_saved, self.step.held):
-            if storage is None:
-                continue
+        kept, when_saved = self.recomputing.kept_inputs, self.when_saved
+        for at, storage, elsewhere in self.step.held:
+            home = when_saved[at]
             known = homes.get(storage, home)
             if home == "keep" or known == "keep" or elsewhere or storage in kept:
                 homes[storage] = "keep"

@@ -23,6 +23,12 @@ class TensorIndex:
 
     def __init__(self, tensors: Sequence[SavedTensor]) -> None:
         self.tensors = tensors
+        self.held = [(at, tensor) for at, tensor in enumerate(tensors) if tensor.kind not in UNTOUCHED]
+        """Those that a policy may move or discard, and which of all tensors each is."""
+        self.allocated = [
+            (at, tensor, tensor.elsewhere) for at, tensor in self.held if tensor.kind in ALLOCATED
+        ]
+        """Of these, those that the step allocates, and whether anything else holds them."""
         self.bytes = {tensor.storage: tensor.storage_bytes for tensor in tensors}
         """Of each storage."""
         self.floating = {tensor.storage for tensor in tensors if "float" in tensor.dtype}
@@ -64,22 +70,21 @@ def assign(policy: Rules, tensors: Sequence[SavedTensor], regions: Sequence[Regi
     """Where the bytes of each tensor are. If one tensor of a storage is kept, all of them are."""
     index = TensorIndex(tensors)
     rules, recomputed = index.rules(policy), Recomputing(policy, index, regions)
-    return _with_heads(_assign(tensors, rules, recomputed), tensors, recomputed, rules)
+    return _with_heads(_assign(index, rules, recomputed), tensors, recomputed, rules)
 
 
-def _assign(
-    tensors: Sequence[SavedTensor], rules: "TensorRules", recomputed: "Recomputing"
-) -> list[HomeName]:
-    homes: list[HomeName] = []
-    makers = recomputed.makers
-    for tensor, (found, name) in zip(tensors, rules):
-        home: HomeName = "keep"
-        if (found is None and tensor.storage not in makers) or tensor.kind not in ALLOCATED:
-            homes.append(home)
+def _assign(index: TensorIndex, rules: "TensorRules", recomputed: "Recomputing") -> list[HomeName]:
+    homes: list[HomeName] = ["keep"] * len(index.tensors)
+    makers, kept, regions = recomputed.makers, set(recomputed.kept_inputs), recomputed.regions
+    for at, tensor, elsewhere in index.allocated:
+        found, name = rules[at]
+        if found is None and tensor.storage not in makers:
+            kept.add(tensor.storage)
             continue
-        if found is not None and tensor.bytes >= found.least_bytes and not tensor.elsewhere:
+        home: HomeName = "keep"
+        if found is not None and not elsewhere and tensor.bytes >= found.least_bytes:
             home = found.home
-        is_input = found is not None and recomputed.holds(tensor.storage, name)
+        is_input = name in regions and recomputed.holds(tensor.storage, name)
         if home == "recompute" and not is_input and not tensor.once:
             recomputed.discarded[tensor.storage] = name
         if home == "recompute" and is_input:
@@ -88,9 +93,13 @@ def _assign(
             home = recomputed.home_around(name)
         elif home == "keep" and tensor.storage in makers and not is_input:
             home = "recompute"  # recomputed with the region whose output it is
-        homes.append(home)
-    kept = {tensor.storage for tensor, home in zip(tensors, homes) if home == "keep"} | recomputed.kept_inputs
-    return ["keep" if tensor.storage in kept else home for tensor, home in zip(tensors, homes)]
+        if home == "keep":
+            kept.add(tensor.storage)
+        homes[at] = home
+    for at, tensor, _ in index.allocated:
+        if tensor.storage in kept:
+            homes[at] = "keep"
+    return homes
 
 
 def assign_when_saved(policy: Rules, index: TensorIndex, recomputed: "Recomputing") -> list[HomeName]:
@@ -107,22 +116,24 @@ def assign_when_saved(policy: Rules, index: TensorIndex, recomputed: "Recomputin
     rules = index.rules(policy)
     made = recomputed.makers
     kept: set[int] = set()
-    homes: list[HomeName] = []
-    for tensor, (rule, name), final in zip(index.tensors, rules, _assign(index.tensors, rules, recomputed)):
-        home: HomeName = "keep"
-        if tensor.storage not in kept and tensor.kind not in UNTOUCHED:
-            moves = False
-            if rule is not None and rule.home == "recompute" and recomputed.holds(tensor.storage, name):
-                rule = recomputed.rule_around(name)
-            if rule is not None:
-                moves = rule.home in ("stash", "offload") and tensor.bytes >= rule.least_bytes
-            if final == "recompute" or (moves and tensor.storage in made):
-                home = "recompute"
-            elif moves and rule is not None and not recomputed.held_around(tensor):
-                home = rule.home
-            else:
-                kept.add(tensor.storage)
-        homes.append(home)
+    final = _assign(index, rules, recomputed)
+    homes: list[HomeName] = ["keep"] * len(final)
+    for at, tensor in index.held:
+        rule, name = rules[at]
+        storage = tensor.storage
+        if storage in kept:
+            continue
+        moves = False
+        if rule is not None and rule.home == "recompute" and recomputed.holds(storage, name):
+            rule = recomputed.rule_around(name)
+        if rule is not None:
+            moves = rule.home in ("stash", "offload") and tensor.bytes >= rule.least_bytes
+        if final[at] == "recompute" or (moves and storage in made):
+            homes[at] = "recompute"
+        elif moves and rule is not None and not recomputed.held_around(tensor):
+            homes[at] = rule.home
+        else:
+            kept.add(storage)
     return _with_heads(homes, index.tensors, recomputed, rules)
 
 

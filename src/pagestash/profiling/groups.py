@@ -80,11 +80,16 @@ def moves_of(
         return []
     ends = list(accumulate(segment.seconds for segment in segments))
     found = _Groups()
+    known: dict[tuple[tuple[str, ...], int, bool], _Group] = {}
     for tensor, home in zip(tensors, homes):
         if home == "offload":
-            # (An input of a recomputed region moves with the region around.)
-            _, name = rule_of(policy, tensor.path, skip="recompute")
-            where = _Group(_last_segment(segments, tensor.saved_at, name), not tensor.claimed, name)
+            which = tensor.path, tensor.saved_at, tensor.claimed
+            where = known.get(which)
+            if where is None:
+                # (An input of a recomputed region moves with the region around.)
+                _, name = rule_of(policy, tensor.path, skip="recompute")
+                last = _last_segment(segments, tensor.saved_at, name)
+                where = known[which] = _Group(last, not tensor.claimed, name)
             found.add(tensor, where)
     rules = {where.name: rule for where in found.groups if (rule := policy.rule_for(where.name)) is not None}
     split = RowSplit(_expected_rows((rules[where.name], own) for where, own in found.groups.items()))

@@ -457,3 +457,21 @@ def test_a_small_hugging_face_model_is_predicted_as_its_keeper_steps():
         found = predict(profile, policy)
         peak, _ = step_under(model, policy, lambda: model(**given).loss.backward())
         assert found.peak_bytes == pytest.approx(peak, rel=0.02)
+
+
+class FusedCore(nn.Module):
+    def forward(self, qkv):
+        query, key, value = qkv.unflatten(-1, (3, -1, 8)).transpose(1, -2).unbind(2)
+        return (query.sin() + key.sin() * value.cos()).transpose(1, 2).flatten(-2)
+
+
+def test_slices_that_are_together_all_of_a_projection_move_as_one_range():
+    layers = (nn.Sequential(nn.Linear(32, 96), FusedCore(), nn.Linear(32, 32)) for _ in range(6))
+    model = nn.Sequential(*layers)
+    given = torch.randn(2, 24, 32)
+    policy = ps.Policy([offload("*.1", prefetch_bytes=0)])
+    profile = ps.profile(model, (given,), loss=lambda output: output.square().sum(), repeats=1, link=LINK)
+    found = predict(profile, policy)
+    peak, stats = step_under(model, policy, lambda: model(given).square().sum().backward())
+    assert found.host_bytes == stats.homes["offload"].peak
+    assert 0 <= found.peak_bytes - peak <= 3 * given.nbytes  # copies would take that three times

@@ -16,6 +16,7 @@ from pagestash.profiling.assign import Rules, rule_of
 from pagestash.profiling.records import SavedTensor, Segment
 from pagestash.saved.offload.plan import Key
 from pagestash.saved.offload.split import EntryShape, RowSplit, mean_rows
+from pagestash.saved.storage import SPARSE
 
 
 class Slice(NamedTuple):
@@ -179,6 +180,7 @@ class _Groups:
         ):
             self.groups.setdefault(where, [])
             self.slices.setdefault(where, []).append(tensor)
+            self._join_slices(tensor.storage, where)
             return
         first -= first % 16
         for group, entry in known:
@@ -191,6 +193,17 @@ class _Groups:
         entry = _Entry(tensor, first, last, last - first)
         known.append((where, entry))
         self.groups.setdefault(where, []).append(entry)
+
+    def _join_slices(self, storage: int, where: _Group) -> None:
+        """Slices that are together most of what they span are one entry, as from a keeper's second step on."""
+        found = [each for each in self.slices[where] if each.storage == storage]
+        sizes = {each.span or (0, each.storage_bytes): each.bytes for each in found}
+        low, high = min(first for first, _ in sizes), max(last for _, last in sizes)
+        if len(sizes) > 1 and high - low <= SPARSE * sum(sizes.values()):
+            self.slices[where] = [each for each in self.slices[where] if each.storage != storage]
+            entry = _Entry(found[0], low - low % 16, high, high - low)
+            self._known[storage].append((where, entry))
+            self.groups[where].append(entry)
 
 
 def _has_spare_rows(tensor: SavedTensor) -> bool:

@@ -1,8 +1,8 @@
 """Candidates that are better than those of the linear program, found by changing a few layers at a time.
 
 For each of the memory levels T (parts of what is saved at the unplanned peak) the best known candidate is changed:
-a *block* of neighbouring layers takes a home more, or one less, or the choice of the block beside it. With a price
-p for a byte too much, a change is taken if it makes
+a *block* of neighbouring layers takes a home more, or one less, or the choice of the block beside it; or all layers
+of a group take a home, or lose it. With a price p for a byte too much, a change is taken if it makes
 
     seconds  +  p × max(0, peak - T)
 
@@ -148,11 +148,24 @@ class Search:
                     yield self._change(
                         number, block, step, current, [toggled(current[at], step) for at in block]
                     )
+            if len(blocks) > 1:
+                yield from self._whole_group(number, range(blocks[0].start, blocks[-1].stop), current)
             for one, other in pairwise(blocks):
                 left, right = current[one[-1]], current[other[0]]
                 if left != right:
                     yield self._change(number, one, "as the next", current, [right] * len(one))
                     yield self._change(number, other, "as the one before", current, [left] * len(other))
+
+    def _whole_group(self, number: int, units: range, current: Assignment) -> Iterator[_Change]:
+        """All units of a group take some homes, or all lose them: a part of them alone may bring nothing."""
+        for step in self.groups[number].steps:
+            has = [set(step) <= set(current[at]) for at in units]
+            for having in sorted(set(has)):
+                choices = [
+                    toggled(current[at], step) if own is having else current[at]
+                    for at, own in zip(units, has)
+                ]
+                yield self._change(number, units, (step, "everywhere", having), current, choices)
 
     def _change(
         self, number: int, block: range, what: object, current: Assignment, choices: Sequence[Choice]

@@ -1,0 +1,67 @@
+"""The search for better candidates, by what it is told about assignments."""
+
+from typing import NamedTuple
+
+import pytest
+
+from pagestash.planning.improve import BLOCKS, Search
+from pagestash.planning.layers import Choice, Group, Unit
+from pagestash.planning.prediction import Cost
+
+MOVE: Choice = (("mlp", "offload", 1.0),)
+OTHER: Choice = (("attention", "offload", 1.0),)
+
+
+class Found(NamedTuple):
+    seconds: float
+    peak_bytes: int
+
+
+class Pool:
+    """Units that move: each costs a second and frees a byte of 100, and `all_at_once` is what all of them cost."""
+
+    def __init__(self, begun, all_at_once):
+        self.all_at_once, self.found = all_at_once, {}
+        for assignment in begun:
+            self.predict(assignment)
+
+    def predict(self, assignment):
+        moving = sum(set(MOVE) <= set(choice) for choice in assignment)
+        beside = sum(set(OTHER) <= set(choice) for choice in assignment)
+        seconds = self.all_at_once if moving == len(assignment) else 5.0 + moving
+        self.found[assignment] = Found(seconds + 10 * beside, 100 - moving)
+        return self.found[assignment]
+
+    def known(self):
+        return list(self.found.items())
+
+    @property
+    def count(self):
+        return len(self.found)
+
+
+def searched(pool, count):
+    group = Group([Unit(f"layers.{at}") for at in range(count)], steps=[MOVE, OTHER])
+    group.cost = lambda choice: Cost(10 - len(choice), len(choice), 0.0, 0)
+    Search([group], pool, byte_seconds=0.01).run([50], 200)
+    return min(pool.known(), key=lambda item: item[1])[0]
+
+
+@pytest.mark.parametrize("count", [3, BLOCKS, 3 * BLOCKS])
+@pytest.mark.parametrize("have", [0, 1])
+def test_all_layers_of_a_group_take_a_home_where_only_all_of_them_are_faster(count, have):
+    begun = (MOVE,) * have + ((),) * (count - have)
+    assert searched(Pool([begun], all_at_once=1.0), count) == (MOVE,) * count
+
+
+@pytest.mark.parametrize("count", [3, BLOCKS, 3 * BLOCKS])
+def test_all_layers_of_a_group_lose_a_home_where_only_all_of_them_are_faster(count):
+    class Reversed(Pool):
+        def predict(self, assignment):
+            moving = sum(set(MOVE) <= set(choice) for choice in assignment)
+            beside = sum(set(OTHER) <= set(choice) for choice in assignment)
+            seconds = 1.0 if not moving else 5.0 + len(assignment) - moving
+            self.found[assignment] = Found(seconds + 10 * beside, 90)
+            return self.found[assignment]
+
+    assert searched(Reversed([(MOVE,) * count], all_at_once=0.0), count) == ((),) * count

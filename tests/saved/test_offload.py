@@ -13,6 +13,7 @@ from torch import nn
 import pagestash as ps
 from pagestash.saved.offload import transfers
 from pagestash.saved.offload.transfers import Transfers
+from pagestash.torch_internals import StorageWeakRef
 
 
 @pytest.mark.parametrize("prefetch", [0, 100_000, None, 10**9])
@@ -179,6 +180,21 @@ def test_a_full_host_keeps_tensors_on_the_device_and_says_so(caplog):
     assert stats.offload.refused == 0
     assert stats.offload.refused_peak + stats.homes["offload"].peak == 3 * layer
     assert "raise [pool] host" in caplog.text
+    nothing_left(keeper)
+
+
+def test_host_memory_that_larger_batches_replace_is_freed():
+    model = MLP()
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload", **RULE))
+    for _ in range(3):
+        losses_and_grads(model, [torch.randn(8, 64)], keeper)
+    small = [StorageWeakRef(slab.untyped_storage()) for slab in moving(keeper).slabs._slabs]
+    size = moving(keeper).slabs.size
+    assert small
+    for _ in range(3):
+        losses_and_grads(model, [torch.randn(32, 64)], keeper)
+    assert moving(keeper).slabs.size > size
+    assert all(slab.expired() for slab in small)
     nothing_left(keeper)
 
 

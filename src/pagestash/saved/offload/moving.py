@@ -100,9 +100,9 @@ class Moving:
         if not self.plan.agrees_with(order):
             self.window.plan = make_plan(order.events, order.groups, order.immediate_backwards)
         if slabs.wanted > slabs.size:
-            slabs.fit(slabs.wanted)
+            self._make_room(slabs.wanted)
         elif self.refused.peak:  # there was room enough, in pieces that were too small
-            slabs.fit(slabs.size + self.refused.peak)
+            self._make_room(slabs.size + self.refused.peak)
         if self.refused.peak and slabs.wanted > slabs.size:
             log.warning(
                 "offload: %s stayed on the device, since host memory is limited to %s; raise [pool] host",
@@ -115,7 +115,11 @@ class Moving:
         self.window.plan = make_plan(events, groups, self._order.immediate_backwards)
         wanted = self.plan.host_peak_bytes(events)
         if wanted > self.slabs.size:
-            self.slabs.fit(wanted)
+            self._make_room(wanted)
+
+    def _make_room(self, size: int) -> None:
+        self._members.clear()  # their blocks would keep memory that is replaced
+        self.slabs.fit(size)
 
     def _carry_out(self, decisions: Iterator[Decision], asked: Entry | None = None) -> None:
         for what, held in decisions:

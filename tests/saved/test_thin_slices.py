@@ -154,3 +154,33 @@ def test_a_change_in_place_of_another_slice_is_refused_as_without_a_keeper():
     model[1].changes = True
     with pytest.raises(RuntimeError, match="changed in place"), keeper.step():
         model(x).sum().backward()
+
+
+@pytest.mark.parametrize("home", ["offload", "stash"])
+def test_a_slice_that_is_expanded_comes_back_as_it_was(home):
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x[:, :1].expand(-1, 3))
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.extend(ctx.saved_tensors)
+            return grad
+
+    class Expanded(nn.Module):
+        def forward(self, x):
+            return Saves.apply(x)
+
+    seen: list[torch.Tensor] = []
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Expanded())
+    keeper = ps.Keeper(ps.Policy([ps.Rule("1", home, min_bytes=16)], ps.PoolConfig(page=256))).attach(model)
+    x = torch.randn(24, WIDTH)
+    for _ in range(3):
+        with keeper.step():
+            model(x).sum().backward()
+        (found,) = seen
+        assert torch.equal(found, model[0](x)[:, :1].expand(-1, 3))
+        assert found.stride() == (WIDTH, 0)
+        seen.clear()

@@ -163,7 +163,14 @@ class DenseHandle(Handle):
         recipe = self.recipe
         elements = flat.view(recipe.dtype).view(recipe.size)
         out = torch.empty_strided(recipe.size, recipe.stride, dtype=recipe.dtype, device=flat.device)
-        return out.copy_(elements)
+        if 0 not in recipe.stride:
+            return out.copy_(elements)
+        each_once = out  # what an expanded tensor repeats cannot be written twice
+        for dim, stride in enumerate(recipe.stride):
+            if not stride:
+                each_once, elements = each_once.narrow(dim, 0, 1), elements.narrow(dim, 0, 1)
+        each_once.copy_(elements)
+        return out
 
 
 def changed_in_place(shape: torch.Size, what: str, region: str) -> RuntimeError:

@@ -152,6 +152,19 @@ def test_another_state_of_the_model_is_another_kind(change):
     assert net.watched.pop() is True
 
 
+def test_another_layer_that_trains_in_the_place_of_one_is_another_kind():
+    found = []
+    for net, keeper in (attached(), always_watched()):
+        for trains in (2, 2, 2, 0):  # below the first one that trains nothing is saved
+            for number, layer in enumerate(net):
+                layer.requires_grad_(number == trains)
+            step(net, keeper)
+        found.append(keeper.stats())
+        assert net.watched[-1] is True
+        assert net.watched[-2] is (keeper._check is True)
+    assert found[0] == found[1]
+
+
 def test_arguments_that_cannot_be_compared_are_watched():
     net, keeper = attached()
     for _ in range(4):

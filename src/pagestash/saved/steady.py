@@ -3,8 +3,8 @@
 Where every rule says `keep`, a keeper does nothing but count, and to see each saved tensor costs an eager step more
 than all else that a keeper does. So a step is not watched if the model is called as it was in two steps that were
 watched and kept the same bytes. It counts as they did. Calls are alike if they have arguments of the same shapes
-and dtypes, under the same autocast, and as many modules train and as many parameters want gradients. (A module that
-was added behind a step that was not watched is seen at the end of the next one.)
+and dtypes, under the same autocast, and the same modules train and the same parameters want gradients. (A module
+that was added behind a step that was not watched is seen at the end of the next one.)
 
 All steps are watched for good if calls of one kind keep other bytes each time, if a step goes on otherwise than the
 one it was taken for, and if somebody asks within a step how many bytes are held. Whoever counts peaks anew has the
@@ -38,8 +38,8 @@ class Contents(NamedTuple):
     def state(self) -> Hashable:
         """What else than a call's arguments decides on how much is saved."""
         return (
-            sum([module.training for module in self.modules]),
-            sum([parameter.requires_grad for parameter in self.parameters]),
+            bytes([module.training for module in self.modules]),
+            bytes([parameter.requires_grad for parameter in self.parameters]),
         )
 
     def same(self, other: "Contents") -> bool:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pagestash.planning.alternatives import alternatives
@@ -71,7 +72,8 @@ def plan(
     With `profile` it was measured before: the same model and batch, with the same arguments.
 
     Then three steps run under the plan. If the last one's peak exceeds the budget, the plan is made again, for as
-    much less. So a plan keeps its budget where a prediction is wrong; the table says what was measured.
+    much less. So a plan keeps its budget where a prediction is wrong; the table says what was measured. With
+    several ranks of `torch.distributed` no such steps run: one rank may need more of them than another.
 
     `rows` says how the rows vary that a stash holds: a `RowDistribution`, a path of Megatron's tokens per expert,
     the max/mean of a log-normal, or `"measured"`. The pool is then sized so that a step overflows it with a
@@ -180,8 +182,14 @@ def plan_stages(
 
 
 def _measure(step: MeasuredStep, check: RepeatedStep | None) -> Measure | None:
-    """What measures a policy's peak; None if nothing is to run, or memory cannot be read."""
+    """What measures a policy's peak; None if nothing is to run, or memory cannot be read.
+
+    Nor with several ranks: each has plans of its own to try, and the collectives of one that tries more would wait
+    for the others.
+    """
     if check is None or not step.knows_memory:
+        return None
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return None
     modules = named_modules(check.model)
     opened = [region.name for region in step.profile.regions if region.name and region.name not in modules]

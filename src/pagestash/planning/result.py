@@ -96,7 +96,8 @@ class Plan:
     """The same step under policies that one would write by hand: keep all, recompute layers, offload all."""
 
     measured_bytes: int | None = None
-    """The peak of a step under the plan; None if none ran: it is from a profile alone, empty, or for a pipeline."""
+    """The peak of a step under the plan; None if none ran: it is from a profile alone, empty, for a
+    pipeline, or of several ranks."""
     planned_for: int | None = None
     """The budget that its prediction keeps: less than `budget_bytes`, if a plan for that took more in a step."""
 

@@ -1,7 +1,8 @@
 """The homes of layouts that a search found, planned further by the planner's own search (`planning/improve.py`).
 
 A layer is a unit, and the alike layers of a rank are a group. A block of neighbouring layers takes one home more,
-or one less, or the homes of the block beside it; the byte formulas and a replay say what that brings.
+or one less, or the homes of the block beside it; or a whole group takes a home, or loses it. The byte formulas and
+a replay say what that brings.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -134,6 +134,25 @@ def test_two_saves_of_one_slice_are_not_taken_for_two_slices(copied):
         assert copied == [0, 0]
 
 
+def test_a_slice_of_another_buffer_is_not_taken_for_the_first_of_a_projection(copied):
+    class WithFirstToken(nn.Module):
+        def forward(self, qkv):
+            query, key, value = qkv.unflatten(-1, (3, -1, HEAD)).transpose(1, -2).unbind(2)
+            first = (2 * qkv)[:, 0].sin()
+            return (query.sin() * key.sin() * value.cos()).sum() + first.sum()
+
+    model = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), WithFirstToken())
+    keeper = ps.Keeper(ps.Policy([ps.Rule("1", "offload", min_bytes=16)])).attach(model)
+    x = torch.randn(2, 24, WIDTH)
+    copies = []
+    for _ in range(4):
+        copied.clear()
+        with keeper.step():
+            model(x).backward()
+        copies.append(len(copied))
+    assert copies == [4, 1, 1, 1]
+
+
 def test_a_change_in_place_of_another_slice_is_refused_as_without_a_keeper():
     class Changes(nn.Module):
         def forward(self, qkv):

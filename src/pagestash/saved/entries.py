@@ -18,8 +18,9 @@ from pagestash.torch_internals import StorageWeakRef
 
 _MOST_FOLLOWED = 4096
 
-First = tuple[str, torch.dtype, int]
-"""A first slice: its region, its dtype, and its first byte in the storage. (Sizes may vary from step to step.)"""
+First = tuple[str, torch.dtype, int, int]
+"""A first slice: its region, its dtype, how many dimensions it has, and its first byte in the storage. (Sizes may vary
+from step to step.)"""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +105,7 @@ class Entries:
         together are most of what they span.
         """
         assert region.rule is not None
-        which = (region.name, view.tensor.dtype, view.first)
+        which = (region.name, view.tensor.dtype, view.tensor.ndim, view.first)
         for entry in self._known.get((view.key, region.rule.home), ()):
             if (
                 entry.handles
@@ -133,7 +134,7 @@ class Entries:
         tensor, key, version, first, last = view
         copied = self._copied
         if copied is None or (copied.region, copied.key, copied.version) != (region, key, version):
-            which = (region.name, tensor.dtype, first)
+            which = (region.name, tensor.dtype, tensor.ndim, first)
             copied = self._copied = _Copied(region, key, version, which, first, last)
         copied.sizes[view.recipe()] = tensor.nbytes
         copied.first, copied.last = min(copied.first, first), max(copied.last, last)

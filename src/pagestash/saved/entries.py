@@ -19,8 +19,7 @@ from pagestash.torch_internals import StorageWeakRef
 _MOST_FOLLOWED = 4096
 
 First = tuple[str, torch.dtype, int, int]
-"""A first slice: its region, its dtype, how many dimensions it has, and its first byte in the storage. (Sizes may vary
-from step to step.)"""
+"""A first slice: its region, dtype, number of dimensions and first byte in the storage. (Its sizes may vary.)"""
 
 
 @dataclass(slots=True, eq=False)

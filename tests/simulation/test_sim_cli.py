@@ -137,7 +137,7 @@ def test_a_rule_that_matches_nothing_is_refused(tmp_path):
 
 
 MEASURED = """
-import json, resource, sys, time
+import json, sys, time
 import pagestash.commands.simulate
 from pagestash.cli import app
 begun = time.process_time()
@@ -146,10 +146,13 @@ try:
 except SystemExit as done:
     assert not done.code
 used = time.process_time() - begun
-print(json.dumps([used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
+# (Not `getrusage`, whose peak is also that of the process which started this one.)
+(most,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
+print(json.dumps([used, int(most)]))
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the most memory of a process from /proc")
 def test_a_step_of_256_devices_is_simulated_within_its_limits(tmp_path):
     """The command of the guide, without a picture: at most 1 GiB with imports, and 10 s of one core after them."""
     out, policy = tmp_path / "o.json", Path(__file__).parents[2] / "examples" / "offload.toml"
@@ -163,7 +166,7 @@ def test_a_step_of_256_devices_is_simulated_within_its_limits(tmp_path):
         check=True,
     )
     seconds, most = json.loads(done.stdout.splitlines()[-1])
-    assert seconds < 10
+    assert seconds < 10, seconds
     assert most < 1 << 20  # KiB, torch and all that is imported included
     found = json.loads(out.read_text())
     actions = 2 * 64 * 32  # forward and backward of 64 microbatches on 32 stages

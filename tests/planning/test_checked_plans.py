@@ -112,6 +112,33 @@ def test_where_no_plan_keeps_the_budget_the_nearest_is_given_and_says_so(decoder
     assert plan.predicted.peak_bytes <= plan_profile(decoder[1], budget=0.8, host=0).predicted.peak_bytes
 
 
+def out_of_memory(monkeypatch, times):
+    left, real = [None] * times, checked.peak_under
+
+    def peak_under(*given):
+        if left:
+            left.pop()
+            raise torch.OutOfMemoryError("no memory")
+        return real(*given)
+
+    monkeypatch.setattr(make, "peak_under", peak_under)
+
+
+def test_a_plan_whose_step_finds_no_memory_is_made_again_for_less(decoder, monkeypatch):
+    first = planned(decoder)
+    out_of_memory(monkeypatch, 1)
+    plan = planned(decoder)
+    assert plan.planned_for < plan.budget_bytes == first.budget_bytes
+    assert plan.predicted.peak_bytes < first.predicted.peak_bytes
+    assert plan.measured_bytes <= plan.planned_for
+
+
+def test_where_no_plan_finds_memory_it_says_what_to_do(decoder, monkeypatch):
+    out_of_memory(monkeypatch, 10)
+    with pytest.raises(torch.OutOfMemoryError, match=r"further plans for less; give a smaller budget"):
+        planned(decoder)
+
+
 def test_a_keeper_with_a_budget_checks_its_plan(more):
     more(4096)
     torch.manual_seed(0)

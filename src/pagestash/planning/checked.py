@@ -1,18 +1,22 @@
 """A plan is checked by steps under it: a prediction may be wrong, and a budget must not be.
 
-If the peak of such a step exceeds the budget, the next plan is for as much less.
+If the peak of such a step exceeds the budget, the next plan is for as much less; if the device has no memory for
+it, for a twentieth less.
 """
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+
+import torch
 
 from pagestash.planning.result import NothingFits, Plan
 from pagestash.policy import Policy
 from pagestash.profiling.memory import MemoryMeter
 from pagestash.profiling.steps import RepeatedStep
 from pagestash.saved.keeper import Keeper
+from pagestash.sizes import format_bytes
 
 TRIES = 3
 """Plans that are tried after the first."""
@@ -31,18 +35,26 @@ def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan]) -> Pl
     limit = aim = plan.budget_bytes
     tried: list[Plan] = []
     for number in range(TRIES + 1):
-        peak = measure(plan.policy)
+        peak = None
+        with suppress(torch.OutOfMemoryError):
+            peak = measure(plan.policy)
         plan = replace(plan, budget_bytes=limit, measured_bytes=peak, planned_for=aim)
-        if peak <= limit:
+        if peak is not None and peak <= limit:
             return plan
         tried.append(plan)
-        aim -= min(2, number + 1) * (peak - limit)
+        aim -= limit // 20 if peak is None else min(2, number + 1) * (peak - limit)
         try:
             while (plan := plan_for(aim)).policy in [other.policy for other in tried]:
                 aim = plan.predicted.peak_bytes - 1
         except NothingFits:
             break
-    return min(tried, key=lambda one: one.measured_bytes or 0)
+    ran = [(one.measured_bytes, number) for number, one in enumerate(tried) if one.measured_bytes is not None]
+    if not ran:
+        raise torch.OutOfMemoryError(
+            f"out of device memory in a step under a plan for {format_bytes(limit)}, and under {len(tried) - 1} "
+            "further plans for less; give a smaller budget, or free what else holds memory on the device"
+        )
+    return tried[min(ran)[1]]
 
 
 def peak_under(step: RepeatedStep, policy: Policy, regions: Sequence[str] = ()) -> int:

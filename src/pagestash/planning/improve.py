@@ -101,7 +101,8 @@ class Search:
         rounds = [*sweep, *reversed(sweep)]
         left = predictions
         for number, level in enumerate(rounds):
-            left -= self._improve(level, price, left // (len(rounds) - number))
+            most = left // (len(rounds) - number)
+            left -= self._improve(level, price, most) if most else 0
 
     def _improve(self, level: int, price: float, most: int) -> int:
         """Change what is best at a level until nothing gets better; returns how many predictions that took."""

@@ -1,6 +1,6 @@
 """The candidates of a plan: for each group of alike layers, how many of them take which choice.
 
-Counts are proposed by a linear program (`program.py`), once for each of `GRID` memory targets between the smallest
+Counts are proposed by a linear program (`program.py`), once for each of some memory targets between the smallest
 and the unplanned peak, and for each of `RATES` of the link. Every candidate is predicted (`predict.py`), and a plan
 is chosen by what is predicted. The candidates do not depend on the budget, so more memory never makes a plan
 slower. Pairs of choices are candidates beside the counts (`pairs.py`), and what a search finds from there
@@ -25,13 +25,14 @@ from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.planning.program import Counts, Program, uniform
 from pagestash.policy import HOMES, PoolConfig, Rule
 
-GRID = 10
+GRID, COARSE_GRID = 10, 6
+"""Memory levels that the program is solved for; fewer in a large step, where a prediction takes long."""
 RATES = (1.0, 0.4, 0.0)
 """Parts of the link's rates that the program counts on. Real copies hide less well than their sum says: a window
 holds few groups, and the last layers' come back at once. With 0 nothing is moved."""
 EXHAUSTIVE = 900
 FEW = 100
-"""Predictions: where a search may take no more, fewer pairs of choices are tried, too."""
+"""Predictions: where a search may take no more, fewer levels and pairs of choices are tried, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +157,9 @@ def candidates(problem: Problem) -> list[Candidate]:
         for assignment in product(*(group.choices for group in problem.groups for _ in group.units)):
             pool.predict(assignment)
     else:
-        each = 1 if predictions_for(pool.size) < FEW else 4
-        for assignment in (*map(problem.by_counts, _by_counts(problem)), *_mixed(problem, each)):
+        each, levels = (1, COARSE_GRID) if predictions_for(pool.size) < FEW else (4, GRID)
+        counted = map(problem.by_counts, _by_counts(problem, levels))
+        for assignment in (*counted, *_mixed(problem, each)):
             pool.predict(assignment)
         _improve(problem, pool)
     return sorted(pool.candidates, key=lambda item: (item.predicted.seconds, item.predicted.peak_bytes))
@@ -218,7 +220,7 @@ def _mixed(problem: Problem, each: int) -> Iterator[Assignment]:
         )
 
 
-def _by_counts(problem: Problem) -> Iterator[Counts]:
+def _by_counts(problem: Problem, levels: int) -> Iterator[Counts]:
     groups = problem.groups
     yield uniform(groups, [0] * len(groups))
     smallest = [min(range(len(g.costs)), key=lambda at: g.costs[at].kept_bytes) for g in groups]
@@ -237,8 +239,8 @@ def _by_counts(problem: Problem) -> Iterator[Counts]:
     least = program.least()
     yield least
     low, high = program.level(least), program.level(uniform(groups, [0] * len(groups)))
-    for number, rate in product(range(GRID), RATES):
-        counts = program.solve(low + (high - low) * number / GRID, rate)
+    for number, rate in product(range(levels), RATES):
+        counts = program.solve(low + (high - low) * number / levels, rate)
         if counts is not None:
             yield counts
     problem.exact = program.exact

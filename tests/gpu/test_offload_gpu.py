@@ -289,6 +289,29 @@ def test_host_memory_is_not_written_before_its_copy_back_is_done(monkeypatch, ri
     assert untouched is right
 
 
+@pytest.mark.parametrize("right", [True, False], ids=["outlived", "not outlived"])
+def test_a_late_copy_back_that_outlives_its_home_writes_to_nobody_elses_memory(monkeypatch, right):
+    """Its graph is freed when the keeper is gone, so that nobody waits for the copy."""
+    size = 64 << 20
+    home = alone(size)
+    entry = entry_of(torch.full((size,), 1, dtype=torch.uint8, device="cuda"))
+    home.put([entry])
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # else memory of others may be handed on first
+    with torch.cuda.stream(home.transfers._in._stream):
+        torch.cuda._sleep(LONG)
+    home._fetch(entry.place)
+    assert list(entry.place.incoming) == [entry]
+    if not right:
+        monkeypatch.setattr(SideStream, "outlive", lambda self, buffers: None)
+    entry.place.drop(entry)
+    del home
+    others = torch.full((size,), 2, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    untouched = bool((others == 2).all())
+    assert untouched is right
+
+
 def test_a_side_stream_follows_compute_before_in_and_after_a_capture():
     """It takes up the compute stream's present by one event, which a capture records as well."""
     side, device = SideStream(torch.device("cuda", 0)), torch.device("cuda", 0)

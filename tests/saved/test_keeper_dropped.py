@@ -68,6 +68,44 @@ def test_a_graph_that_was_freed_after_its_step_holds_nothing(name):
     assert [storage for storage in memory if not storage.expired()] == []
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_graph_that_is_freed_after_the_keeper_holds_nothing(name, backward):
+    """On a GPU autograd's thread may be the last to let go of a graph, at any time after `backward` returned."""
+    model = Stack()
+    keeper = ps.Keeper(POLICIES[name], backend="torch").attach(model)
+    for _ in range(2):
+        run(model, *batch(20), keeper)
+    with keeper.step():
+        loss = model(*batch(20))
+    memory, alive = memory_of(keeper), ref(keeper)
+    assert bool(memory) == (name != "recompute")
+    keeper.detach()
+    del keeper
+    if backward:
+        loss.backward()
+    del loss
+    assert alive() is None
+    assert [storage for storage in memory if not storage.expired()] == []
+
+
+def test_a_keeper_that_is_attached_again_has_all_pages_and_host_memory_free():
+    model = Stack()
+    keeper = ps.Keeper(POLICIES["all"], backend="torch").attach(model)
+    plain = [run(model, *batch(20), keeper) for _ in range(3)][-1]
+    slabs = moving(keeper).slabs
+    for _ in range(3):
+        with keeper.step():
+            loss = model(*batch(20))
+        keeper.detach()
+        del loss  # behind the keeper's last look
+        keeper.attach(model)
+        assert same(run(model, *batch(20), keeper), plain)
+        assert keeper.pool is not None
+        assert keeper.pool.live_tickets == 0
+        assert slabs.used == 0
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_backward_that_is_still_to_come_has_its_memory(name, steps):

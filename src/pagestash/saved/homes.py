@@ -168,6 +168,7 @@ class Keep(Home):
 
     def forget(self, held: Held) -> None:
         """Nobody holds the storage any more, or it counts no longer."""
+        self._earlier.discard(held)
         if self.by_storage.get(held.key) is held:
             del self.by_storage[held.key]
             self.tally.count(held.region, -held.size)

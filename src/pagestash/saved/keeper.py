@@ -88,10 +88,10 @@ class Keeper:
             raise RuntimeError("keeper.detach() in a step, whose regions are open; detach when it is over")
         self._attached.remove()
         self._steady.remove()
-        # What refers to the homes in a circle: graphs that were freed since the last step, and `look`.
+        # What graphs held that were freed since the last step.
         for home in self._homes:
             home.settle()
-        self._saved.look = None
+        self._saved.look = None  # which refers to the hooks
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -22,7 +22,8 @@ from pagestash.saved.streams import SideStream, wait_here
 class StashedGroup:
     """The entries of one region in one microbatch: being written to pages, in pages, or being read back."""
 
-    stash: "PagedStash" = field(repr=False)
+    stash: "PagedStash | None" = field(repr=False)
+    """None once all entries are dropped: the stash has a list of its groups, and a circle would keep the pool."""
     tickets: dict[Entry, Ticket]
     spilled: torch.cuda.Event | None = None
     incoming: dict[Entry, torch.Tensor] = field(default_factory=dict)
@@ -30,14 +31,21 @@ class StashedGroup:
     restored: dict[Entry, torch.Tensor] = field(default_factory=dict)
 
     def get(self, entry: Entry) -> torch.Tensor:
+        assert self.stash is not None
         return self.stash.get(self, entry)
 
     def drop(self, entry: Entry) -> None:
+        assert self.stash is not None
+        entry.place = None
         self.restored.pop(entry, None)
         # Not released here: this may run in any thread, on any stream. `flush` does it in the order of compute.
         self.stash.pool.release_later(self.tickets.pop(entry))
+        if not self.tickets:
+            self.stash.ended(self)
+            self.stash = None
 
     def restore_into(self, entry: Entry, buffer: torch.Tensor) -> None:
+        assert self.stash is not None
         self.stash.restore_into(self, entry, buffer)
 
 
@@ -118,6 +126,11 @@ class PagedStash:
         self.flush()
         wait_here(group.spilled)
         self.pool.restore_into([group.tickets[entry]], [buffer])
+
+    def ended(self, group: StashedGroup) -> None:
+        """All entries of a group are dropped, in any thread. If the stash ends, too, nobody will `flush`."""
+        if group.incoming:  # which nobody asked for, and its copy may still be under way
+            self._in.outlive(group.incoming.values())
 
     def flush(self) -> None:
         """Give back the pages of dropped entries, on the current stream.

@@ -1,5 +1,6 @@
 """Streams beside the compute stream, and the events that order them; on a CPU all of it is in order anyway."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
@@ -94,6 +95,12 @@ class SideStream:
         """
         if event is not None:
             self._unused.append(event)
+
+    def outlive(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Memory of `buffers` is handed on only after this stream's work so far, whichever thread frees it."""
+        if self._stream is not None:
+            for buffer in buffers:
+                buffer.record_stream(self._stream)
 
     def join(self) -> None:
         """The current stream waits for all of it; a stream not used since then is left alone.

@@ -183,6 +183,7 @@ class Moving:
         group.members = dict(zip(entries, self._members_of(blocks, lengths)))
         for entry in entries:
             entry.place = group
+        group.alive = len(entries)
         held = group.held
         held.travelling_bytes = held.away_bytes = held.device_bytes
         self._tally.count(entries[0].region, held.device_bytes)
@@ -201,6 +202,7 @@ class Moving:
         """Settle what becomes of an entry's bytes, and put away those that do not leave."""
         member = group.members[entry] = Member()
         entry.place = group  # from here on its end gives back what it was given, also if something fails
+        group.alive += 1
         held = group.held
         if share:
             member.block = self.slabs.take(share)
@@ -282,15 +284,22 @@ class Moving:
     # --- over: nothing can ask any more ---
 
     def drop(self, group: OffloadedGroup, entry: Entry) -> None:
-        stays = group.members[entry].stays
-        if stays is not None:
-            stays.drop(entry)
+        member = group.members[entry]
+        if member.stays is not None:
+            member.stays.drop(entry)
+        if member.rest is not None and member.rest.place is not None:
+            member.rest.place.drop(member.rest)
         group.restored.pop(entry, None)
-        # This may run in any thread, on any stream: the rest is done in the order of compute.
+        # This may run in any thread, on any stream: its host memory is given back in the order of compute.
         self._dead.append((group, entry))
 
+    def ended(self, group: OffloadedGroup) -> None:
+        """All entries of a group are dropped, in any thread. If the home ends, too, nobody will sweep."""
+        if group.incoming:  # which nobody asked for
+            self.transfers.outlive(group)
+
     def _sweep(self) -> None:
-        """Give back the host memory and pages of dropped entries."""
+        """Give back the host memory of dropped entries."""
         dead = self._dead
         while dead:
             group = dead[0][0]
@@ -324,8 +333,6 @@ class Moving:
             # used again only behind it.
             self.transfers.wait_for(group)
             del group.incoming[entry]
-        if member.rest is not None and member.rest.place is not None:
-            member.rest.place.drop(member.rest)
         if member.refused:
             self.slabs.forget(member.refused)
             self.refused.count(entry.region, -member.refused)

@@ -74,6 +74,8 @@ class GroupOwner(Protocol):
 
     def drop(self, group: "OffloadedGroup", entry: Entry) -> None: ...
 
+    def ended(self, group: "OffloadedGroup") -> None: ...
+
 
 @dataclass(slots=True, eq=False)
 class OffloadedGroup:
@@ -82,9 +84,12 @@ class OffloadedGroup:
     It is the place of each of them, whatever became of it.
     """
 
-    owner: GroupOwner = field(repr=False)
+    owner: GroupOwner | None = field(repr=False)
+    """None once all entries are dropped: the owner knows its groups, and a circle would keep pinned memory."""
     held: WindowGroup
     """Its bytes, as the window sees them."""
+    alive: int = 0
+    """Entries that were not dropped yet."""
     members: dict[Entry, Member] = field(default_factory=dict)
     sources: list[tuple[Entry, torch.Tensor]] = field(default_factory=list)
     """The memory that its copies out read, until it is let go."""
@@ -94,10 +99,17 @@ class OffloadedGroup:
     restored: dict[Entry, torch.Tensor] = field(default_factory=dict)
 
     def get(self, entry: Entry) -> torch.Tensor:
+        assert self.owner is not None
         return self.owner.get(self, entry)
 
     def drop(self, entry: Entry) -> None:
+        assert self.owner is not None
+        entry.place = None
         self.owner.drop(self, entry)
+        self.alive -= 1
+        if not self.alive:
+            self.owner.ended(self)
+            self.owner = None
 
 
 class Transfers:
@@ -203,6 +215,10 @@ class Transfers:
             self._out.forget(group.left)
             group.left = None
         group.arrived = None
+
+    def outlive(self, group: OffloadedGroup) -> None:
+        """The group's copy back may still be under way when its buffers are freed."""
+        self._in.outlive(group.incoming.values())
 
     def join(self) -> None:
         """The compute stream goes on behind all copies."""

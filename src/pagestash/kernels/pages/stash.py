@@ -295,6 +295,7 @@ def _stash_kernel(
         tl.store(own, own_now)
         tl.atomic_max(own + 1, own_now, sem="relaxed")
 
+
 def _launch(
     memory: PoolMemory,
     sources: Sequence[torch.Tensor],

@@ -3,9 +3,9 @@
     python -m benchmarks eight_bits
 
 Each model is trained from the same weights on the same text, in bf16 under autocast with weights in float32, once
-without a policy and once for each policy. Curves are compared by the mean losses of two seeds and of 40 steps at a
-time: the batch of one step says little. `shaken` is the yardstick: the same training without a policy, each weight
-changed before by less than its rounding to bf16. On a CPU only the tiny preset is trained; its times mean nothing.
+without a policy and once for each policy. Curves are compared by the mean losses of several seeds and of 40 steps:
+the batch of one step says little. `shaken` is the yardstick: the same training without a policy, each weight
+changed by less than its rounding to bf16. On a CPU only the tiny preset is trained; its times mean nothing.
 
 The experts' own kernels code the first projection. Where rows are `received`, they come through a dispatch that
 ends where it starts, so that the kernel that permutes codes them, too; three quarters of the rows are expected.
@@ -52,7 +52,7 @@ class Training:
     config: TrainConfig = field(default_factory=TrainConfig)
 
 
-# So many tokens a step, and such rates, that two seeds tell half a percent from the spread of training itself.
+# Such tokens, rates and seeds that half a percent is told from the spread of training itself.
 TINY = Training("tiny", "tiny", None, 32, 256, 200, (0, 1), TrainConfig(lr=1e-3, min_lr=1e-4))
 QWEN3 = Training(
     name="4 layers of qwen3-30b-a3b",
@@ -61,7 +61,7 @@ QWEN3 = Training(
     batch=4,
     sequence=1024,
     steps=120,
-    seeds=(0, 1),
+    seeds=(0, 1, 2, 3),
     config=TrainConfig(lr=1e-4, min_lr=1e-5, warmup=20),
 )
 BITS: Any = {"bits": 8, "min_bytes": 4096}
@@ -190,6 +190,7 @@ def curves(how: Training, device: torch.device, policies: dict[str, list[ps.Rule
             print(f"{how.name}, seed {seed}: {name}", flush=True)
             runs.append(train(how, seed, device, rules, shaken=name == SHAKEN, received=name == RECEIVED))
         found = runs[-1] | {"losses": [statistics.mean(each) for each in zip(*(r["losses"] for r in runs))]}
+        found["windows_by_seed"] = [windows(r["losses"]) for r in runs]
         plain = rows[0] if rows else found
         largest, at_end = compare(found["losses"], plain["losses"])
         row = {"model": how.name, "way": name, **found, "largest": largest, "at_end": at_end}

@@ -186,23 +186,13 @@ def _stash_kernel(
     # All warps have read the counters when the barrier lets the arrival through. Nobody waits for its answer.
     tl.debug_barrier()
     tl.atomic_add(state + K_ARRIVED, 1, sem="relaxed")
-    # What the books need is asked for before the copy, so that nothing is left to wait for behind it.
-    last = program == programs - 1
-    own = accounts + account * 2
-    wanted_now = tl.load(state + K_WANTED, mask=last, other=0) + wanted
-    required_now = tl.load(state + K_REQUIRED, mask=last, other=0)
-    if not EXPENDABLE:
-        required_now += wanted
-    held_now = tl.load(state + K_HELD, mask=last, other=0) + total
-    own_now = tl.load(own, mask=last, other=0) + total
-    arrived = tl.load(state + K_ARRIVED, mask=last, other=0, volatile=True)
 
     first_page = tl.zeros((), tl.int64)
     first_chunk = tl.zeros((), tl.int64)
     for i in tl.static_range(N):
         length = _valid_bytes(count, fixed_rows[i], capacities[i], row_bytes[i])
         pages = (length + PAGE - 1) // PAGE
-        if last:
+        if program == programs - 1:
             header = book + i * K_HEADER
             ours = tl.minimum(tl.maximum(on_device - first_page, 0), pages)
             tl.store(header + K_PAGES, pages)
@@ -264,13 +254,28 @@ def _stash_kernel(
             first_chunk += chunks
         first_page += pages
 
-    if last:
-        while arrived < programs:
-            arrived = tl.load(state + K_ARRIVED, volatile=True)
-        # All warps have seen that all programs arrived, and none looks again, before the count starts anew.
-        tl.debug_barrier()
+    if program == programs - 1:
+        # All loads before the first store: in order, each store would wait for the load before it.
+        own = accounts + account * 2
+        spilled = tl.load(state + K_SPILLED)
+        refused = tl.load(state + K_REFUSED_GROUPS)
+        device_peak = tl.load(state + K_DEVICE_PEAK)
+        host_peak = tl.load(state + K_HOST_PEAK)
+        wanted_now = tl.load(state + K_WANTED) + wanted
+        wanted_peak = tl.load(state + K_WANTED_PEAK)
+        required_now = tl.load(state + K_REQUIRED)
+        required_peak = tl.load(state + K_REQUIRED_PEAK)
+        given_up = tl.load(state + K_GIVEN_UP)
+        if not EXPENDABLE:
+            required_now += wanted
+        held_now = tl.load(state + K_HELD) + total
+        held_peak = tl.load(state + K_HELD_PEAK)
+        own_now = tl.load(own) + total
+        own_peak = tl.load(own + 1)
+        # By now all the others have begun, or will: they wait for nothing.
+        while tl.atomic_add(state + K_ARRIVED, 0, sem="relaxed") < programs:
+            pass
         tl.store(state + K_ARRIVED, tl.zeros((), tl.int64))
-        # Peaks and sums go by atomics, whose answer nobody waits for.
         if granted:
             device_used = device_pages - device_free + on_device
             host_used = host_pages - host_free + on_host
@@ -278,22 +283,23 @@ def _stash_kernel(
             tl.store(state + K_HOST_HEAD, _wrap(host_head + on_host, host_pages))
             tl.store(state + K_DEVICE_FREE, device_free - on_device)
             tl.store(state + K_HOST_FREE, host_free - on_host)
-            tl.atomic_add(state + K_SPILLED, on_host, sem="relaxed")
-            tl.atomic_max(state + K_DEVICE_PEAK, device_used, sem="relaxed")
-            tl.atomic_max(state + K_HOST_PEAK, host_used, sem="relaxed")
+            tl.store(state + K_SPILLED, spilled + on_host)
+            tl.store(state + K_DEVICE_PEAK, tl.maximum(device_peak, device_used))
+            tl.store(state + K_HOST_PEAK, tl.maximum(host_peak, host_used))
         elif EXPENDABLE:
-            tl.atomic_add(state + K_GIVEN_UP, 1, sem="relaxed")
+            tl.store(state + K_GIVEN_UP, given_up + 1)
         else:
             tl.store(overflow, 1.0)
-            tl.atomic_add(state + K_REFUSED_GROUPS, 1, sem="relaxed")
+            tl.store(state + K_REFUSED_GROUPS, refused + 1)
         tl.store(state + K_REQUIRED, required_now)
-        tl.atomic_max(state + K_REQUIRED_PEAK, required_now, sem="relaxed")
+        tl.store(state + K_REQUIRED_PEAK, tl.maximum(required_peak, required_now))
         tl.store(state + K_WANTED, wanted_now)
-        tl.atomic_max(state + K_WANTED_PEAK, wanted_now, sem="relaxed")
+        tl.store(state + K_WANTED_PEAK, tl.maximum(wanted_peak, wanted_now))
         tl.store(state + K_HELD, held_now)
-        tl.atomic_max(state + K_HELD_PEAK, held_now, sem="relaxed")
+        tl.store(state + K_HELD_PEAK, tl.maximum(held_peak, held_now))
         tl.store(own, own_now)
-        tl.atomic_max(own + 1, own_now, sem="relaxed")
+        tl.store(own + 1, tl.maximum(own_peak, own_now))
+
 
 
 def _launch(

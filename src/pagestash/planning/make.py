@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pagestash.garbage import collector_paused
 from pagestash.planning.alternatives import alternatives
 from pagestash.planning.budget import (
     base_bytes,
@@ -231,10 +232,11 @@ def find_candidates(
     step: MeasuredStep, host_bytes: int, predictor: Predictor | None = None
 ) -> tuple[list[Candidate], bool]:
     """Candidates, the fastest first, and whether they were solved for. They do not depend on a budget."""
-    if isinstance(step, RankStep):
-        return rank_candidates(step, host_bytes)
-    problem = Problem(step, host_bytes, predictor=predictor)
-    return candidates(problem), problem.exact
+    with collector_paused():  # predictions are many small objects, without cycles
+        if isinstance(step, RankStep):
+            return rank_candidates(step, host_bytes)
+        problem = Problem(step, host_bytes, predictor=predictor)
+        return candidates(problem), problem.exact
 
 
 def choose(

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
+from pagestash.garbage import no_garbage_collection
 from pagestash.saved.keeper import Keeper
 from pagestash.step.batch import StaticBatch
 from pagestash.step.before import AllRandom, Before, Involved
 from pagestash.step.expected import ExpectedRows
-from pagestash.step.garbage import no_garbage_collection
 from pagestash.step.guard import StepOverflowed, UpdateGuard
 from pagestash.step.rates import LearningRates
 from pagestash.step.state import ProtectedState

@@ -8,7 +8,7 @@ from torch import nn
 
 import pagestash as ps
 from pagestash.profiling import Link, SavedTensor, Segment
-from pagestash.profiling.groups import moves_of
+from pagestash.profiling.groups import Timeline, moves_of
 from pagestash.saved.offload.split import EntryShape, RowSplit
 
 ROWS, WIDTH = 64, 16
@@ -235,7 +235,7 @@ def test_bytes_that_do_not_fit_have_a_fraction_that_does():
 def test_which_tensors_leave_under_a_fraction_is_what_the_keepers_split_says():
     profile = stack(8)
     policy = ps.Policy([ps.Rule("layers.*", "offload", fraction=0.4)])
-    moves = moves_of(policy, profile.tensors, ["offload"] * 8, profile.segments)
+    moves = moves_of(policy, profile.tensors, ["offload"] * 8, Timeline(profile.segments))
     split, rule = RowSplit({}), policy.rules[0]
     shares = [split.share(rule, EntryShape(100 * MEGABYTE)) for _ in range(8)]
     assert [move.bytes for move in moves] == shares
@@ -252,7 +252,7 @@ def test_rows_leave_up_to_the_part_of_those_that_are_expected():
         for tensor, valid in zip(profile.tensors, (10, 20, 30, 40))
     ]
     policy = ps.Policy([ps.Rule("layers.*", "offload", fraction=0.5)])
-    moves = moves_of(policy, few, ["offload"] * 4, profile.segments)
+    moves = moves_of(policy, few, ["offload"] * 4, Timeline(profile.segments))
     assert [move.bytes for move in moves] == [12 * MEGABYTE] * 4  # of a mean of 25 rows
     assert [move.device_bytes for move in moves] == [100 * MEGABYTE] * 4
 
@@ -298,7 +298,7 @@ def test_a_region_leaves_when_it_ends_and_returns_whole():
         replace(tensor, path=paths[1], storage=1, saved_at=1, needed_at=4, freed_at=4, counted=0),
     ]
     policy = ps.Policy([ps.Rule("layers.0", "offload", fraction=0.5, prefetch_bytes=7)])
-    (move,) = moves_of(policy, tensors, ["offload"] * 3, segments)
+    (move,) = moves_of(policy, tensors, ["offload"] * 3, Timeline(segments))
     assert move.ready == pytest.approx(30 * MS)
     assert move.needed == pytest.approx(50 * MS)
     assert (move.put_at, move.asked_at, move.dropped_at) == (2, (4, 5), 6)

@@ -174,11 +174,18 @@ class Search:
         """The change of a block, with its sums."""
         cost = self.groups[number].cost
         size, seconds = 0, 0.0
+        before: Choice | None = None
+        after: Choice | None = None
+        more_bytes, more_seconds = 0, 0.0
         for at, choice in zip(block, choices):
-            old, new = cost(current[at]), cost(choice)
-            size += new.kept_bytes - old.kept_bytes
-            copied = COPIED * self.byte_seconds * (new.moved_bytes - old.moved_bytes)
-            seconds += new.seconds - old.seconds + copied
+            if current[at] is not before or choice is not after:  # neighbours mostly change alike
+                before, after = current[at], choice
+                old, new = cost(before), cost(after)
+                more_bytes = new.kept_bytes - old.kept_bytes
+                copied = COPIED * self.byte_seconds * (new.moved_bytes - old.moved_bytes)
+                more_seconds = new.seconds - old.seconds + copied
+            size += more_bytes
+            seconds += more_seconds
         is_longer = len(choices[0]) > len(current[block[0]])
         return _Change((number, what, is_longer), block, choices, size, seconds)
 

@@ -1,8 +1,6 @@
 """The time of a step on two lanes: the host launches its segments, and the device runs them."""
 
 from dataclasses import dataclass
-from itertools import accumulate, islice
-from operator import add, sub
 
 from pagestash.profiling.profiled import ProfiledStep
 
@@ -55,7 +53,14 @@ class Lanes:
             return list(self.device)
         # end(s) = max(end(s-1) + device(s), launched(s-1) + device(s), launched(s)); less the device's sum up to s,
         # that is the largest lead of the host over the device so far.
-        launched, ran = accumulate(self.host), list(accumulate(self.device))
-        leads = islice(accumulate(map(sub, launched, ran), max, initial=0.0), 1, None)
-        ends = list(map(add, ran, leads))
-        return list(map(sub, ends, (0.0, *ends)))
+        found: list[float] = []
+        launched = ran = lead = before = 0.0
+        for device, host in zip(self.device, self.host):
+            launched += host
+            ran += device
+            if launched - ran > lead:
+                lead = launched - ran
+            end = ran + lead
+            found.append(end - before)
+            before = end
+        return found

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
-from operator import le
 
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
@@ -105,8 +104,11 @@ def least_bytes_of(profile: ProfiledStep) -> int:
 
 def rules_of(unit: Unit, choice: Choice, least_bytes: int) -> dict[str, Rule]:
     """The choice's rules by region."""
-    names = {unit.inner(region): region.name for region in unit.regions}
-    return {names[inner]: rule(names[inner], home, least_bytes, part) for inner, home, part in choice}
+    found: dict[str, Rule] = {}
+    for inner, home, part in choice:
+        name = f"{unit.name}.{inner}" if inner else unit.name
+        found[name] = rule(name, home, least_bytes, part)
+    return found
 
 
 @lru_cache(maxsize=1 << 16)
@@ -158,11 +160,11 @@ def _choose(step: MeasuredStep, group: Group, *, host: bool, least_bytes: int) -
     part = step.part(
         [tensor for tensor in step.profile.tensors if not names.isdisjoint(tensor.path)], unit.regions
     )
-    own, predictor = part.profile, Predictor(part)
+    own, predictor, pool = part.profile, Predictor(part), PoolConfig()
 
     @cache
     def cost(choice: Choice) -> Cost:
-        return predictor.cost(RuleTable(rules_of(unit, choice, least_bytes), PoolConfig()))
+        return predictor.cost(RuleTable(rules_of(unit, choice, least_bytes), pool))
 
     known: dict[Choice, Cost] = {(): cost(())}
     whole = known[()].kept_bytes
@@ -186,13 +188,14 @@ def _offloaded_beside(
     still: Choice, moves: Sequence[Choice], cost: Callable[[Choice], Cost]
 ) -> Iterator[Choice]:
     """The choice with offload beside it: of each of the sets of regions that free most, and of more after it."""
-    for begun in _freeing(still, moves, cost)[:MOST_MOVES]:
-        chosen: Choice | None = begun
-        for _ in range(MOST_MOVES):
-            if chosen is None:
+    for chosen in _freeing(still, moves, cost)[:MOST_MOVES]:
+        yield chosen
+        for _ in range(MOST_MOVES - 1):
+            more = _freeing(chosen, moves, cost)
+            if not more:
                 break
+            chosen = more[0]
             yield chosen
-            chosen = next(iter(_freeing(chosen, moves, cost)), None)
 
 
 def _freeing(choice: Choice, moves: Sequence[Choice], cost: Callable[[Choice], Cost]) -> list[Choice]:
@@ -291,32 +294,36 @@ def _most(known: dict[Choice, Cost], choice: Choice) -> int:
 
 
 def _unbeaten(order: Sequence[Choice], known: dict[Choice, Cost], measures: int) -> list[Choice]:
-    """Choices that no earlier one beats in the first so many measures."""
+    """Choices that no earlier one beats in the first so many measures, 3 or 4; those of least bytes come first."""
     front: list[Choice] = []
-    before: list[tuple[float, ...]] = []
+    before: list[tuple[int, float, int]] = []
     for choice in order:
-        own = known[choice][:measures]
-        if not any(all(map(le, other, own)) for other in before):
+        _, moved, seconds, recomputed = known[choice]
+        if measures < len(Cost._fields):
+            recomputed = 0
+        for less_moved, less_seconds, less_recomputed in before:
+            if less_seconds <= seconds and less_moved <= moved and less_recomputed <= recomputed:
+                break
+        else:
             front.append(choice)
-            before.append(own)
+            before.append((moved, seconds, recomputed))
     return front
 
 
 def _hull(front: Sequence[Choice], known: dict[Choice, Cost], price: float) -> list[Choice]:
     """The lower convex hull of seconds over kept bytes, where a moved byte costs `price` seconds."""
-
-    def point(choice: Choice) -> tuple[int, float]:
-        return known[choice].kept_bytes, known[choice].seconds + price * known[choice].moved_bytes
-
-    hull: list[Choice] = []
-    for choice in sorted(front, key=point):
-        x, y = point(choice)
-        if hull and y >= point(hull[-1])[1]:
+    points: list[tuple[int, float, int]] = []
+    for at, choice in enumerate(front):
+        kept, moved, seconds, _ = known[choice]
+        points.append((kept, seconds + price * moved, at))
+    hull: list[tuple[int, float, int]] = []
+    for x, y, at in sorted(points):
+        if hull and y >= hull[-1][1]:
             continue
         while len(hull) > 1:
-            (x1, y1), (x2, y2) = point(hull[-2]), point(hull[-1])
+            (x1, y1, _), (x2, y2, _) = hull[-2:]
             if (y2 - y1) * (x - x2) < (y - y2) * (x2 - x1):
                 break
             hull.pop()
-        hull.append(choice)
-    return hull
+        hull.append((x, y, at))
+    return [front[at] for _, _, at in hull]

@@ -11,6 +11,7 @@ from pagestash.planning.lanes import Lanes
 from pagestash.planning.row_tensors import find_row_tensors
 from pagestash.planning.skew import Skew
 from pagestash.profiling.assign import TensorIndex
+from pagestash.profiling.groups import Timeline
 from pagestash.profiling.overhead import Overhead
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import ALLOCATED, Region, SavedTensor, Segment
@@ -116,6 +117,11 @@ class MeasuredStep:
     def segments(self) -> list[Segment]:
         """Those of the profile, with the seconds of the unobserved step."""
         return [replace(old, seconds=new) for old, new in zip(self.profile.segments, self.seconds)]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The same, for `moves_of`."""
+        return Timeline(self.profile.segments, self.seconds)
 
     @cached_property
     def exposed_overhead(self) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from operator import add, sub
 from typing import NamedTuple
 
 from pagestash.planning.home_bytes import HomeBytes
@@ -63,9 +64,7 @@ class Offloaded:
         step, moves = self._step, self._moves
         if not step.reads_allocator or not moves:
             return {}
-        changes = list(held.changes["keep"])
-        for home in ("stash", "recompute"):
-            changes = [one + other for one, other in zip(changes, held.changes[home])]
+        changes = list(map(sum, zip(*(held.changes[home] for home in ("keep", "stash", "recompute")))))
         for group in self.groups:
             spans = [(saved_at, group.move.put_at - 1, size) for saved_at, size in group.saved]
             lives = self._lives(group.move, self._holders, group.move.storages)
@@ -73,11 +72,10 @@ class Offloaded:
             for first, last, size in spans:
                 changes[first] += size
                 changes[last + 1] -= size
-        level = [alive + extra for alive, extra in zip(accumulate(changes), step.extra)]
+        level = list(map(add, accumulate(changes), step.extra))
         turn = step.turn
-        beside = max(
-            [*level[:turn], *(level[at] - step.floor[at - 1] for at in range(max(1, turn), step.count))]
-        )
+        backward = max(1, turn)
+        beside = max([*level[:turn], *map(sub, level[backward:], step.floor[backward - 1 :])])
         most = max(level)
         puts = sorted((move.put_at, move.key) for move in moves)
         ends = [at for at, _ in puts[1:]] + [min(move.asked_at[0] for move in moves)]

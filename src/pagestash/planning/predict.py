@@ -19,7 +19,7 @@ from pagestash.planning.lanes import Lanes
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.offloaded import Offloaded
 from pagestash.planning.prediction import Cost, Prediction, RuleTable
-from pagestash.planning.replays import Replay, Replays, Spike
+from pagestash.planning.replays import KnownReplays, Replay, Replays, Spike
 from pagestash.planning.stashed import Stashed
 from pagestash.policy import HOMES, HomeName, Policy
 from pagestash.profiling.assign import Recomputing, assign_when_saved
@@ -42,6 +42,7 @@ class Predictor:
     def __init__(self, step: MeasuredStep) -> None:
         self.step = step
         self._known: dict[object, Prediction] = {}
+        self._replays: KnownReplays = {}
 
     @property
     def count(self) -> int:
@@ -56,16 +57,16 @@ class Predictor:
     def predict(self, rules: RuleTable) -> Prediction:
         key = frozenset(rules.rules.items()), rules.pool
         if key not in self._known:
-            self._known[key] = _Playing(self.step, rules).play()
+            self._known[key] = self._playing(rules).play()
         return self._known[key]
 
     def cost(self, rules: RuleTable) -> Cost:
         """The policy's sums, which are faster to find."""
-        return _Playing(self.step, rules).cost()
+        return self._playing(rules).cost()
 
     def largest_kept(self, rules: RuleTable, at: int) -> SavedTensor | None:
         """The largest tensor that stays on the device under a policy and is there in segment `at`."""
-        homes, lives = _Playing(self.step, rules).homes, self.step.lives
+        homes, lives = self._playing(rules).homes, self.step.lives
         found = [
             tensor
             for tensor in self.step.profile.tensors
@@ -74,17 +75,20 @@ class Predictor:
         ]
         return max(found, key=lambda tensor: tensor.storage_bytes, default=None)
 
+    def _playing(self, rules: RuleTable) -> "_Playing":
+        return _Playing(self.step, rules, self._replays)
+
 
 class _Playing:
     """One policy on one measured step."""
 
-    def __init__(self, step: MeasuredStep, rules: RuleTable) -> None:
+    def __init__(self, step: MeasuredStep, rules: RuleTable, replays: KnownReplays) -> None:
         self.step, self.rules = step, rules
         profile = step.profile
         self.recomputing = Recomputing(rules, step.index, profile.regions)
         self.when_saved = assign_when_saved(rules, step.index, self.recomputing)
         self.homes = self._homes()
-        self.replays = Replays(step, self.recomputing, self.homes)
+        self.replays = Replays(step, self.recomputing, self.homes, replays)
 
     def play(self) -> Prediction:
         step, held = self.step, HomeBytes(self.step.count)
@@ -97,13 +101,13 @@ class _Playing:
             self.rules,
             step.profile.tensors,
             self.when_saved,
-            step.segments,
+            step.timeline,
             step.positions,
             self.replays.inputs(replays),
         )
         self._hooks(lanes, replays, moves)
         seconds = lanes.seconds()
-        self._keep(held)
+        held_bytes = self._keep(held)
         spikes = [self.replays.come_back(replay, held) for replay in replays]
         offloaded = Offloaded(step, self.homes, moves)
         plan = plan_of(moves, step.at_once)
@@ -111,11 +115,13 @@ class _Playing:
         played = play(moves, plan, seconds, step.profile.link)
         host_bytes = offloaded.count(played, held)
         memory, total = self._memory(held, spikes, pool.bytes)
-        peak_at = max(range(step.count), key=total.__getitem__)
-        waits = dict.fromkeys(range(step.count + 1), 0.0)
+        peak_bytes = max(total)
+        waits: dict[int, float] = {}
         for at, wait in played.waits:
-            waits[at] += wait
-        spent = [waits[at] + own for at, own in enumerate(seconds)]
+            waits[at] = waits.get(at, 0.0) + wait
+        spent = [*seconds, 0.0]
+        for at, wait in waits.items():
+            spent[at] += wait
         return Prediction(
             seconds=sum(seconds) + played.waited,
             recompute_seconds=sum(replay.seconds for replay in replays),
@@ -126,13 +132,13 @@ class _Playing:
             back_seconds=played.back_seconds,
             moved_bytes=sum(move.bytes for move in moves if move.key not in plan.stays),
             host_bytes=host_bytes,
-            peak_bytes=total[peak_at],
-            peak_at=peak_at,
+            peak_bytes=peak_bytes,
+            peak_at=total.index(peak_bytes),
             starts=[0.0, *accumulate(spent)][: step.count],
             memory=memory,
             staying=frozenset(str(move.key[-2]) for move in moves if move.key in plan.stays)
             - {str(move.key[-2]) for move in moves if move.key not in plan.stays},
-            held_bytes=self._held_bytes(),
+            held_bytes=held_bytes,
             groups=offloaded.groups,
             headroom=plan.headroom,
             pool=pool,
@@ -151,19 +157,18 @@ class _Playing:
         }
         if any(rule.home == "offload" and rule.fraction < 1.0 for rule in self.rules.rules.values()):
             step = self.step
-            moves = moves_of(self.rules, step.profile.tensors, self.when_saved, step.segments)
+            moves = moves_of(self.rules, step.profile.tensors, self.when_saved, step.timeline)
             moved = {number: move.bytes for number, move in enumerate(moves)}
             held["keep"] += sum(move.kept_bytes for move in moves)
         unsaved = sum(size for _, size, _, _ in self._unsaved_inputs())
         replays = self.replays.find()
-        back = [sum(self.step.lives[storage].bytes for storage in replay.storages) for replay in replays]
         return Cost(
             kept_bytes=held["keep"] + unsaved + int(self.rules.pool.headroom * held["stash"]),
             moved_bytes=sum(moved.values()),
             seconds=sum(replay.seconds for replay in replays)
             + len(replays) * self.step.exposed_overhead
             + 2 * held["stash"] / self.step.profile.link.copy,
-            recomputed_bytes=max(back, default=0),
+            recomputed_bytes=max((replay.back_bytes for replay in replays), default=0),
         )
 
     def _homes(self) -> dict[int, HomeName]:
@@ -172,28 +177,27 @@ class _Playing:
         kept, when_saved = self.recomputing.kept_inputs, self.when_saved
         for at, storage, elsewhere in self.step.held:
             home = when_saved[at]
-            known = homes.get(storage, home)
-            if home == "keep" or known == "keep" or elsewhere or storage in kept:
+            if home == "keep" or elsewhere or storage in kept:
                 homes[storage] = "keep"
+            elif home == "recompute":
+                homes[storage] = "keep" if homes.get(storage) == "keep" else "recompute"
             else:
-                homes[storage] = "recompute" if home == "recompute" else known
+                homes.setdefault(storage, home)
         heads = (storage for storage in self.step.rows.heads if homes.get(storage) == "stash")
         return homes | dict.fromkeys(heads, "keep")
 
-    def _held_bytes(self) -> dict[HomeName, int]:
-        found = dict.fromkeys(HOMES, 0)
+    def _keep(self, held: HomeBytes) -> dict[HomeName, int]:
+        """Count what stays; returns the saved bytes of each home."""
+        found, lives = dict.fromkeys(HOMES, 0), self.step.lives
         for storage, home in self.homes.items():
-            found[home] += self.step.lives[storage].bytes
-        return found
-
-    def _keep(self, held: HomeBytes) -> None:
-        for storage, home in self.homes.items():
-            life = self.step.lives[storage]
+            life = lives[storage]
+            found[home] += life.bytes
             if home == "keep":
                 held.add("keep", life.saved_at, life.freed_at, life.bytes)
         for storage, size, first, last in self._unsaved_inputs():
             if storage not in self.homes:
                 held.add("keep", first, last, size)
+        return found
 
     def _unsaved_inputs(self) -> Iterable[tuple[int, int, int, int]]:
         """Inputs that are held for replays alone: storage, bytes, and from when to when."""
@@ -228,13 +232,13 @@ class _Playing:
         step, levels = self.step, held.levels()
         if pool:
             levels["stash"] = [size + pool for size in levels["stash"]]
-        total = [step.base_bytes + sum(sizes) for sizes in zip(step.extra, *levels.values())]
+        memory: dict[str, Sequence[int]] = {"base": [step.base_bytes] * step.count, "other": step.extra}
+        for home in HOMES:
+            memory[home] = levels[home]
+        total = list(map(sum, zip(*memory.values())))
         for at, beside, most, back in spikes:
             spike = total[at] - step.extra[at] + beside - back + most
             if spike > total[at]:
                 levels["recompute"][at] += spike - total[at]
                 total[at] = spike
-        memory: dict[str, Sequence[int]] = {"base": [step.base_bytes] * step.count, "other": step.extra}
-        for home in HOMES:
-            memory[home] = levels[home]
         return memory, total

@@ -10,7 +10,6 @@ backward is done with it. So do the inputs of R, which are held for the replay.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pagestash.planning.home_bytes import HomeBytes
@@ -24,14 +23,19 @@ FUSED_SHARE = 2 / 3
 the first two."""
 
 
-@dataclass(slots=True)
-class Replay:
+class Replay(NamedTuple):
     """One recomputed region: when it is replayed, and what that brings back."""
 
     region: Region
-    forward: Sequence[int]
-    """Segments that run again."""
-    storages: list[int]
+    begun: int
+    """The first segment that runs again."""
+    storages: tuple[int, ...]
+    lives: Sequence[Life]
+    """Of these storages."""
+    back_bytes: int
+    """Their sum."""
+    most_bytes: int
+    """The most that the replay takes: what memory grew by in the segments that run again."""
     first: int
     """The segment of backward that asks for it, and the number of that request."""
     request: int
@@ -41,6 +45,11 @@ class Replay:
     """Of the segments that run again, as they took in forward."""
     device_seconds: float
     host_seconds: float
+
+
+KnownReplays = dict[tuple[str, int, tuple[int, ...]], Replay]
+"""By region, the number of its call, and storages: a replay that is asked for by nothing but their backward. No
+policy changes it, so it is found once for a step."""
 
 
 class Spike(NamedTuple):
@@ -59,8 +68,15 @@ class Spike(NamedTuple):
 class Replays:
     """The replays of one policy."""
 
-    def __init__(self, step: MeasuredStep, recomputing: Recomputing, homes: Mapping[int, HomeName]) -> None:
+    def __init__(
+        self,
+        step: MeasuredStep,
+        recomputing: Recomputing,
+        homes: Mapping[int, HomeName],
+        known: KnownReplays,
+    ) -> None:
         self._step, self._recomputing, self._homes = step, recomputing, homes
+        self._known = known
 
     def find(self) -> list[Replay]:
         """All of them."""
@@ -70,23 +86,45 @@ class Replays:
                 owned.setdefault(self._owner(storage), []).append(storage)
         found: dict[tuple[str, int], Replay] = {}
         for (name, call), storages in owned.items():
-            region = self._recomputing.regions[name]
-            lives = [self._step.lives[storage] for storage in storages]
-            first, request = min((life.needed_at, life.request) for life in lives)
-            ends = {storage: self._step.lives[storage].freed_at for storage in storages}
-            forward, share = self._repeated(region, call, storages)
-            lanes = (self._step.seconds, self._step.lanes.device, self._step.lanes.host)
-            seconds = (share * sum(own[at] for at in forward) for own in lanes)
-            found[name, call] = Replay(region, forward, storages, first, request, ends, *seconds)
+            key = name, call, tuple(storages)
+            if key not in self._known:
+                self._known[key] = self._replay(*key)
+            found[name, call] = self._known[key]
         # A replay needs its inputs: those that are themselves recomputed come back with it.
-        for replay in sorted(found.values(), key=lambda item: min(item.forward, default=0), reverse=True):
-            for storage in replay.region.inputs:
-                if storage in self._recomputing.makers and self._homes.get(storage) == "recompute":
-                    chained = found.get(self._owner(storage))
-                    if chained is not None:
-                        wanted = min((chained.first, chained.request), (replay.first, replay.request))
-                        chained.first, chained.request = wanted
+        makers, homes = self._recomputing.makers, self._homes
+        for own in sorted(found, key=lambda owner: found[owner].begun, reverse=True):
+            when = found[own].first, found[own].request
+            for storage in found[own].region.inputs:
+                if storage in makers and homes.get(storage) == "recompute":
+                    owner = self._owner(storage)
+                    chained = found.get(owner)
+                    if chained is not None and when < (chained.first, chained.request):
+                        found[owner] = chained._replace(first=when[0], request=when[1])
+        if not self._step.halves:
+            return list(found.values())
         return [half for replay in found.values() for half in self._halves(replay)]
+
+    def _replay(self, name: str, call: int, storages: tuple[int, ...]) -> Replay:
+        """The replay that brings these storages back, when their own backward asks for it."""
+        step, region = self._step, self._recomputing.regions[name]
+        lives = [step.lives[storage] for storage in storages]
+        first, request = min((life.needed_at, life.request) for life in lives)
+        forward, share = self._repeated(region, call, storages)
+        back = sum(life.bytes for life in lives)
+        return Replay(
+            region=region,
+            begun=min(forward, default=0),
+            storages=storages,
+            lives=lives,
+            back_bytes=back,
+            most_bytes=max(back, self._growth(forward)),
+            first=first,
+            request=request,
+            ends={storage: life.freed_at for storage, life in zip(storages, lives)},
+            seconds=share * sum(step.seconds[at] for at in forward),
+            device_seconds=share * sum(step.lanes.device[at] for at in forward),
+            host_seconds=share * sum(step.lanes.host[at] for at in forward),
+        )
 
     def inputs(self, replays: Sequence[Replay]) -> dict[int, tuple[int, int]]:
         """By storage that is an input of a replayed region: when the first replay asks for it."""
@@ -104,7 +142,7 @@ class Replays:
             return [replay]
         ends = {storage: done for storage, (done, _) in halves.items()}
         again = min(begins for _, begins in halves.values())
-        return [replace(replay, ends=ends), replace(replay, first=again)]
+        return [replay._replace(ends=ends), replay._replace(first=again)]
 
     def _owner(self, storage: int) -> tuple[str, int]:
         """The region whose replay brings the storage back, and the number of its call."""
@@ -131,15 +169,14 @@ class Replays:
 
     def come_back(self, replay: Replay, held: HomeBytes) -> Spike:
         """Count what the replay brings back; the memory that it takes meanwhile."""
-        lives = [self._step.lives[storage] for storage in replay.storages]
-        for storage, life in zip(replay.storages, lives):
+        first = replay.first
+        for storage, life in zip(replay.storages, replay.lives):
             # Else its home has it meanwhile, and a replay makes another.
             if self._homes[storage] == "recompute":
                 held.add("recompute", life.saved_at, life.last_saved_at, life.bytes)
-            held.add("recompute", replay.first, max(replay.first, replay.ends[storage]), life.bytes)
-        held.add("recompute", replay.first, replay.first, self._step.permuted.get(replay.region.name, 0))
-        back = sum(life.bytes for life in lives)
-        return Spike(replay.first, self._beside(replay.first, lives), self._most(replay, back), back)
+            held.add("recompute", first, max(first, replay.ends[storage]), life.bytes)
+        held.add("recompute", first, first, self._step.permuted.get(replay.region.name, 0))
+        return Spike(first, self._beside(first, replay.lives), replay.most_bytes, replay.back_bytes)
 
     def _beside(self, at: int, lives: Sequence[Life]) -> int:
         """Bytes beside saved tensors when backward first asks for one of these, in segment `at`.
@@ -147,13 +184,14 @@ class Replays:
         Of those that it asks for in one segment, the one that was saved last comes first.
         """
         asked = [life for life in lives if life.needed_at == at and life.beside_bytes is not None]
-        floor = max(self._step.floor[max(0, at - 1) : at + 1])
-        return max(asked, key=lambda life: life.saved_at).beside_bytes or 0 if asked else floor
+        if asked:
+            return max(asked, key=lambda life: life.saved_at).beside_bytes or 0
+        return max(self._step.floor[max(0, at - 1) : at + 1])
 
-    def _most(self, replay: Replay, back: int) -> int:
-        """The most bytes that the replay takes: what memory grew by in the region's forward."""
-        if not replay.forward or not self._step.knows_memory:
-            return back
-        segments, first = self._step.profile.segments, replay.forward[0]
+    def _growth(self, forward: Sequence[int]) -> int:
+        """What memory grew by in these segments of forward; 0 where it is not known."""
+        if not forward or not self._step.knows_memory:
+            return 0
+        segments, first = self._step.profile.segments, forward[0]
         before = (segments[first - 1].end_bytes or 0) if first else 0
-        return max(back, max(segments[at].peak_bytes or 0 for at in replay.forward) - before)
+        return max(segments[at].peak_bytes or 0 for at in forward) - before

@@ -46,6 +46,7 @@ class TensorIndex:
             for depth, name in enumerate(path):
                 if name:
                     self._places.setdefault(name, []).append((number, depth))
+        self._recomputed: dict[str, tuple[set[int], int]] = {}
         for tensor in tensors:
             if tensor.once:
                 self.once.setdefault(tensor.storage, set()).update(tensor.path)
@@ -65,6 +66,32 @@ class TensorIndex:
                         found[number], depths[number] = (rule, name), depth
         return [found[number] for number in self._path_of]
 
+    def held_once(self, storage: int, name: str) -> bool:
+        """Whether `ps.once` saved the storage inside that region."""
+        return name in self.once.get(storage, ())
+
+    def recomputed(self, region: Region) -> tuple[set[int], int]:
+        """The outputs that a recomputed region discards, and the bytes that its replay brings back.
+
+        No policy changes them: they are found once.
+        """
+        found = self._recomputed.get(region.name)
+        if found is None:
+            name, inputs = region.name, region.inputs
+            outputs = {
+                storage
+                for storage in region.outputs
+                if storage in self.floating and storage not in inputs and not self.held_once(storage, name)
+            }
+            saved = {
+                storage
+                for storage in self.inside.get(name, ())
+                if storage not in inputs and not self.held_once(storage, name)
+            }
+            size = sum(self.bytes[storage] for storage in saved | outputs)
+            found = self._recomputed[name] = outputs, size
+        return found
+
 
 def assign(policy: Rules, tensors: Sequence[SavedTensor], regions: Sequence[Region]) -> list[HomeName]:
     """Where the bytes of each tensor are. If one tensor of a storage is kept, all of them are."""
@@ -76,28 +103,32 @@ def assign(policy: Rules, tensors: Sequence[SavedTensor], regions: Sequence[Regi
 def _assign(index: TensorIndex, rules: "TensorRules", recomputed: "Recomputing") -> list[HomeName]:
     homes: list[HomeName] = ["keep"] * len(index.tensors)
     makers, kept, regions = recomputed.makers, set(recomputed.kept_inputs), recomputed.regions
+    moved: list[tuple[int, int]] = []
     for at, tensor, elsewhere in index.allocated:
         found, name = rules[at]
-        if found is None and tensor.storage not in makers:
-            kept.add(tensor.storage)
+        storage = tensor.storage
+        if found is None and storage not in makers:
+            kept.add(storage)
             continue
         home: HomeName = "keep"
         if found is not None and not elsewhere and tensor.bytes >= found.least_bytes:
             home = found.home
-        is_input = name in regions and recomputed.holds(tensor.storage, name)
+        is_input = name in regions and storage in regions[name].inputs
         if home == "recompute" and not is_input and not tensor.once:
-            recomputed.discarded[tensor.storage] = name
+            recomputed.discarded[storage] = name
         if home == "recompute" and is_input:
-            home = recomputed.home_of_input(tensor, name)
-        elif home == "recompute" and recomputed.held_once(tensor.storage, name):
+            home = recomputed.home_of_input(storage, name)
+        elif home == "recompute" and index.held_once(storage, name):
             home = recomputed.home_around(name)
-        elif home == "keep" and tensor.storage in makers and not is_input:
+        elif home == "keep" and storage in makers and not is_input:
             home = "recompute"  # recomputed with the region whose output it is
         if home == "keep":
-            kept.add(tensor.storage)
-        homes[at] = home
-    for at, tensor, _ in index.allocated:
-        if tensor.storage in kept:
+            kept.add(storage)
+        else:
+            homes[at] = home
+            moved.append((at, storage))
+    for at, storage in moved:
+        if storage in kept:
             homes[at] = "keep"
     return homes
 
@@ -122,6 +153,9 @@ def assign_when_saved(policy: Rules, index: TensorIndex, recomputed: "Recomputin
         rule, name = rules[at]
         storage = tensor.storage
         if storage in kept:
+            continue
+        if rule is None and final[at] == "keep":
+            kept.add(storage)
             continue
         moves = False
         if rule is not None and rule.home == "recompute" and recomputed.holds(storage, name):
@@ -176,6 +210,7 @@ class Recomputing:
         self.profiled = regions
         """All regions of the profile."""
         self._policy, self._index = policy, index
+        self._around: dict[str, Rule | None] = {}
         self._replay_bytes: dict[str, int] = {}
         """What a replay brings back, with the replays that it needs for its inputs."""
         for region in regions:
@@ -185,23 +220,8 @@ class Recomputing:
         for region in self.regions.values():  # in the order of forward
             self._add(region)
 
-    def _brought_back(self, name: str) -> set[int]:
-        """What was saved in the region and is no input of it."""
-        return {
-            storage
-            for storage in self._index.inside.get(name, ())
-            if not self.holds(storage, name) and not self.held_once(storage, name)
-        }
-
     def _add(self, region: Region) -> None:
-        outputs = {
-            storage
-            for storage in region.outputs
-            if storage in self._index.floating
-            and storage not in region.inputs
-            and not self.held_once(storage, region.name)
-        }
-        size = sum(self._index.bytes[storage] for storage in self._brought_back(region.name) | outputs)
+        outputs, size = self._index.recomputed(region)
         for storage in region.inputs:
             maker = self.makers.get(storage)
             if maker is not None and self._chained(storage):
@@ -216,10 +236,6 @@ class Recomputing:
         """Whether the storage is an input of that region, if it is a recomputed one."""
         return name in self.regions and storage in self.regions[name].inputs
 
-    def held_once(self, storage: int, name: str) -> bool:
-        """Whether `ps.once` saved the storage inside that region."""
-        return name in self._index.once.get(storage, ())
-
     def held_around(self, tensor: SavedTensor) -> bool:
         """Whether a region around it holds the tensor's storage on the device, since before the tensor was saved.
 
@@ -230,9 +246,9 @@ class Recomputing:
             return False
         return any(self.holds(tensor.storage, name) for name in tensor.path)
 
-    def home_of_input(self, tensor: SavedTensor, name: str) -> HomeName:
-        """The home of a tensor that is an input of the recomputed region `name`: that of the region around it."""
-        if tensor.storage in self.makers and self._chained(tensor.storage):
+    def home_of_input(self, storage: int, name: str) -> HomeName:
+        """The home of a storage that is an input of the recomputed region `name`: that of the region around it."""
+        if storage in self.makers and self._chained(storage):
             return "recompute"
         return self.home_around(name)
 
@@ -243,7 +259,9 @@ class Recomputing:
 
     def rule_around(self, name: str) -> Rule | None:
         """The rule of the region around the region `name`."""
-        return rule_of(self._policy, self.regions[name].path[:-1])[0]
+        if name not in self._around:
+            self._around[name] = rule_of(self._policy, self.regions[name].path[:-1])[0]
+        return self._around[name]
 
     def _outer_home(self, region: Region) -> HomeName:
         rule = self.rule_around(region.name)

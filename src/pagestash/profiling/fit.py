@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from pagestash.policy import HomeName, Policy, Rule
 from pagestash.profiling.copies import plan_of, play
-from pagestash.profiling.groups import Move, moves_of
+from pagestash.profiling.groups import Move, Timeline, moves_of
 from pagestash.profiling.link import Link
 from pagestash.profiling.records import SavedTensor, Segment
 
@@ -52,11 +52,12 @@ def fit(
     """
     seconds = [segment.seconds for segment in segments]
     step = sum(seconds)
+    timeline = Timeline(segments)
     turn = sum(segment.seconds for segment in segments if segment.way == "forward")
 
     def played(fraction: float) -> tuple[list[Move], list[Move], float]:
         """The groups, those that leave, and how long compute waits."""
-        moves = moves_of(_Part(policy, fraction), tensors, homes, segments)
+        moves = moves_of(_Part(policy, fraction), tensors, homes, timeline)
         plan = plan_of(moves)
         going = [move for move in moves if move.key not in plan.stays]
         return moves, going, play(moves, plan, seconds, link).waited

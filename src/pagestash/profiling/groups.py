@@ -63,11 +63,30 @@ class Move:
     """Thin slices that it has beside its entries."""
 
 
+class Timeline:
+    """When the segments of a step end, and with which of them a region ends: the same for every policy."""
+
+    def __init__(self, segments: Sequence[Segment], seconds: Iterable[float] | None = None) -> None:
+        """`seconds` of each segment, if not those that it has."""
+        self.ends = list(
+            accumulate(segment.seconds for segment in segments) if seconds is None else accumulate(seconds)
+        )
+        self._segments = segments
+        self._last: dict[tuple[int, str], int] = {}
+
+    def last(self, start: int, name: str) -> int:
+        """The last segment of the region that was running in segment `start`."""
+        found = self._last.get((start, name))
+        if found is None:
+            found = self._last[start, name] = _last_segment(self._segments, start, name)
+        return found
+
+
 def moves_of(
     policy: Rules,
     tensors: Sequence[SavedTensor],
     homes: Sequence[HomeName],
-    segments: Sequence[Segment],
+    timeline: Timeline,
     positions: Mapping[str, Key] = MappingProxyType({}),
     replayed: Mapping[int, tuple[int, int]] = MappingProxyType({}),
 ) -> list[Move]:
@@ -79,45 +98,43 @@ def moves_of(
     """
     if "offload" not in homes:
         return []
-    ends = list(accumulate(segment.seconds for segment in segments))
     found = _Groups()
-    known: dict[tuple[tuple[str, ...], int, bool], _Group] = {}
+    names: dict[tuple[str, ...], str] = {}
     for tensor, home in zip(tensors, homes):
         if home == "offload":
-            which = tensor.path, tensor.saved_at, tensor.claimed
-            where = known.get(which)
-            if where is None:
+            path = tensor.path
+            if path not in names:
                 # (An input of a recomputed region moves with the region around.)
-                _, name = rule_of(policy, tensor.path, skip="recompute")
-                last = _last_segment(segments, tensor.saved_at, name)
-                where = known[which] = _Group(last, not tensor.claimed, name)
-            found.add(tensor, where)
+                _, names[path] = rule_of(policy, path, skip="recompute")
+            name = names[path]
+            found.add(tensor, _Group(timeline.last(tensor.saved_at, name), not tensor.claimed, name))
     rules = {where.name: rule for where in found.groups if (rule := policy.rule_for(where.name)) is not None}
     split = RowSplit(_expected_rows((rules[where.name], own) for where, own in found.groups.items()))
-    moves = []
+    ends, moves = timeline.ends, []
     for where, entries in sorted(found.groups.items(), key=lambda item: item[0][:2]):
         last, own, name = where
         rule, thin = rules[name], found.slices.get(where, [])
-        sliced = sum(tensor.bytes for tensor in thin)
+        sliced = sum([tensor.bytes for tensor in thin])
         shares = [split.share(rule, entry.shape) for entry in entries]
-        members = [*(entry.tensor for entry in entries), *thin]
-        asked = sorted(_first_request(tensor, replayed) for tensor in members)
-        storages = tuple(dict.fromkeys(entry.storage for entry in entries))
+        members = [*[entry.tensor for entry in entries], *thin]
+        asked = sorted([_first_request(tensor, replayed) for tensor in members])
+        storages = tuple(dict.fromkeys([entry.storage for entry in entries]))
+        kept = [entry for entry, share in zip(entries, shares) if not share]
+        kept_bytes = sum([entry.length for entry in kept])
         moves.append(
             Move(
                 key=(*positions.get(name, ()), name, 2 * last + own),
                 ready=ends[last],
                 needed=ends[asked[0][0] - 1],
                 bytes=sum(shares) + sliced,
-                device_bytes=sum(entry.length for entry, share in zip(entries, shares) if share) + sliced,
-                kept_bytes=sum(entry.length for entry, share in zip(entries, shares) if not share),
+                device_bytes=sum([entry.length for entry in entries]) - kept_bytes + sliced,
+                kept_bytes=kept_bytes,
                 window=rule.prefetch_bytes,
                 storages=storages,
-                leaving=frozenset(storages)
-                - {entry.storage for entry, share in zip(entries, shares) if not share},
+                leaving=frozenset(storages).difference([entry.storage for entry in kept]),
                 put_at=last + 1,
-                asked_at=tuple(at for at, _ in asked),
-                dropped_at=1 + max(tensor.freed_at for tensor in members),
+                asked_at=tuple([at for at, _ in asked]),
+                dropped_at=1 + max([tensor.freed_at for tensor in members]),
                 own=own,
                 request=asked[0][1],
                 slices=tuple(map(_slice, thin)),
@@ -156,8 +173,9 @@ class _Entry:
     @property
     def shape(self) -> EntryShape:
         """What the keeper's split sees; with rows where the measured step did not fill all of them."""
+        length = self.last - self.first
         rows = self.tensor.shape[0] if _has_spare_rows(self.tensor) else 0
-        return EntryShape(self.length, rows if rows and not self.length % rows else 0)
+        return EntryShape(length, rows if rows and not length % rows else 0)
 
 
 class _Groups:
@@ -214,7 +232,8 @@ def _has_spare_rows(tensor: SavedTensor) -> bool:
 def _first_request(tensor: SavedTensor, replayed: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
     """The segment that first asks for the tensor's storage, itself or for a replay, and the request's number."""
     own = tensor.needed_at, tensor.request
-    return min(own, replayed.get(tensor.storage, own))
+    other = replayed.get(tensor.storage)
+    return own if other is None else min(own, other)
 
 
 def _slice(tensor: SavedTensor) -> Slice:
@@ -227,7 +246,7 @@ def _expected_rows(groups: Iterable[tuple[Rule, Sequence[_Entry]]]) -> dict[tupl
     found: dict[tuple[str, int], list[int]] = {}
     for rule, entries in groups:
         for entry in entries:
-            if (shape := entry.shape).capacity:
+            if _has_spare_rows(entry.tensor) and (shape := entry.shape).capacity:
                 rows = entry.tensor.valid_bytes // shape.row_bytes
                 found.setdefault((rule.match, shape.capacity), []).append(rows)
     return mean_rows(found)

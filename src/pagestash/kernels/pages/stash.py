@@ -301,7 +301,6 @@ def _stash_kernel(
         tl.store(own + 1, tl.maximum(own_peak, own_now))
 
 
-
 def _launch(
     memory: PoolMemory,
     sources: Sequence[torch.Tensor],

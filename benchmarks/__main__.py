@@ -122,6 +122,7 @@ def table(
         (tables.HUGGING_FACE, tables.hugging_face(tables.RESULTS)),
         (tables.PLAN, tables.plans(tables.RESULTS)),
         (tables.EXPERT_PARALLEL, tables.expert_parallel_ranks(tables.RESULTS)),
+        (tables.OFFLOAD, tables.host_time(tables.RESULTS)),
     ):
         try:
             changed = tables.update(page, text, check=check)

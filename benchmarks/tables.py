@@ -10,7 +10,7 @@ from benchmarks.harness import RESULTS
 ROOT = Path(__file__).parent.parent
 PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
 HUGGING_FACE, PLAN = ROOT / "docs" / "huggingface.md", ROOT / "docs" / "plan.md"
-EXPERT_PARALLEL = ROOT / "docs" / "expert-parallel.md"
+EXPERT_PARALLEL, OFFLOAD = ROOT / "docs" / "expert-parallel.md", ROOT / "docs" / "offload.md"
 GIB = 1 << 30
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 SIGNS = {"at most": "≤", "at least": "≥"}
@@ -128,6 +128,26 @@ def plans(results: Path = RESULTS) -> str:
     for case in dict.fromkeys(row["case"] for row in body["rows"]):
         lines.append(f"| **{_cell(case)}** | | | | | |")
         lines += [_plan_line(row) for row in body["rows"] if row["case"] == case]
+    return "\n".join([*lines, "", f"{_machine(body['environment'], 'torch')}."])
+
+
+def host_time(results: Path = RESULTS) -> str:
+    """A line for each way of `benchmarks.hooks`, and one for each whole step."""
+    path = results / "hooks.json"
+    if not path.exists():
+        return NONE_YET
+    body = json.loads(path.read_text())
+    columns = ("pack", "unpack", "enter", "leave")
+    lines = [
+        "| µs | save a tensor | ask for it | open a region | close it |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in body["rows"]:
+        if "way" in row:
+            cells = [f"{max(row[name], 0.0):.1f}" for name in columns]
+            lines.append(f"| {_cell(row['way'])} | {' | '.join(cells)} |")
+    lines += ["", "| whole steps | over the step without a keeper |", "| --- | --- |"]
+    lines += [f"| {_cell(row['step'])} | {row['ratio']:.3f} |" for row in body["rows"] if "step" in row]
     return "\n".join([*lines, "", f"{_machine(body['environment'], 'torch')}."])
 
 

@@ -59,7 +59,7 @@ class Training:
 
 
 # Such tokens, rates and seeds that half a percent is told from the spread of training itself.
-TINY = Training("tiny", "tiny", None, 32, 256, 200, 8, 7, TrainConfig(lr=1e-3, min_lr=1e-4))
+TINY = Training("tiny", "tiny", None, 32, 256, 200, 6, 5, TrainConfig(lr=1e-3, min_lr=1e-4))
 QWEN3 = Training(
     name="4 layers of qwen3-30b-a3b",
     preset="qwen3-30b-a3b",
@@ -67,7 +67,7 @@ QWEN3 = Training(
     batch=4,
     sequence=1024,
     steps=120,
-    seeds=6,
+    seeds=5,
     at_once=2,  # 50 GiB each
     config=TrainConfig(lr=1e-4, min_lr=1e-5, warmup=20),
 )

@@ -1,6 +1,6 @@
 """Device bytes of each home over the segments of a step."""
 
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from pagestash.policy import HOMES, HomeName
 
@@ -21,4 +21,4 @@ class HomeBytes:
 
     def levels(self) -> dict[HomeName, list[int]]:
         """Bytes in each segment."""
-        return {home: list(accumulate(own[: self._count])) for home, own in self.changes.items()}
+        return {home: list(islice(accumulate(own), self._count)) for home, own in self.changes.items()}

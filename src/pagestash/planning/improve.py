@@ -146,9 +146,7 @@ class Search:
         for number, (group, blocks) in enumerate(zip(self.groups, self.blocks)):
             for block in blocks:
                 for step in group.steps:
-                    yield self._change(
-                        number, block, step, current, [toggled(current[at], step) for at in block]
-                    )
+                    yield self._change(number, block, step, current, _toggled(current, block, step))
             if len(blocks) > 1:
                 yield from self._whole_group(number, range(blocks[0].start, blocks[-1].stop), current)
             for one, other in pairwise(blocks):
@@ -159,13 +157,14 @@ class Search:
 
     def _whole_group(self, number: int, units: range, current: Assignment) -> Iterator[_Change]:
         """All units of a group take some homes, or all lose them: a part of them alone may bring nothing."""
+        old = current[units.start : units.stop]
         for step in self.groups[number].steps:
-            has = [set(step) <= set(current[at]) for at in units]
+            wanted = set(step)
+            having_it = {choice for choice in set(old) if wanted <= set(choice)}
+            has = [choice in having_it for choice in old]
+            new = _toggled(current, units, step)
             for having in sorted(set(has)):
-                choices = [
-                    toggled(current[at], step) if own is having else current[at]
-                    for at, own in zip(units, has)
-                ]
+                choices = [after if own is having else before for before, after, own in zip(old, new, has)]
                 yield self._change(number, units, (step, "everywhere", having), current, choices)
 
     def _change(
@@ -178,7 +177,7 @@ class Search:
         after: Choice | None = None
         more_bytes, more_seconds = 0, 0.0
         for at, choice in zip(block, choices):
-            if current[at] is not before or choice is not after:  # neighbours mostly change alike
+            if current[at] != before or choice != after:  # neighbours mostly change alike
                 before, after = current[at], choice
                 old, new = cost(before), cost(after)
                 more_bytes = new.kept_bytes - old.kept_bytes
@@ -188,6 +187,15 @@ class Search:
             seconds += more_seconds
         is_longer = len(choices[0]) > len(current[block[0]])
         return _Change((number, what, is_longer), block, choices, size, seconds)
+
+
+def _toggled(current: Assignment, units: range, step: Choice) -> list[Choice]:
+    """The choices of these units, each `toggled`; neighbours mostly have the same one."""
+    found: list[Choice] = []
+    for at in units:
+        alike = found and current[at] == current[at - 1]
+        found.append(found[-1] if alike else toggled(current[at], step))
+    return found
 
 
 def _firsts(groups: Sequence[Group]) -> Iterator[int]:

@@ -9,7 +9,7 @@ choices.
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
@@ -40,7 +40,7 @@ Choice = tuple[tuple[str, HomeName, float], ...]
 """Regions by their names within the unit ("" is the unit itself), homes, and fractions that leave; others keep."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Unit:
     """One layer, or a region outside all layers."""
 
@@ -51,7 +51,7 @@ class Unit:
         """The region's name within the unit."""
         return region.name.removeprefix(self.name).removeprefix(".")
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         return sum(region.forward_seconds for region in self.regions)
 

@@ -1,6 +1,7 @@
 """`plan`: measure a step, and choose the fastest policy that is predicted to fit a budget."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -201,6 +202,12 @@ def plan_step(
     step: MeasuredStep, *, budget: str | float, host: str | int = "auto", measure: Measure | None = None
 ) -> Plan:
     """The plan for a step, or for a pipeline rank's (`RankStep`); `measure` checks it."""
+    # Candidates are many small objects without cycles. All but one are gone when the collector runs again.
+    with collector_paused() if measure is None else nullcontext():
+        return _plan_step(step, budget, host, measure)
+
+
+def _plan_step(step: MeasuredStep, budget: str | float, host: str | int, measure: Measure | None) -> Plan:
     profile = step.profile
     predictor = predictor_of(step)
     unplanned = predictor.predict(RuleTable({}, PoolConfig()))
@@ -232,11 +239,10 @@ def find_candidates(
     step: MeasuredStep, host_bytes: int, predictor: Predictor | None = None
 ) -> tuple[list[Candidate], bool]:
     """Candidates, the fastest first, and whether they were solved for. They do not depend on a budget."""
-    with collector_paused():  # predictions are many small objects, without cycles
-        if isinstance(step, RankStep):
-            return rank_candidates(step, host_bytes)
-        problem = Problem(step, host_bytes, predictor=predictor)
-        return candidates(problem), problem.exact
+    if isinstance(step, RankStep):
+        return rank_candidates(step, host_bytes)
+    problem = Problem(step, host_bytes, predictor=predictor)
+    return candidates(problem), problem.exact
 
 
 def choose(

@@ -64,7 +64,9 @@ class Offloaded:
         step, moves = self._step, self._moves
         if not step.reads_allocator or not moves:
             return {}
-        changes = list(map(sum, zip(*(held.changes[home] for home in ("keep", "stash", "recompute")))))
+        changes = list(map(add, held.changes["keep"], held.changes["recompute"]))
+        if any(held.changes["stash"]):
+            changes = list(map(add, changes, held.changes["stash"]))
         for group in self.groups:
             spans = [(saved_at, group.move.put_at - 1, size) for saved_at, size in group.saved]
             lives = self._lives(group.move, self._holders, group.move.storages)

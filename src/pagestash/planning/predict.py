@@ -188,12 +188,14 @@ class _Playing:
 
     def _keep(self, held: HomeBytes) -> dict[HomeName, int]:
         """Count what stays; returns the saved bytes of each home."""
-        found, lives = dict.fromkeys(HOMES, 0), self.step.lives
+        found, lives, changes = dict.fromkeys(HOMES, 0), self.step.lives, held.changes["keep"]
         for storage, home in self.homes.items():
             life = lives[storage]
-            found[home] += life.bytes
+            size = life.bytes
+            found[home] += size
             if home == "keep":
-                held.add("keep", life.saved_at, life.freed_at, life.bytes)
+                changes[life.saved_at] += size
+                changes[life.freed_at + 1] -= size
         for storage, size, first, last in self._unsaved_inputs():
             if storage not in self.homes:
                 held.add("keep", first, last, size)

@@ -1,6 +1,6 @@
 """What a prediction takes and gives: rules by region; a step's time and memory; the sums of a part of a step."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,12 +69,10 @@ class RuleTable:
 
     def __init__(self, rules: dict[str, Rule], pool: PoolConfig) -> None:
         self.rules, self.pool = rules, pool
+        self.rule_for: Callable[[str], Rule | None] = rules.get
 
     @classmethod
     def of(cls, policy: Policy, regions: Iterable[Region]) -> "RuleTable":
         policy.refuse_bits("a prediction")
         found = ((region.name, policy.rule_for(region.name)) for region in regions if region.name)
         return cls({name: rule for name, rule in found if rule is not None}, policy.pool)
-
-    def rule_for(self, name: str) -> Rule | None:
-        return self.rules.get(name)

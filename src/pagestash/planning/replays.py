@@ -80,10 +80,13 @@ class Replays:
 
     def find(self) -> list[Replay]:
         """All of them."""
+        makers, discarded, homes = self._recomputing.makers, self._recomputing.discarded, self._homes
+        owners: dict[int, tuple[str, int]] = {}
         owned: dict[tuple[str, int], list[int]] = {}
-        for storage, home in self._homes.items():
-            if home == "recompute" or storage in self._recomputing.discarded:
-                owned.setdefault(self._owner(storage), []).append(storage)
+        for storage, home in homes.items():
+            if home == "recompute" or storage in discarded:
+                owners[storage] = owner = self._owner(storage)
+                owned.setdefault(owner, []).append(storage)
         found: dict[tuple[str, int], Replay] = {}
         for (name, call), storages in owned.items():
             key = name, call, tuple(storages)
@@ -91,15 +94,13 @@ class Replays:
                 self._known[key] = self._replay(*key)
             found[name, call] = self._known[key]
         # A replay needs its inputs: those that are themselves recomputed come back with it.
-        makers, homes = self._recomputing.makers, self._homes
         for own in sorted(found, key=lambda owner: found[owner].begun, reverse=True):
             when = found[own].first, found[own].request
             for storage in found[own].region.inputs:
                 if storage in makers and homes.get(storage) == "recompute":
-                    owner = self._owner(storage)
-                    chained = found.get(owner)
-                    if chained is not None and when < (chained.first, chained.request):
-                        found[owner] = chained._replace(first=when[0], request=when[1])
+                    chained = found[owners[storage]]
+                    if when < (chained.first, chained.request):
+                        found[owners[storage]] = chained._replace(first=when[0], request=when[1])
         if not self._step.halves:
             return list(found.values())
         return [half for replay in found.values() for half in self._halves(replay)]
@@ -169,12 +170,14 @@ class Replays:
 
     def come_back(self, replay: Replay, held: HomeBytes) -> Spike:
         """Count what the replay brings back; the memory that it takes meanwhile."""
-        first = replay.first
+        first, changes = replay.first, held.changes["recompute"]
         for storage, life in zip(replay.storages, replay.lives):
             # Else its home has it meanwhile, and a replay makes another.
             if self._homes[storage] == "recompute":
-                held.add("recompute", life.saved_at, life.last_saved_at, life.bytes)
-            held.add("recompute", first, max(first, replay.ends[storage]), life.bytes)
+                changes[life.saved_at] += life.bytes
+                changes[life.last_saved_at + 1] -= life.bytes
+            changes[max(first, replay.ends[storage]) + 1] -= life.bytes
+        changes[first] += replay.back_bytes
         held.add("recompute", first, first, self._step.permuted.get(replay.region.name, 0))
         return Spike(first, self._beside(first, replay.lives), replay.most_bytes, replay.back_bytes)
 

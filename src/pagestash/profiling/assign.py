@@ -102,7 +102,7 @@ def assign(policy: Rules, tensors: Sequence[SavedTensor], regions: Sequence[Regi
 
 def _assign(index: TensorIndex, rules: "TensorRules", recomputed: "Recomputing") -> list[HomeName]:
     homes: list[HomeName] = ["keep"] * len(index.tensors)
-    makers, kept, regions = recomputed.makers, set(recomputed.kept_inputs), recomputed.regions
+    makers, kept = recomputed.makers, set(recomputed.kept_inputs)
     moved: list[tuple[int, int]] = []
     for at, tensor, elsewhere in index.allocated:
         found, name = rules[at]
@@ -113,14 +113,15 @@ def _assign(index: TensorIndex, rules: "TensorRules", recomputed: "Recomputing")
         home: HomeName = "keep"
         if found is not None and not elsewhere and tensor.bytes >= found.least_bytes:
             home = found.home
-        is_input = name in regions and storage in regions[name].inputs
-        if home == "recompute" and not is_input and not tensor.once:
-            recomputed.discarded[storage] = name
-        if home == "recompute" and is_input:
-            home = recomputed.home_of_input(storage, name)
-        elif home == "recompute" and index.held_once(storage, name):
-            home = recomputed.home_around(name)
-        elif home == "keep" and storage in makers and not is_input:
+        if home == "recompute":
+            if recomputed.holds(storage, name):
+                home = recomputed.home_of_input(storage, name)
+            else:
+                if not tensor.once:
+                    recomputed.discarded[storage] = name
+                if index.held_once(storage, name):
+                    home = recomputed.home_around(name)
+        elif home == "keep" and storage in makers and not recomputed.holds(storage, name):
             home = "recompute"  # recomputed with the region whose output it is
         if home == "keep":
             kept.add(storage)
@@ -154,20 +155,19 @@ def assign_when_saved(policy: Rules, index: TensorIndex, recomputed: "Recomputin
         storage = tensor.storage
         if storage in kept:
             continue
-        if rule is None and final[at] == "keep":
-            kept.add(storage)
+        if final[at] == "recompute":
+            homes[at] = "recompute"
             continue
-        moves = False
         if rule is not None and rule.home == "recompute" and recomputed.holds(storage, name):
             rule = recomputed.rule_around(name)
-        if rule is not None:
-            moves = rule.home in ("stash", "offload") and tensor.bytes >= rule.least_bytes
-        if final[at] == "recompute" or (moves and storage in made):
-            homes[at] = "recompute"
-        elif moves and rule is not None and not recomputed.held_around(tensor):
-            homes[at] = rule.home
-        else:
+        if rule is None or rule.home not in ("stash", "offload") or tensor.bytes < rule.least_bytes:
             kept.add(storage)
+        elif storage in made:
+            homes[at] = "recompute"
+        elif recomputed.held_around(tensor):
+            kept.add(storage)
+        else:
+            homes[at] = rule.home
     return _with_heads(homes, index.tensors, recomputed, rules)
 
 

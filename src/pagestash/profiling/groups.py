@@ -30,8 +30,7 @@ class Slice(NamedTuple):
     needed_at: int
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """One group: when its region ends, when backward first needs it, and when backward is done with it."""
 
     key: Key

@@ -37,10 +37,11 @@ class Offloaded:
             part.storage: move for move in moves for part in move.slices if part.storage not in self._holders
         }
         """By storage of which only slices are saved: the last group that has one."""
-        self.groups = [self._group(move) for move in moves]
+        self._whole = [self._lives(move, self._holders, move.storages) for move in moves]
+        """Of each group: the storages that are counted with it."""
+        self.groups = [self._group(move, lives) for move, lives in zip(moves, self._whole)]
 
-    def _group(self, move: Move) -> OffloadedGroup:
-        lives = self._lives(move, self._holders, move.storages)
+    def _group(self, move: Move, lives: Mapping[int, Life]) -> OffloadedGroup:
         sliced = self._lives(move, self._sliced, dict.fromkeys(part.storage for part in move.slices))
         slices = [(part.saved_at, part.bytes) for part in move.slices]
         kept = sum(life.bytes for storage, life in lives.items() if storage not in move.leaving)
@@ -67,9 +68,8 @@ class Offloaded:
         changes = list(map(add, held.changes["keep"], held.changes["recompute"]))
         if any(held.changes["stash"]):
             changes = list(map(add, changes, held.changes["stash"]))
-        for group in self.groups:
+        for group, lives in zip(self.groups, self._whole):
             spans = [(saved_at, group.move.put_at - 1, size) for saved_at, size in group.saved]
-            lives = self._lives(group.move, self._holders, group.move.storages)
             spans += [(life.needed_at, life.freed_at, life.bytes) for life in lives.values()]
             for first, last, size in spans:
                 changes[first] += size

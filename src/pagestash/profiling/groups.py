@@ -114,7 +114,11 @@ def moves_of(
         last, own, name = where
         rule, thin = rules[name], found.slices.get(where, [])
         sliced = sum([tensor.bytes for tensor in thin])
-        shares = [split.share(rule, entry.shape) for entry in entries]
+        whole = rule.fraction == 1.0  # then an entry without spare rows leaves, and nothing is owed
+        shares = [
+            entry.length if whole and not _has_spare_rows(entry.tensor) else split.share(rule, entry.shape)
+            for entry in entries
+        ]
         members = [*[entry.tensor for entry in entries], *thin]
         asked = sorted([_first_request(tensor, replayed) for tensor in members])
         storages = tuple(dict.fromkeys([entry.storage for entry in entries]))

@@ -200,6 +200,34 @@ def test_an_input_of_a_recomputed_region_moves_with_the_region_around_it(name):
     check_exact(*REPLAYED[name])
 
 
+ONE_KEEPS = [offload("layers.{0,2-5}.attn"), offload("layers.0.attn.core_attn")]
+UNLIKE_LAYERS = {
+    "one keeps what others move": ONE_KEEPS,
+    "the same, norms recomputed": [*ONE_KEEPS, *NORMS],
+    "one offloads what others hold for a replay": [
+        offload("layers.0.attn"),
+        offload("layers.0.attn.core_attn"),
+        ps.Rule("layers.{1-4}.attn", "recompute"),
+        offload("layers.*.moe.moe_act"),
+    ],
+    "whole layers, dense and of experts": [offload("layers.*")],
+    "one projection in groups of two regions, one of which has a replay's input": [
+        ps.Rule("layers.*.attn", "offload", min_bytes=16384),
+        ps.Rule("layers.*.attn.q_norm", "offload", min_bytes=16384),
+        ps.Rule(CORE, "recompute"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE_LAYERS)
+def test_a_storage_that_several_regions_save_is_asked_for_in_the_groups_that_have_it(name):
+    """All layers save the tables of their rotations, for one. A group's first request decides whether it stays."""
+    model, given, profile = deeper_decoder()
+    policy = ps.Policy(UNLIKE_LAYERS[name])
+    peak, _ = step_under(model, policy, lambda: sum(model(*given)).backward())
+    assert abs(predict(profile, policy).peak_bytes - peak) < 256
+
+
 def check_exact(config, rules):
     model = Decoder(config)
     model.initialise(0)

@@ -184,8 +184,14 @@ class WholeModel:
         for tensor in (tensor for layer in layers for tensor in layer.tensors):
             first = tensor.kind in ALLOCATED and tensor.storage not in counted
             counted.add(tensor.storage)
-            needed = min(bisect_left(backward, tensor.needed_at), len(backward) - 1)
-            freed = max(needed, bisect_right(backward, tensor.freed_at) - 1)
+            needed, asked = (
+                min(bisect_left(backward, at), len(backward) - 1)
+                for at in (tensor.needed_at, tensor.first_request[0])
+            )
+            freed, done = (
+                max(begun, bisect_right(backward, at) - 1)
+                for begun, at in ((needed, tensor.freed_at), (asked, tensor.last_use))
+            )
             beside = tensor.beside_bytes
             found.append(
                 replace(
@@ -194,6 +200,8 @@ class WholeModel:
                     saved_at=bisect_left(forward, tensor.saved_at),
                     needed_at=len(forward) + needed,
                     freed_at=len(forward) + freed,
+                    asked=(len(forward) + asked, tensor.first_request[1]),
+                    done_at=len(forward) + done,
                     beside_bytes=None if beside is None else max(0, beside - gone),
                     # The stage has its input in a buffer, which no home frees.
                     held_by=(*tensor.held_by, USER) if tensor.storage in got else tensor.held_by,

@@ -127,13 +127,18 @@ class Replays:
             host_seconds=share * sum(step.lanes.host[at] for at in forward),
         )
 
-    def inputs(self, replays: Sequence[Replay]) -> dict[int, tuple[int, int]]:
-        """By storage that is an input of a replayed region: when the first replay asks for it."""
-        found: dict[int, tuple[int, int]] = {}
+    def inputs(self, replays: Sequence[Replay]) -> dict[int, dict[str, tuple[int, int]]]:
+        """By storage that moves as an input of a replayed region, and the region around that, with which it moves:
+        when the first replay asks for it."""
+        found: dict[int, dict[str, tuple[int, int]]] = {}
         for replay in replays:
-            when = replay.first, replay.request
+            name = replay.region.name
+            if self._recomputing.home_around(name) == "keep":
+                continue  # it holds its inputs on the device, also those that another region moves
+            around, when = self._recomputing.region_around(name), (replay.first, replay.request)
             for storage in replay.region.inputs:
-                found[storage] = min(when, found.get(storage, when))
+                asked = found.setdefault(storage, {})
+                asked[around] = min(when, asked.get(around, when))
         return found
 
     def _halves(self, replay: Replay) -> list[Replay]:

@@ -197,6 +197,8 @@ class Unrolled:
                 needed_at=needed + tensor.needed_at - step.turn,
                 freed_at=freed + tensor.freed_at - step.turn,
                 beside_bytes=beside,
+                asked=(needed + tensor.first_request[0] - step.turn, tensor.first_request[1]),
+                done_at=freed + tensor.last_use - step.turn,
             )
 
     def _regions(self) -> Iterator[Region]:

@@ -263,6 +263,10 @@ class Recomputing:
             self._around[name] = rule_of(self._policy, self.regions[name].path[:-1])[0]
         return self._around[name]
 
+    def region_around(self, name: str) -> str:
+        """The region around the region `name` whose rule moves what is held for a replay."""
+        return rule_of(self._policy, self.regions[name].path[:-1], skip="recompute")[1]
+
     def _outer_home(self, region: Region) -> HomeName:
         rule = self.rule_around(region.name)
         return "keep" if rule is None else rule.home

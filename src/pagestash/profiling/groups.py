@@ -5,7 +5,7 @@ A group has entries, each a range of bytes of one storage. Which entry a tensor 
 profile of an earlier version does not know which part of a storage a tensor has; there it has all.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -87,13 +87,14 @@ def moves_of(
     homes: Sequence[HomeName],
     timeline: Timeline,
     positions: Mapping[str, Key] = MappingProxyType({}),
-    replayed: Mapping[int, tuple[int, int]] = MappingProxyType({}),
+    replayed: Mapping[int, Mapping[str, tuple[int, int]]] = MappingProxyType({}),
 ) -> list[Move]:
     """The groups that leave. When a region ends, what a fused operation claims in it leaves together, and then what
     else it saved; each returns together.
 
-    Under a schedule, `positions` has the stage and the microbatch of each region. `replayed` has, by storage, the
-    segment in which a replay asks for it, and the number of the request.
+    Under a schedule, `positions` has the stage and the microbatch of each region. `replayed` has, by storage and by
+    the region with which an input of a replay moves, the segment in which a replay asks for it, and the number of
+    the request. (Where that region has no entry of the storage, the input is in that of another.)
     """
     if "offload" not in homes:
         return []
@@ -106,10 +107,13 @@ def moves_of(
                 # (An input of a recomputed region moves with the region around.)
                 _, names[path] = rule_of(policy, path, skip="recompute")
             name = names[path]
-            found.add(tensor, _Group(timeline.last(tensor.saved_at, name), not tensor.claimed, name))
+            # (For a module without a rule only valid rows are claimed.)
+            own = not tensor.claimed or not (tensor.has_rows or name == path[-1])
+            found.add(tensor, _Group(timeline.last(tensor.saved_at, name), own, name))
     rules = {where.name: rule for where in found.groups if (rule := policy.rule_for(where.name)) is not None}
     split = RowSplit(_expected_rows((rules[where.name], own) for where, own in found.groups.items()))
     ends, moves = timeline.ends, []
+    holders = {(entry.storage, where.name) for where, own in found.groups.items() for entry in own}
     for where, entries in sorted(found.groups.items(), key=lambda item: item[0][:2]):
         last, own, name = where
         rule, thin = rules[name], found.slices.get(where, [])
@@ -119,8 +123,8 @@ def moves_of(
             entry.length if whole and not _has_spare_rows(entry.tensor) else split.share(rule, entry.shape)
             for entry in entries
         ]
-        members = [*[entry.tensor for entry in entries], *thin]
-        asked = sorted([_first_request(tensor, replayed) for tensor in members])
+        members = [*[entry.tensors for entry in entries], *[[tensor] for tensor in thin]]
+        asked = sorted([_first_request(tensors, name, replayed, holders) for tensors in members])
         storages = tuple(dict.fromkeys([entry.storage for entry in entries]))
         kept = [entry for entry, share in zip(entries, shares) if not share]
         kept_bytes = sum([entry.length for entry in kept])
@@ -137,7 +141,7 @@ def moves_of(
                 leaving=frozenset(storages).difference([entry.storage for entry in kept]),
                 put_at=last + 1,
                 asked_at=tuple([at for at, _ in asked]),
-                dropped_at=1 + max([tensor.freed_at for tensor in members]),
+                dropped_at=1 + max([tensor.last_use for tensors in members for tensor in tensors]),
                 own=own,
                 request=asked[0][1],
                 slices=tuple(map(_slice, thin)),
@@ -158,12 +162,20 @@ class _Group(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """Bytes `first` to `last` of the storage of `tensor`, the first tensor that has some of them."""
+    """Bytes `first` to `last` of a storage, and the tensors that have some of them and were saved into it.
 
-    tensor: SavedTensor
+    (Others that have them may be kept: what a region without a rule has saved is kept for those after it, too.)
+    """
+
+    tensors: list[SavedTensor]
     first: int
     last: int
     covered: int
+
+    @property
+    def tensor(self) -> SavedTensor:
+        """The first of them."""
+        return self.tensors[0]
 
     @property
     def storage(self) -> int:
@@ -206,12 +218,14 @@ class _Groups:
         first -= first % 16
         for group, entry in known:
             if entry.first <= first and last <= entry.last:
+                entry.tensors.append(tensor)
                 return
             low, high = min(entry.first, first), max(entry.last, last)
             if group == where and high - low <= entry.covered + last - first:
                 entry.first, entry.last, entry.covered = low, high, entry.covered + last - first
+                entry.tensors.append(tensor)
                 return
-        entry = _Entry(tensor, first, last, last - first)
+        entry = _Entry([tensor], first, last, last - first)
         known.append((where, entry))
         self.groups.setdefault(where, []).append(entry)
 
@@ -222,7 +236,7 @@ class _Groups:
         low, high = min(first for first, _ in sizes), max(last for _, last in sizes)
         if len(sizes) > 1 and high - low <= SPARSE * sum(sizes.values()):
             self.slices[where] = [each for each in self.slices[where] if each.storage != storage]
-            entry = _Entry(found[0], low - low % 16, high, high - low)
+            entry = _Entry(found, low - low % 16, high, high - low)
             self._known[storage].append((where, entry))
             self.groups[where].append(entry)
 
@@ -232,16 +246,23 @@ def _has_spare_rows(tensor: SavedTensor) -> bool:
     return tensor.valid_bytes < tensor.bytes and bool(tensor.shape)
 
 
-def _first_request(tensor: SavedTensor, replayed: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
-    """The segment that first asks for the tensor's storage, itself or for a replay, and the request's number."""
-    own = tensor.needed_at, tensor.request
-    other = replayed.get(tensor.storage)
-    return own if other is None else min(own, other)
+def _first_request(
+    tensors: Sequence[SavedTensor],
+    name: str,
+    replayed: Mapping[int, Mapping[str, tuple[int, int]]],
+    holders: Container[tuple[int, str]],
+) -> tuple[int, int]:
+    """The segment that first asks for one of an entry's tensors, or for a replay, and the request's number."""
+    storage, first = tensors[0].storage, min([tensor.first_request for tensor in tensors])
+    for around, when in replayed.get(storage, {}).items():
+        if around == name or (storage, around) not in holders:
+            first = min(first, when)
+    return first
 
 
 def _slice(tensor: SavedTensor) -> Slice:
     first, last = tensor.span or (0, tensor.storage_bytes)
-    return Slice(tensor.storage, tensor.bytes, last - first, tensor.saved_at, tensor.needed_at)
+    return Slice(tensor.storage, tensor.bytes, last - first, tensor.saved_at, tensor.first_request[0])
 
 
 def _expected_rows(groups: Iterable[tuple[Rule, Sequence[_Entry]]]) -> dict[tuple[str, int], float]:

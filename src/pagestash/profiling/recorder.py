@@ -84,7 +84,10 @@ class _Saved:
     span: tuple[int, int]
     once: bool
     claimed: bool
+    has_rows: bool
     held: bool = True
+    asked: tuple[int, int] | None = None
+    done_at: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +102,7 @@ class _Handle:
     def __del__(self) -> None:
         storage = self.saved.storage
         self.saved.held = False
+        self.saved.done_at = self.timeline.now
         storage.handles -= 1
         if not storage.handles:
             storage.freed_at = self.timeline.now
@@ -212,6 +216,7 @@ class TensorRecorder:
             span=span,
             once=self.tracker.inside_once,
             claimed=claimed is not None,
+            has_rows=claimed is not None and claimed.exact,
         )
         rows = self._rows(local, frame, claimed)
         if rows is not None:
@@ -245,10 +250,12 @@ class TensorRecorder:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Handle):
             return packed
-        storage = packed.saved.storage
-        if storage.needed_at is None:
+        saved, storage = packed.saved, packed.saved.storage
+        if saved.asked is None:
             self._requests += 1
-            storage.needed_at, storage.request = self._timeline.now, self._requests
+            saved.asked = self._timeline.now, self._requests
+        if storage.needed_at is None:
+            storage.needed_at, storage.request = saved.asked
             if self._meter is not None:
                 storage.beside_bytes = max(0, self._meter.now() - self._alive.bytes)
         return packed.tensor
@@ -315,8 +322,11 @@ class TensorRecorder:
                     beside_bytes=storage.beside_bytes,
                     once=saved.once,
                     claimed=saved.claimed,
+                    has_rows=saved.has_rows,
                     request=storage.request,
                     span=saved.span,
+                    asked=(last, self._requests + 1) if saved.asked is None else saved.asked,
+                    done_at=last if saved.done_at is None else saved.done_at,
                 )
             )
         return found

@@ -58,16 +58,35 @@ class SavedTensor:
     once: bool = False
     """Whether `ps.once` saved it: no replay of a region around brings it back."""
     claimed: bool = False
-    """Whether a fused operation claims it: it then moves apart from what else its region saves, and before that."""
+    """Whether a fused operation claims it: under a rule of the module that it is claimed for, it moves apart from
+    what else its region saves, and before that."""
     request: int = 0
     """The number of the first request for the storage, of all in backward; 0 in a file of an earlier version."""
     span: tuple[int, int] | None = None
     """The first byte of the storage that it has, and the end; None in a file of an earlier version: it has all."""
+    asked: tuple[int, int] | None = None
+    """When backward first asked for this tensor, whoever else saved its storage: the segment (the last, if nobody
+    did), and the number of the request. None in a file of an earlier version."""
+    done_at: int | None = None
+    """The segment of backward in which this tensor was let go of; None in a file of an earlier version."""
+    has_rows: bool = True
+    """Of a claimed tensor: whether the claim says how many of its rows are valid. It then moves apart under any
+    rule, and so it does in a file of an earlier version, which does not say."""
 
     @property
     def elsewhere(self) -> bool:
         """Whether anything but saved tensors holds the storage, so that no home could free it."""
         return _is_elsewhere(self.held_by)
+
+    @property
+    def first_request(self) -> tuple[int, int]:
+        """When backward first asked for it: the segment, and the number of the request."""
+        return (self.needed_at, self.request) if self.asked is None else self.asked
+
+    @property
+    def last_use(self) -> int:
+        """The segment of backward in which it was let go of."""
+        return self.freed_at if self.done_at is None else self.done_at
 
     @property
     def is_thin(self) -> bool:

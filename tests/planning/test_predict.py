@@ -216,6 +216,10 @@ UNLIKE_LAYERS = {
         ps.Rule("layers.*.attn.q_norm", "offload", min_bytes=16384),
         ps.Rule(CORE, "recompute"),
     ],
+    "slices of a projection that move as one range, without its first": [
+        ps.Rule("layers.*.attn", "offload", min_bytes=16384),
+        ps.Rule("layers.*.attn.q_norm", "offload", min_bytes=16384),
+    ],
 }
 
 

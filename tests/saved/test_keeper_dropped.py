@@ -1,5 +1,6 @@
 """A keeper that was detached and dropped is gone at once, with its pool and its host memory."""
 
+import gc
 from weakref import ref
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 from offloaded import moving
 from stack import Stack, batch, policy, run
 from support import same
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
 
 import pagestash as ps
+from pagestash.saved.offload.moving import Moving
 from pagestash.saved.packed import unpack
 
 pytestmark = pytest.mark.usefixtures("no_collector")
@@ -104,6 +107,48 @@ def test_a_keeper_that_is_attached_again_has_all_pages_and_host_memory_free():
         assert keeper.pool is not None
         assert keeper.pool.live_tickets == 0
         assert slabs.used == 0
+
+
+class InACycle(nn.Module):
+    """What it saves of `sin` waits for the collector."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        cycle = [torch.sin(x * 2)]
+        cycle.append(cycle)
+        del cycle
+        return x + self.linear(x).square() + self.linear(x).sin()
+
+
+def test_an_entry_that_is_collected_while_its_group_is_put_leaves_the_others_their_home(monkeypatch):
+    model = nn.Sequential(*(InACycle() for _ in range(3)))
+    x = torch.randn(32, 64, requires_grad=True)
+    keeper = ps.Keeper(ps.Policy([ps.Rule("*", "offload", min_bytes=256, fraction=0.9)]), backend="torch")
+    keeper.attach(model)
+
+    def gradient():
+        x.grad = None
+        with keeper.step():
+            model(x).sum().backward()
+        gc.collect()
+        keeper.size_pool()  # the measured step is over when all of its graph is gone
+        return x.grad.clone()
+
+    plain = gradient()
+    assert torch.equal(gradient(), plain)
+    admit, admitted = Moving._admit, []
+
+    def collected(self, *args):  # the collector runs when it likes: here between two entries of a group
+        admit(self, *args)
+        admitted.append(gc.collect())
+
+    monkeypatch.setattr(Moving, "_admit", collected)
+    assert torch.equal(gradient(), plain)
+    assert sum(admitted) > 0
+    keeper.detach()
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -24,7 +24,12 @@ def plan_of(moves: Sequence[Move], at_once: Container[Key] = ()) -> OffloadPlan:
     """The keeper's plan. Groups at a position in `at_once`, whose backward follows its forward, stay."""
     groups = {move.key: GroupBytes(move.bytes, move.device_bytes, move.window) for move in moves}
     found: list[tuple[int, int, Event]] = [(move.put_at, 0, ("put", move.key)) for move in moves]
-    found += [(move.asked_at[0], 1, ("get", move.key)) for move in as_asked(moves)]
+    # (What nobody asks for is let go before the last segment, in which a profile says that it is asked for.)
+    found += [
+        (move.asked_at[0], 1, ("get", move.key))
+        for move in as_asked(moves)
+        if move.asked_at[0] < move.dropped_at
+    ]
     found.sort(key=lambda item: item[:2])
     return make_plan([event for _, _, event in found], groups, at_once)
 
@@ -154,6 +159,6 @@ def _events(moves: Sequence[Move]) -> list[tuple[int, Literal["put", "get", "dro
     for move in moves:
         found.append((move.put_at, 0, "put", move))
     for move in as_asked(moves):
-        found += [(at, 2, "get", move) for at in move.asked_at]
-        found.append((move.dropped_at, 1 if move.dropped_at > move.asked_at[-1] else 3, "drop", move))
+        found += [(at, 2, "get", move) for at in move.asked_at if at < move.dropped_at]
+        found.append((move.dropped_at, 1, "drop", move))
     return [(at, kind, move) for at, _, kind, move in sorted(found, key=lambda event: event[:2])]

@@ -35,14 +35,17 @@ class StashedGroup:
         return self.stash.get(self, entry)
 
     def drop(self, entry: Entry) -> None:
-        assert self.stash is not None
+        stash = self.stash
+        assert stash is not None
         entry.place = None
         self.restored.pop(entry, None)
         # Not released here: this may run in any thread, on any stream. `flush` does it in the order of compute.
-        self.stash.pool.release_later(self.tickets.pop(entry))
-        if not self.tickets:
-            self.stash.ended(self)
+        stash.pool.release_later(self.tickets.pop(entry))
+        if (
+            not self.tickets and self.stash is not None
+        ):  # else another thread has dropped the last one meanwhile
             self.stash = None
+            stash.ended(self)
 
     def restore_into(self, entry: Entry, buffer: torch.Tensor) -> None:
         assert self.stash is not None
@@ -130,7 +133,7 @@ class PagedStash:
     def ended(self, group: StashedGroup) -> None:
         """All entries of a group are dropped, in any thread. If the stash ends, too, nobody will `flush`."""
         if group.incoming:  # which nobody asked for, and its copy may still be under way
-            self._in.outlive(group.incoming.values())
+            self._in.outlive(list(group.incoming.values()))
 
     def flush(self) -> None:
         """Give back the pages of dropped entries, on the current stream.

@@ -160,7 +160,8 @@ class Moving:
         )
         self._order.put(key, GroupBytes(aligned_sum(shares), device_bytes, rule.prefetch_bytes))
         stays = self.window.stays(key)
-        group = OffloadedGroup(self, WindowGroup(key, device_bytes))
+        # (All of them count from the start: the collector may drop the first before the second has its place.)
+        group = OffloadedGroup(self, WindowGroup(key, device_bytes), len(entries))
         leaving = moved = entries
         if stays or not all_whole or not self._admit_all(group, entries, lengths):
             for entry, share in zip(entries, shares):
@@ -190,7 +191,6 @@ class Moving:
         group.members = dict(zip(entries, self._members_of(blocks, lengths)))
         for entry in entries:
             entry.place = group
-        group.alive = len(entries)
         held = group.held
         held.travelling_bytes = held.away_bytes = held.device_bytes
         self._tally.count(entries[0].region, held.device_bytes)
@@ -209,7 +209,6 @@ class Moving:
         """Settle what becomes of an entry's bytes, and put away those that do not leave."""
         member = group.members[entry] = Member()
         entry.place = group  # from here on its end gives back what it was given, also if something fails
-        group.alive += 1
         held = group.held
         if share:
             member.block = self.slabs.take(share)
@@ -294,19 +293,20 @@ class Moving:
         member = group.members[entry]
         if member.stays is not None:
             member.stays.drop(entry)
-        if member.rest is not None and member.rest.place is not None:
-            member.rest.place.drop(member.rest)
         group.restored.pop(entry, None)
-        # This may run in any thread, on any stream: its host memory is given back in the order of compute.
+        # This may run in any thread, on any stream, also while another entry of the group is taken in: its host
+        # memory and its pages are given back in the order of compute.
         self._dead.append((group, entry))
 
     def ended(self, group: OffloadedGroup) -> None:
         """All entries of a group are dropped, in any thread. If the home ends, too, nobody will sweep."""
+        for member in list(group.members.values()):
+            _drop_rest(member)
         if group.incoming:  # which nobody asked for
             self.transfers.outlive(group)
 
     def _sweep(self) -> None:
-        """Give back the host memory of dropped entries."""
+        """Give back the host memory and pages of dropped entries."""
         dead = self._dead
         while dead:
             group = dead[0][0]
@@ -340,12 +340,21 @@ class Moving:
             # used again only behind it.
             self.transfers.wait_for(group)
             del group.incoming[entry]
+        _drop_rest(member)
         if member.refused:
             self.slabs.forget(member.refused)
             self.refused.count(entry.region, -member.refused)
         if member.block is not None:
             self.slabs.give(member.block)
             self._tally.count(entry.region, -member.share)
+
+
+def _drop_rest(member: Member) -> None:
+    """Give back the pages of rows that did not leave, once: the last drop and `_sweep` may be in two threads."""
+    if member.rest is not None:
+        rest, member.rest = member.rest, None
+        if rest is not None and rest.place is not None:
+            rest.place.drop(rest)
 
 
 def _rows_behind(entry: Entry, share: int) -> Entry:

@@ -218,7 +218,7 @@ class Transfers:
 
     def outlive(self, group: OffloadedGroup) -> None:
         """The group's copy back may still be under way when its buffers are freed."""
-        self._in.outlive(group.incoming.values())
+        self._in.outlive(list(group.incoming.values()))
 
     def join(self) -> None:
         """The compute stream goes on behind all copies."""

@@ -1,6 +1,7 @@
 """A plan is checked by a step under it, and made again for less where that exceeds the budget."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -105,8 +106,11 @@ def more(monkeypatch):
     """Steps take so many bytes more than they do."""
 
     def add(size):
-        real = checked.peak_under
-        monkeypatch.setattr(make, "peak_under", lambda *given: real(*given) + size)
+        def measure_under(*given):
+            found = checked.measure_under(*given)
+            return replace(found, peak_bytes=found.peak_bytes + size)
+
+        monkeypatch.setattr(make, "measure_under", measure_under)
 
     return add
 
@@ -133,15 +137,15 @@ def test_where_no_plan_keeps_the_budget_the_nearest_is_given_and_says_so(decoder
 
 
 def out_of_memory(monkeypatch, times):
-    left, real = [None] * times, checked.peak_under
+    left = [None] * times
 
-    def peak_under(*given):
+    def measure_under(*given):
         if left:
             left.pop()
             raise torch.OutOfMemoryError("no memory")
-        return real(*given)
+        return checked.measure_under(*given)
 
-    monkeypatch.setattr(make, "peak_under", peak_under)
+    monkeypatch.setattr(make, "measure_under", measure_under)
 
 
 def test_a_plan_whose_step_finds_no_memory_is_made_again_for_less(decoder, monkeypatch):

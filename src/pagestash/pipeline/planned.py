@@ -24,7 +24,7 @@ from pagestash.pipeline.costs import LayerCost
 from pagestash.pipeline.cut import WholeModel
 from pagestash.pipeline.stages import Partition, at_costs, partition
 from pagestash.planning.budget import missing, parse_budget, parse_host
-from pagestash.planning.make import choose, find_candidates
+from pagestash.planning.choose import choose, find_candidates
 from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.planning.rank import RankPredictor, RankStep, unbeaten
 from pagestash.planning.result import NothingFits, Plan

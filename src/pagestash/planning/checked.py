@@ -5,9 +5,10 @@ it, for a twentieth less.
 """
 
 import gc
+import statistics
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,9 +23,21 @@ TRIES = 3
 """Plans that are tried after the first."""
 WARM = 2
 """The first step of a keeper is measured, and the second is the first that goes by its plan."""
+TIMED = 5
+"""Steps that are timed on a GPU."""
 
-Measure = Callable[[Policy], int]
-"""The peak of a step under a policy, in bytes, with what the device holds before it."""
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A steady step under a policy."""
+
+    peak_bytes: int
+    seconds: float | None = None
+    """The median of some steps; None on a CPU, where a keeper's copies take compute's own time."""
+
+
+Measure = Callable[[Policy], Measured]
+"""Runs steps under a policy; the peak has what the device holds before them."""
 
 
 def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan]) -> Plan:
@@ -35,10 +48,17 @@ def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan]) -> Pl
     limit = aim = plan.budget_bytes
     tried: list[Plan] = []
     for number in range(TRIES + 1):
-        peak = None
+        found = None
         with suppress(torch.OutOfMemoryError):
-            peak = measure(plan.policy)
-        plan = replace(plan, budget_bytes=limit, measured_bytes=peak, planned_for=aim)
+            found = measure(plan.policy)
+        peak = None if found is None else found.peak_bytes
+        plan = replace(
+            plan,
+            budget_bytes=limit,
+            measured_bytes=peak,
+            measured_seconds=None if found is None else found.seconds,
+            planned_for=aim,
+        )
         if peak is not None and peak <= limit:
             return plan
         tried.append(plan)
@@ -57,12 +77,13 @@ def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan]) -> Pl
     return tried[min(ran)[1]]
 
 
-def peak_under(step: RepeatedStep, policy: Policy, regions: Sequence[str] = ()) -> int:
-    """The most bytes in a steady step under a policy, above those that are there before it.
+def measure_under(step: RepeatedStep, policy: Policy, regions: Sequence[str] = ()) -> Measured:
+    """Steady steps under a policy; the peak is above what is there before them.
 
     `regions` are those of the step that are no modules. Gradients, buffers and random state are restored.
     """
     gc.collect()  # what waits for it would count as there before
+    seconds = None
     with step.gradients():
         meter = MemoryMeter(step.device)
         cuda = step.device.type == "cuda"
@@ -76,8 +97,10 @@ def peak_under(step: RepeatedStep, policy: Policy, regions: Sequence[str] = ()) 
                     meter.mark()
                     step.run_in(keeper.step())
                     peak = meter.mark().peak
+            if cuda:
+                seconds = statistics.median(step.run_in(keeper.step()) for _ in range(TIMED))
             pool = keeper.stats().pool
         finally:
             keeper.detach()
     pages = 0 if pool is None or cuda else pool.device.pages
-    return peak - before + pages * policy.pool.page_bytes
+    return Measured(peak - before + pages * policy.pool.page_bytes, seconds)

@@ -19,16 +19,17 @@ from pagestash.planning.budget import (
     parse_host,
     rank_bytes,
 )
-from pagestash.planning.checked import Measure, checked, peak_under
+from pagestash.planning.checked import Measure, Measured, checked, measure_under
+from pagestash.planning.choose import choose, find_candidates, predictor_of
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.pool import OVERFLOW
 from pagestash.planning.predict import Predictor
-from pagestash.planning.prediction import Prediction, RuleTable
-from pagestash.planning.rank import RankPredictor, RankStep, rank_candidates
-from pagestash.planning.result import NothingFits, Plan, policy_of, rows_of
+from pagestash.planning.prediction import RuleTable
+from pagestash.planning.rank import RankStep
+from pagestash.planning.result import Plan
 from pagestash.planning.skew import Rows, Skew, row_distribution
-from pagestash.planning.solve import Candidate, Problem, candidates
 from pagestash.planning.stage import ResultBytes, rank_plan, received, stage_step
+from pagestash.planning.timed import timed
 from pagestash.policy import Policy, PoolConfig
 from pagestash.profiling.link import Link
 from pagestash.profiling.measure import Loss, Progress, default_loss, repeated_step
@@ -38,7 +39,6 @@ from pagestash.profiling.records import Gradients
 from pagestash.profiling.result import Profile
 from pagestash.profiling.steps import RepeatedStep
 from pagestash.saved.names import named_modules
-from pagestash.sizes import format_bytes
 
 
 def plan(
@@ -73,9 +73,11 @@ def plan(
     is measured with `ps.profile`, which takes `loss`, `link`, `autocast`, `repeats`, `gradients` and `progress`.
     With `profile` it was measured before: the same model and batch, with the same arguments.
 
-    Then three steps run under the plan. If the last one's peak exceeds the budget, the plan is made again, for as
-    much less. So a plan keeps its budget where a prediction is wrong; the table says what was measured. With
-    several ranks of `torch.distributed` no such steps run: one rank may need more of them than another.
+    Then steps run under the plan. If their peak exceeds the budget, the plan is made again, for as much less. So a
+    plan keeps its budget where a prediction is wrong. On a GPU they are timed, too: if they take another time than
+    predicted, what a keeper costs the host is fitted to them, and the plan is made again; the fastest is returned.
+    The table says what was measured. With several ranks of `torch.distributed` no such steps run: one rank may need
+    more of them than another.
 
     `rows` says how the rows vary that a stash holds: a `RowDistribution`, a path of Megatron's tokens per expert,
     the max/mean of a log-normal, or `"measured"`. The pool is then sized so that a step overflows it with a
@@ -184,7 +186,7 @@ def plan_stages(
 
 
 def _measure(step: MeasuredStep, check: RepeatedStep | None) -> Measure | None:
-    """What measures a policy's peak; None if nothing is to run, or memory cannot be read.
+    """What measures steps under a policy, each policy once; None if nothing is to run, or memory cannot be read.
 
     Nor with several ranks: each has plans of its own to try, and the collectives of one that tries more would wait
     for the others.
@@ -195,7 +197,17 @@ def _measure(step: MeasuredStep, check: RepeatedStep | None) -> Measure | None:
         return None
     modules = named_modules(check.model)
     opened = [region.name for region in step.profile.regions if region.name and region.name not in modules]
-    return lambda policy: step.base_bytes + peak_under(check, policy, opened)
+    known: list[tuple[Policy, Measured]] = []
+
+    def measure(policy: Policy) -> Measured:
+        for other, found in known:
+            if other == policy:
+                return found
+        found = measure_under(check, policy, opened)
+        known.append((policy, replace(found, peak_bytes=step.base_bytes + found.peak_bytes)))
+        return known[-1][1]
+
+    return measure
 
 
 def plan_step(
@@ -224,89 +236,15 @@ def _plan_step(step: MeasuredStep, budget: str | float, host: str | int, measure
             notes=missing(profile),
             alternatives=beside,
         )
-    known = find_candidates(step, host_bytes, predictor)
-    found = choose(step, unplanned, limit, host_bytes, known)
-    if measure is not None:
-        found = checked(found, measure, lambda aim: choose(step, unplanned, aim, host_bytes, known))
+
+    def plan_on(step: MeasuredStep, predictor: Predictor | None = None) -> Plan:
+        known = find_candidates(step, host_bytes, predictor)
+        found = choose(step, unplanned, limit, host_bytes, known)
+        if measure is None:
+            return found
+        return checked(found, measure, lambda aim: choose(step, unplanned, aim, host_bytes, known))
+
+    found, fitted = timed(plan_on(step, predictor), step, plan_on)
+    if fitted is not step:
+        beside = alternatives(predictor_of(fitted), host_bytes)
     return replace(found, alternatives=beside)
-
-
-def predictor_of(step: MeasuredStep) -> Predictor:
-    return RankPredictor(step) if isinstance(step, RankStep) else Predictor(step)
-
-
-def find_candidates(
-    step: MeasuredStep, host_bytes: int, predictor: Predictor | None = None
-) -> tuple[list[Candidate], bool]:
-    """Candidates, the fastest first, and whether they were solved for. They do not depend on a budget."""
-    if isinstance(step, RankStep):
-        return rank_candidates(step, host_bytes)
-    problem = Problem(step, host_bytes, predictor=predictor)
-    return candidates(problem), problem.exact
-
-
-def choose(
-    step: MeasuredStep,
-    unplanned: Prediction,
-    limit: int,
-    host_bytes: int,
-    candidates: tuple[list[Candidate], bool],
-) -> Plan:
-    """The plan for a budget: the fastest candidate that fits."""
-    found, exact = candidates
-    fitting = [item for item in found if item.predicted.peak_bytes <= limit]
-    if not fitting:
-        nearest = min(found, key=lambda item: item.predicted.peak_bytes)
-        smallest, at = nearest.predicted, nearest.predicted.peak_at
-        largest = predictor_of(step).largest_kept(RuleTable(nearest.rules, PoolConfig()), at)
-        raise NothingFits(limit, smallest, step.where(at), without_host=not host_bytes, largest=largest)
-    best = fitting[0]
-    one = step.one if isinstance(step, RankStep) else step
-    profile = one.profile
-    policy = policy_of(best.rules, profile.regions)
-    notes = missing(profile)
-    if isinstance(step, RankStep):
-        notes.append("bytes and times of regions are those of one microbatch")
-    expected = None
-    if step.skew is not None:
-        policy, expected = step.skew.apply(policy, best.predicted.pool, step.rows)
-        notes += step.skew.notes(best.predicted.pool, step.rows)
-    if not exact:
-        off = best.predicted.seconds - unplanned.seconds
-        notes.append(
-            f"without scipy the plan is found greedily; it is at most {1e3 * off:.2f} ms slower than the best "
-            "(pip install 'pagestash[plan]')"
-        )
-    measured = sum(segment.seconds for segment in profile.segments)
-    return Plan(
-        policy=policy,
-        predicted=best.predicted,
-        unplanned=unplanned,
-        budget_bytes=limit,
-        turn=step.turn,
-        rows=rows_of(policy, profile, sum(one.seconds) / measured if measured else 1.0),
-        limit=_limit(best.predicted, found, limit),
-        notes=notes,
-        curve=_curve(found),
-        expected_rows=expected,
-    )
-
-
-def _limit(best: Prediction, found: list[Candidate], budget: int) -> str:
-    """What keeps the plan from being faster."""
-    faster = [item.predicted for item in found if item.predicted.seconds < best.seconds]
-    if not faster:
-        return "none: no plan was found to be faster"
-    nearest = min(faster, key=lambda item: item.peak_bytes)
-    what = "the link" if best.wait_seconds > best.recompute_seconds else "memory"
-    more = format_bytes(nearest.peak_bytes - budget)
-    return f"{what}: with {more} more, {1e3 * (best.seconds - nearest.seconds):.2f} ms less"
-
-
-def _curve(found: list[Candidate]) -> list[tuple[int, float]]:
-    """Peaks and seconds, from the fastest to the smallest."""
-    curve: list[tuple[int, float]] = []
-    for item in found:
-        if not curve or item.predicted.peak_bytes < curve[-1][0]:
-            curve.append((item.predicted.peak_bytes, item.predicted.seconds))
-    return curve

@@ -98,6 +98,8 @@ class Plan:
     measured_bytes: int | None = None
     """The peak of a step under the plan; None if none ran: it is from a profile alone, empty, for a
     pipeline, or of several ranks."""
+    measured_seconds: float | None = None
+    """The time of a step under the plan; None where `measured_bytes` is, and on a CPU."""
     planned_for: int | None = None
     """The budget that its prediction keeps: less than `budget_bytes`, if a plan for that took more in a step."""
 
@@ -177,7 +179,8 @@ class Plan:
     def _checked(self) -> str:
         if self.measured_bytes is None:
             return "not by a step"
-        found = f"by a step: peak measured {format_bytes(self.measured_bytes)}"
+        time = "" if self.measured_seconds is None else f", {_ms(self.measured_seconds)}"
+        found = f"by a step: peak measured {format_bytes(self.measured_bytes)}{time}"
         if self.measured_bytes > self.budget_bytes:
             over = format_bytes(self.measured_bytes - self.budget_bytes)
             return f"{found}, {over} above the budget; no plan that is predicted to take less was found"

@@ -50,6 +50,9 @@ class Overhead:
     replay_module: float = 0.0
     """The same in backward."""
 
+    def scaled(self, factor: float) -> "Overhead":
+        return Overhead(*(factor * own for own in astuple(self)))
+
 
 class _Small(nn.Module):
     """Saves its input, and one tensor of its own."""
@@ -115,7 +118,7 @@ def in_model(cost: Overhead, step: RepeatedStep, regions: Sequence[Region], tens
     except (RuntimeError, ValueError):  # a keeper refuses the model
         return cost
     slower = max(1.0, (recorded - alone) / expected)
-    return replace(Overhead(*(slower * own for own in astuple(cost))), put=cost.put, get=cost.get)
+    return replace(cost.scaled(slower), put=cost.put, get=cost.get)
 
 
 def _chain(device: torch.device, inside: int) -> nn.Sequential:

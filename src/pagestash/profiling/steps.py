@@ -38,8 +38,7 @@ class RepeatedStep:
         `seen` is called with forward's result and the loss before backward begins.
         """
         with self._state():
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            self._wait()
             with forward or nullcontext():
                 timeline.switch(MODEL)
                 with torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext():
@@ -55,15 +54,20 @@ class RepeatedStep:
             value.backward()
             return timeline.finish()
 
-    def run_in(self, around: AbstractContextManager[Any]) -> None:
-        """Run once inside a context, unobserved."""
-        with self._state(), around:
-            with torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext():
-                output = self.model(*self.args, **self.kwargs)
-            value = self.loss(output)
-            del output
-            torch.clear_autocast_cache()
-            value.backward()
+    def run_in(self, around: AbstractContextManager[Any]) -> float:
+        """Run once inside a context, unobserved; the seconds until the device is done."""
+        with self._state():
+            self._wait()
+            begin = time.perf_counter()
+            with around:
+                with torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext():
+                    output = self.model(*self.args, **self.kwargs)
+                value = self.loss(output)
+                del output
+                torch.clear_autocast_cache()
+                value.backward()
+            self._wait()
+            return time.perf_counter() - begin
 
     @property
     def buffer_bytes(self) -> int:
@@ -73,8 +77,7 @@ class RepeatedStep:
     def launch_forward(self, around: AbstractContextManager[Any]) -> float:
         """Run forward alone, inside a context; the host's seconds to launch it."""
         with self._state():
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            self._wait()
             with around:
                 begin = time.perf_counter()
                 with torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext():
@@ -106,6 +109,10 @@ class RepeatedStep:
                 parameter.grad = gradient
             for local, copy in copies:
                 local.copy_(copy)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     @contextmanager
     def _state(self) -> Iterator[None]:

@@ -1,0 +1,92 @@
+"""The candidates of a step, and the plan that one of them is for a budget."""
+
+from pagestash.planning.budget import missing
+from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.predict import Predictor
+from pagestash.planning.prediction import Prediction, RuleTable
+from pagestash.planning.rank import RankPredictor, RankStep, rank_candidates
+from pagestash.planning.result import NothingFits, Plan, policy_of, rows_of
+from pagestash.planning.solve import Candidate, Problem, candidates
+from pagestash.policy import PoolConfig
+from pagestash.sizes import format_bytes
+
+
+def predictor_of(step: MeasuredStep) -> Predictor:
+    return RankPredictor(step) if isinstance(step, RankStep) else Predictor(step)
+
+
+def find_candidates(
+    step: MeasuredStep, host_bytes: int, predictor: Predictor | None = None
+) -> tuple[list[Candidate], bool]:
+    """Candidates, the fastest first, and whether they were solved for. They do not depend on a budget."""
+    if isinstance(step, RankStep):
+        return rank_candidates(step, host_bytes)
+    problem = Problem(step, host_bytes, predictor=predictor)
+    return candidates(problem), problem.exact
+
+
+def choose(
+    step: MeasuredStep,
+    unplanned: Prediction,
+    limit: int,
+    host_bytes: int,
+    candidates: tuple[list[Candidate], bool],
+) -> Plan:
+    """The plan for a budget: the fastest candidate that fits."""
+    found, exact = candidates
+    fitting = [item for item in found if item.predicted.peak_bytes <= limit]
+    if not fitting:
+        nearest = min(found, key=lambda item: item.predicted.peak_bytes)
+        smallest, at = nearest.predicted, nearest.predicted.peak_at
+        largest = predictor_of(step).largest_kept(RuleTable(nearest.rules, PoolConfig()), at)
+        raise NothingFits(limit, smallest, step.where(at), without_host=not host_bytes, largest=largest)
+    best = fitting[0]
+    one = step.one if isinstance(step, RankStep) else step
+    profile = one.profile
+    policy = policy_of(best.rules, profile.regions)
+    notes = missing(profile)
+    if isinstance(step, RankStep):
+        notes.append("bytes and times of regions are those of one microbatch")
+    expected = None
+    if step.skew is not None:
+        policy, expected = step.skew.apply(policy, best.predicted.pool, step.rows)
+        notes += step.skew.notes(best.predicted.pool, step.rows)
+    if not exact:
+        off = best.predicted.seconds - unplanned.seconds
+        notes.append(
+            f"without scipy the plan is found greedily; it is at most {1e3 * off:.2f} ms slower than the best "
+            "(pip install 'pagestash[plan]')"
+        )
+    measured = sum(segment.seconds for segment in profile.segments)
+    return Plan(
+        policy=policy,
+        predicted=best.predicted,
+        unplanned=unplanned,
+        budget_bytes=limit,
+        turn=step.turn,
+        rows=rows_of(policy, profile, sum(one.seconds) / measured if measured else 1.0),
+        limit=_limit(best.predicted, found, limit),
+        notes=notes,
+        curve=_curve(found),
+        expected_rows=expected,
+    )
+
+
+def _limit(best: Prediction, found: list[Candidate], budget: int) -> str:
+    """What keeps the plan from being faster."""
+    faster = [item.predicted for item in found if item.predicted.seconds < best.seconds]
+    if not faster:
+        return "none: no plan was found to be faster"
+    nearest = min(faster, key=lambda item: item.peak_bytes)
+    what = "the link" if best.wait_seconds > best.recompute_seconds else "memory"
+    more = format_bytes(nearest.peak_bytes - budget)
+    return f"{what}: with {more} more, {1e3 * (best.seconds - nearest.seconds):.2f} ms less"
+
+
+def _curve(found: list[Candidate]) -> list[tuple[int, float]]:
+    """Peaks and seconds, from the fastest to the smallest."""
+    curve: list[tuple[int, float]] = []
+    for item in found:
+        if not curve or item.predicted.peak_bytes < curve[-1][0]:
+            curve.append((item.predicted.peak_bytes, item.predicted.seconds))
+    return curve

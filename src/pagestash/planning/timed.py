@@ -1,0 +1,87 @@
+"""A plan's time is checked by steps, too: what a keeper costs the host is not the same in every model.
+
+That cost is measured on small regions (`profiling/overhead.py`). If steps under a plan take longer or shorter than
+predicted, all of it is scaled by one factor, with which the prediction is what was measured. The plan is then made
+again, and of those that were tried the fastest is taken.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.predict import Predictor
+from pagestash.planning.prediction import Prediction, RuleTable
+from pagestash.planning.result import NothingFits, Plan
+from pagestash.policy import Policy, PoolConfig
+
+CLOSE = 0.02
+"""Times that differ by this part are the same: a step of a GPU takes now a little more, now a little less."""
+TRIES = 2
+"""Plans that are tried after the first."""
+SMALLEST, LARGEST = 0.25, 4.0
+"""Of a factor. A step that needs another one is slow for another reason."""
+
+
+def timed(
+    plan: Plan, step: MeasuredStep, plan_on: Callable[[MeasuredStep], Plan]
+) -> tuple[Plan, MeasuredStep]:
+    """The plan whose steps took the least, and the step that was fitted to them.
+
+    `plan` and those of `plan_on` were checked by steps. The fitted step is `step` itself where its prediction is
+    close, or where no such factor explains the times.
+    """
+    tried: list[tuple[Plan, float]] = []
+    while True:
+        factor = fit(step, plan)
+        tried.append((plan, factor))
+        if factor == 1.0 or len(tried) > TRIES:
+            break
+        try:
+            plan = plan_on(_slower(step, factor))
+        except NothingFits:  # other times of copies, other peaks
+            break
+        known = next((at for at, (other, _) in enumerate(tried) if other.policy == plan.policy), None)
+        if known is not None:
+            tried[known] = plan, tried[known][1]
+            break
+    # A plan above the budget is the last resort.
+    best, factor = min(tried, key=lambda item: (_above(item[0]), item[0].measured_seconds or 0.0))
+    if factor == 1.0:
+        return best, step
+    fitted = _slower(step, factor)
+    note = f"in these steps a keeper costs the host {factor:.2f} times what it does in small regions"
+    return replace(best, predicted=_predict(fitted, best.policy), notes=[*best.notes, note]), fitted
+
+
+def fit(step: MeasuredStep, plan: Plan) -> float:
+    """The factor of a keeper's costs for the host with which the plan takes what was measured.
+
+    1 if the prediction is close without, or if no factor explains the measured time.
+    """
+    measured = plan.measured_seconds
+    if measured is None or not any(step.lanes.host):
+        return 1.0
+
+    def takes(factor: float) -> float:
+        return _predict(_slower(step, factor), plan.policy).seconds
+
+    if abs(takes(1.0) - measured) <= CLOSE * measured or not takes(SMALLEST) <= measured <= takes(LARGEST):
+        return 1.0
+    low, high = SMALLEST, LARGEST
+    while high / low > 1.001:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if takes(middle) < measured else (low, middle)
+    return high
+
+
+def _slower(step: MeasuredStep, factor: float) -> MeasuredStep:
+    return step.with_overhead(step.overhead.scaled(factor))
+
+
+def _predict(step: MeasuredStep, policy: Policy) -> Prediction:
+    rules = RuleTable.of(policy, step.profile.regions).rules
+    return Predictor(step).predict(RuleTable(rules, PoolConfig()))
+
+
+def _above(plan: Plan) -> bool:
+    return plan.measured_bytes is None or plan.measured_bytes > plan.budget_bytes

@@ -1,0 +1,127 @@
+"""A plan's time is checked by steps: what a keeper costs the host is fitted to them."""
+
+from dataclasses import replace
+
+import pytest
+from test_plans import MB, MS, made_up
+
+from pagestash.planning import plan_profile
+from pagestash.planning.checked import Measured
+from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.make import plan_step
+from pagestash.planning.timed import CLOSE, TRIES, _predict
+from pagestash.profiling.overhead import Overhead
+
+COST = Overhead(
+    pack=0.05 * MS, unpack=0.05 * MS, record=0.6 * MS, replay=0.6 * MS, put=0.3 * MS, get=0.3 * MS
+)
+
+
+def profiled():
+    return made_up(8, (8 * MB, 0.3), (5 * MB, 1), link=2e9)
+
+
+@pytest.fixture
+def step():
+    """Its host is nearly as busy as its device."""
+    profile = profiled()
+    segments = [replace(segment, host_seconds=0.9 * segment.seconds) for segment in profile.segments]
+    return MeasuredStep(replace(profile, segments=segments, overhead=COST))
+
+
+class Machine:
+    """Runs steps, on which a keeper costs the host so many times what was measured."""
+
+    def __init__(self, step, factor=1.0, longer=1.0):
+        self.step, self.longer = step.with_overhead(step.overhead.scaled(factor)), longer
+        self.ran = []
+
+    def __call__(self, policy):
+        self.ran.append(policy)
+        found = _predict(self.step, policy)
+        return Measured(found.peak_bytes, self.longer * found.seconds)
+
+
+def planned(step, machine, budget=0.6):
+    return plan_step(step, budget=budget, host="1GiB", measure=machine)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.5, 2.5])
+@pytest.mark.parametrize("budget", [0.75, 0.5])
+def test_the_prediction_is_fitted_to_steps_on_a_slower_or_faster_host(step, factor, budget):
+    machine = Machine(step, factor)
+    plan = planned(step, machine, budget)
+    assert plan.measured_seconds == machine(plan.policy).seconds
+    assert plan.predicted.seconds == pytest.approx(plan.measured_seconds, rel=CLOSE)
+
+
+@pytest.mark.parametrize("budget", [0.75, 0.5, 0.35])
+def test_on_a_slower_host_the_plan_is_as_fast_as_one_that_knew(step, budget):
+    machine = Machine(step, 2.5)
+    informed = plan_step(machine.step, budget=budget, host="1GiB")
+    unaware = plan_step(step, budget=budget, host="1GiB")
+    plan = planned(step, machine, budget)
+    assert plan.measured_seconds == pytest.approx(informed.predicted.seconds, rel=CLOSE)
+    assert plan.measured_seconds <= machine(unaware.policy).seconds
+
+
+def test_a_slower_host_makes_for_another_plan(step):
+    """Else the tests above show nothing."""
+    machine = Machine(step, 2.5)
+    unaware, plan = plan_step(step, budget=0.5, host="1GiB"), planned(step, machine, 0.5)
+    assert plan.policy != unaware.policy
+    assert plan.measured_seconds < 0.98 * machine(unaware.policy).seconds
+    assert "times what it does in small regions" in str(plan)
+
+
+def test_a_prediction_that_is_close_is_left_alone(step):
+    machine = Machine(step, longer=1 + CLOSE / 2)
+    plan = planned(step, machine)
+    assert len(machine.ran) == 1
+    assert plan.predicted == plan_step(step, budget=0.6, host="1GiB").predicted
+    assert plan.measured_seconds == pytest.approx((1 + CLOSE / 2) * plan.predicted.seconds)
+    assert "small regions" not in str(plan)
+    assert f"{1e3 * plan.measured_seconds:.2f} ms" in str(plan)
+
+
+@pytest.mark.parametrize("longer", [0.1, 10.0])
+def test_a_time_that_no_host_explains_leaves_the_prediction_as_it_is(step, longer):
+    machine = Machine(step, longer=longer)
+    plan = planned(step, machine)
+    assert len(machine.ran) == 1
+    assert plan.predicted == plan_step(step, budget=0.6, host="1GiB").predicted
+
+
+def test_the_fastest_of_the_plans_that_were_tried_is_taken(step):
+    """Whatever is fitted: here each further plan is slower than the one before."""
+    ran = []
+
+    def measure(policy):
+        found = _predict(step, policy)
+        ran.append(policy)
+        return Measured(found.peak_bytes, (1.05 + 0.1 * len(ran)) * found.seconds)
+
+    plan = planned(step, measure)
+    assert 1 < len(ran) <= TRIES + 1
+    assert plan.policy == ran[0]
+
+
+def test_a_further_plan_that_exceeds_the_budget_is_not_taken_for_its_speed(step):
+    ran = []
+
+    def measure(policy):
+        found = _predict(step, policy)
+        ran.append(policy)
+        first = len(ran) == 1
+        return Measured(found.peak_bytes if first else 2**40, (1.2 if first else 0.5) * found.seconds)
+
+    plan = planned(step, measure)
+    assert len(ran) > 1
+    assert plan.policy == ran[0]
+
+
+def test_without_a_host_lane_times_say_nothing_of_a_keeper(step):
+    plain = MeasuredStep(profiled())
+    machine = Machine(plain, longer=1.3)
+    assert planned(plain, machine).predicted == plan_profile(plain.profile, budget=0.6, host="1GiB").predicted
+    assert len(machine.ran) == 1

@@ -1,7 +1,9 @@
 """Boundary tensors are freed when nobody needs them, never when somebody does, and gradients stay the same."""
 
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from pagestash.models import Decoder, preset
 from pagestash.moe import AllGather, AllToAll, MoEConfig, Received
 from pagestash.moe import experts as layer
 from pagestash.moe.layer import MoE
-from pagestash.moe.parallel import alltoall
+from pagestash.moe.parallel import alltoall, collectives
 from pagestash.moe.parallel.collectives import Ranks
 from pagestash.pages.pool import PagePool
 from pagestash.pipeline import early_free
@@ -31,8 +33,20 @@ def reference_kernels(monkeypatch):
     monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A backend's thread may be slow, however busy the machine is; after this time it hangs."""
+    monkeypatch.setattr(collectives, "_PATIENCE", 600.0)
+
+
 def size(tensor):
     return tensor.untyped_storage().nbytes()
+
+
+def reference(tensor):
+    """Holds a reference that torch counts, as a backend's thread does: a node that saved the tensor."""
+    with torch.enable_grad():
+        return tensor * torch.ones(1, requires_grad=True)
 
 
 # --- the rule ---
@@ -152,7 +166,7 @@ def test_a_keeper_holds_what_it_keeps():
 
 @pytest.mark.usefixtures("lone_rank")
 def test_what_a_collective_reads_is_freed_when_it_is_waited_for(monkeypatch):
-    monkeypatch.setattr("pagestash.saved.early_free._PATIENCE", 10.0)  # however busy the machine is
+    monkeypatch.setattr("pagestash.saved.early_free._PATIENCE", 600.0)
     sent, arrived = torch.randn(64, 8), torch.empty(64, 8)
     expected = sent.clone()
     release = early_free(sent, after=dist.all_to_all_single(arrived, sent, async_op=True))
@@ -174,6 +188,15 @@ def test_what_a_collective_reads_and_backward_needs_stays():
     assert not release.wait()
     loss.backward()
     assert torch.equal(w.grad, 8 * w.detach())
+
+
+def test_what_was_sent_is_freed_when_the_backend_drops_its_reference(monkeypatch):
+    rows = torch.randn(8, 8)
+    held = [reference(rows)]
+    waiting = SimpleNamespace(perf_counter=lambda: 0.0, sleep=lambda _: held.clear())
+    monkeypatch.setattr("pagestash.saved.early_free.time", waiting)
+    assert not early_free(rows)
+    assert early_free(rows, sent=True)
 
 
 # --- the points of the MoE layer ---
@@ -219,7 +242,6 @@ def forward_and_back(moe, experts=None):
 def releases(monkeypatch):
     """What every call of `early_free` in the MoE layer came to, by the file that made it."""
     found = {"layer": [], "dispatch": []}
-    monkeypatch.setattr("pagestash.saved.early_free._PATIENCE", 10.0)  # however busy the machine is
     for module, name in ((layer, "layer"), (alltoall, "dispatch")):
 
         def noted(tensor, name=name, **how):
@@ -260,6 +282,33 @@ def test_received_tokens_stay_where_the_layer_is_run_again(kind, releases):
 def test_expert_outputs_go_before_the_results_are_summed(kind, pooled, releases):
     forward_and_back(make_layer(kind, pooled))
     assert releases["dispatch"] == [(True, 0)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("lone_rank")
+def test_a_backend_that_is_slow_to_drop_its_references_is_waited_for(kind, releases, monkeypatch):
+    """Gloo's thread has them for a moment after a collective is over."""
+    held, waits = [], []
+
+    def slow(collective):
+        def run(out, given, *args, **kwargs):
+            collective(out, given, *args, **kwargs)
+            held.extend(reference(tensor) for tensor in (out, given))
+
+        return run
+
+    def wait(seconds):
+        waits.append(len(held))
+        held.clear()
+        time.sleep(seconds)
+
+    for owner, name in ((collectives, "_all_gather"), (dist, "all_to_all_single")):
+        monkeypatch.setattr(owner, name, slow(getattr(owner, name)))
+    monkeypatch.setattr(collectives, "sleep", wait)
+    forward_and_back(make_layer(kind, pooled=False))
+    assert releases["layer"] == [(True, 0)]
+    assert releases["dispatch"] == ([] if kind == "gather" else [(True, 0)])
+    assert 2 in waits
 
 
 @pytest.mark.parametrize("kind", ["padded", "exact"])
@@ -327,11 +376,6 @@ def test_a_dispatch_that_hands_on_the_callers_tensor_frees_nothing():
 
 def alive_at(kind, monkeypatch, frees_in, moment):
     """Bytes alive at a moment of the layer's forward, with `early_free` at work in the named places alone."""
-    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)  # the last undo took it back
-    monkeypatch.setattr("pagestash.saved.early_free._PATIENCE", 10.0)
-    for module, name in ((layer, "layer"), (alltoall, "dispatch")):
-        free = early_free if name in frees_in else lambda tensor, **how: None
-        monkeypatch.setattr(module, "early_free", free)
     figures, live = [], Live()
     owner, name = moment
     inner = getattr(owner, name)
@@ -340,13 +384,16 @@ def alive_at(kind, monkeypatch, frees_in, moment):
         figures.append(live.bytes())
         return inner(*args, **kwargs)
 
-    monkeypatch.setattr(owner, name, noted)
-    experts = make_layer(kind, pooled=True).experts
-    with live:
-        torch.manual_seed(1)
-        ids = torch.stack([torch.randperm(4)[:2] for _ in range(32)]).to(torch.int32)
-        experts(torch.randn(32, 32, requires_grad=True) * 1, torch.rand(32, 2), ids)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        for module, place in ((layer, "layer"), (alltoall, "dispatch")):
+            free = early_free if place in frees_in else lambda tensor, **how: None
+            patch.setattr(module, "early_free", free)
+        patch.setattr(owner, name, noted)
+        experts = make_layer(kind, pooled=True).experts
+        with live:
+            torch.manual_seed(1)
+            ids = torch.stack([torch.randperm(4)[:2] for _ in range(32)]).to(torch.int32)
+            experts(torch.randn(32, 32, requires_grad=True) * 1, torch.rand(32, 2), ids)
     return figures[-1]
 
 

@@ -99,7 +99,7 @@ class AllToAll:
     def collect(self, slots: torch.Tensor, received: Received) -> torch.Tensor:
         wire = received.state
         returned_SD = _ToTokens.apply(slots, wire, self.ranks)
-        early_free(slots, sent=True)  # while the caller still has it
+        early_free(slots)  # while the caller still has it
         return _FromSlots.apply(returned_SD, wire.slot_TK)
 
     def grow_capacity(self, *, headroom: float = HEADROOM, alignment: int = ALIGNMENT) -> bool:

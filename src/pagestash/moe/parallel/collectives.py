@@ -4,16 +4,22 @@ W ranks. All of these are launched in the order in which they are called, and no
 that is on the device, so a CUDA graph can record them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pagestash.torch_internals import COUNTS_REFERENCES, tensor_references
+
 # torch 2.13 renamed them; the old names warn there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_PATIENCE = 0.05
+"""Seconds to wait for the backend's thread to drop its references to the tensors of a collective that is over."""
 
 
 class Ranks:
@@ -31,15 +37,17 @@ class Ranks:
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[n, ...] of every rank, one after another: [W·n, ...]."""
         out = tensor.new_empty(self.count * tensor.shape[0], *tensor.shape[1:])
-        with self._told("all_gather"):
-            _all_gather(out, tensor.contiguous(), group=self.group)
+        given = tensor.contiguous()
+        with self._collective("all_gather", out, given):
+            _all_gather(out, given, group=self.group)
         return out
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of this rank's part: [W·n, ...] to [n, ...]."""
         out = tensor.new_empty(tensor.shape[0] // self.count, *tensor.shape[1:])
-        with self._told("reduce_scatter"):
-            _reduce_scatter(out, tensor.contiguous(), group=self.group)
+        given = tensor.contiguous()
+        with self._collective("reduce_scatter", out, given):
+            _reduce_scatter(out, given, group=self.group)
         return out
 
     def all_to_all(
@@ -48,20 +56,22 @@ class Ranks:
         """Part w of `tensor` to rank w; parts are equal, or as long as the lists say."""
         rows = tensor.shape[0] if arriving is None else sum(arriving)
         out = tensor.new_empty(rows, *tensor.shape[1:])
-        with self._told("all_to_all"):
-            dist.all_to_all_single(out, tensor.contiguous(), arriving, sent, group=self.group)
+        given = tensor.contiguous()
+        with self._collective("all_to_all", out, given):
+            dist.all_to_all_single(out, given, arriving, sent, group=self.group)
         return out
 
     def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest of each element over the ranks."""
         out = tensor.clone()
-        with self._told("all_reduce"):
+        with self._collective("all_reduce", out):
             dist.all_reduce(out, op=dist.ReduceOp.MAX, group=self.group)
         return out
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """Say which rank waited for whom: a backend's own message names a socket."""
+    def _collective(self, what: str, *tensors: torch.Tensor) -> Iterator[None]:
+        """Afterwards the backend holds no tensor. An error names the rank: the backend's own names a socket."""
+        before = _references(tensors)
         try:
             yield
         except RuntimeError as error:
@@ -69,3 +79,23 @@ class Ranks:
                 f"rank {self.rank} of {self.count}: {what} of an expert-parallel layer failed. Most likely another "
                 f"rank has raised, left, or not come this far; its log says why. ({error})"
             ) from error
+        if before:
+            _wait_for_release(tensors, before)
+
+
+def _references(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """References to each tensor; empty on a GPU, where a collective is only launched."""
+    if tensors[0].device.type != "cpu" or not COUNTS_REFERENCES or torch.compiler.is_compiling():
+        return []
+    return [tensor_references(tensor) for tensor in tensors]
+
+
+def _wait_for_release(tensors: Sequence[torch.Tensor], before: list[int]) -> None:
+    """Wait until no tensor has more references than before.
+
+    Gloo's thread drops its own a moment after the thread that waited for it goes on. Until then a tensor that
+    nobody else holds would stay, and `early_free` would leave it alone.
+    """
+    until = perf_counter() + _PATIENCE
+    while any(now > then for now, then in zip(_references(tensors), before)) and perf_counter() < until:
+        sleep(1e-5)

@@ -1,1 +1,1 @@
-"""The implementation of each command of `pagestash`; `cli.py` has their options."""
+"""The implementation of each command of `pagestash`; `cli/` has their options."""

@@ -1,0 +1,185 @@
+"""Commands that measure a step: `profile` and `plan`. Imports no torch, so that `--help` is quick."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pagestash.commands import options
+from pagestash.commands.options import SCHEDULE_NAMES
+
+if TYPE_CHECKING:
+    from pagestash.commands.step import StepOptions
+
+
+def _step(context: typer.Context) -> "StepOptions":
+    """The options of a step to measure, among those that the command was given."""
+    from pagestash.commands.step import StepOptions
+
+    return StepOptions(**{item.name: context.params[item.name] for item in fields(StepOptions)})
+
+
+def profile(
+    context: typer.Context,
+    preset: options.Preset = None,
+    module: options.Module = None,
+    layers: options.Layers = None,
+    batch: options.Batch = 2,
+    seq: options.Seq = 256,
+    device: options.Device = "auto",
+    dtype: options.Dtype = None,
+    autocast: options.Autocast = None,
+    policy: Annotated[Path | None, typer.Option(help="A policy file: also show what it would do.")] = None,
+    link: options.Link = None,
+    repeats: options.Repeats = 3,
+    gradients: options.Gradients = "held",
+    depth: Annotated[
+        int | None, typer.Option(help="Group regions by the first parts of their names.")
+    ] = None,
+    tensors: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Also list the saved tensors of these regions.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw bytes over the step, as PNG.")
+    ] = None,
+) -> None:
+    """Show what a training step saves for backward: bytes by region, and what each home would save and cost."""
+    from pagestash.commands.profile import ProfileOptions, run
+
+    asked = ProfileOptions(
+        step=_step(context), policy=policy, depth=depth, tensors=tensors, json=json, plot=plot
+    )
+    raise typer.Exit(run(asked))
+
+
+def plan(
+    context: typer.Context,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Device memory at the peak, like 40GiB; 0.5: half of the saved bytes; auto: of this GPU."
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Plan for what `pagestash profile --json` measured; with --cluster, for layers of such times.",
+        ),
+    ] = None,
+    preset: options.Preset = None,
+    module: options.Module = None,
+    layers: options.Layers = None,
+    batch: options.Batch = 2,
+    seq: options.Seq = 256,
+    device: options.Device = "auto",
+    dtype: options.Dtype = None,
+    autocast: options.Autocast = None,
+    link: options.Link = None,
+    repeats: options.Repeats = 3,
+    gradients: options.Gradients = "held",
+    optimizer: Annotated[
+        str, typer.Option(help="Whose state is on the device, too: none, sgd, momentum or adamw.")
+    ] = "none",
+    host: Annotated[
+        str, typer.Option(help="Pinned memory for offload, like 64GiB; auto: half of this machine's.")
+    ] = "auto",
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="How received rows vary: Megatron's tokens_per_expert, or `measured`: the step's.",
+        ),
+    ] = None,
+    expert: Annotated[
+        int, typer.Option(help="Ranks to divide the experts of --rows among, if they are of all ranks.")
+    ] = 1,
+    skew: Annotated[
+        float | None, typer.Option(help="Received rows are log-normal, with this max/mean over 64 layers.")
+    ] = None,
+    overflow: Annotated[
+        float, typer.Option(help="With --rows or --skew: how often a step may overflow the pool.")
+    ] = 1e-3,
+    ranks: Annotated[
+        int | None, typer.Option(help="Plan a pipeline of so many ranks; the step is one microbatch.")
+    ] = None,
+    schedule: Annotated[str, typer.Option(help=f"Of the pipeline: {SCHEDULE_NAMES}.")] = "1F1B",
+    microbatches: Annotated[
+        int | None, typer.Option(help="Of the pipeline, per step.  [default: twice the stages]")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the policy as TOML; with --ranks, --cluster a folder of them."
+        ),
+    ] = None,
+    curve: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw step time over memory, as PNG or SVG.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw memory over the step, before and after.")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Devices, like gb200:256: search layouts and policies for a model instead."),
+    ] = None,
+    global_batch: Annotated[int, typer.Option(help="With --cluster: sequences of a step.")] = 1024,
+    microbatch: Annotated[
+        int | None, typer.Option(help="With --cluster: sequences of a microbatch.  [default: 1 or 2]")
+    ] = None,
+    precision: Annotated[
+        str, typer.Option(help="With --cluster, of products: bf16, fp8, mxfp8 or fp32.")
+    ] = "bf16",
+    zero: Annotated[int, typer.Option(help="With --cluster: ZeRO 0 to 3.")] = 1,
+    profiled_on: options.ProfiledOn = None,
+) -> None:
+    """Find the fastest policy whose step is predicted to fit a budget of memory, and print what it takes.
+
+    With --cluster, find the fastest layout of a model on devices that are not at hand, and a policy for each rank.
+    """
+    if cluster is not None:
+        from pagestash.commands.plan_cluster import ClusterPlanOptions
+        from pagestash.commands.plan_cluster import run as run_cluster
+
+        if budget is not None or module is not None:
+            typer.echo("error: --cluster has its own memory: no --budget or --module", err=True)
+            raise typer.Exit(2)
+        wanted = ClusterPlanOptions(
+            model=preset or "deepseek-v3",
+            cluster=cluster,
+            layers=layers,
+            global_batch=global_batch,
+            seq=seq,
+            microbatch=microbatch,
+            precision=precision,
+            zero=zero,
+            profile=profile,
+            profiled_on=profiled_on,
+            out=out,
+        )
+        raise typer.Exit(run_cluster(wanted))
+    if budget is None:
+        typer.echo("error: --budget is missing: how much memory may the step take, like 40GiB?", err=True)
+        raise typer.Exit(2)
+    from pagestash.commands.plan import PlanOptions, run
+
+    asked = PlanOptions(
+        budget=budget,
+        step=_step(context),
+        profile=profile,
+        optimizer=optimizer,
+        host=host,
+        rows=rows,
+        expert=expert,
+        skew=skew,
+        overflow=overflow,
+        ranks=ranks,
+        schedule=schedule,
+        microbatches=microbatches,
+        out=out,
+        curve=curve,
+        plot=plot,
+    )
+    raise typer.Exit(run(asked))

@@ -2,18 +2,27 @@
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from pagestash.profiling.memory import MemoryMeter
-from pagestash.profiling.records import ALLOCATED, BATCH, OUTPUT, USER, Kind, SavedTensor
+from pagestash.profiling.records import ALLOCATED, BATCH, OUTPUT, USER, SavedTensor
 from pagestash.profiling.split_backward import WaitingGradients
-from pagestash.profiling.timeline import Path, Timeline
+from pagestash.profiling.storages import (
+    Alive,
+    Handle,
+    ObserveCasts,
+    Saved,
+    Storages,
+    is_plain,
+    local_part,
+    plain_tensors,
+)
+from pagestash.profiling.timeline import Timeline
 from pagestash.profiling.tracker import RegionTracker
 from pagestash.saved.compiled import hidden, is_compiled
 from pagestash.saved.recompute.trees import tensors_of
@@ -21,93 +30,11 @@ from pagestash.saved.region import Region, frames
 from pagestash.saved.storage import byte_range, row_range
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.torch_internals import (
-    LOCAL_PART,
-    StorageWeakRef,
-    TorchDispatchMode,
     key_of_storage,
     storage_key,
     storage_references,
     tree_leaves,
 )
-
-Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
-
-
-@dataclass(slots=True, eq=False)
-class _Alive:
-    """Bytes of saved storages that the step allocated and backward still holds."""
-
-    bytes: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Storage:
-    """One storage. The weak reference keeps its address from being reused, so the key stays unique."""
-
-    number: int
-    weak: StorageWeakRef
-    size: int
-    saved: list["_Saved"] = field(default_factory=list)
-    """Its saved tensors that are still held at the end of forward."""
-    made_by: str | None = None
-    """The first module that returned it."""
-    handles: int = 0
-    holders: tuple[str, ...] = ()
-    needed_at: int | None = None
-    request: int = 0
-    freed_at: int | None = None
-    beside_bytes: int | None = None
-    alive: _Alive | None = None
-    """Where it counts, from the end of forward on."""
-
-    def valid_bytes(self) -> int:
-        """Bytes that backward reads."""
-        covered, end = 0, 0
-        for first, last in sorted(saved.valid for saved in self.saved):
-            covered += max(0, last - max(first, end))
-            end = max(end, last)
-        return covered
-
-
-@dataclass(slots=True, eq=False)
-class _Saved:
-    path: Path
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-    kind: Kind
-    nbytes: int
-    storage: _Storage
-    at: int
-    valid: tuple[int, int]
-    """Byte range of the storage that backward reads."""
-    span: tuple[int, int]
-    once: bool
-    claimed: bool
-    has_rows: bool
-    held: bool = True
-    asked: tuple[int, int] | None = None
-    done_at: int | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Handle:
-    """What autograd holds instead of the tensor. When it is freed, backward is done with the tensor."""
-
-    tensor: torch.Tensor
-    saved: _Saved
-    timeline: Timeline
-
-    @hidden
-    def __del__(self) -> None:
-        storage = self.saved.storage
-        self.saved.held = False
-        self.saved.done_at = self.timeline.now
-        storage.handles -= 1
-        if not storage.handles:
-            storage.freed_at = self.timeline.now
-            if storage.alive is not None:
-                storage.alive.bytes -= storage.size
 
 
 class TensorRecorder:
@@ -130,16 +57,11 @@ class TensorRecorder:
         self._timeline = timeline
         self._device = device
         self._meter = meter
-        self._alive = _Alive()
-        self._storages: dict[int, _Storage] = {}
-        self._saved: list[_Saved] = []
+        self._alive = Alive()
+        self._storages = Storages(model, batch)
+        self._saved: list[Saved] = []
         self._requests = 0
-        self._weights: dict[int, set[Layout]] = {}
-        self._casts: set[int] = set()
-        self._buffers = self._keys(model.buffers())
-        self._batch = self._keys(_tensors(batch))
         self._tell_casts = not any(map(is_compiled, model.modules()))
-        self._note_weights(model.parameters())
         self._before = 0
         self.allocated_bytes: int | None = None
         """Bytes that forward left allocated, without its result; None without a GPU."""
@@ -149,7 +71,7 @@ class TensorRecorder:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Record what is saved within this context."""
-        casts = _Casts(self) if self._tell_casts else nullcontext()
+        casts = ObserveCasts(self._storages) if self._tell_casts else nullcontext()
         gc.collect()  # an old model freed in the middle of this would falsify the count
         self._before = self._allocated()
         if self._device.type == "cuda":
@@ -165,25 +87,26 @@ class TensorRecorder:
 
     def entered(self, name: str, module: nn.Module, given: Any) -> None:
         # FSDP2 gives a module new parameter storage just before its forward.
-        self._note_weights(module.parameters(recurse=False))
-        self.inputs.setdefault(name, set()).update(self._storage(t).number for t in _tensors(given))
+        self._storages.note_weights(module.parameters(recurse=False))
+        self.inputs.setdefault(name, set()).update(self._storages.of(t).number for t in plain_tensors(given))
 
     def unsaved_inputs(self, name: str, saved: set[int]) -> tuple[tuple[int, int], ...]:
         """A region's inputs that nobody saves and that the step made: storage and bytes."""
         own = self.inputs.get(name, set()) - saved
-        there = self._buffers | self._batch | self._weights.keys()
-        made = (s for s in self._storages.values() if s.number in own and s.weak.cdata not in there)
+        there = self._storages.buffers | self._storages.batch | self._storages.weights.keys()
+        made = (s for s in self._storages.by_key.values() if s.number in own and s.weak.cdata not in there)
         return tuple((storage.number, storage.size) for storage in made)
 
     def left(self, name: str, result: Any) -> None:
-        for tensor in _tensors(result):
-            storage = self._storage(tensor)
+        for tensor in plain_tensors(result):
+            storage = self._storages.of(tensor)
             storage.made_by = storage.made_by or name
             self.outputs.setdefault(name, set()).add(storage.number)
 
     def decided(self, result: Any) -> None:
         # A recomputed region holds it for its replay, as it holds its inputs.
-        numbers = {self._storage(local).number for local in map(_local, tensors_of(result)) if _plain(local)}
+        parts = map(local_part, tensors_of(result))
+        numbers = {self._storages.of(local).number for local in parts if is_plain(local)}
         for name in self.tracker.path():
             self.inputs.setdefault(name, set()).update(numbers)
 
@@ -191,22 +114,22 @@ class TensorRecorder:
 
     @hidden
     def _pack(self, tensor: torch.Tensor) -> Any:
-        local = _local(tensor)
+        local = local_part(tensor)
         if local.layout != torch.strided or not local.numel():
             return tensor.detach()
         frame = frames()[-1]
         path = self.tracker.path()
-        storage = self._storage(local)
+        storage = self._storages.of(local)
         claimed = frame.claimed(storage_key(local))
         if claimed is not None and claimed.name != path[-1]:
             path = (*path, claimed.name)
         span = byte_range(local)
-        saved = _Saved(
+        saved = Saved(
             path=path,
             shape=tuple(local.shape),
             dtype=str(local.dtype).removeprefix("torch."),
             device=str(local.device),
-            kind=self._kind(local),
+            kind=self._storages.kind(local),
             nbytes=min(
                 local.nbytes, span[1] - span[0]
             ),  # an expanded view has only the bytes that it repeats
@@ -230,7 +153,7 @@ class TensorRecorder:
         storage.handles += 1
         self._saved.append(saved)
         # A new tensor object: an output that held itself would never be freed.
-        return _Handle(tensor.detach(), saved, self._timeline)
+        return Handle(tensor.detach(), saved, self._timeline)
 
     def _rows(self, tensor: torch.Tensor, frame: Region, claimed: Region | None) -> Valid | None:
         """The tensor's valid rows, if it is marked or claimed with rows."""
@@ -240,7 +163,9 @@ class TensorRecorder:
         marks = frame.owner.marks
         if not marks.any:
             return None
-        return marks.saved(tensor, storage_key(tensor), set(self._weights), sys._getframe(2), frame.name)
+        return marks.saved(
+            tensor, storage_key(tensor), set(self._storages.weights), sys._getframe(2), frame.name
+        )
 
     def _valid(self, rows: Valid) -> tuple[int, int]:
         # The host waits for the count: the recorded step is not timed.
@@ -248,7 +173,7 @@ class TensorRecorder:
 
     @hidden
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if not isinstance(packed, _Handle):
+        if not isinstance(packed, Handle):
             return packed
         saved, storage = packed.saved, packed.saved.storage
         if saved.asked is None:
@@ -270,19 +195,19 @@ class TensorRecorder:
                 saved.storage.alive = self._alive
                 self._alive.bytes += saved.storage.size
         self.waiting.watch(loss, self._given)
-        outputs = self._keys(_tensors((output, loss)))
+        outputs = self._storages.keys(plain_tensors((output, loss)))
         if self._device.type == "cuda":
-            loose = [self._storages[key] for key in outputs]
-            result = sum(s.size for s in loose if not s.handles and s.weak.cdata not in self._batch)
+            loose = [self._storages.by_key[key] for key in outputs]
+            result = sum(s.size for s in loose if not s.handles and s.weak.cdata not in self._storages.batch)
             self.allocated_bytes = self._allocated() - self._before - result
         extra = _references_of_its_own()
-        for key, storage in self._storages.items():
+        for key, storage in self._storages.by_key.items():
             if not storage.handles or storage.weak.expired():
                 continue
             others = storage_references(key) - extra - storage.handles
-            if others <= 0 or key in self._weights or key in self._buffers:
+            if others <= 0 or key in self._storages.weights or key in self._storages.buffers:
                 continue
-            if key in self._batch:
+            if key in self._storages.batch:
                 storage.holders = (BATCH,)
             elif key in outputs:
                 storage.holders = (OUTPUT,)
@@ -340,86 +265,9 @@ class TensorRecorder:
     def _model_bytes(self) -> int:
         """Bytes of the model on the device, its gradients included."""
         gradients = (p.grad for p in self._model.parameters() if p.grad is not None)
-        known = map(_local, (*self._model.parameters(), *self._model.buffers(), *gradients))
-        here = (tensor for tensor in known if _plain(tensor) and tensor.device == self._device)
+        known = map(local_part, (*self._model.parameters(), *self._model.buffers(), *gradients))
+        here = (tensor for tensor in known if is_plain(tensor) and tensor.device == self._device)
         return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in here}.values())
-
-    # --- identity ---
-
-    def _storage(self, tensor: torch.Tensor) -> _Storage:
-        storage = tensor.untyped_storage()
-        known = self._storages.get(key_of_storage(storage))
-        if known is None:
-            known = _Storage(len(self._storages), StorageWeakRef(storage), storage.nbytes())
-            self._storages[key_of_storage(storage)] = known
-        return known
-
-    def _keys(self, tensors: Iterable[torch.Tensor]) -> set[int]:
-        """The storages' keys, which stay unique while this recorder lives."""
-        return {self._storage(local).weak.cdata for local in map(_local, tensors) if _plain(local)}
-
-    def _note_weights(self, parameters: Iterable[torch.Tensor]) -> None:
-        for parameter in map(_local, parameters):
-            if _plain(parameter):
-                key = self._storage(parameter).weak.cdata
-                self._weights.setdefault(key, set()).add(_layout(parameter))
-
-    def _kind(self, tensor: torch.Tensor) -> Kind:
-        key = storage_key(tensor)
-        if key in self._weights:
-            return "weight" if _layout(tensor) in self._weights[key] else "weight_view"
-        if key in self._casts:
-            return "weight_cast"
-        if key in self._buffers:
-            return "buffer"
-        return "input" if key in self._batch else "activation"
-
-    def made(self, results: Any, sources: Any) -> None:
-        """An operation ran: results computed from weights alone, such as autocast's casts, count as casts."""
-        found = list(_tensors(sources))
-        if not found or not all(self._of_weights(tensor) for tensor in found):
-            return
-        for tensor in _tensors(results):
-            key = self._storage(tensor).weak.cdata
-            if key not in self._weights:
-                self._casts.add(key)
-
-    def _of_weights(self, tensor: torch.Tensor) -> bool:
-        key = storage_key(tensor)
-        return key in self._weights or key in self._casts
-
-
-class _Casts(TorchDispatchMode):
-    """Observes operations below autograd and autocast."""
-
-    def __init__(self, recorder: TensorRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._recorder.made(result, (args, kwargs))
-        return result
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type != "meta"
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part of a distributed tensor."""
-    return getattr(tensor, LOCAL_PART, tensor)
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors with plain memory in nested lists, tuples and dicts."""
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor) and _plain(_local(leaf)):
-            yield _local(leaf)
-
-
-def _layout(tensor: torch.Tensor) -> Layout:
-    return tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
 
 
 def _references_of_its_own() -> int:

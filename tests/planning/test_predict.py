@@ -507,3 +507,45 @@ def test_slices_that_are_together_all_of_a_projection_move_as_one_range():
     peak, stats = step_under(model, policy, lambda: model(given).square().sum().backward())
     assert found.host_bytes == stats.homes["offload"].peak
     assert 0 <= found.peak_bytes - peak <= 3 * given.nbytes  # copies would take that three times
+
+
+class SavesInVain(torch.autograd.Function):
+    """Its backward asks for nothing."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.clone())
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class InVain(nn.Module):
+    def forward(self, x):
+        return SavesInVain.apply(x)
+
+
+def saving_in_vain():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), InVain(), nn.Tanh()) for _ in range(6)))
+
+
+def test_a_tensor_that_backward_never_asks_for_is_freed_when_its_node_is_done():
+    model, x = saving_in_vain(), torch.randn(64, 64, requires_grad=True)
+    profile = ps.profile(model, x, repeats=1, link=LINK)
+    policy = ps.Policy([offload("*")])
+    peak, _ = step_under(model, policy, lambda: model(x).sum().backward())
+    assert abs(predict(profile, policy).peak_bytes - peak) < 256
+
+
+def test_a_group_that_is_dropped_while_it_leaves_counts_until_it_has_left():
+    x = torch.randn(64, 64, requires_grad=True)
+    profile = ps.profile(saving_in_vain(), x, repeats=1, link=LINK)
+    profile = replace(profile, segments=[replace(segment, seconds=1e-3) for segment in profile.segments])
+    policy = ps.Policy([offload(match, prefetch_bytes=1 << 20) for match in ("*.1", "*.0", "*.2")])
+    for copies in range(1, 40):  # of a tensor, while two segments run
+        slow = replace(profile, link=Link(out=copies * x.nbytes / 2e-3, back=1e15))
+        memory = predict(slow, policy).memory["offload"]
+        assert min(memory) >= 0
+        assert memory[-1] <= x.nbytes

@@ -97,14 +97,13 @@ class Offloaded:
                 held.add("offload", part.needed_at, part.needed_at, part.span_bytes)
         fetched: set[Key] = set()
         changes = held.changes["offload"]
-        away: dict[Key, int] = {}
+        away = {key: by_key[key].move.bytes for _, what, key in played.changes if what == "left"}
         for at, what, key in played.changes:
             move, _, own, leaves = by_key[key]
             if what == "put":
                 changes[at] += own
             elif what == "left":
                 changes[at] -= leaves
-                away[key] = move.bytes
             elif what == "fetched":
                 changes[at] += move.device_bytes
                 fetched.add(key)
@@ -112,7 +111,7 @@ class Offloaded:
                 changes[at] -= own
                 if key in fetched:
                     changes[at] -= move.device_bytes - leaves
-                elif key in away:
+                elif key in away:  # or leaving still, if nobody asked for it
                     changes[at] += leaves
         return _most_on_host(played, away)
 

@@ -227,6 +227,7 @@ class TensorRecorder:
             seen.add(storage.number)
             regions = dict.fromkeys(other.path[-1] for other in storage.saved)
             others = [name or "(model)" for name in regions if name != saved.path[-1]]
+            freed_at = last if storage.freed_at is None else storage.freed_at
             found.append(
                 SavedTensor(
                     region=saved.path[-1],
@@ -242,8 +243,8 @@ class TensorRecorder:
                     valid_bytes=storage.valid_bytes(),
                     held_by=(*others, *storage.holders),
                     saved_at=saved.at,
-                    needed_at=last if storage.needed_at is None else storage.needed_at,
-                    freed_at=last if storage.freed_at is None else storage.freed_at,
+                    needed_at=freed_at if storage.needed_at is None else storage.needed_at,
+                    freed_at=freed_at,
                     beside_bytes=storage.beside_bytes,
                     once=saved.once,
                     claimed=saved.claimed,

@@ -49,7 +49,7 @@ class SavedTensor:
     saved_at: int
     """The segment of forward that saved it."""
     needed_at: int
-    """The segment of backward that first needed the storage (the last, if none did)."""
+    """The segment of backward that first needed the storage (that which freed it, if none did)."""
     freed_at: int
     """The segment of backward in which the storage was freed."""
     beside_bytes: int | None = None

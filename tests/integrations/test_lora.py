@@ -102,6 +102,29 @@ def test_adapters_on_experts_without_a_gate_are_taken_too():
     close(got, wanted)
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Qwen3-MoE", {"target_modules": "all-linear"}),  # which has the router's weight, too
+        ("HunYuan", {}),  # whose router is known by its place
+    ],
+    ids=["a router with an adapter", "HunYuan"],
+)
+def test_a_router_beside_adapted_experts_chooses_once(family, options, monkeypatch):
+    model = lora(family=family, **options)
+    report = pagestash.hf.optimize(model, norm=False, rope=False, attention=False, head=False)
+    assert [each.part for each in report.replaced].count("router") == 2
+    assert [each for each in report.left if each.part == "router"] == []
+    wanted = run(model)[1]
+    calls, theirs = [], torch.topk
+    monkeypatch.setattr(torch, "topk", lambda *args, **options: calls.append(0) or theirs(*args, **options))
+    keeper = ps.Keeper(ps.Policy([ps.Rule("model.layers.*", "recompute", min_bytes=0)])).attach(model)
+    with keeper.step():
+        found = run(model)[1]
+    assert len(calls) == 2
+    assert same(found, wanted)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_is_as_near_to_float32_as_peft_is(family):
     exact, exact_gradients = run(lora(family=family, experts="eager"))

@@ -15,6 +15,7 @@ from torch import nn
 
 from pagestash.integrations.hf.experts import is_experts
 from pagestash.integrations.hf.report import Report, patched_already
+from pagestash.saved.names import ADAPTED
 from pagestash.saved.recompute.once import once
 
 NAMES = ("gate", "router")
@@ -25,6 +26,7 @@ ONCE = "its choice is made once, also where its layer is recomputed"
 
 def route_once(modules: list[tuple[str, nn.Module]], report: Report) -> None:
     """Let each router among `modules`, with their names, run once."""
+    modules = [each for each in modules if not hasattr(each[1], ADAPTED)]
     layers = {_parent(name) for name, module in modules if is_experts(module)}
     undecided = set(layers)
     for name, module in modules:
@@ -38,7 +40,7 @@ def route_once(modules: list[tuple[str, nn.Module]], report: Report) -> None:
         report.put_forward(module, _forward_once)
         report.replace("router", name, module, ONCE)
     for name, module in modules:
-        if name not in undecided:
+        if _place(name) not in undecided:
             continue
         if METHOD in module.__dict__:
             report.leave("router", name, module, "optimised already")
@@ -50,8 +52,15 @@ def route_once(modules: list[tuple[str, nn.Module]], report: Report) -> None:
             report.leave("router", name, module, "no router was found, so a recomputed layer chooses again")
 
 
+def _place(name: str) -> str:
+    """The name that a module would have without PEFT's adapters around it."""
+    while name.endswith(f".{ADAPTED}"):
+        name = name.removesuffix(f".{ADAPTED}")
+    return name
+
+
 def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
+    return _place(name).rpartition(".")[0]
 
 
 def _in_one_branch(layer: str, other: str) -> bool:
@@ -62,7 +71,7 @@ def _in_one_branch(layer: str, other: str) -> bool:
 def _is_router(name: str, module: nn.Module, layers: set[str]) -> bool:
     """Whether `module` chooses experts; `layers` are the modules that have experts in them."""
     kind = type(module).__name__
-    beside = _parent(name) in layers and name.rpartition(".")[2] in NAMES
+    beside = _parent(name) in layers and _place(name).rpartition(".")[2] in NAMES
     return "Router" in kind or (beside and not isinstance(module, nn.Linear) and kind != "Linear")
 
 

@@ -13,7 +13,6 @@ from pagestash.planning.tokens_per_expert import read_tokens_per_expert
 from pagestash.policy import Policy
 from pagestash.profiling.picture import write
 from pagestash.profiling.profiled import ProfiledStep
-from pagestash.simulation.build import Run
 from pagestash.simulation.cluster import PRECISIONS, Cluster, Precision, load_cluster, read_cluster
 from pagestash.simulation.dispatch import DISPATCHERS, Dispatcher
 from pagestash.simulation.framework import framework
@@ -25,6 +24,7 @@ from pagestash.simulation.model import read_model
 from pagestash.simulation.modules import layers_of
 from pagestash.simulation.regions import check_policy
 from pagestash.simulation.result import simulate
+from pagestash.simulation.run import Run
 from pagestash.simulation.trace import write_trace
 
 Zero = Literal[0, 1, 2, 3]

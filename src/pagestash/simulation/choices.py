@@ -19,10 +19,11 @@ from typing import Literal
 from pagestash.planning.result import number_ranges
 from pagestash.policy import Policy, PoolConfig, Rule
 from pagestash.saved.offload.plan import WINDOW
-from pagestash.simulation.build import Known, Run, step_costs
+from pagestash.simulation.build import Known, step_costs
 from pagestash.simulation.costs import LayerCosts, RankCosts, StepCosts
 from pagestash.simulation.homes import Placed, PolicyHomes
 from pagestash.simulation.parts import Layer
+from pagestash.simulation.run import Run
 
 Allowed = Literal["recompute", "offload"]
 BOTH: tuple[Allowed, ...] = ("recompute", "offload")

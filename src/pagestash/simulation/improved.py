@@ -13,11 +13,12 @@ from pagestash.planning.layers import Choice, Group, Unit
 from pagestash.planning.prediction import Cost
 from pagestash.planning.result import number_ranges
 from pagestash.policy import Policy, Rule
-from pagestash.simulation.build import Known, Run, step_costs
+from pagestash.simulation.build import Known, step_costs
 from pagestash.simulation.choices import BOTH, Allowed, ChosenHomes, choices_of, layer_kinds, layers_of_rank
 from pagestash.simulation.choices import Choice as LayerHomes
 from pagestash.simulation.costs import LayerCosts, RankCosts
 from pagestash.simulation.homes import PolicyHomes
+from pagestash.simulation.run import Run
 from pagestash.simulation.search import Found, describe
 from pagestash.simulation.search import Search as LayoutSearch
 from pagestash.simulation.steady import shortened, step_seconds

@@ -13,7 +13,6 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from pagestash.models.config import DecoderConfig
-from pagestash.simulation.build import Run
 from pagestash.simulation.choices import BOTH, Allowed, choices_of, kind_of, layer_costs, layer_kinds
 from pagestash.simulation.cluster import Cluster
 from pagestash.simulation.costs import LayerCosts, StepCosts
@@ -21,6 +20,7 @@ from pagestash.simulation.layout import Layout
 from pagestash.simulation.memory import static_bytes
 from pagestash.simulation.modules import layers_of
 from pagestash.simulation.parts import Layer
+from pagestash.simulation.run import Run
 
 VPP = (1, 2, 4, 8)
 MOST_TP, MOST_PP = 8, 16

@@ -4,12 +4,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pagestash.planning.rows import RowDistribution
-from pagestash.simulation.build import Run, step_costs
+from pagestash.simulation.build import step_costs
 from pagestash.simulation.costs import StepCosts
 from pagestash.simulation.played import Replay
 from pagestash.simulation.programs import COMMUNICATION
 from pagestash.simulation.replay import replay
 from pagestash.simulation.routing import routing_of
+from pagestash.simulation.run import Run
 from pagestash.sizes import format_bytes
 
 

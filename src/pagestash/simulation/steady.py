@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from pagestash.simulation.build import Run, step_costs, with_microbatches
+from pagestash.simulation.build import step_costs, with_microbatches
 from pagestash.simulation.costs import StepCosts
 from pagestash.simulation.played import Replay
 from pagestash.simulation.replay import replay, replay_alone
+from pagestash.simulation.run import Run
 
 STEADY = 2
 """Times the pipeline's ranks: microbatches from which on a schedule only repeats itself."""

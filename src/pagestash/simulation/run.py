@@ -1,0 +1,94 @@
+"""`Run`: what is simulated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from pagestash.models.config import DecoderConfig
+from pagestash.simulation.cluster import SAVED_BYTES, Cluster, Precision
+from pagestash.simulation.dispatch import DISPATCHERS, Dispatcher
+from pagestash.simulation.framework import FRAMEWORKS, Framework, ParameterBytes
+from pagestash.simulation.homes import Homes, PolicyHomes
+from pagestash.simulation.launches import GRAPHED
+from pagestash.simulation.layout import Layout, check_placement, place_evenly
+from pagestash.simulation.parts import Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is simulated: a model, where it runs, and how."""
+
+    config: DecoderConfig
+    cluster: Cluster
+    layout: Layout
+    sequence: int
+    global_batch: int
+    """Sequences of a step."""
+    microbatch: int = 1
+    """Sequences of a microbatch."""
+    homes: Homes = field(default_factory=PolicyHomes)
+    framework: Framework = FRAMEWORKS["pagestash"]
+    precision: Precision = "bf16"
+    parameters: ParameterBytes = field(default_factory=ParameterBytes)
+    capacity: float = 0.0
+    """Rows of static buffers over balanced rows; 0: shapes are those of the rows that came."""
+    placement: Sequence[int] | None = None
+    """Layers of each stage; None: evenly from the first."""
+    factors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Measured over roofline seconds by part, from `measured.measured`."""
+    overlaps_dispatch: bool = False
+    """Whether a forward and a backward run side by side, one computing while the other communicates."""
+    delays_weight_gradients: bool = False
+    """Whether weight gradients wait for the end of their layer (Megatron-LM's `--delay-wgrad-compute`)."""
+    dispatcher: Dispatcher = "alltoall"
+    graphs: Sequence[str] = ()
+    """What is captured in CUDA graphs: `attn`, `router` and `mlp` layer by layer, or all of forward and backward
+    (`full`)."""
+    skew: float = 1.0
+    """Received rows over balanced rows, for the memory of a rank that is always hot."""
+
+    def __post_init__(self) -> None:
+        if self.layout.devices != self.cluster.devices:
+            raise ValueError(
+                f"a layout of {self.layout.devices} devices on a cluster of {self.cluster.devices}"
+            )
+        if self.capacity and not 1 <= self.capacity < inf:
+            raise ValueError(f"capacity={self.capacity}: expected at least 1, or 0 for buffers of exact size")
+        if self.dispatcher not in DISPATCHERS:
+            raise ValueError(f"dispatcher={self.dispatcher!r}: expected {' or '.join(DISPATCHERS)}")
+        for scope in self.graphs:
+            if scope not in GRAPHED:
+                raise ValueError(f"graphs={scope!r}: expected some of {', '.join(GRAPHED)}")
+        if not 1 <= self.skew <= self.layout.ep:
+            raise ValueError(
+                f"skew={self.skew}: expected 1 for balanced rows, at most EP {self.layout.ep}: a rank that gets all"
+            )
+        if self.capacity and self.capacity < self.skew:
+            raise ValueError(
+                f"capacity={self.capacity} holds less than skew={self.skew} times the balanced rows"
+            )
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(
+            config=self.config,
+            layout=self.layout,
+            sequence=self.sequence,
+            microbatch=self.microbatch,
+            framework=self.framework,
+            element_bytes=4 if self.precision == "fp32" else 2,
+            product_bytes=SAVED_BYTES[self.precision],
+            sorts_rows=self.framework.sorts_rows and self.dispatcher == "alltoall",
+        )
+
+    @property
+    def microbatches(self) -> int:
+        return self.layout.microbatches(self.global_batch, self.microbatch)
+
+    @property
+    def placed(self) -> list[int]:
+        """Layers of each stage."""
+        if self.placement is None:
+            return place_evenly(self.config.layers, self.layout.stages)
+        check_placement(self.placement, self.config.layers, self.layout.stages)
+        return list(self.placement)

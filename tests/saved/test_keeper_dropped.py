@@ -13,8 +13,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
 
 import pagestash as ps
+from pagestash.saved import hooks
+from pagestash.saved.eight_bits import EightBits
+from pagestash.saved.offload.home import Offload
 from pagestash.saved.offload.moving import Moving
+from pagestash.saved.offload.transfers import OffloadedGroup
 from pagestash.saved.packed import unpack
+from pagestash.saved.paged import StashedGroup
+from pagestash.saved.stash import Stash
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 
@@ -149,6 +155,131 @@ def test_an_entry_that_is_collected_while_its_group_is_put_leaves_the_others_the
     assert torch.equal(gradient(), plain)
     assert sum(admitted) > 0
     keeper.detach()
+
+
+IN_A_CYCLE = {
+    "stash": {"home": "stash"},
+    "offload": {"home": "offload", "prefetch_bytes": 0},
+    "stash, coded": {"home": "stash", "bits": 8},
+    "offload, coded": {"home": "offload", "bits": 8, "prefetch_bytes": 0},
+    "keep, coded": {"home": "keep", "bits": 8},
+}
+
+
+def keeper_in_a_cycle(name):
+    """A model, its keeper, and a function that runs a step under the keeper, then collects what waits for it."""
+    model = nn.Sequential(*(InACycle() for _ in range(3))).to(torch.bfloat16)
+    rule = ps.Rule("*", min_bytes=256, **IN_A_CYCLE[name])
+    keeper = ps.Keeper(ps.Policy([rule], ps.PoolConfig(page=256, headroom=2.0)), backend="torch").attach(
+        model
+    )
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def gradient():
+        x.grad = None
+        with keeper.step():
+            model(x).sum().backward()
+        gc.collect()
+        keeper.size_pool()
+        return x.grad.clone()
+
+    return model, keeper, gradient
+
+
+def check_nothing_waits(keeper):
+    assert {name: home.bytes for name, home in keeper.stats().homes.items() if home.bytes} == {}
+    assert not keeper._stash.live
+    assert not keeper._offload.live
+
+
+@pytest.mark.parametrize("measured", [True, False], ids=["measured step", "later step"])
+@pytest.mark.parametrize("name", IN_A_CYCLE)
+def test_an_entry_that_is_collected_before_it_has_its_place_is_dropped_there(name, measured, monkeypatch):
+    _, keeper, gradient = keeper_in_a_cycle(name)
+    plain = [gradient() for _ in range(0 if measured else 2)]
+    collected = []
+    for home in (Offload, Stash, EightBits):
+
+        def put(self, group, put=home.put):
+            collected.append(gc.collect())
+            put(self, group)
+
+        monkeypatch.setattr(home, "put", put)
+    plain += [gradient() for _ in range(2)]
+    assert sum(collected) > 0
+    assert all(torch.equal(each, plain[0]) for each in plain)
+    check_nothing_waits(keeper)
+    if "keep" not in name:  # else the measured step would never be over
+        assert keeper.pool is not None or keeper._offload.moving is not None
+
+
+class SavedAgain(nn.Module):
+    """Its layers save the same tensor, the first of them in a graph that waits for the collector."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Tanh(), nn.Softplus()])
+
+    def forward(self, x):
+        x = x * 2
+        cycle = [self.layers[1](x)]
+        cycle.append(cycle)
+        del cycle
+        return self.layers[1](x)
+
+
+@pytest.mark.parametrize("home", ["stash", "offload"])
+def test_an_entry_whose_other_handles_are_collected_when_it_is_saved_again_can_be_asked_for(
+    home, monkeypatch
+):
+    x = torch.randn(32, 64, requires_grad=True)
+    model = SavedAgain()
+    (plain,) = torch.autograd.grad(model(x).sum(), x)
+    policy = ps.Policy([ps.Rule("layers.*", home, min_bytes=256)], ps.PoolConfig(page=256, device="1MiB"))
+    keeper = ps.Keeper(policy, backend="torch").attach(model)
+    make, collected = hooks.Handle, []
+
+    def handle(*args):  # where memory for it is allocated, the collector may run
+        collected.append(gc.collect())
+        return make(*args)
+
+    monkeypatch.setattr(hooks, "Handle", handle)
+    for _ in range(2):
+        with keeper.step():
+            (found,) = torch.autograd.grad(model(x).sum(), x)
+        assert torch.equal(found, plain)
+    assert sum(collected) > 0
+    gc.collect()
+    check_nothing_waits(keeper)
+
+
+@pytest.mark.parametrize("name", ["stash", "offload"])
+def test_an_entry_that_is_collected_while_its_failed_step_gives_it_up_is_dropped_once(name, monkeypatch):
+    model, keeper, gradient = keeper_in_a_cycle(name)
+    plain = [gradient() for _ in range(3)][-1]
+    collected = []
+    for place in (OffloadedGroup, StashedGroup):
+
+        def drop(self, entry, drop=place.drop):
+            collected.append(gc.collect())
+            drop(self, entry)
+
+        monkeypatch.setattr(place, "drop", drop)
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    graphs = []
+
+    def failing_step():
+        with keeper.step():
+            graphs.append(model(x))
+            assert not collected
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing_step()
+    assert sum(collected) > 0
+    graphs.clear()
+    assert torch.equal(gradient(), plain)
+    check_nothing_waits(keeper)
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -79,7 +79,7 @@ class Entries:
             for entry in known:
                 if entry.dtype is not None and entry.dtype is not dtype:
                     continue  # codes, and exact bytes are asked for, or those of another dtype
-                if entry.same_content(version, rows, capacity, first, last):
+                if entry.same_content(version, rows, capacity, first, last) and entry.handles:
                     return entry
                 if rows is None and entry in region.entries and entry.covers(version, first, last):
                     entry.take_all()

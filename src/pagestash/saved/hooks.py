@@ -218,12 +218,11 @@ class SavedTensorHooks:
             return self._pack_dense(region, view, valid, coded)
         recipe = view.recipe()
         entry = self._entries.find(view, recipe, region, valid, coded)
-        handle = Handle(entry, recipe)
-        if valid is not None:
-            return self._wait_for_reader(handle, key, view, region, valid)
+        # Before the handle is made: the collector may run then, and end the others.
         entry.handles += 1
         entry.waiting += 1
-        return handle
+        handle = Handle(entry, recipe)
+        return handle if valid is None else self._wait_for_reader(handle, key, view, region, valid)
 
     def _can_code(self, tensor: torch.Tensor) -> bool:
         return can_code(tensor) and not is_cast_weight(tensor, self.weight_shapes)
@@ -242,6 +241,8 @@ class SavedTensorHooks:
         if valid is not None:
             valid = None if valid.dim else valid._replace(first=0, last=elements.nbytes)
         entry = self._entries.find(dense, dense.recipe(), region, valid, coded)
+        entry.handles += 1
+        entry.waiting += 1
         handle = DenseHandle(entry, recipe)
         return self._wait_for_reader(handle, view.key, dense, region, valid)
 
@@ -249,9 +250,6 @@ class SavedTensorHooks:
         self, handle: Handle, key: int, view: SavedView, region: Region, valid: Valid | None
     ) -> Handle:
         """Where a mark cut rows off, the operation that takes in storage `key` next must read row by row."""
-        entry = handle.entry
-        entry.handles += 1
-        entry.waiting += 1
         if valid is not None and not valid.sure:
             handle.inferred = True
             alone = view._replace(tensor=view.tensor.detach())
@@ -324,6 +322,8 @@ class SavedTensorHooks:
                 assert entry.origin is not None
                 if entry.origin._version != entry.version or (entry.rows is not None and entry.rows_moved()):
                     entry.spoiled = True
+                # Until it has its place: if the collector ended its handles before, nobody would drop it there.
+                entry.handles += 1
                 group.append(entry)
         region.entries = []
         if group:
@@ -334,6 +334,8 @@ class SavedTensorHooks:
                 home.put(group)
             finally:
                 self.marks.paused = before
+                for entry in group:
+                    entry.let_go()
 
     def run_once(self, fn: Callable[[], T]) -> T:
         """No region around is recomputed."""

@@ -29,6 +29,8 @@ def give_up(entries: Iterable[Entry]) -> None:
     lost = Lost()
     for entry in entries:
         if entry.handles:
-            if entry.place is not None:
-                entry.place.drop(entry)
+            # (Taken out first: its last handle may die before the place has begun to drop it.)
+            place, entry.place = entry.place, lost
+            if place is not None:
+                place.drop(entry)
             entry.place, entry.origin = lost, None

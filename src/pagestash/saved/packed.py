@@ -108,12 +108,9 @@ class Handle(Packed):
 
     def let_go(self) -> None:
         """It asks for the entry no more."""
-        entry = self.entry
-        entry.handles -= 1
         if not self.asked:
-            entry.waiting -= 1
-        if entry.handles == 0 and entry.place is not None:
-            entry.place.drop(entry)
+            self.entry.waiting -= 1
+        self.entry.let_go()
 
     def changed(self) -> bool:
         entry = self.entry

@@ -84,6 +84,14 @@ class Entry:
     def length(self) -> int:
         return self.last - self.first
 
+    def let_go(self) -> None:
+        """A handle is gone. Its place hears of the last one, once, whatever thread comes between."""
+        self.handles -= 1
+        if not self.handles:
+            place, self.place = self.place, None
+            if place is not None:
+                place.drop(self)
+
     def part(self, start: int, size: int) -> torch.Tensor:
         """`size` of the entry's bytes from byte `start` on, where they are now."""
         assert self.origin is not None, "the entry's memory was already taken"

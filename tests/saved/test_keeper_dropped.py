@@ -6,7 +6,7 @@ from weakref import ref
 import pytest
 import torch
 from offloaded import moving
-from stack import Stack, batch, policy, run
+from stack import POOLS, Stack, batch, policy, run
 from support import same
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,6 +21,7 @@ from pagestash.saved.offload.transfers import OffloadedGroup
 from pagestash.saved.packed import unpack
 from pagestash.saved.paged import StashedGroup
 from pagestash.saved.stash import Stash
+from pagestash.saved.streams import SideStream
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 
@@ -155,6 +156,24 @@ def test_an_entry_that_is_collected_while_its_group_is_put_leaves_the_others_the
     assert torch.equal(gradient(), plain)
     assert sum(admitted) > 0
     keeper.detach()
+
+
+def test_a_prefetch_that_outlives_its_stash_has_its_buffers_and_its_book(monkeypatch):
+    """On a GPU its kernel may still be running when both are freed."""
+    model = Stack()
+    keeper = ps.Keeper(policy(**POOLS["host only"]), backend="torch").attach(model)
+    with keeper.step():
+        loss = model(*batch(20))
+    stash = keeper._stash._paged
+    stash._prefetch_before(stash._groups[-1])
+    group = stash._groups[-2]
+    wanted = [*group.incoming.values(), next(iter(group.tickets.values())).group.book]
+    assert len(wanted) > 1
+    keeper.detach()
+    outlived = []
+    monkeypatch.setattr(SideStream, "outlive", lambda self, tensors: outlived.extend(map(id, tensors)))
+    del stash, group, keeper, loss
+    assert outlived == [id(tensor) for tensor in wanted]
 
 
 IN_A_CYCLE = {

@@ -40,12 +40,13 @@ class StashedGroup:
         entry.place = None
         self.restored.pop(entry, None)
         # Not released here: this may run in any thread, on any stream. `flush` does it in the order of compute.
-        stash.pool.release_later(self.tickets.pop(entry))
+        ticket = self.tickets.pop(entry)
         if (
             not self.tickets and self.stash is not None
         ):  # else another thread has dropped the last one meanwhile
             self.stash = None
-            stash.ended(self)
+            stash.ended(self, ticket)
+        stash.pool.release_later(ticket)
 
     def restore_into(self, entry: Entry, buffer: torch.Tensor) -> None:
         assert self.stash is not None
@@ -130,10 +131,12 @@ class PagedStash:
         wait_here(group.spilled)
         self.pool.restore_into([group.tickets[entry]], [buffer])
 
-    def ended(self, group: StashedGroup) -> None:
+    def ended(self, group: StashedGroup, last: Ticket) -> None:
         """All entries of a group are dropped, in any thread. If the stash ends, too, nobody will `flush`."""
-        if group.incoming:  # which nobody asked for, and its copy may still be under way
-            self._in.outlive(list(group.incoming.values()))
+        if (
+            group.incoming
+        ):  # which nobody asked for, and its copy, which reads the book, may still be under way
+            self._in.outlive([*group.incoming.values(), last.group.book])
 
     def flush(self) -> None:
         """Give back the pages of dropped entries, on the current stream.

@@ -111,6 +111,21 @@ def test_another_head_is_run_as_it_is(model):
     torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss)
 
 
+def test_a_head_that_came_after_the_first_call_is_fused_after_undo():
+    model = tiny("Qwen3-MoE")
+    first = pagestash.hf.optimize(model)
+    model.resize_token_embeddings(128)
+    (left,) = (each for each in pagestash.hf.optimize(model).left if each.part == "head")
+    assert left.why.startswith("its lm_head was replaced after it was optimised; call undo()")
+    wanted = model(**batch())
+    assert wanted.logits is not None
+    first.undo()
+    assert [each for each in pagestash.hf.optimize(model).left if each.part == "head"] == []
+    got = model(**batch())
+    assert got.logits is None
+    torch.testing.assert_close(got.loss, wanted.loss)
+
+
 def test_a_second_derivative_is_refused():
     hidden, weight = (torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True))
     loss = cross_entropy(hidden, weight, torch.tensor([0, 1, 2, 3]))

@@ -24,7 +24,7 @@ from pagestash.moe.ops import cross_entropy
 
 def replace_head(model: Any, report: Report) -> None:
     """Fuse the head and the loss of `model`, a `PreTrainedModel`, if that changes nothing."""
-    why = patched_already(model) or _why_not(model)
+    why = _head_is_new(model) or patched_already(model) or _why_not(model)
     if why is not None:
         report.leave("head", "(the model)", model, why)
         return
@@ -34,6 +34,16 @@ def replace_head(model: Any, report: Report) -> None:
         report.on_undo(model.base_model.register_forward_hook(state.body_returned).remove)
     report.put_forward(head, _head_forward(type(head).forward, state))
     report.replace("head", "(the model)", model, "the loss by chunks of logits")
+
+
+def _head_is_new(model: Any) -> str | None:
+    """Why a second call cannot fuse the head: the first has fused one that is gone."""
+    head = getattr(model, "lm_head", None)
+    if MARK not in model.__dict__ or head is None or MARK in head.__dict__:
+        return None
+    return (
+        "its lm_head was replaced after it was optimised; call undo() of the first report, and optimize again"
+    )
 
 
 def _why_not(model: Any) -> str | None:

@@ -129,7 +129,8 @@ def _counted(entries: Iterable[tuple[str, str, str]]) -> list[str]:
 PATCHERS = {
     "liger_kernel": "Liger has replaced its forward",
     "trl": "TRL has replaced its forward, and takes the loss by chunks itself",
-    "accelerate": "accelerate has wrapped its forward; call optimize(model) before the model is prepared",
+    "accelerate": "accelerate has wrapped its forward; call optimize(model) before the model is prepared, "
+    "or divided among devices by a device_map",
 }
 """What is said of a `forward` that stands on an instance, by the package that put it there."""
 
@@ -158,6 +159,6 @@ def is_liger(kind: Any) -> bool:
 
 def _packages(forward: Any) -> set[str]:
     """Where a function was written: what it says of itself, which a decorator may have copied, and what is true."""
-    function = getattr(forward, "__func__", forward)
+    function = getattr(forward, "__func__", getattr(forward, "func", forward))  # of a method, of a partial
     modules = getattr(function, "__module__", None), getattr(function, "__globals__", {}).get("__name__")
     return {name.partition(".")[0] for name in modules if name}

@@ -255,8 +255,10 @@ class Policy:
             matched = [name for name in known if rule.matches(name)]
             if not matched:
                 near = get_close_matches(rule.match, known, n=5, cutoff=0.3) or known[:5]
+                deeper = replace(rule, match=f"**.{rule.match.lstrip('*.')}")
+                hint = f"{deeper.match!r} would match. " if any(map(deeper.matches, known)) else ""
                 raise ValueError(
-                    f"rule {rule.match!r} matches no region. Names near it: {', '.join(near) or '(none)'}. "
+                    f"rule {rule.match!r} matches no region. {hint}Names near it: {', '.join(near) or '(none)'}. "
                     "Regions opened with ps.region() must be declared: attach(model, regions=[...])."
                 )
             if all(self.rule_for(name) is not rule for name in matched):

@@ -62,6 +62,13 @@ def test_a_rule_that_matches_nothing_lists_the_names_it_could_have_meant():
         policy.check(["layers.0.experts", "embedding", "head"])
 
 
+@pytest.mark.parametrize(("match", "hint"), [("*.experts", "**.experts"), ("layers.*", "**.layers.*")])
+def test_a_rule_that_would_match_deeper_names_is_told_how(match, hint):
+    policy = Policy(rules=[Rule(match, "stash")])
+    with pytest.raises(ValueError, match=rf"matches no region\. {re.escape(repr(hint))} would match"):
+        policy.check(["model.layers.0", "model.layers.0.mlp.experts"])
+
+
 def test_a_rule_shadowed_by_an_earlier_one_is_refused():
     policy = Policy(rules=[Rule("layers.*", "keep"), Rule("layers.0", "stash")])
     with pytest.raises(ValueError, match=r"'layers\.0' never applies: the earlier 'layers\.\*' matches"):

@@ -159,6 +159,55 @@ def test_tensors_with_valid_rows_in_a_graph():
     assert step.reruns > 0  # 6000 rows were more than the pages that 4000 needed
 
 
+# --- streams of the model's own ---
+
+
+class Sides(nn.Module):
+    """Its second module is on a stream of its own, as shared experts may be."""
+
+    def __init__(self):
+        super().__init__()
+        self.routed, self.shared = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2))
+        self.stream = torch.cuda.Stream()
+
+    def forward(self, x):
+        here = torch.cuda.current_stream()
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            z = self.shared(x)
+            x.record_stream(self.stream)
+        y = self.routed(x)
+        here.wait_stream(self.stream)
+        z.record_stream(here)
+        return (y + z).square().mean()
+
+
+@pytest.mark.parametrize("home", ["offload", "stash"])
+def test_a_second_stream_is_refused_where_tensors_of_both_move(x, home):
+    model = Sides().cuda()
+    keeper = ps.Keeper(ps.Policy([ps.Rule("*", home)])).attach(model)
+    with pytest.raises(RuntimeError, match="saves tensors on another CUDA stream"):
+        gradients(model, x, keeper)
+
+
+@pytest.mark.parametrize("home", ["offload", "stash"])
+def test_a_kept_region_may_have_a_stream_of_its_own(x, home):
+    model = Sides().cuda()
+    plain = gradients(model, x)
+    keeper = ps.Keeper(ps.Policy([ps.Rule("routed", home)])).attach(model)
+    for _ in range(3):
+        assert same(gradients(model, x, keeper), plain)
+
+
+def test_a_step_may_be_on_any_stream(model, x):
+    plain = gradients(model, x)
+    keeper, side = keeper_for(model, LAYER), torch.cuda.Stream()
+    for stream in (torch.cuda.current_stream(), side, side, torch.cuda.current_stream()):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            assert same(gradients(model, x, keeper), plain)
+
+
 # --- one side held back -------------------------------------------------------------------------------------
 
 

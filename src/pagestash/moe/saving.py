@@ -17,7 +17,7 @@ from pagestash.moe.lease import Lease, pages_of
 from pagestash.pages.pool import PagePool
 from pagestash.policy import Rule
 from pagestash.saved.eight_bits import CODED, LEAST_WIDTH
-from pagestash.saved.fused import claim, rule_of
+from pagestash.saved.fused import claim, goes_to_pages, rule_of
 from pagestash.saved.received_rows import ReceivedRows
 from pagestash.saved.region import in_recompute
 
@@ -43,6 +43,7 @@ class Saving:
         """
         if self.pool is None or self.recompute:
             return None
+        goes_to_pages()
         if not expendable:
             self.pool.flush()
             if self.pool.room.denies(math.prod(shape) * dtype.itemsize, rows, shape[0]):

@@ -82,6 +82,9 @@ class RegionTracker:
     def close(self, region: Region) -> None:
         self._switch()
 
+    def check_stream(self, region: Region) -> None:
+        """Nothing moves."""
+
     def run_once(self, fn: Callable[[], T]) -> T:
         """What `ps.once` runs: a recomputed region around it would hold what it saves, and its result."""
         outer, self.inside_once = self.inside_once, True

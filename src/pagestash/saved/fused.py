@@ -124,6 +124,14 @@ def rule_of(module: nn.Module | None) -> Rule | None:
 
 
 @hidden
+def goes_to_pages() -> None:
+    """The operation that runs now writes to pages of a keeper's pool by itself."""
+    current = () if torch.compiler.is_compiling() else frames()
+    if current:
+        current[-1].owner.check_stream(current[-1])
+
+
+@hidden
 def needs_backward(*tensors: torch.Tensor | None) -> bool:
     """Whether this forward must put away what backward will ask for.
 

@@ -26,6 +26,7 @@ from pagestash.saved.storage import (
     row_range,
     saved_view,
 )
+from pagestash.saved.streams import OneStream
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.saved.valid_rows.marks import Marks
 from pagestash.torch_internals import LOCAL_PART, current_transform, storage_key
@@ -82,6 +83,7 @@ class SavedTensorHooks:
         self._outputs = outputs
         self._eight_bits = eight_bits
         self._entries = Entries()
+        self._stream = OneStream()
 
     @property
     def device_here(self) -> torch.device:
@@ -210,6 +212,7 @@ class SavedTensorHooks:
         view = saved_view((tensor, key, version, first, last))
         if output is not None:
             return output.pack(tensor, view.recipe(), whole=self.rows_of(region, tensor) is None)
+        self._stream.check(region.name)
         valid = self._valid(region, view, caller) if region.exact or self.marks.any else None
         # A thin slice of what it spans, and no expanded view.
         if last - first > SPARSE * size and not (
@@ -298,6 +301,10 @@ class SavedTensorHooks:
             self.device = tensor.device
         return tensor.device == self.device
 
+    def start(self) -> None:
+        """A step begins."""
+        self._stream.start(self.device)
+
     # --- regions ---
 
     def open(self, region: Region) -> None:
@@ -328,6 +335,7 @@ class SavedTensorHooks:
         region.entries = []
         if group:
             assert region.rule is not None
+            self._stream.check(region.name)
             before, self.marks.paused = self.marks.paused, True
             try:
                 home = self._homes[region.rule.home] if region.rule.bits is None else self._eight_bits
@@ -336,6 +344,9 @@ class SavedTensorHooks:
                 self.marks.paused = before
                 for entry in group:
                     entry.let_go()
+
+    def check_stream(self, region: Region) -> None:
+        self._stream.check(region.name)
 
     def run_once(self, fn: Callable[[], T]) -> T:
         """No region around is recomputed."""

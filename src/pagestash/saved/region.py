@@ -39,6 +39,10 @@ class RegionOwner(Protocol):
         """The region is over."""
         ...
 
+    def check_stream(self, region: "Region") -> None:
+        """Tensors of the region go to pages now; refuses a second stream of the step."""
+        ...
+
     def run_once(self, fn: Callable[[], T]) -> T:
         """Run what `ps.once` is given, where no region around is recomputed."""
         ...

@@ -27,6 +27,7 @@ def step_scope(
     where others have opened hooks or regions around or inside, and in a backward, which has hooks of its own.
     """
     modules.start()
+    hooks.start()
     for home in homes:
         home.start()
     hooks.marks.start(check=check_rows and not capturing())

@@ -1,0 +1,117 @@
+"""A region on a stream of its own: kept and recomputed, and refused where bytes would move.
+
+(On a CPU streams are made up: `tests/gpu` has real ones.)
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import pagestash as ps
+from pagestash.moe.saving import Saving
+from pagestash.pages.pool import PagePool
+from pagestash.saved import streams
+
+MAIN, SIDE = (0, 0, 1), (7, 0, 1)
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """A context in which another stream is the current one."""
+    now = [MAIN]
+    start = streams.OneStream.start
+
+    def on_a_gpu(self, device):
+        start(self, torch.device("cuda", 0))
+
+    monkeypatch.setattr(streams.OneStream, "start", on_a_gpu)
+    monkeypatch.setattr(streams, "current_stream_ids", lambda index: now[0])
+
+    @contextmanager
+    def other(stream):
+        before, now[0] = now[0], stream
+        yield
+        now[0] = before
+
+    return other
+
+
+class Sides(nn.Module):
+    """Its second module is on a stream of its own, as shared experts may be."""
+
+    def __init__(self, on):
+        super().__init__()
+        self.routed, self.shared = (nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+        self.on = on
+
+    def forward(self, x):
+        y = self.routed(x)
+        with self.on(SIDE):
+            z = self.shared(x)
+        return y + z
+
+
+def steps(model, policy, count=3):
+    keeper = ps.Keeper(policy).attach(model)
+    for _ in range(count):
+        model.zero_grad()
+        torch.manual_seed(0)
+        with keeper.step():
+            model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def rules(**homes):
+    options = {"recompute": {}, "keep": {}}
+    return ps.Policy(
+        [ps.Rule(name, home, **options.get(home, {"min_bytes": 1})) for name, home in homes.items()]
+    )
+
+
+@pytest.mark.parametrize("home", ["stash", "offload"])
+def test_two_streams_whose_tensors_move_are_refused_by_name_in_the_first_step(on, home):
+    with pytest.raises(RuntimeError, match="region 'shared' saves tensors on another CUDA stream"):
+        steps(Sides(on), rules(routed=home, shared=home), 1)
+
+
+@pytest.mark.parametrize("home", ["keep", "recompute"])
+@pytest.mark.parametrize("other", ["stash", "offload"])
+def test_a_region_that_is_kept_or_recomputed_may_have_a_stream_of_its_own(on, home, other):
+    model = Sides(on)
+    plain = steps(model, ps.Policy())
+    assert all(map(torch.equal, plain, steps(model, rules(routed=other, shared=home))))
+
+
+def test_a_step_on_another_stream_than_the_one_before_is_fine(on):
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    keeper = ps.Keeper(ps.Policy([ps.Rule("*", "offload", min_bytes=1)])).attach(model)
+    for stream in (MAIN, SIDE, SIDE, MAIN):
+        with keeper.step(), on(stream):
+            model(torch.randn(4, 8)).sum().backward()
+
+
+def test_a_region_that_ends_on_another_stream_than_it_saves_on_is_refused(on):
+    class Turns(nn.Module):
+        def forward(self, x):
+            with on(SIDE):
+                return x.sin()
+
+    with pytest.raises(RuntimeError, match="region '0' saves tensors on another CUDA stream"):
+        steps(nn.Sequential(Turns(), nn.Linear(8, 8)), rules(**{"0": "offload"}), 1)
+
+
+def test_a_fused_operation_that_writes_pages_on_another_stream_is_refused(on):
+    model, saving = nn.Linear(4, 4), Saving(pool=PagePool(torch.device("cpu"), device_pages=4))
+    keeper = ps.Keeper(ps.Policy([ps.Rule("*", "stash")])).attach(model, ["routed", "shared"])
+
+    def lease(name, stream):
+        with ps.region(name), on(stream):
+            return saving.lease((8, 16), torch.float32, torch.tensor(4))
+
+    with keeper.step():
+        held = [lease("routed", SIDE), lease("shared", SIDE)]
+        with pytest.raises(RuntimeError, match="region 'shared' saves tensors on another CUDA stream"):
+            lease("shared", MAIN)
+        assert all(one is not None for one in held)

@@ -61,8 +61,11 @@ wheel: $(VENV)/.release
 	rm -rf dist
 	$(PY) -m build
 
+# Most of their time is compiling kernels, which several processes do at once.
+GPU_WORKERS ?= 8
 gpu-test: $(VENV)/.test
-	$(PY) -m pytest -q tests/gpu
+	$(PY) -m pytest -q -n $(GPU_WORKERS) --dist loadfile -m "not alone" tests/gpu
+	$(PY) -m pytest -q -m alone tests/gpu
 
 bench: $(VENV)/.test
 	$(PY) -m benchmarks all

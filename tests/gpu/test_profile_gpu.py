@@ -54,6 +54,7 @@ def test_the_sum_agrees_with_the_allocator_within_two_percent(autocast):
     assert (found.bytes_of("weight_cast") > 0) is autocast
 
 
+@pytest.mark.alone
 def test_regions_take_together_what_the_step_takes():
     model, batch = make()
     found = ps.profile(model, batch, repeats=5)
@@ -73,6 +74,7 @@ def test_regions_take_together_what_the_step_takes():
     assert moe.total_forward_seconds > 0.3 * layers[1].total_forward_seconds
 
 
+@pytest.mark.alone
 def test_the_link_is_measured_and_a_policy_judged_by_it():
     model, batch = make()
     found = ps.profile(model, batch, repeats=1)

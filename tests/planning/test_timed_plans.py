@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from test_plans import MB, MS, made_up
 
 from pagestash.planning import plan_profile
@@ -118,6 +119,51 @@ def test_a_further_plan_that_exceeds_the_budget_is_not_taken_for_its_speed(step)
     plan = planned(step, measure)
     assert len(ran) > 1
     assert plan.policy == ran[0]
+
+
+def test_where_further_plans_find_no_memory_the_first_is_taken(step):
+    machine, ran = Machine(step, 2.5), []
+
+    def measure(policy):
+        ran.append(policy)
+        if policy != ran[0]:
+            raise torch.OutOfMemoryError("no memory")
+        return machine(policy)
+
+    plan = planned(step, measure, 0.5)
+    assert len(ran) > 1
+    assert plan.policy == ran[0]
+    assert plan.predicted.seconds == pytest.approx(plan.measured_seconds, rel=CLOSE)
+
+
+def test_where_all_plans_exceed_the_budget_the_nearest_is_taken_though_others_are_faster(step):
+    machine, ran = Machine(step, 2.5), {}
+
+    def measure(policy):
+        found = machine(policy)
+        ran.setdefault(str(policy), Measured(2**30 + len(ran), found.seconds / (1 + 0.01 * len(ran))))
+        return ran[str(policy)]
+
+    plan = planned(step, measure, 0.5)
+    first = next(iter(ran.values()))
+    assert len(ran) > 1
+    assert min(found.seconds for found in ran.values()) < first.seconds
+    assert plan.measured_bytes == first.peak_bytes
+
+
+@pytest.mark.parametrize("longer", [1.0, 0.2])
+def test_a_further_plan_that_needs_no_factor_is_predicted_without(step, longer):
+    """Its time is close to the prediction without a factor, or none explains it."""
+    slow, ran = Machine(step, 2.5), []
+
+    def measure(policy):
+        ran.append(policy)
+        return slow(policy) if policy == ran[0] else Measured(0, longer * _predict(step, policy).seconds)
+
+    plan = planned(step, measure, 0.5)
+    assert plan.policy != ran[0]
+    assert plan.predicted == _predict(step, plan.policy)
+    assert "small regions" not in str(plan)
 
 
 def test_without_a_host_lane_times_say_nothing_of_a_keeper(step):

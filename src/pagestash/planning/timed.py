@@ -8,6 +8,8 @@ again, and of those that were tried the fastest is taken.
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
@@ -30,25 +32,26 @@ def timed(
     `plan` and those of `plan_on` were checked by steps. The fitted step is `step` itself where its prediction is
     close, or where no such factor explains the times.
     """
-    tried: list[tuple[Plan, float]] = []
+    tried: list[tuple[Plan, float, float]] = []  # the factor that fits a plan, and the one it was made with
+    made = 1.0
     while True:
         factor = fit(step, plan)
-        tried.append((plan, factor))
+        tried.append((plan, factor, made))
         if factor == 1.0 or len(tried) > TRIES:
             break
+        made = factor
         try:
-            plan = plan_on(_slower(step, factor))
-        except NothingFits:  # other times of copies, other peaks
+            plan = plan_on(_scaled(step, factor))
+        except (NothingFits, torch.OutOfMemoryError):  # other times of copies, other peaks
             break
-        known = next((at for at, (other, _) in enumerate(tried) if other.policy == plan.policy), None)
+        known = next((at for at, (other, _, _) in enumerate(tried) if other.policy == plan.policy), None)
         if known is not None:
-            tried[known] = plan, tried[known][1]
+            tried[known] = plan, tried[known][1], made
             break
-    # A plan above the budget is the last resort.
-    best, factor = min(tried, key=lambda item: (_above(item[0]), item[0].measured_seconds or 0.0))
+    best, factor, made = min(tried, key=lambda item: _rank(item[0]))
     if factor == 1.0:
-        return best, step
-    fitted = _slower(step, factor)
+        return best if made == 1.0 else replace(best, predicted=_predict(step, best.policy)), step
+    fitted = _scaled(step, factor)
     note = f"in these steps a keeper costs the host {factor:.2f} times what it does in small regions"
     return replace(best, predicted=_predict(fitted, best.policy), notes=[*best.notes, note]), fitted
 
@@ -63,7 +66,7 @@ def fit(step: MeasuredStep, plan: Plan) -> float:
         return 1.0
 
     def takes(factor: float) -> float:
-        return _predict(_slower(step, factor), plan.policy).seconds
+        return _predict(_scaled(step, factor), plan.policy).seconds
 
     if abs(takes(1.0) - measured) <= CLOSE * measured or not takes(SMALLEST) <= measured <= takes(LARGEST):
         return 1.0
@@ -74,7 +77,7 @@ def fit(step: MeasuredStep, plan: Plan) -> float:
     return high
 
 
-def _slower(step: MeasuredStep, factor: float) -> MeasuredStep:
+def _scaled(step: MeasuredStep, factor: float) -> MeasuredStep:
     return step.with_overhead(step.overhead.scaled(factor))
 
 
@@ -83,5 +86,7 @@ def _predict(step: MeasuredStep, policy: Policy) -> Prediction:
     return Predictor(step).predict(RuleTable(rules, PoolConfig()))
 
 
-def _above(plan: Plan) -> bool:
-    return plan.measured_bytes is None or plan.measured_bytes > plan.budget_bytes
+def _rank(plan: Plan) -> tuple[bool, float]:
+    """The least is the best: the fastest within the budget, and if none is, the nearest to it."""
+    above = plan.measured_bytes is not None and plan.measured_bytes > plan.budget_bytes
+    return above, (plan.measured_bytes if above else plan.measured_seconds) or 0.0

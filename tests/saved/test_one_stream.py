@@ -3,6 +3,7 @@
 (On a CPU streams are made up: `tests/gpu` has real ones.)
 """
 
+from collections import OrderedDict
 from contextlib import contextmanager
 
 import pytest
@@ -32,8 +33,10 @@ def on(monkeypatch):
     @contextmanager
     def other(stream):
         before, now[0] = now[0], stream
-        yield
-        now[0] = before
+        try:
+            yield
+        finally:
+            now[0] = before
 
     return other
 
@@ -82,6 +85,61 @@ def test_a_region_that_is_kept_or_recomputed_may_have_a_stream_of_its_own(on, ho
     model = Sides(on)
     plain = steps(model, ps.Policy())
     assert all(map(torch.equal, plain, steps(model, rules(routed=other, shared=home))))
+
+
+class Normed(nn.Module):
+    """Both parts take in the output of a norm."""
+
+    def __init__(self, on):
+        super().__init__()
+        self.norm, self.sides = nn.LayerNorm(8), Sides(on)
+
+    def forward(self, x):
+        return x + self.sides(self.norm(x))
+
+
+def normed(on, **homes):
+    """Two layers: the input of the second is no leaf."""
+    model = nn.Sequential(Normed(on), Normed(on))
+    names = {f"*.{name.replace('_', '.')}" if name != "layer" else "*": home for name, home in homes.items()}
+    return model, rules(**names)
+
+
+@pytest.mark.parametrize("home", ["stash", "offload"])
+def test_a_replay_that_asks_for_a_moved_input_on_another_stream_is_refused(on, home):
+    """The side's input is recomputed from the norm's, which waits in the home of the layer."""
+    model, policy = normed(on, layer=home, norm="recompute", sides_routed=home, sides_shared="recompute")
+    with pytest.raises(RuntimeError, match="saves tensors on another CUDA stream"):
+        steps(model, policy, 1)
+
+
+@pytest.mark.parametrize("home", ["stash", "offload"])
+def test_a_recomputed_region_with_a_second_stream_inside_is_refused_where_its_input_moves(on, home):
+    """What it saves on that stream is discarded, and backward asks for it there."""
+
+    class Turns(nn.Module):
+        def forward(self, x):
+            y = x.sin()
+            with on(SIDE):
+                return y.cos()
+
+    model = nn.Sequential(OrderedDict(layer=nn.Sequential(nn.Linear(8, 8), Turns(), nn.Linear(8, 8))))
+    with pytest.raises(RuntimeError, match=r"region 'layer\.1' saves tensors on another CUDA stream"):
+        steps(model, rules(**{"layer": home, "layer.1": "recompute"}), 1)
+    steps(model, rules(**{"layer.0": home, "layer.1": "recompute"}))
+
+
+@pytest.mark.parametrize(
+    "homes",
+    [
+        {"norm": "recompute", "sides_shared": "recompute", "sides_routed": "offload"},
+        {"norm": "offload", "sides": "recompute"},
+    ],
+)
+def test_replays_on_another_stream_are_fine_where_their_inputs_stay(on, homes):
+    model, policy = normed(on, **homes)
+    plain = steps(model, ps.Policy())
+    assert all(map(torch.equal, plain, steps(model, policy)))
 
 
 def test_a_step_on_another_stream_than_the_one_before_is_fine(on):

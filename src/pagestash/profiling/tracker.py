@@ -82,7 +82,7 @@ class RegionTracker:
     def close(self, region: Region) -> None:
         self._switch()
 
-    def check_stream(self, region: Region) -> None:
+    def check_stream(self, region: str) -> None:
         """Nothing moves."""
 
     def run_once(self, fn: Callable[[], T]) -> T:

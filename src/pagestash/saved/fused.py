@@ -128,7 +128,7 @@ def goes_to_pages() -> None:
     """The operation that runs now writes to pages of a keeper's pool by itself."""
     current = () if torch.compiler.is_compiling() else frames()
     if current:
-        current[-1].owner.check_stream(current[-1])
+        current[-1].owner.check_stream(current[-1].name)
 
 
 @hidden

@@ -41,6 +41,11 @@ _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 class Output(Protocol):
     """The output of a recomputed region, which no home need hold."""
 
+    @property
+    def moves(self) -> bool:
+        """Whether a replay needs inputs that have moved, and come back on the stream of who asks."""
+        ...
+
     def pack(self, tensor: torch.Tensor, recipe: ViewRecipe, *, whole: bool) -> Packed:
         """What stands for `tensor`, a view of the output; `whole` if no row of it may be garbage."""
         ...
@@ -211,6 +216,8 @@ class SavedTensorHooks:
             return None
         view = saved_view((tensor, key, version, first, last))
         if output is not None:
+            if output.moves:
+                self._stream.check(region.name)
             return output.pack(tensor, view.recipe(), whole=self.rows_of(region, tensor) is None)
         self._stream.check(region.name)
         valid = self._valid(region, view, caller) if region.exact or self.marks.any else None
@@ -345,8 +352,8 @@ class SavedTensorHooks:
                 for entry in group:
                     entry.let_go()
 
-    def check_stream(self, region: Region) -> None:
-        self._stream.check(region.name)
+    def check_stream(self, region: str) -> None:
+        self._stream.check(region)
 
     def run_once(self, fn: Callable[[], T]) -> T:
         """No region around is recomputed."""

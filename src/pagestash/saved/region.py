@@ -39,7 +39,7 @@ class RegionOwner(Protocol):
         """The region is over."""
         ...
 
-    def check_stream(self, region: "Region") -> None:
+    def check_stream(self, region: str) -> None:
         """Tensors of the region go to pages now; refuses a second stream of the step."""
         ...
 

@@ -136,8 +136,8 @@ class OneStream:
         if self._first is not None:
             raise RuntimeError(
                 f"region {region!r} saves tensors on another CUDA stream than others of the step. Stash, offload "
-                "and bits=8 hand memory on in the order of one stream: give the region the home keep or recompute, "
-                "or run it on the stream of the others"
+                "and bits=8 hand memory on in the order of one stream: give the region the home keep, or recompute "
+                "inside no region that moves its input; or run it on the stream of the others"
             )
         self._first = here
 

@@ -66,6 +66,10 @@ class Output:
     recomputed: Recomputed
     number: int
 
+    @property
+    def moves(self) -> bool:
+        return self.recomputed.moves
+
     def pack(self, tensor: torch.Tensor, recipe: ViewRecipe, *, whole: bool) -> OutputHandle:
         """A handle of `tensor`, a view of the output; `whole` if no row of it may be garbage."""
         recomputed = self.recomputed

@@ -40,6 +40,8 @@ class Recomputed:
         self.recipe = recipe
         self.replay_bytes = 0
         """Bytes that a replay brings back, with those of the replays that it needs for its inputs."""
+        self.moves = False
+        """Whether a replay needs inputs that have moved: they come back on the stream of who asks."""
         self.entries: dict[int, Entry] = {}
         """Of outputs that a later region saved."""
         self.output_keys: list[int] = []

@@ -13,6 +13,7 @@ from torch import nn
 
 from pagestash.policy import Rule
 from pagestash.saved.hooks import SavedTensorHooks
+from pagestash.saved.packed import Handle
 from pagestash.saved.recompute.argument_objects import may_change
 from pagestash.saved.recompute.home import Recompute
 from pagestash.saved.recompute.once import once
@@ -94,6 +95,8 @@ class RecordedForward(Recording):
             storage = tensor.untyped_storage()
             self._discarded[key] = StorageWeakRef(storage)
             self._discarded_bytes += storage.nbytes()
+        if self._recomputed.moves:
+            self._hooks.check_stream(self._recipe.name)
         number = len(self._saved) - 1
         self._recomputed.want(number)
         if rows is None and key is not None and self._recipe.checked:
@@ -160,6 +163,9 @@ class RecordedForward(Recording):
             self._held.setdefault(key, []).append((alone, tensor._version))
         if isinstance(packed, OutputHandle):
             self._recomputed.replay_bytes += packed.recomputed.replay_bytes
+            self._recomputed.moves |= packed.recomputed.moves
+        elif isinstance(packed, Handle):
+            self._recomputed.moves = True
         summary = None
         if self._recipe.checked and key is not None and self._hooks.rows_of(region, tensor) is None:
             # What is held must have every bit; what is recomputed may differ by rounding.

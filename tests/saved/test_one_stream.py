@@ -3,6 +3,7 @@
 (On a CPU streams are made up: `tests/gpu` has real ones.)
 """
 
+import gc
 from collections import OrderedDict
 from contextlib import contextmanager
 
@@ -158,6 +159,21 @@ def test_a_region_that_ends_on_another_stream_than_it_saves_on_is_refused(on):
 
     with pytest.raises(RuntimeError, match="region '0' saves tensors on another CUDA stream"):
         steps(nn.Sequential(Turns(), nn.Linear(8, 8)), rules(**{"0": "offload"}), 1)
+
+
+def test_what_was_refused_is_let_go_of_when_its_graph_is_gone_though_the_step_goes_on(on):
+    class Turns(nn.Module):
+        def forward(self, x):
+            with on(SIDE):
+                return x.sin()
+
+    model = nn.Sequential(Turns())
+    keeper = ps.Keeper(rules(**{"0": "offload"})).attach(model)
+    with keeper.step():
+        with pytest.raises(RuntimeError, match="saves tensors on another CUDA stream"):
+            model(torch.randn(4, 8, requires_grad=True) * 2)
+        gc.collect()
+        assert not any(entry.handles for entry in keeper._saved._entries._of_step)
 
 
 def test_a_fused_operation_that_writes_pages_on_another_stream_is_refused(on):

@@ -342,9 +342,9 @@ class SavedTensorHooks:
         region.entries = []
         if group:
             assert region.rule is not None
-            self._stream.check(region.name)
             before, self.marks.paused = self.marks.paused, True
             try:
+                self._stream.check(region.name)
                 home = self._homes[region.rule.home] if region.rule.bits is None else self._eight_bits
                 home.put(group)
             finally:

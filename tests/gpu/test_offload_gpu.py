@@ -11,6 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pagestash as ps
+from pagestash.pages.host import host_slab
 from pagestash.pages.slabs import HostSlabs
 from pagestash.saved.homes import Keep, Tally
 from pagestash.saved.offload import transfers
@@ -462,3 +463,21 @@ def test_pinned_memory_is_what_lives_in_it(model, x):
     most = keeper.stats().homes["offload"].peak
     assert most <= stats.offload.host_bytes <= 1.03 * most
     assert stats.offload.refused_peak == 0
+
+
+def test_to_unpin_host_memory_waits_for_the_copies_that_read_it():
+    """A home that ends leaves that to the driver: its finalizer may run in a capture, and must not wait itself."""
+    size, side, copied = 64 << 20, torch.cuda.Stream(), torch.cuda.Event()
+    target = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    slab = host_slab(size, torch.device("cuda", 0)).fill_(3)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        target.copy_(slab, non_blocking=True)
+        copied.record()
+    assert not copied.query()
+    del slab
+    assert copied.query()
+    torch.cuda.synchronize()
+    arrived_whole = bool((target == 3).all())
+    assert arrived_whole

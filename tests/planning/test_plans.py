@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.sweeps import examples
 
@@ -209,8 +209,10 @@ def test_more_memory_is_never_slower(first, second, layers, link):
 
 
 @QUICK
+@example((1 * MB, 1), (1 * MB, 1), 9, 2e8)
 @given(sizes, sizes, st.integers(3, 9), st.sampled_from([2e8, 1e9]))
 def test_a_search_beats_or_equals_what_the_program_proposes(first, second, layers, link):
+    """Without a search the program has fewer levels, as in a large step."""
     profile = in_halves(made_up(layers, first, second, link=link))
     with pytest.MonkeyPatch.context() as without:
         without.setattr("pagestash.planning.improve.MOST", 0)

@@ -25,8 +25,9 @@ from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.planning.program import Counts, Program, uniform
 from pagestash.policy import HOMES, PoolConfig, Rule
 
-GRID, COARSE_GRID = 10, 6
-"""Memory levels that the program is solved for; fewer in a large step, where a prediction takes long."""
+GRID, COARSE_GRID = 12, 6
+"""Memory levels that the program is solved for; fewer in a large step, where a prediction takes long. All of the
+fewer are among the others."""
 RATES = (1.0, 0.4, 0.0)
 """Parts of the link's rates that the program counts on. Real copies hide less well than their sum says: a window
 holds few groups, and the last layers' come back at once. With 0 nothing is moved."""

@@ -41,9 +41,8 @@ class StashedGroup:
         self.restored.pop(entry, None)
         # Not released here: this may run in any thread, on any stream. `flush` does it in the order of compute.
         ticket = self.tickets.pop(entry)
-        if (
-            not self.tickets and self.stash is not None
-        ):  # else another thread has dropped the last one meanwhile
+        # (None: another thread has dropped the last one meanwhile.)
+        if not self.tickets and self.stash is not None:
             self.stash = None
             stash.ended(self, ticket)
         stash.pool.release_later(ticket)
@@ -133,9 +132,8 @@ class PagedStash:
 
     def ended(self, group: StashedGroup, last: Ticket) -> None:
         """All entries of a group are dropped, in any thread. If the stash ends, too, nobody will `flush`."""
-        if (
-            group.incoming
-        ):  # which nobody asked for, and its copy, which reads the book, may still be under way
+        # Nobody asked for what is incoming, and its copy, which reads the book, may still be under way.
+        if group.incoming:
             self._in.outlive([*group.incoming.values(), last.group.book])
 
     def flush(self) -> None:

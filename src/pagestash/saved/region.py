@@ -40,7 +40,7 @@ class RegionOwner(Protocol):
         ...
 
     def check_stream(self, region: str) -> None:
-        """Tensors of the region go to pages now; refuses a second stream of the step."""
+        """Tensors of the region move, or its replay will ask for some that have; refuses a second stream."""
         ...
 
     def run_once(self, fn: Callable[[], T]) -> T:

@@ -182,15 +182,15 @@ def random_policy(choose: random.Random, names: list[str]) -> ps.Policy:
     return ps.Policy(rules, ps.PoolConfig(page=64))
 
 
-def train(net: nn.Module, keeper: ps.Keeper, choose: random.Random) -> list:
-    """Gradients, buffers and what the generators give next, after two steps in a way that `choose` picks."""
+def train(net: nn.Module, keeper: ps.Keeper, choose: random.Random, steps: int = 2) -> list:
+    """Gradients, buffers and what the generators give next, after some steps in a way that `choose` picks."""
     way = choose.choice(("plain", "microbatches", "retained", "split", "thread", "eval", "functional"))
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002
     generator = torch.Generator().manual_seed(2)
     found: list = []
-    for _ in range(2):
+    for _ in range(steps):
         net.zero_grad()
         xs = [torch.randn(ROWS, WIDTH, generator=generator, requires_grad=True) for _ in range(3)]
         with keeper.step():
@@ -231,7 +231,7 @@ def train(net: nn.Module, keeper: ps.Keeper, choose: random.Random) -> list:
     return found
 
 
-def compare(seed: int) -> str:
+def compare(seed: int, steps: int = 2) -> str:
     """Empty if a random net under a random policy gives what it gives without; else what differs."""
     results = []
     for kept in (False, True):
@@ -241,7 +241,7 @@ def compare(seed: int) -> str:
         names = [name for name, _ in net.named_modules() if name]
         policy = random_policy(choose, names)
         keeper = ps.Keeper(policy if kept else ps.Policy(), backend="torch").attach(net)
-        results.append(train(net, keeper, choose))
+        results.append(train(net, keeper, choose, steps))
         if kept and any(home.bytes for home in keeper.stats().homes.values()):
             return f"{seed}: bytes are left"
     for number, (plain, found) in enumerate(zip(*results, strict=True)):

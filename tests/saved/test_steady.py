@@ -1,4 +1,7 @@
-"""A keeper that moves nothing does not watch steps that are like those before, and still counts what they keep."""
+"""A keeper that moves nothing does not watch steps that are like those before, and still counts what they keep.
+
+(One that moves something: `test_watch.py`.)
+"""
 
 from weakref import ref
 
@@ -170,13 +173,6 @@ def test_arguments_that_cannot_be_compared_are_watched():
     for _ in range(4):
         with keeper.step():
             net(torch.ones(4, WIDTH), scale=0.5).backward()
-    assert all(net.watched)
-
-
-def test_a_rule_that_moves_has_every_step_watched():
-    net, keeper = attached([Rule("0", "keep"), Rule("1", "recompute")])
-    for _ in range(4):
-        step(net, keeper)
     assert all(net.watched)
 
 

@@ -49,7 +49,8 @@ class MeasuredStep:
         self.lanes = Lanes.of(profile)
         self.seconds = self.lanes.seconds()
         """Of each segment of the unobserved step."""
-        self.read_overhead(profile.overhead or Overhead())
+        self.overhead = profile.overhead or Overhead()
+        """What a keeper costs the host."""
         self._inside: dict[str, int] = {}
         for region in profile.regions:
             for name in region.path[:-1]:
@@ -87,20 +88,11 @@ class MeasuredStep:
             for name in segment.path:
                 runs.setdefault(name, []).append(at)
 
-    def read_overhead(self, overhead: Overhead) -> None:
-        """What follows from what a keeper costs the host."""
-        self.overhead = overhead
-        self.hooked_lanes = self.lanes.copy()
-        """With the host's time of a keeper's hooks, which it has for every saved tensor."""
-        for tensor in self.profile.tensors:  # weights, too
-            self.hooked_lanes.add(tensor.saved_at, host=overhead.pack)
-            self.hooked_lanes.add(tensor.needed_at, host=overhead.unpack)
-
     def with_overhead(self, overhead: Overhead) -> "MeasuredStep":
         """The same step, where a keeper costs the host this."""
         found = copy(self)
         found.__dict__.pop("exposed_overhead", None)
-        found.read_overhead(overhead)
+        found.overhead = overhead
         return found
 
     def read_tensors(self) -> None:

@@ -20,6 +20,7 @@ from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.offloaded import Offloaded
 from pagestash.planning.prediction import Cost, Prediction, RuleTable
 from pagestash.planning.replays import KnownReplays, Replay, Replays, Spike
+from pagestash.planning.seen import seen_tensors
 from pagestash.planning.stashed import Stashed
 from pagestash.policy import HOMES, HomeName, Policy
 from pagestash.profiling.assign import Recomputing, assign_when_saved
@@ -93,7 +94,7 @@ class _Playing:
     def play(self) -> Prediction:
         step, held = self.step, HomeBytes(self.step.count)
         replays = self.replays.find()
-        lanes = (step.hooked_lanes if self.rules.rules else step.lanes).copy()
+        lanes = step.lanes.copy()
         for replay in replays:
             lanes.add(replay.first, device=replay.device_seconds, host=replay.host_seconds)
         stash_seconds, pool = Stashed(step, self.rules, self.homes, self.when_saved).count(lanes, held)
@@ -212,10 +213,14 @@ class _Playing:
                     yield storage, size, *span
 
     def _hooks(self, lanes: Lanes, replays: Sequence[Replay], moves: Sequence[Move]) -> None:
-        """The host's time of the keeper itself, beside that of its hooks."""
+        """The host's time of the keeper: for tensors that it sees, regions that it records, groups it moves."""
         cost = self.step.overhead
         if not self.rules.rules:
             return
+        seen = seen_tensors(self.step, self.rules, self.recomputing, self.when_saved)
+        for tensor in seen if cost.pack or cost.unpack else ():
+            lanes.host[tensor.saved_at] += cost.pack
+            lanes.host[tensor.needed_at] += cost.unpack
         for region in self.recomputing.regions.values():
             for at in self.step.forward_of(region.within)[:1]:
                 lanes.add(at, host=self.step.record_seconds(region.name))

@@ -138,7 +138,7 @@ def _each(seconds: tuple[float, float], others: tuple[float, float], count: int)
 def _launched(chain: nn.Module, device: torch.device, rule: Rule | None) -> tuple[float, float]:
     """The host's seconds of forward and backward, under a keeper with one rule or without: the medians."""
     x = torch.zeros(WIDTH, WIDTH, device=device, requires_grad=True)
-    # (`check`: every step is watched, also those of a keeper that moves nothing.)
+    # (`check`: every saved tensor is seen, also in steps that are like those before.)
     keeper = None if rule is None else Keeper(Policy([rule]), check=True).attach(chain)
     times = []
     try:
@@ -161,7 +161,7 @@ def _launched(chain: nn.Module, device: torch.device, rule: Rule | None) -> tupl
 
 def _forward(step: RepeatedStep, rule: Rule | None) -> float:
     """The host's seconds to launch the model's forward, under a keeper with one rule or without: the median."""
-    keeper = None if rule is None else Keeper(Policy([rule])).attach(step.model)
+    keeper = None if rule is None else Keeper(Policy([rule]), check=True).attach(step.model)
     try:
         times = [
             step.launch_forward(nullcontext() if keeper is None else keeper.step())

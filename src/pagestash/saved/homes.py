@@ -124,6 +124,8 @@ class Held:
     size: int
     version: int | None
     holders: int = 1
+    outside: bool = False
+    """Whether an operation saved it where nothing moves, in a step that is seen as a whole (`watch.py`)."""
 
     def let_go(self) -> None:
         """A holder is gone."""

@@ -29,6 +29,7 @@ from pagestash.saved.storage import (
 from pagestash.saved.streams import OneStream
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.saved.valid_rows.marks import Marks
+from pagestash.saved.watch import Watch, moves
 from pagestash.torch_internals import LOCAL_PART, current_transform, storage_key
 
 T = TypeVar("T")
@@ -44,6 +45,11 @@ class Output(Protocol):
     @property
     def moves(self) -> bool:
         """Whether a replay needs inputs that have moved, and come back on the stream of who asks."""
+        ...
+
+    @property
+    def forward(self) -> int:
+        """The number of the recorded forward whose output it is, in the step."""
         ...
 
     def pack(self, tensor: torch.Tensor, recipe: ViewRecipe, *, whole: bool) -> Packed:
@@ -80,6 +86,7 @@ class SavedTensorHooks:
         """Of all weights, where a rule has `bits`."""
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.marks = Marks()
+        self.watch = Watch()
         self.look: Look | None = None
         """Sees what becomes of every tensor, in the first steps."""
         self._homes = homes
@@ -121,7 +128,12 @@ class SavedTensorHooks:
             # A backward of a GPU, in a thread of its own, makes a graph inside.
             return Untouched.of(tensor)
         assert isinstance(owner, SavedTensorHooks)
-        packed = owner.pack_in(region, tensor, False, sys._getframe(1) if owner.marks.any else None)
+        watch, marked = owner.watch, owner.marks.any
+        packed = owner.pack_in(region, tensor, False, sys._getframe(1) if marked else None)
+        if marked:
+            watch.depends = True
+        elif not (watch.narrow or watch.inside) and type(packed) is Kept:
+            packed.held.outside = True
         if owner.look is not None:
             owner.look.saw(region, tensor, packed)
         return packed
@@ -187,6 +199,8 @@ class SavedTensorHooks:
         # What another region keeps alive anyway is worth neither a copy nor a forward. (`holds`, without a call.)
         held = self._held.get(key)
         if held is not None and held.version == version:
+            if held.outside and not self.watch.depends:
+                self.watch.depends = moves(region.rule) or self._output_of(key, tensor, chained) is not None
             return None
         rule, coded, keeps = region.rule, False, False
         if rule is not None and rule.bits is not None:
@@ -194,9 +208,7 @@ class SavedTensorHooks:
             if keeps and not coded:
                 return None
         # The output of a recomputed region needs no home, unless a rule says to keep it.
-        output = None
-        if key in self._outputs.known and not keeps:
-            output = self._outputs.output_of(key, tensor, chained=chained)
+        output = None if keeps else self._output_of(key, tensor, chained)
         least, size = 0, tensor.nbytes
         if output is None:
             if rule is None:
@@ -216,9 +228,7 @@ class SavedTensorHooks:
             return None
         view = saved_view((tensor, key, version, first, last))
         if output is not None:
-            if output.moves:
-                self._stream.check(region.name)
-            return output.pack(tensor, view.recipe(), whole=self.rows_of(region, tensor) is None)
+            return self._pack_output(output, region, view, exact)
         self._stream.check(region.name)
         valid = self._valid(region, view, caller) if region.exact or self.marks.any else None
         # A thin slice of what it spans, and no expanded view.
@@ -233,6 +243,17 @@ class SavedTensorHooks:
         entry.waiting += 1
         handle = Handle(entry, recipe)
         return handle if valid is None else self._wait_for_reader(handle, key, view, region, valid)
+
+    def _output_of(self, key: int, tensor: torch.Tensor, chained: bool) -> Output | None:
+        known = key in self._outputs.known
+        return self._outputs.output_of(key, tensor, chained=chained) if known else None
+
+    def _pack_output(self, output: Output, region: Region, view: SavedView, exact: bool) -> Packed:
+        if output.moves:
+            self._stream.check(region.name)
+        if not exact:  # else a recorded forward takes it in, and no hook has to see that
+            self.watch.saved_output(output.forward)
+        return output.pack(view.tensor, view.recipe(), whole=self.rows_of(region, view.tensor) is None)
 
     def _can_code(self, tensor: torch.Tensor) -> bool:
         return can_code(tensor) and not is_cast_weight(tensor, self.weight_shapes)
@@ -316,9 +337,23 @@ class SavedTensorHooks:
 
     def open(self, region: Region) -> None:
         """Nothing is decided before a tensor is saved."""
+        if region.run is not None or moves(region.rule):
+            self._watch(region)
+
+    def claimed(self, region: Region, owner: Region) -> None:
+        if moves(owner.rule):
+            self._watch(region)
+
+    def _watch(self, region: Region) -> None:
+        if not region.watched:
+            region.watched = True
+            self.watch.enter()
 
     def close(self, region: Region) -> None:
         """The region is over: its group goes to its home together, and so do those of claimed tensors."""
+        if region.watched:
+            region.watched = False
+            self.watch.leave()
         if self.marks.any:
             self.marks.settle()
         if region.claims:

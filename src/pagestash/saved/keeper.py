@@ -58,7 +58,7 @@ class Keeper:
         self._attached = Attached(policy, self._saved, self._regions)
         self._quiet = None if quiet else QuietRules(policy, self._saved)
         self._regions.outside = StepNeverOpened()
-        self._steady = SteadySteps(policy, self._keep)
+        self._steady = SteadySteps(policy, self._keep, self._saved.watch)
         self._in_step = False
         self.rows: RowsChoice | None = None
         """Where layers have left `expected_rows` to this keeper, from the first step on (see `ps.Keeper`)."""
@@ -167,9 +167,9 @@ class Keeper:
         try:
             with step_scope(
                 self._saved, self._regions, self._homes, check_rows=self._check is not False
-            ) as stop:
+            ) as look_away:
                 if self._check is not True and self.rows is None:
-                    self._steady.begin(contents, stop, None if known is None else self._note_weights)
+                    self._steady.begin(contents, look_away, None if known is None else self._note_weights)
                 yield
             failed = False
         except BaseException as error:
@@ -204,8 +204,11 @@ class Keeper:
         """After a step without an error: let the homes use what it has shown, and look for an overflow."""
         # Not in a capture: what it holds is fixed, and pinning memory is not allowed.
         if not capturing():
+            before = self._offload.plan
             for home in self._homes:
                 home.commit()
+            if self._offload.plan is not before:
+                self._steady.forget()  # what stays is other than in the steps that were watched
         if check:
             self.size_pool()
             refuse_if_overflowed(self.pool, self._ranks, self.policy.pool)

@@ -196,6 +196,7 @@ class Opening(Hook):
         )
         begin(self, region)
         enter(region)
+        regions.hooks.open(region)
 
 
 class Closing(Hook):

@@ -1,30 +1,26 @@
 """What is open during a keeper's step: hooks, regions, marks and homes. All of it is closed at the end."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from pagestash.saved.homes import Home
 from pagestash.saved.hooks import SavedTensorHooks
-from pagestash.saved.packed import unpack
 from pagestash.saved.region import Region, enter, frames, leave, set_frames
 from pagestash.saved.region_hooks import RegionHooks
+from pagestash.saved.steady import LookAway
 from pagestash.saved.streams import capturing
-from pagestash.torch_internals import (
-    backward_number,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
-    top_saved_tensors_hooks,
-)
+from pagestash.torch_internals import backward_number, top_saved_tensors_hooks
 
 
 @contextmanager
 def step_scope(
     hooks: SavedTensorHooks, modules: RegionHooks, homes: Sequence[Home], *, check_rows: bool
-) -> Iterator[Callable[[], bool]]:
+) -> Iterator[LookAway]:
     """Everything that is saved inside goes through `hooks` to `homes`, in the regions that `modules` opens.
 
-    Yields a function that ends this early: the rest of the step is not watched. It does nothing and returns False
-    where others have opened hooks or regions around or inside, and in a backward, which has hooks of its own.
+    Yields a function that sees less of the rest of the step: nothing, or only where something may move. It does
+    nothing and returns False where others have opened hooks or regions around or inside, and in a backward, which
+    has hooks of its own.
     """
     modules.start()
     hooks.start()
@@ -34,35 +30,39 @@ def step_scope(
     outer = frames()
     root = Region(hooks, "", None, whole_step=True)
     enter(root)
+    watch = hooks.watch
     watched = False
     alone = not outer and top_saved_tensors_hooks(True) is None
 
-    def stop() -> bool:
+    def look_away(outputs: Sequence[int] | None) -> bool:
         nonlocal watched
-        ours = (hooks.pack, unpack)
-        if not alone or frames() != (root,) or top_saved_tensors_hooks(True) != ours or capturing():
+        if not alone or frames() != (root,) or not watch.on_top or capturing():
             return False
         if backward_number() != -1:
             # A checkpointed forward that is run again. Autograd opens the hooks of its caller anew when it returns:
             # closed here, they would never be closed there.
             return False
-        pop_saved_tensors_hooks()
+        if outputs is not None:
+            if hooks.look is not None:
+                return False
+            watch.narrow_down(outputs)
+            return True
+        watch.close()
         leave(root)
         watched = False
         return True
 
     try:
-        push_saved_tensors_hooks(hooks.pack, unpack)  # refused where the caller has disabled hooks
+        watch.begin(hooks.pack)
         watched = True
-        yield stop
+        yield look_away
     except BaseException:
         hooks.give_up()
         for home in homes:
             home.give_up()
         raise
     finally:
-        if watched:
-            pop_saved_tensors_hooks()
+        watch.end()
         modules.stop(watched=watched)
         leave(root)
         set_frames(outer)

@@ -1,17 +1,20 @@
-"""Steps that need not be watched: nothing moves, and they are like steps before.
+"""Steps that need not be watched as a whole: they are like steps before.
 
-Where every rule says `keep`, a keeper does nothing but count, and to see each saved tensor costs an eager step more
-than all else that a keeper does. So a step is not watched if the model is called as it was in two steps that were
-watched and kept the same bytes. It counts as they did. Calls are alike if they have arguments of the same shapes
-and dtypes, under the same autocast, and the same modules train and the same parameters want gradients. (A module
-that was added behind a step that was not watched is seen at the end of the next one.)
+Of a tensor that stays, a keeper does nothing but count the bytes, and to see it costs an eager step more than most
+of what a keeper does otherwise. So a step is not watched if the model is called as it was in two steps that were
+watched and kept the same bytes: not at all where every rule says `keep`, and elsewhere only where something may
+move (`watch.py`). It counts as they did. Calls are alike if they have arguments of the same shapes and dtypes,
+under the same autocast, and the same modules train and the same parameters want gradients. (A module that was added
+behind a step that was not watched at all is seen at the end of the next one.)
 
 All steps are watched for good if calls of one kind keep other bytes each time, if a step goes on otherwise than the
-one it was taken for, and if somebody asks within a step how many bytes are held. Whoever counts peaks anew has the
-next steps watched: what a model saves may have changed in a way that its calls do not show (checkpointing).
+one it was taken for, and if somebody asks within a step how many bytes are held. And where what moves depends on
+what stays: if a tensor that would move stays because it is kept for another region as well, or rows are marked.
+Whoever counts peaks anew has the next steps watched: what a model saves may have changed in a way that its calls do
+not show (checkpointing).
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, cast
 from weakref import ref
 
@@ -22,8 +25,13 @@ from pagestash.policy import Policy
 from pagestash.saved.compiled import hidden, hidden_here
 from pagestash.saved.homes import Keep
 from pagestash.saved.module_hook import Hook
+from pagestash.saved.watch import Watch, moves
 from pagestash.torch_internals import current_transform
 
+LookAway = Callable[[Sequence[int] | None], bool]
+"""Given `_Kept.outputs`, sees the rest of a step only where something may move; given None, nothing of it.
+
+Returns whether it could."""
 _MOST_KINDS = 64
 _VARIES = 4
 """After so many steps of one kind, each of which kept other bytes than the one before, bytes vary."""
@@ -56,6 +64,8 @@ class _Kept(NamedTuple):
     calls: tuple[Hashable, ...]
     peak: int
     by_region: dict[str, int]
+    outputs: tuple[int, ...]
+    """How often the outputs of each recorded forward were saved outside of regions (`Watch.outputs`)."""
 
 
 class _Known:
@@ -78,11 +88,12 @@ class _Known:
 class SteadySteps:
     """Decides which steps of a keeper are not watched, and counts them."""
 
-    def __init__(self, policy: Policy, keep: Keep) -> None:
-        moves_nothing = all(rule.home == "keep" and rule.bits is None for rule in policy.rules)
-        self.on = bool(policy.rules) and moves_nothing
+    def __init__(self, policy: Policy, keep: Keep, watch: Watch) -> None:
+        self.on = bool(policy.rules)
         """Whether any step may go unwatched. (Without a rule nothing is put on a model at all.)"""
+        self._moves = any(map(moves, policy.rules))
         self._keep = keep
+        self._watch = watch
         self._hooks: list[Any] = []
         self._known: dict[Hashable, _Known] = {}
         self._contents: tuple[list[ref[nn.Module]], list[ref[nn.Parameter]]] | None = None
@@ -90,8 +101,8 @@ class SteadySteps:
         self._look: Callable[[], Any] | None = None
         """In a step that began with the contents of the one before, until it is known whether it is watched: looks
         for those of now."""
-        self._stop: Callable[[], bool] | None = None
-        """In a step: stops watching it; says whether it could."""
+        self._look_away: LookAway | None = None
+        """In a step."""
         self._state: Hashable = None
         self._calls: list[Hashable] = []
         self._taken_for: _Kept | None = None
@@ -120,11 +131,14 @@ class SteadySteps:
         self._contents = None
 
     def contents(self) -> Contents | None:
-        """Of the models, where the last step was not watched; None if one of these is gone.
+        """Of the models, where the last step was not watched at all; None if one of these is gone.
 
         That step looked for them at its end, while the device was at work. At its beginning the device waits, and
         to find them takes as long as several kernels do.
         """
+        return None if self._moves else self._last_contents()
+
+    def _last_contents(self) -> Contents | None:
         if self._contents is None:
             return None
         modules = [module() for module in self._contents[0]]
@@ -135,8 +149,8 @@ class SteadySteps:
 
     # --- a step ---
 
-    def begin(self, contents: Contents, stop: Callable[[], bool], look: Callable[[], Any] | None) -> None:
-        """A step begins, watched; `stop` ends that.
+    def begin(self, contents: Contents, look_away: LookAway, look: Callable[[], Any] | None) -> None:
+        """A step begins, watched; `look_away` ends that.
 
         `look` is given where `contents` are those of the step before, and is called if the step goes on watched.
         """
@@ -144,7 +158,11 @@ class SteadySteps:
         if not self.on or not self._hooks or self._keep.tally.bytes:
             self._goes_on()
             return
-        self._stop, self._calls, self._taken_for = stop, [], None
+        if self._moves and self._contents is not None:
+            before = self._last_contents()
+            if before is None or not before.same(contents):
+                self.forget()
+        self._look_away, self._calls, self._taken_for = look_away, [], None
         self._begun, self._state = contents, contents.state()
         tally = self._keep.tally
         self._before = tally.peak, {name: peak for name, (_, peak) in tally.by_region.items()}
@@ -153,7 +171,7 @@ class SteadySteps:
     @hidden
     def called(self, model: int, args: Any, kwargs: Any) -> None:
         """A model is called."""
-        if self._stop is None or not torch.is_grad_enabled() or current_transform() is not None:
+        if self._look_away is None or not torch.is_grad_enabled() or current_transform() is not None:
             return
         try:
             call = (self._state, model, _autocast(), _form(args), _form(kwargs))
@@ -168,8 +186,9 @@ class SteadySteps:
                 self._leave_on()
         elif len(self._calls) == 1:
             known = self._known.get(call)
-            if known is not None and known.settled and self._stop():
-                self._taken_for, self._look = known.last, None
+            last = None if known is None or not known.settled else known.last
+            if last is not None and self._look_away(last.outputs if self._moves else None):
+                self._taken_for, self._look = last, None
             else:
                 self._goes_on()
 
@@ -183,33 +202,35 @@ class SteadySteps:
         """The step is over. `look` finds the models' contents."""
         self._look = self._contents = None
         begun, self._begun = self._begun, None
-        if self._stop is None:
+        if self._look_away is None:
             return
-        self._stop = None
+        self._look_away = None
         tally, like, calls = self._keep.tally, self._taken_for, tuple(self._calls)
         if like is not None:
             if not failed and begun is not None:
-                contents = look()
-                if begun.same(contents):
+                contents = begun if self._moves else look()
+                if contents is begun or begun.same(contents):
                     self._contents = ([*map(ref, contents.modules)], [*map(ref, contents.parameters)])
                 else:
                     self.forget()
             self.on = self.on and (failed or calls == like.calls)
             if not failed:
+                tally.reset_peak()  # a part of it was seen, and perhaps counted for another region
                 self._merge(like.peak, like.by_region)
         elif not failed and calls and not tally.bytes and self.on:
-            step = _Kept(calls, tally.peak, {name: peak for name, (_, peak) in tally.by_region.items()})
+            peaks = {name: peak for name, (_, peak) in tally.by_region.items()}
+            step = _Kept(calls, tally.peak, peaks, self._watch.outputs)
             if len(self._known) > _MOST_KINDS:
                 self._known.clear()
-            self.on = self._known.setdefault(calls[0], _Known()).add(step)
+            self.on = self._known.setdefault(calls[0], _Known()).add(step) and not self._watch.depends
         self._merge(*self._before)
 
     def asked(self) -> None:
         """Somebody wants to know what is held. Within a step only one that is watched can tell."""
-        if self._stop is not None:
+        if self._look_away is not None:
             self._leave_on()
             self._goes_on()
-            self._stop = None
+            self._look_away = None
             self._merge(*self._before)
             if self._taken_for is not None:
                 self._merge(self._taken_for.peak, self._taken_for.by_region)

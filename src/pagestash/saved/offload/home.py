@@ -11,7 +11,7 @@ from pagestash.saved.homes import Home, Keep, Tally
 from pagestash.saved.offload.headroom import HeadroomMeter, Reading
 from pagestash.saved.offload.measuring import Measuring, Outlook
 from pagestash.saved.offload.moving import Moving
-from pagestash.saved.offload.plan import Event, GroupBytes, Key, StepOrder
+from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, StepOrder
 from pagestash.saved.stash import Stash
 from pagestash.saved.storage import Entry
 from pagestash.saved.streams import capturing
@@ -96,6 +96,11 @@ class Offload(Home):
             self.moving.learn()
 
     # --- the plan ---
+
+    @property
+    def plan(self) -> OffloadPlan | None:
+        """What moves; None before the measured step is over."""
+        return None if self.moving is None else self.moving.plan
 
     @property
     def undecided(self) -> bool:

@@ -39,11 +39,15 @@ class Recompute(Home):
         self.checks = Checks()
         self.lock = RLock()
         self.replayed: WeakSet[Recomputed] = WeakSet()
+        self.forwards = 0
         self._of_step: list[Entry] = []
         self._held: dict[tuple[str, int], list[int]] = {}
         """For each region and storage: its bytes, and the tensors in it that wait."""
         self.known: dict[int, _KnownOutput] = {}
         """Outputs that can be recomputed, by their storage."""
+
+    def start(self) -> None:
+        self.forwards = 0
 
     # --- outputs that can be recomputed ---
 

@@ -70,6 +70,10 @@ class Output:
     def moves(self) -> bool:
         return self.recomputed.moves
 
+    @property
+    def forward(self) -> int:
+        return self.recomputed.forward
+
     def pack(self, tensor: torch.Tensor, recipe: ViewRecipe, *, whole: bool) -> OutputHandle:
         """A handle of `tensor`, a view of the output; `whole` if no row of it may be garbage."""
         recomputed = self.recomputed

@@ -18,6 +18,8 @@ class Waiting(Protocol):
     lock: RLock
     """Held during a replay: autograd has a thread for each device."""
     replayed: "WeakSet[Recomputed]"
+    forwards: int
+    """Forwards that were recorded in this step so far."""
 
     def hold(self, region: str, tensor: torch.Tensor) -> None: ...
 
@@ -38,6 +40,9 @@ class Recomputed:
 
     def __init__(self, recipe: Recipe, home: Waiting) -> None:
         self.recipe = recipe
+        self.forward = home.forwards
+        """The number of the forward in its step."""
+        home.forwards += 1
         self.replay_bytes = 0
         """Bytes that a replay brings back, with those of the replays that it needs for its inputs."""
         self.moves = False

@@ -1,0 +1,372 @@
+"""In steps that are like those before, a keeper sees saved tensors only where something may move."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import pagestash as ps
+from pagestash.policy import Policy, Rule
+from pagestash.profiling.memory import MemoryMeter
+from pagestash.saved.fused import claim, fused
+from pagestash.torch_internals import top_saved_tensors_hooks
+
+WIDTH, ROWS = 16, 8
+
+
+def seen() -> bool:
+    return top_saved_tensors_hooks(True) is not None
+
+
+class Block(nn.Module):
+    """x + down(gelu(up(norm(x)))), and where in it saved tensors are seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(WIDTH), nn.GELU()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.seen: dict[str, bool] = {}
+        for name, module in list(self.named_children()):
+            # (A keeper's own hook comes after it, and would open nothing yet.)
+            module.forward = self._noting(name, module.forward)
+        self.fail: type[BaseException] | None = None
+        self.twice = False
+
+    def _noting(self, name, forward):
+        def noting(x):
+            self.seen[name] = seen()
+            return forward(x)
+
+        return noting
+
+    def forward(self, x):
+        x = x.sin()
+        normed = self.norm(x)
+        self.seen["after norm"] = seen()
+        y = self.up(normed)
+        self.seen["after up"] = seen()
+        if self.twice:
+            y = y + normed.square().sum()  # saves the norm's output once more
+        y = self.act(y)
+        if self.fail is not None:
+            raise self.fail
+        return self.down(y) + x
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.inner = None
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) if self.inner is None else self.inner(block, x)
+        return x.square().sum()
+
+    def where(self) -> set[str]:
+        first, second = ({name for name, was in block.seen.items() if was} for block in self.blocks)
+        assert first == second
+        return first
+
+
+EVERYWHERE = {"norm", "after norm", "up", "after up", "act", "down"}
+NORMS = Rule("blocks.*.norm", "recompute")
+ACTS = Rule("blocks.*.act", "offload", min_bytes=0, prefetch_bytes=0)
+
+
+def attached(*rules: Rule, **options) -> tuple[Net, ps.Keeper]:
+    torch.manual_seed(0)
+    net = Net()
+    return net, ps.Keeper(Policy(list(rules)), **options).attach(net)
+
+
+def step(net: nn.Module, keeper: ps.Keeper, rows: int = ROWS) -> torch.Tensor:
+    with keeper.step():
+        loss = net(torch.linspace(0, 1, rows * WIDTH).view(rows, WIDTH))
+        loss.backward()
+    assert not seen()
+    return loss.detach()
+
+
+def settled(*rules: Rule, **options) -> tuple[Net, ps.Keeper]:
+    """After steps enough that the next one is like those before."""
+    net, keeper = attached(*rules, **options)
+    for _ in range(4):
+        step(net, keeper)
+    return net, keeper
+
+
+def test_the_first_steps_are_seen_as_a_whole():
+    net, keeper = attached(ACTS)
+    for _ in range(2):
+        step(net, keeper)
+        assert net.where() == EVERYWHERE
+
+
+@pytest.mark.parametrize(
+    ("rules", "where"),
+    [
+        ([ACTS], {"act"}),
+        ([Rule("blocks.*.down", "stash", min_bytes=0)], {"down"}),
+        # Until `up` has saved the norm's output.
+        ([NORMS], {"norm", "after norm", "up"}),
+        ([NORMS, ACTS], {"norm", "after norm", "up", "act"}),
+        ([Rule("blocks.*.act", "recompute"), Rule("blocks.*.up", "keep")], {"act", "down"}),
+        ([Rule("blocks.*", "recompute")], EVERYWHERE),
+    ],
+)
+def test_later_steps_are_seen_where_something_moves(rules, where):
+    net, keeper = settled(*rules)
+    step(net, keeper)
+    assert net.where() == where
+
+
+@pytest.mark.parametrize("rules", [[ACTS], [NORMS], [NORMS, ACTS], [Rule("blocks.1", "recompute"), ACTS]])
+def test_bits_stats_and_memory_are_those_of_a_keeper_that_sees_all(rules):
+    found = []
+    for check in (None, True):
+        net, keeper = attached(*rules, check=check)
+        for _ in range(4):
+            step(net, keeper)
+        meter = MemoryMeter(torch.device("cpu"))
+        with meter:
+            meter.mark()
+            loss = step(net, keeper)
+            peak = meter.mark().peak
+        assert net.blocks[0].seen["down"] is (check is True)
+        gradients = [parameter.grad for parameter in net.parameters()]
+        found.append((loss, gradients, peak, keeper.stats()))
+    (loss, gradients, peak, stats), (other_loss, others, other_peak, other_stats) = found
+    assert torch.equal(loss, other_loss)
+    assert all(map(torch.equal, gradients, others))
+    assert peak == other_peak
+    assert stats == other_stats
+    homes = {rule.home for rule in rules}
+    assert all(stats.homes[home].peak > 0 for home in homes)
+
+
+def test_what_an_output_is_saved_more_often_than_expected_is_kept():
+    gradients = []
+    for check in (None, True):
+        net, keeper = settled(NORMS, check=check)
+        for block in net.blocks:
+            block.twice = True
+        net.zero_grad()
+        for _ in range(3):
+            step(net, keeper)
+        gradients.append([parameter.grad for parameter in net.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_tensor_that_stays_for_another_region_has_every_step_seen():
+    """`sin` saves the block's input before its norm does, so that the norm's rule moves nothing."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH)
+            self.seen: list[bool] = []
+
+        def forward(self, x):
+            x = x * 2.0
+            y = x.sin()
+            self.seen.append(seen())
+            return (self.norm(x) + y).sum()
+
+    net = Shared()
+    keeper = ps.Keeper(Policy([Rule("norm", "offload", min_bytes=0)])).attach(net)
+    for _ in range(6):
+        with keeper.step():
+            net(torch.ones(4, WIDTH, requires_grad=True)).backward()
+    assert all(net.seen)
+
+
+def test_marked_rows_have_every_step_seen():
+    net, keeper = attached(ACTS)
+    for _ in range(6):
+        with keeper.step():
+            net(ps.rows(torch.ones(ROWS, WIDTH), torch.tensor(3))).backward()
+        assert net.where() == EVERYWHERE
+
+
+def test_a_fused_operation_is_seen_where_it_saves_for_a_region_that_moves():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, part):
+            claim(part, x)
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * gradient * ctx.saved_tensors[0], None
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.other = nn.Identity(), nn.Identity()
+            self.seen: list[bool] = []
+
+        def forward(self, x):
+            for part in (self.part, self.other):
+                with fused():
+                    x = Square.apply(x * 0.5, part)
+                    self.seen.append(seen())
+            return x.sum()
+
+    net = Fused()
+    keeper = ps.Keeper(Policy([Rule("part", "stash", min_bytes=0)])).attach(net)
+    for _ in range(6):
+        with keeper.step():
+            net(torch.ones(ROWS, WIDTH, requires_grad=True)).backward()
+    assert net.seen[-2:] == [True, False]
+    assert keeper.stats().homes["stash"].peak == ROWS * WIDTH * 4
+
+
+def test_a_region_opened_by_name_is_seen():
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[bool] = []
+
+        def forward(self, x):
+            y = x.sin()
+            with ps.region("inside"):
+                y = y.cos()
+                self.seen.append(seen())
+            self.seen.append(seen())
+            return y.exp().sum()
+
+    net = Named()
+    keeper = ps.Keeper(Policy([Rule("inside", "offload", min_bytes=0)])).attach(net, ["inside"])
+    for _ in range(6):
+        with keeper.step():
+            net(torch.ones(ROWS, WIDTH, requires_grad=True)).backward()
+    assert net.seen[-2:] == [True, False]
+
+
+# --- others' hooks, errors, graphs in other places ---
+
+
+def test_a_checkpoint_around_a_region_gets_what_is_saved_inside():
+    def run(block, x):
+        return checkpoint(block, x, use_reentrant=False)
+
+    gradients = []
+    for rules in ([ACTS], [Rule("blocks.*.act", "keep")]):
+        net, keeper = attached(*rules)
+        net.inner = run
+        for _ in range(6):
+            step(net, keeper)
+        gradients.append([parameter.grad for parameter in net.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_forward_that_runs_in_backward_leaves_no_hooks_behind():
+    def run(block, x):
+        return checkpoint(block, x.requires_grad_(), use_reentrant=True)
+
+    gradients = []
+    for rules in ([NORMS], [Rule("blocks.*.act", "keep")]):
+        net, keeper = attached(*rules)
+        for number in range(8):
+            # Only now, so that the steps before are seen as a whole and taken for this one.
+            net.inner = run if number > 4 else None
+            step(net, keeper)
+        gradients.append([parameter.grad for parameter in net.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_hooks_that_a_module_opens_after_ours_and_closes_after_ours_are_closed_by_it():
+    net, keeper = settled(ACTS)
+    opened = []
+
+    def open_hooks(*_):
+        opened.append(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        opened[-1].__enter__()
+
+    def close_hooks(*_):
+        opened.pop().__exit__(None, None, None)
+
+    net.blocks[0].act.register_forward_pre_hook(open_hooks)
+    net.blocks[0].act.register_forward_hook(close_hooks)
+    for _ in range(2):
+        step(net, keeper)
+    assert not opened
+    assert net.blocks[1].seen["act"]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_in_a_region_leaves_no_hooks_behind(error):
+    net, keeper = settled(Rule("blocks.0", "recompute"), ACTS)
+    before = keeper.stats()
+    net.blocks[0].fail = error
+    with pytest.raises(error):
+        step(net, keeper)
+    assert not seen()
+    net.blocks[0].fail = None
+    net.zero_grad()
+    step(net, keeper)
+    plain, nothing = attached()
+    step(plain, nothing)
+    for parameter, other in zip(net.parameters(), plain.parameters()):
+        assert torch.equal(parameter.grad, other.grad)
+    assert keeper.stats() == before
+
+
+def test_another_keepers_step_inside():
+    def run():
+        net, keeper = settled(ACTS)
+        other = ps.Keeper(Policy([NORMS])).attach(net)
+        for _ in range(6):
+            with keeper.step(), other.step():
+                net(torch.ones(ROWS, WIDTH)).backward()
+            assert not seen()
+        return [parameter.grad for parameter in net.parameters()]
+
+    def plain():
+        net, keeper = attached()
+        for _ in range(4):
+            step(net, keeper)
+        for _ in range(6):
+            net(torch.ones(ROWS, WIDTH)).backward()
+        return [parameter.grad for parameter in net.parameters()]
+
+    assert all(map(torch.equal, run(), plain()))
+
+
+def test_a_batch_of_another_size_is_seen_as_a_whole():
+    net, keeper = settled(ACTS)
+    step(net, keeper)
+    assert net.where() == {"act"}
+    step(net, keeper, rows=2 * ROWS)
+    assert net.where() == EVERYWHERE
+
+
+def test_whoever_asks_within_a_step_has_all_later_steps_seen():
+    net, keeper = settled(ACTS)
+    with keeper.step():
+        loss = net(torch.ones(ROWS, WIDTH))
+        keeper.stats()
+        loss.backward()
+    step(net, keeper)
+    assert net.where() == EVERYWHERE
+
+
+def test_a_change_in_place_is_refused_in_every_step():
+    net, keeper = settled(ACTS)
+
+    def change(block, x):
+        y = block(x)
+        y.square().sum()
+        z = y.sin()
+        y.add_(1.0)
+        return z
+
+    net.inner = change
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"in.?place"):
+            step(net, keeper)
+        assert not seen()

@@ -217,6 +217,7 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
         row
         | {
             "seconds": min(statistics.median(each["times"]) for each in found),
+            "round_seconds": [statistics.median(each["times"]) for each in found],
             "peak_bytes": max(each["peak_bytes"] for each in found),
             "loss": found[0]["loss"],
         }

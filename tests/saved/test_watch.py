@@ -160,27 +160,42 @@ def test_what_an_output_is_saved_more_often_than_expected_is_kept():
     assert all(map(torch.equal, *gradients))
 
 
-def test_a_tensor_that_stays_for_another_region_has_every_step_seen():
-    """`sin` saves the block's input before its norm does, so that the norm's rule moves nothing."""
+class Shared(nn.Module):
+    """`sin` saves what the norm saves, before it: a rule for the norm moves nothing of that."""
 
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(WIDTH)
-            self.seen: list[bool] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(WIDTH), nn.GELU()
+        self.seen: list[bool] = []
 
-        def forward(self, x):
+    def forward(self, x):
+        for _ in range(2):
             x = x * 2.0
             y = x.sin()
             self.seen.append(seen())
-            return (self.norm(x) + y).sum()
+            x = self.act(self.norm(x) + y)
+        return x.sum()
 
-    net = Shared()
-    keeper = ps.Keeper(Policy([Rule("norm", "offload", min_bytes=0)])).attach(net)
-    for _ in range(6):
-        with keeper.step():
-            net(torch.ones(4, WIDTH, requires_grad=True)).backward()
-    assert all(net.seen)
+
+@pytest.mark.parametrize("home", ["offload", "stash"])
+def test_a_tensor_that_stays_because_it_is_saved_elsewhere_stays(home):
+    found = []
+    for check in (None, True):
+        net = Shared()
+        options = {"prefetch_bytes": 0} if home == "offload" else {}
+        rules = [Rule("norm", home, min_bytes=300, **options), Rule("act", home, min_bytes=300, **options)]
+        keeper = ps.Keeper(Policy(rules), check=check).attach(net)
+        for _ in range(6):
+            meter = MemoryMeter(torch.device("cpu"))
+            with meter:
+                meter.mark()
+                with keeper.step():
+                    net(torch.ones(ROWS, WIDTH, requires_grad=True)).backward()
+                peak = meter.mark().peak
+        assert net.seen[-1] is (check is True)
+        found.append((keeper.stats(), peak))
+    assert found[0] == found[1]
+    assert found[0][0].homes[home].peak > 0
 
 
 def test_marked_rows_have_every_step_seen():

@@ -40,6 +40,26 @@ Measure = Callable[[Policy], Measured]
 """Runs steps under a policy; the peak has what the device holds before them."""
 
 
+class Steps:
+    """Steps under policies: each is measured once, unless somebody asks again."""
+
+    def __init__(self, measure: Measure) -> None:
+        self._measure = measure
+        self._known: list[tuple[Policy, Measured]] = []
+
+    def __call__(self, policy: Policy) -> Measured:
+        known = next((found for other, found in self._known if other == policy), None)
+        return self.again(policy) if known is None else known
+
+    def again(self, policy: Policy) -> Measured:
+        """Measured once more: the larger peak and the smaller time of all its rounds."""
+        rounds = [found for other, found in self._known if other == policy] + [self._measure(policy)]
+        times = [each.seconds for each in rounds if each.seconds is not None]
+        found = Measured(max(each.peak_bytes for each in rounds), min(times, default=None))
+        self._known = [item for item in self._known if item[0] != policy] + [(policy, found)]
+        return found
+
+
 def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan]) -> Plan:
     """The first of some plans whose measured peak is within the budget of `plan`; else the one that is nearest.
 

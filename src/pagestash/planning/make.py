@@ -19,7 +19,7 @@ from pagestash.planning.budget import (
     parse_host,
     rank_bytes,
 )
-from pagestash.planning.checked import Measure, Measured, checked, measure_under
+from pagestash.planning.checked import Measure, Measured, Steps, checked, measure_under
 from pagestash.planning.choose import choose, find_candidates, predictor_of
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.pool import OVERFLOW
@@ -186,7 +186,7 @@ def plan_stages(
 
 
 def _measure(step: MeasuredStep, check: RepeatedStep | None) -> Measure | None:
-    """What measures steps under a policy, each policy once; None if nothing is to run, or memory cannot be read.
+    """What measures steps under a policy; None if nothing is to run, or memory cannot be read.
 
     Nor with several ranks: each has plans of its own to try, and the collectives of one that tries more would wait
     for the others.
@@ -197,15 +197,10 @@ def _measure(step: MeasuredStep, check: RepeatedStep | None) -> Measure | None:
         return None
     modules = named_modules(check.model)
     opened = [region.name for region in step.profile.regions if region.name and region.name not in modules]
-    known: list[tuple[Policy, Measured]] = []
 
     def measure(policy: Policy) -> Measured:
-        for other, found in known:
-            if other == policy:
-                return found
         found = measure_under(check, policy, opened)
-        known.append((policy, replace(found, peak_bytes=step.base_bytes + found.peak_bytes)))
-        return known[-1][1]
+        return replace(found, peak_bytes=step.base_bytes + found.peak_bytes)
 
     return measure
 
@@ -237,14 +232,16 @@ def _plan_step(step: MeasuredStep, budget: str | float, host: str | int, measure
             alternatives=beside,
         )
 
+    steps = None if measure is None else Steps(measure)
+
     def plan_on(step: MeasuredStep, predictor: Predictor | None = None) -> Plan:
         known = find_candidates(step, host_bytes, predictor)
         found = choose(step, unplanned, limit, host_bytes, known)
-        if measure is None:
+        if steps is None:
             return found
-        return checked(found, measure, lambda aim: choose(step, unplanned, aim, host_bytes, known))
+        return checked(found, steps, lambda aim: choose(step, unplanned, aim, host_bytes, known))
 
-    found, fitted = timed(plan_on(step, predictor), step, plan_on)
+    found, fitted = timed(plan_on(step, predictor), step, plan_on, steps)
     if fitted is not step:
         beside = alternatives(predictor_of(fitted), host_bytes)
     return replace(found, alternatives=beside)

@@ -18,19 +18,15 @@ def seen_tensors(
     step: MeasuredStep, rules: RuleTable, recomputing: Recomputing, when_saved: Sequence[HomeName]
 ) -> Iterator[SavedTensor]:
     """Weights, too."""
-    tensors = step.profile.tensors
-    inside = [moves(rule) for rule, _ in step.index.rules(rules)]
-    until: dict[int, int] = {}
-    """From a segment in which a recomputed region ends: the last in which its outputs are saved."""
-    for tensor, moved, home in zip(tensors, inside, when_saved):
-        if home == "recompute" and not moved:
-            maker = recomputing.makers.get(tensor.storage)
-            ends = () if maker is None else step.forward_of(maker.within)
-            before = [at for at in ends if at <= tensor.saved_at]
-            if before:
-                until[before[-1]] = max(tensor.saved_at, until.get(before[-1], 0))
-    seen_at, last = [False] * step.count, -1
-    for at in range(step.turn if until else 0):
-        last = max(last, until.get(at, -1))
-        seen_at[at] = at <= last
-    return (tensor for tensor, moved in zip(tensors, inside) if moved or seen_at[tensor.saved_at])
+    tensors = step.profile.tensors  # in the order in which they were saved
+    seen = [moves(rule) for rule, _ in step.index.rules(rules)]
+    if recomputing.regions:
+        last_in: dict[str, int] = {}
+        """Of each recomputed region, the last tensor that was saved in it."""
+        for at, (tensor, home) in enumerate(zip(tensors, when_saved)):
+            if seen[at]:
+                last_in.update((name, at) for name in tensor.path if name in recomputing.regions)
+            elif home == "recompute" and tensor.storage in recomputing.makers:
+                since = last_in.get(recomputing.makers[tensor.storage].name, at)
+                seen[since : at + 1] = [True] * (at + 1 - since)
+    return (tensor for tensor, was in zip(tensors, seen) if was)

@@ -198,9 +198,11 @@ class SavedTensorHooks:
         """A handle of what moves or is recomputed; None for what stays. What must be `exact` is not coded."""
         # What another region keeps alive anyway is worth neither a copy nor a forward. (`holds`, without a call.)
         held = self._held.get(key)
-        if held is not None and held.version == version:
-            if held.outside and not self.watch.depends:
-                self.watch.depends = moves(region.rule) or self._output_of(key, tensor, chained) is not None
+        if held is not None and held.version != version:
+            held = None
+        if self.watch.stays(held is not None) if moves(region.rule) else held is not None:
+            if held is not None and held.outside and self._output_of(key, tensor, chained) is not None:
+                self.watch.depends = True
             return None
         rule, coded, keeps = region.rule, False, False
         if rule is not None and rule.bits is not None:

@@ -9,6 +9,7 @@ from pagestash.saved.region import Region, enter, frames, leave, set_frames
 from pagestash.saved.region_hooks import RegionHooks
 from pagestash.saved.steady import LookAway
 from pagestash.saved.streams import capturing
+from pagestash.saved.watch import Learned
 from pagestash.torch_internals import backward_number, top_saved_tensors_hooks
 
 
@@ -34,7 +35,7 @@ def step_scope(
     watched = False
     alone = not outer and top_saved_tensors_hooks(True) is None
 
-    def look_away(outputs: Sequence[int] | None) -> bool:
+    def look_away(learned: Learned | None) -> bool:
         nonlocal watched
         if not alone or frames() != (root,) or not watch.on_top or capturing():
             return False
@@ -42,10 +43,10 @@ def step_scope(
             # A checkpointed forward that is run again. Autograd opens the hooks of its caller anew when it returns:
             # closed here, they would never be closed there.
             return False
-        if outputs is not None:
+        if learned is not None:
             if hooks.look is not None:
                 return False
-            watch.narrow_down(outputs)
+            watch.narrow_down(learned)
             return True
         watch.close()
         leave(root)

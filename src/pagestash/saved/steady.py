@@ -8,13 +8,12 @@ under the same autocast, and the same modules train and the same parameters want
 behind a step that was not watched at all is seen at the end of the next one.)
 
 All steps are watched for good if calls of one kind keep other bytes each time, if a step goes on otherwise than the
-one it was taken for, and if somebody asks within a step how many bytes are held. And where what moves depends on
-what stays: if a tensor that would move stays because it is kept for another region as well, or rows are marked.
+one it was taken for, if somebody asks within a step how many bytes are held, and where rows are marked.
 Whoever counts peaks anew has the next steps watched: what a model saves may have changed in a way that its calls do
 not show (checkpointing).
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, cast
 from weakref import ref
 
@@ -25,11 +24,11 @@ from pagestash.policy import Policy
 from pagestash.saved.compiled import hidden, hidden_here
 from pagestash.saved.homes import Keep
 from pagestash.saved.module_hook import Hook
-from pagestash.saved.watch import Watch, moves
+from pagestash.saved.watch import Learned, Watch, moves
 from pagestash.torch_internals import current_transform
 
-LookAway = Callable[[Sequence[int] | None], bool]
-"""Given `_Kept.outputs`, sees the rest of a step only where something may move; given None, nothing of it.
+LookAway = Callable[[Learned | None], bool]
+"""Sees the rest of a step only where something may move, by what a step like it says; given None, nothing of it.
 
 Returns whether it could."""
 _MOST_KINDS = 64
@@ -64,8 +63,7 @@ class _Kept(NamedTuple):
     calls: tuple[Hashable, ...]
     peak: int
     by_region: dict[str, int]
-    outputs: tuple[int, ...]
-    """How often the outputs of each recorded forward were saved outside of regions (`Watch.outputs`)."""
+    learned: Learned
 
 
 class _Known:
@@ -187,7 +185,7 @@ class SteadySteps:
         elif len(self._calls) == 1:
             known = self._known.get(call)
             last = None if known is None or not known.settled else known.last
-            if last is not None and self._look_away(last.outputs if self._moves else None):
+            if last is not None and self._look_away(last.learned if self._moves else None):
                 self._taken_for, self._look = last, None
             else:
                 self._goes_on()
@@ -219,7 +217,7 @@ class SteadySteps:
                 self._merge(like.peak, like.by_region)
         elif not failed and calls and not tally.bytes and self.on:
             peaks = {name: peak for name, (_, peak) in tally.by_region.items()}
-            step = _Kept(calls, tally.peak, peaks, self._watch.outputs)
+            step = _Kept(calls, tally.peak, peaks, self._watch.learned)
             if len(self._known) > _MOST_KINDS:
                 self._known.clear()
             self.on = self._known.setdefault(calls[0], _Known()).add(step) and not self._watch.depends

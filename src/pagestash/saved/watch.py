@@ -6,12 +6,13 @@ is like earlier ones (`steady.py`) the hooks are therefore open only
 - in regions whose rule moves tensors, and in fused operations that save for such a region;
 - after a recomputed region, until its outputs were saved outside of such regions as often as in the earlier steps.
 
-What they do not see, autograd holds as it does without a keeper. So a step that goes another way than expected may
-hold more memory; its values are the same.
+What they do not see, autograd holds as it does without a keeper. A tensor that would move, but stayed because an
+operation that is not seen now had saved its storage before, stays again: it is known by its place in the order of
+saving. So a step that goes another way than expected may hold more memory; its values are the same.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from pagestash.policy import Rule
 from pagestash.saved.packed import unpack
@@ -30,6 +31,18 @@ def moves(rule: Rule | None) -> bool:
     return rule is not None and (rule.home != "keep" or rule.bits is not None)
 
 
+class Learned(NamedTuple):
+    """What a step that was seen as a whole says about those that are like it."""
+
+    outputs: tuple[int, ...]
+    """How often outputs of each recorded forward, in their order, were saved where nothing moves."""
+    stays: frozenset[int]
+    """Of the tensors that may move, in their order, those that stayed because they were saved elsewhere before."""
+
+
+NOTHING = Learned((), frozenset())
+
+
 class Watch:
     """Opens and closes the hooks of one keeper in a step."""
 
@@ -37,15 +50,18 @@ class Watch:
         self.inside = 0
         """Open regions in which tensors may move."""
         self.depends = False
-        """Whether what moved in this step depended on what was saved outside of such regions."""
+        """Whether what moved in this step depended on more than `Learned` says of what was saved elsewhere."""
         self.narrow = False
         """Whether the hooks are open only where something may move."""
         self._hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         """In a step."""
         self._open = False
+        self._learned = NOTHING
         self._saves: dict[int, int] = {}
         """How often outputs of each recorded forward were saved outside, where all of a step is seen."""
-        self._expected: Sequence[int] = ()
+        self._stays: set[int] = set()
+        self._asked = 0
+        """Tensors that may move, so far."""
         self._still = 0
         """Such saves that are still to come, where not all is seen."""
 
@@ -53,9 +69,9 @@ class Watch:
 
     def begin(self, pack: Callable[..., Any]) -> None:
         """A step begins, and all of it is seen."""
-        self.inside = self._still = 0
+        self.inside = self._asked = self._still = 0
         self.depends = self.narrow = False
-        self._saves = {}
+        self._saves, self._stays = {}, set()
         self._hooks = pack, unpack
         push_saved_tensors_hooks(*self._hooks)  # refused where the caller has disabled hooks
         self._open = True
@@ -76,15 +92,16 @@ class Watch:
         pop_saved_tensors_hooks()
         self._open = False
 
-    def narrow_down(self, outputs: Sequence[int]) -> None:
-        """See the rest of the step only where something may move; `outputs` are those of an earlier step."""
-        self.narrow, self._expected = True, outputs
+    def narrow_down(self, learned: Learned) -> None:
+        """See the rest of the step only where something may move; it is like the one that says `learned`."""
+        self.narrow, self._learned = True, learned
         self.close()
 
     @property
-    def outputs(self) -> tuple[int, ...]:
-        """How often outputs of each recorded forward, in their order, were saved outside, if all was seen."""
-        return tuple(self._saves.get(number, 0) for number in range(max(self._saves, default=-1) + 1))
+    def learned(self) -> Learned:
+        """If all of the step was seen."""
+        outputs = range(max(self._saves, default=-1) + 1)
+        return Learned(tuple(self._saves.get(number, 0) for number in outputs), frozenset(self._stays))
 
     # --- where something may move ---
 
@@ -98,12 +115,22 @@ class Watch:
         if self.narrow:
             self._look_away()
 
+    def stays(self, held_elsewhere: bool) -> bool:
+        """Whether a tensor that may move stays, because its storage is held elsewhere; asked for each one."""
+        number, self._asked = self._asked, self._asked + 1
+        if self.narrow:
+            return held_elsewhere or number in self._learned.stays
+        if held_elsewhere:
+            self._stays.add(number)
+        return held_elsewhere
+
     def recorded(self, number: int) -> None:
         """A forward was recorded, and its outputs can be recomputed from here on."""
         if not self.narrow:
             self._saves.setdefault(number, 0)
             return
-        self._still += self._expected[number] if number < len(self._expected) else _ALWAYS
+        outputs = self._learned.outputs
+        self._still += outputs[number] if number < len(outputs) else _ALWAYS
         if self._still:
             self._see()
 

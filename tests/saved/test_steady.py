@@ -265,6 +265,14 @@ def _change_a_weight(net: Net, keeper: ps.Keeper) -> None:
         loss.backward()
 
 
+def test_marked_rows_are_not_watched_either_where_nothing_moves():
+    net, keeper = attached()
+    for _ in range(4):
+        with keeper.step():
+            net(ps.rows(torch.ones(4, WIDTH), torch.tensor(3))).backward()
+    assert net.watched == [True, True, False, False]
+
+
 def test_detach_takes_the_hook_off():
     net, keeper = attached()
     assert net._forward_pre_hooks

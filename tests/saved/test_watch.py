@@ -1,5 +1,9 @@
 """In steps that are like those before, a keeper sees saved tensors only where something may move."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import pagestash as ps
 from pagestash.policy import Policy, Rule
 from pagestash.profiling.memory import MemoryMeter
+from pagestash.saved import steady
 from pagestash.saved.fused import claim, fused
 from pagestash.torch_internals import top_saved_tensors_hooks
 
@@ -385,3 +390,179 @@ def test_a_change_in_place_is_refused_in_every_step():
         with pytest.raises(RuntimeError, match=r"in.?place"):
             step(net, keeper)
         assert not seen()
+
+
+def test_an_output_that_a_node_of_backward_saves_leaves_no_hooks_behind():
+    """Autograd restores the hooks of its caller after each node, also those that were closed in it."""
+
+    class Closure(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return self.out(checkpoint(lambda x: x * y.sin(), x, use_reentrant=True)).sum()
+
+    net = Closure()
+    keeper = ps.Keeper(Policy([Rule("norm", "recompute")])).attach(net)
+    for _ in range(6):
+        with keeper.step():
+            net(torch.ones(ROWS, WIDTH, requires_grad=True)).backward()
+        assert not seen()
+    assert keeper._saved.watch.narrow
+
+
+def held_before_backward(net: nn.Module, keeper: ps.Keeper, forward) -> int:
+    """Bytes, after forward of a step."""
+    meter = MemoryMeter(torch.device("cpu"))
+    with meter, keeper.step():
+        before = meter.mark().now
+        loss = forward(net)
+        held = meter.mark().now - before
+        loss.backward()
+    return held
+
+
+def test_an_output_that_was_recorded_before_the_model_is_called_is_not_held():
+    def forward(net):
+        return net(net.blocks[0].norm(torch.ones(64, WIDTH)))
+
+    held = []
+    for check in (None, True):
+        net, keeper = attached(NORMS, check=check)
+        held.append([held_before_backward(net, keeper, forward) for _ in range(6)][-1])
+        assert keeper._saved.watch.narrow is (check is None)
+    assert held[0] == held[1]
+
+
+def test_a_region_that_is_skipped_changes_nothing_for_the_others():
+    """As with layers that are dropped at random."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            self.skip = False
+
+        def forward(self, x):
+            x = x * 2.0 if self.skip else x + self.first(x)  # which nobody saves
+            return self.second(x).sin().sum()
+
+    held = []
+    for check in (None, True):
+        net = Dropped()
+        rules = [Rule("first", "recompute"), Rule("second", "recompute")]
+        keeper = ps.Keeper(Policy(rules), check=check).attach(net)
+        for number in range(6):
+            net.skip = number == 5
+            last = held_before_backward(
+                net, keeper, lambda net: net(torch.ones(64, WIDTH, requires_grad=True))
+            )
+        held.append(last)
+        assert keeper._saved.watch.narrow is (check is None)
+    assert held[0] == held[1]
+
+
+def test_what_finds_no_page_is_counted():
+    class Rows(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, part, count):
+            claim(part, x, rows=count, capacity=len(x))
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * gradient * ctx.saved_tensors[0], None, None
+
+    class Rowed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.rows = nn.Identity(), 0
+
+        def forward(self, x):
+            x = x.sin().exp()
+            with fused():
+                return Rows.apply(x * 0.5, self.part, torch.tensor(self.rows)).sum()
+
+    found = []
+    for check in (None, True):
+        net = Rowed()
+        policy = Policy([Rule("part", "stash", min_bytes=0)], ps.PoolConfig(page=64))
+        keeper = ps.Keeper(policy, check=check, backend="torch").attach(net)
+        for number in range(6):
+            net.rows = 64 if number == 5 else 4
+            with keeper.step():
+                net(torch.ones(64, WIDTH, requires_grad=True)).backward()
+        assert keeper._saved.watch.narrow is (check is None)
+        found.append(keeper.stats())
+    assert found[0] == found[1]
+    assert found[0].regions["part"].peak > 64 * WIDTH * 4
+
+
+def test_a_module_that_was_replaced_is_noticed():
+    found = []
+    for check in (None, True):
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Identity(), nn.Linear(WIDTH, WIDTH))
+        keeper = ps.Keeper(Policy([Rule("0", "recompute")]), check=check).attach(net)
+        for number in range(6):
+            if number == 2:
+                net[1] = nn.GELU()
+            with keeper.step():
+                net(torch.ones(ROWS, WIDTH)).sum().backward()
+        found.append(keeper.stats())
+    assert found[0] == found[1]
+
+
+def test_another_thread_with_the_regions_of_the_step_is_given_no_hooks():
+    at_work, main_inside, done = (threading.Event() for _ in range(3))
+
+    class Waits(nn.Module):
+        def __init__(self, says: threading.Event, waits: threading.Event) -> None:
+            super().__init__()
+            self.says, self.waits = says, waits
+
+        def forward(self, x):
+            self.says.set()
+            assert self.waits.wait(60)
+            return x.sin()
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other, self.own = Waits(at_work, main_inside), Waits(main_inside, done)
+
+        def forward(self, x):
+            for event in (at_work, main_inside, done):
+                event.clear()
+            x = x * 2.0
+
+            def work():
+                y = self.other(x)  # ends while the main thread is in a region
+                done.set()
+                return y
+
+            future = worker.submit(copy_context().run, work)
+            assert at_work.wait(60)
+            return (self.own(x) * future.result(60)).sum()
+
+    with ThreadPoolExecutor(1) as worker:
+        net = Both()
+        keeper = ps.Keeper(Policy([Rule("*", "stash", min_bytes=0)])).attach(net)
+        for _ in range(6):
+            with keeper.step():
+                net(torch.ones(ROWS, WIDTH, requires_grad=True)).backward()
+            assert not worker.submit(seen).result(60)
+        assert keeper._saved.watch.narrow
+
+
+def test_now_and_then_a_step_is_seen_as_a_whole(monkeypatch):
+    """What a call saves may change in a way that its arguments do not show."""
+    monkeypatch.setattr(steady, "_AGAIN", 3)
+    net, keeper = attached(NORMS)
+    whole = []
+    for _ in range(10):
+        step(net, keeper)
+        whole.append(net.where() == EVERYWHERE)
+    assert whole == [True] * 2 + [False] * 3 + [True] + [False] * 3 + [True]

@@ -19,7 +19,7 @@ def seen_tensors(
 ) -> Iterator[SavedTensor]:
     """Weights, too."""
     tensors = step.profile.tensors  # in the order in which they were saved
-    seen = [moves(rule) for rule, _ in step.index.rules(rules)]
+    seen = step.index.within(name for name, rule in rules.rules.items() if moves(rule))
     if recomputing.regions:
         last_in: dict[str, int] = {}
         """Of each recomputed region, the last tensor that was saved in it."""

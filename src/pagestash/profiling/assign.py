@@ -1,6 +1,6 @@
 """Which home a policy gives each saved tensor: where a keeper puts it, and where its bytes are in the end."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from pagestash.policy import HomeName, Rule
@@ -64,6 +64,14 @@ class TensorIndex:
                 for number, depth in places:
                     if depth > depths[number]:
                         found[number], depths[number] = (rule, name), depth
+        return [found[number] for number in self._path_of]
+
+    def within(self, names: Iterable[str]) -> list[bool]:
+        """For each tensor: whether one of these regions is around it."""
+        found = [False] * self._paths
+        for name in names:
+            for number, _ in self._places.get(name, ()):
+                found[number] = True
         return [found[number] for number in self._path_of]
 
     def held_once(self, storage: int, name: str) -> bool:

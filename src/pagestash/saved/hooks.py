@@ -29,7 +29,7 @@ from pagestash.saved.storage import (
 from pagestash.saved.streams import OneStream
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.saved.valid_rows.marks import Marks
-from pagestash.saved.watch import Watch, moves
+from pagestash.saved.watch import Place, Watch, moves
 from pagestash.torch_internals import LOCAL_PART, current_transform, storage_key
 
 T = TypeVar("T")
@@ -48,8 +48,8 @@ class Output(Protocol):
         ...
 
     @property
-    def forward(self) -> int:
-        """The number of the recorded forward whose output it is, in the step."""
+    def forward(self) -> Place:
+        """The recorded forward whose output it is: its region, and which of that region's in the step."""
         ...
 
     def pack(self, tensor: torch.Tensor, recipe: ViewRecipe, *, whole: bool) -> Packed:
@@ -200,7 +200,7 @@ class SavedTensorHooks:
         held = self._held.get(key)
         if held is not None and held.version != version:
             held = None
-        if self.watch.stays(held is not None) if moves(region.rule) else held is not None:
+        if self.watch.stays(region.name, held is not None) if moves(region.rule) else held is not None:
             if held is not None and held.outside and self._output_of(key, tensor, chained) is not None:
                 self.watch.depends = True
             return None
@@ -338,7 +338,7 @@ class SavedTensorHooks:
     # --- regions ---
 
     def open(self, region: Region) -> None:
-        """Nothing is decided before a tensor is saved."""
+        """Nothing but whether tensors are seen is decided before one is saved."""
         if region.run is not None or moves(region.rule):
             self._watch(region)
 

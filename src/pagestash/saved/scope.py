@@ -48,7 +48,7 @@ def step_scope(
                 return False
             watch.narrow_down(learned)
             return True
-        watch.close()
+        watch.see_nothing()
         leave(root)
         watched = False
         return True

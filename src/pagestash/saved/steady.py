@@ -22,7 +22,7 @@ from torch import nn
 
 from pagestash.policy import Policy
 from pagestash.saved.compiled import hidden, hidden_here
-from pagestash.saved.homes import Keep
+from pagestash.saved.homes import Keep, Tally
 from pagestash.saved.module_hook import Hook
 from pagestash.saved.watch import Learned, Watch, moves
 from pagestash.torch_internals import current_transform
@@ -32,6 +32,8 @@ LookAway = Callable[[Learned | None], bool]
 
 Returns whether it could."""
 _MOST_KINDS = 64
+_AGAIN = 100
+"""After so many steps of one kind that were not watched, one is watched: what a call does may change unseen."""
 _VARIES = 4
 """After so many steps of one kind, each of which kept other bytes than the one before, bytes vary."""
 
@@ -61,9 +63,21 @@ class _Kept(NamedTuple):
     """What a watched step did."""
 
     calls: tuple[Hashable, ...]
-    peak: int
-    by_region: dict[str, int]
+    peaks: "_Peaks"
+    staying: "_Peaks"
+    """Of that, what other homes left where it was."""
     learned: Learned
+
+
+class _Peaks(NamedTuple):
+    """Bytes that were kept: at their peak, and at that of each region."""
+
+    all: int
+    by_region: dict[str, int]
+
+    @classmethod
+    def of(cls, tally: Tally) -> "_Peaks":
+        return cls(tally.peak, {name: peak for name, (_, peak) in tally.by_region.items()})
 
 
 class _Known:
@@ -74,13 +88,22 @@ class _Known:
         self.settled = False
         """Whether the last two did the same."""
         self._unlike = 0
+        self._unwatched = 0
 
     def add(self, step: _Kept) -> bool:
         """Whether there is hope that steps of this kind are alike."""
         self.settled = step == self.last
         self._unlike += self.last is not None and not self.settled
         self.last = step
+        self._unwatched = 0
         return self._unlike < _VARIES
+
+    def step_to_take_it_for(self) -> _Kept | None:
+        """The watched step that the next one is like, if that need not be watched."""
+        if not self.settled or self._unwatched == _AGAIN:
+            return None
+        self._unwatched += 1
+        return self.last
 
 
 class SteadySteps:
@@ -105,7 +128,7 @@ class SteadySteps:
         self._calls: list[Hashable] = []
         self._taken_for: _Kept | None = None
         """The watched step that the present one, which is not watched, is like."""
-        self._before: tuple[int, dict[str, int]] = (0, {})
+        self._before = _Peaks(0, {})
         """Peaks before the step: it has its own until it is over."""
 
     def add(self, model: nn.Module) -> None:
@@ -163,8 +186,9 @@ class SteadySteps:
         self._look_away, self._calls, self._taken_for = look_away, [], None
         self._begun, self._state = contents, contents.state()
         tally = self._keep.tally
-        self._before = tally.peak, {name: peak for name, (_, peak) in tally.by_region.items()}
+        self._before = _Peaks.of(tally)
         tally.reset_peak()
+        self._keep.staying.reset_peak()
 
     @hidden
     def called(self, model: int, args: Any, kwargs: Any) -> None:
@@ -184,7 +208,7 @@ class SteadySteps:
                 self._leave_on()
         elif len(self._calls) == 1:
             known = self._known.get(call)
-            last = None if known is None or not known.settled else known.last
+            last = None if known is None else known.step_to_take_it_for()
             if last is not None and self._look_away(last.learned if self._moves else None):
                 self._taken_for, self._look = last, None
             else:
@@ -208,20 +232,34 @@ class SteadySteps:
             if not failed and begun is not None:
                 contents = begun if self._moves else look()
                 if contents is begun or begun.same(contents):
-                    self._contents = ([*map(ref, contents.modules)], [*map(ref, contents.parameters)])
+                    self._remember(contents)
                 else:
                     self.forget()
             self.on = self.on and (failed or calls == like.calls)
             if not failed:
                 tally.reset_peak()  # a part of it was seen, and perhaps counted for another region
-                self._merge(like.peak, like.by_region)
+                self._merge(self._peaks_like(like))
         elif not failed and calls and not tally.bytes and self.on:
-            peaks = {name: peak for name, (_, peak) in tally.by_region.items()}
-            step = _Kept(calls, tally.peak, peaks, self._watch.learned)
+            step = _Kept(calls, _Peaks.of(tally), _Peaks.of(self._keep.staying), self._watch.learned)
             if len(self._known) > _MOST_KINDS:
                 self._known.clear()
-            self.on = self._known.setdefault(calls[0], _Known()).add(step) and not self._watch.depends
-        self._merge(*self._before)
+            alike = self._known.setdefault(calls[0], _Known()).add(step)
+            self.on = alike and not (self._moves and self._watch.depends)
+            if self._moves and begun is not None:
+                self._remember(begun)
+        self._merge(self._before)
+
+    def _remember(self, contents: Contents) -> None:
+        self._contents = ([*map(ref, contents.modules)], [*map(ref, contents.parameters)])
+
+    def _peaks_like(self, like: _Kept) -> _Peaks:
+        """The peaks of a step that was seen in part: those of `like`, and what more stayed of what was to move."""
+        now, then = _Peaks.of(self._keep.staying), like.staying
+        more = {name: peak - then.by_region.get(name, 0) for name, peak in now.by_region.items()}
+        by_region = dict(like.peaks.by_region)
+        for name, size in more.items():
+            by_region[name] = by_region.get(name, 0) + max(0, size)
+        return _Peaks(like.peaks.all + max(0, now.all - then.all), by_region)
 
     def asked(self) -> None:
         """Somebody wants to know what is held. Within a step only one that is watched can tell."""
@@ -229,18 +267,18 @@ class SteadySteps:
             self._leave_on()
             self._goes_on()
             self._look_away = None
-            self._merge(*self._before)
+            self._merge(self._before)
             if self._taken_for is not None:
-                self._merge(self._taken_for.peak, self._taken_for.by_region)
+                self._merge(self._taken_for.peaks)
 
     def _leave_on(self) -> None:
         self.on = False
 
-    def _merge(self, peak: int, by_region: dict[str, int]) -> None:
+    def _merge(self, peaks: _Peaks) -> None:
         """Peaks of another time, at which nothing of now was held."""
         tally = self._keep.tally
-        tally.peak = max(tally.peak, peak)
-        for name, size in by_region.items():
+        tally.peak = max(tally.peak, peaks.all)
+        for name, size in peaks.by_region.items():
             sizes = tally.by_region.setdefault(name, [0, 0])
             sizes[1] = max(sizes[1], size)
 

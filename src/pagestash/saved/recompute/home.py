@@ -39,7 +39,7 @@ class Recompute(Home):
         self.checks = Checks()
         self.lock = RLock()
         self.replayed: WeakSet[Recomputed] = WeakSet()
-        self.forwards = 0
+        self.forwards: dict[str, int] = {}
         self._of_step: list[Entry] = []
         self._held: dict[tuple[str, int], list[int]] = {}
         """For each region and storage: its bytes, and the tensors in it that wait."""
@@ -47,7 +47,7 @@ class Recompute(Home):
         """Outputs that can be recomputed, by their storage."""
 
     def start(self) -> None:
-        self.forwards = 0
+        self.forwards = {}
 
     # --- outputs that can be recomputed ---
 

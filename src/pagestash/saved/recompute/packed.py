@@ -9,6 +9,7 @@ from pagestash.saved.packed import Handle, Packed
 from pagestash.saved.recompute.recomputed import Recomputed
 from pagestash.saved.recompute.value_checks import summary_of
 from pagestash.saved.storage import Entry, ViewRecipe
+from pagestash.saved.watch import Place
 from pagestash.torch_internals import StorageWeakRef
 
 
@@ -71,7 +72,7 @@ class Output:
         return self.recomputed.moves
 
     @property
-    def forward(self) -> int:
+    def forward(self) -> Place:
         return self.recomputed.forward
 
     def pack(self, tensor: torch.Tensor, recipe: ViewRecipe, *, whole: bool) -> OutputHandle:

@@ -210,7 +210,7 @@ class RecordedForward(Recording):
                 self._home.remember(key, tensor, Output(self._recomputed, number))
             # (Else the hooks of another, such as a checkpoint's, took all and hold it themselves.)
         self._recomputed.replay_bytes += replay_bytes
-        if own:
+        if own and self._saved:
             self._hooks.watch.recorded(self._recomputed.forward)
 
     def _summarize(self) -> None:

@@ -75,7 +75,8 @@ def plan(
 
     Then steps run under the plan. If their peak exceeds the budget, the plan is made again, for as much less. So a
     plan keeps its budget where a prediction is wrong. On a GPU they are timed, too: if they take another time than
-    predicted, what a keeper costs the host is fitted to them, and the plan is made again; the fastest is returned.
+    predicted, in a second round as well, what a keeper costs the host is fitted to them, and the plan is made again;
+    the fastest is returned.
     The table says what was measured. With several ranks of `torch.distributed` no such steps run: one rank may need
     more of them than another.
 

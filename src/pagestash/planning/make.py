@@ -75,10 +75,9 @@ def plan(
 
     Then steps run under the plan. If their peak exceeds the budget, the plan is made again, for as much less. So a
     plan keeps its budget where a prediction is wrong. On a GPU they are timed, too: if they take another time than
-    predicted, in a second round as well, what a keeper costs the host is fitted to them, and the plan is made again;
-    the fastest is returned.
-    The table says what was measured. With several ranks of `torch.distributed` no such steps run: one rank may need
-    more of them than another.
+    predicted, in a second round as well, what a keeper costs the host is fitted to them, and the plan is made
+    again; the fastest is returned. The table says what was measured. With several ranks of `torch.distributed` no
+    such steps run: one rank may need more of them than another.
 
     `rows` says how the rows vary that a stash holds: a `RowDistribution`, a path of Megatron's tokens per expert,
     the max/mean of a log-normal, or `"measured"`. The pool is then sized so that a step overflows it with a

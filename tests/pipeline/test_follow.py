@@ -333,3 +333,42 @@ def test_a_schedule_that_cannot_be_followed_is_refused():
     keeper = make_keeper(HOMES["keep"]).attach(StageModel(0))
     with pytest.raises(ValueError, match="cannot be followed"):
         keeper.follow(object())
+
+
+def run_alike(rank, world, names):
+    """Steps that are like each other: in the last ones tensors are seen only where something may move."""
+    found = {}
+    for name in names:
+        count = FEW_AND_MANY[name](world)[1]
+        for rules in (None, HOMES["mixed"]):
+            stages = make_stages(name, rank, world, StageModel)
+            schedule = make_schedule(name, stages, count, loss_of)
+            keeper = make_keeper(rules or [])
+            for stage in stages if rules else ():
+                keeper.attach(stage.submod)
+            if rules:
+                keeper.follow(schedule)
+            gradients = []
+            for step in range(6):
+                x, y = batch(count, step)
+                with keeper.step():
+                    take_step(schedule, stages, x, y)
+                gradients += [value.grad.clone() for stage in stages for value in stage.submod.parameters()]
+            found[name, rules is None] = gradients, keeper._saved.watch.narrow
+    return found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["Interleaved1F1B", "DualPipeV"],
+        pytest.param(sorted(set(RUN_HERE) - {"Interleaved1F1B", "DualPipeV"}), marks=pytest.mark.slow),
+    ],
+    ids=["two schedules", "the others"],
+)
+def test_steps_that_are_seen_in_part_have_the_schedules_own_gradients(names):
+    for found in spawn(run_alike, 2, names):
+        for name in names:
+            (gradients, narrow), (plain, _) = found[name, False], found[name, True]
+            assert narrow
+            assert all(map(torch.equal, gradients, plain))

@@ -1,7 +1,7 @@
 """Which saved tensors of a step a keeper sees: all of them, or only where something may move.
 
-Each tensor that the hooks see costs the host about 10 µs in an eager step, and most stay where they are. In a step that
-is like earlier ones (`steady.py`) the hooks are therefore open only
+Each tensor that the hooks see costs the host about 10 µs in an eager step, and most stay where they are. In a step
+that is like earlier ones (`steady.py`) the hooks are therefore open only
 
 - in regions whose rule moves tensors, and in fused operations that save for such a region;
 - after a recomputed region, until its outputs were saved outside of such regions as often as in the earlier steps.

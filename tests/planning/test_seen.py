@@ -67,5 +67,6 @@ def test_a_plan_counts_the_tensors_that_hooks_see(model, batch, profile, name, m
     playing = Predictor(step)._playing(rules)
     seen = list(seen_tensors(step, rules, playing.recomputing, playing.when_saved))
     everything = len(profile.tensors)
-    assert len(seen) == pytest.approx(count, abs=1)  # which of two fused operations saves last
+    # With the stash the plan counts one tensor more than the hooks do; which one is not known.
+    assert len(seen) - count == (1 if "stashed" in name else 0)
     assert count < everything or name == "layers recomputed"

@@ -130,6 +130,8 @@ current_stream_ids: Callable[[int], tuple[int, int, int]] = internal_if_called(
     torch._C, "_cuda_getCurrentStream"
 )
 """The current stream of a device: its id, and its device's index and type."""
+current_raw_stream: Callable[[int], int] = internal_if_called(torch._C, "_cuda_getCurrentRawStream")
+"""The same stream, as CUDA's own functions take it."""
 set_stream_ids: Callable[[int, int, int], None] = internal_if_called(torch._C, "_cuda_setStream")
 """Make the stream of these ids the current one, and its device the current one."""
 current_device_index: Callable[[], int] = internal_if_called(torch._C, "_cuda_getDevice")

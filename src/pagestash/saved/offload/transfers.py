@@ -20,13 +20,13 @@ from typing import Protocol
 
 import torch
 
+from pagestash.pages.copies import copy_each
 from pagestash.pages.slabs import HostBlock
 from pagestash.saved.homes import Held
 from pagestash.saved.offload.window import WindowGroup
 from pagestash.saved.stash import StashPlace
 from pagestash.saved.storage import Entry
 from pagestash.saved.streams import SideStream, is_done, wait_here
-from pagestash.torch_internals import foreach_copy_
 
 
 class Member:
@@ -141,7 +141,7 @@ class Transfers:
             leaving_bytes += entry.storage_bytes or origin.untyped_storage().nbytes()
         with self._out.after():
             if hosts:
-                foreach_copy_(hosts, origins, non_blocking=True)
+                copy_each(hosts, origins, self._device)
             for entry, member in in_parts:
                 self._copy_parts(entry, member.pieces)
         group.left = self._out.mark()
@@ -200,7 +200,7 @@ class Transfers:
                 start = end
         with self._in.after(group.left):
             if parts:
-                foreach_copy_(parts, hosts, non_blocking=True)
+                copy_each(parts, hosts, self._device)
         group.arrived = self._in.mark()
         group.incoming |= buffers
 

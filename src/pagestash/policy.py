@@ -115,6 +115,11 @@ class Rule:
         """`min_bytes` as an int."""
         return int(self.min_bytes or 0)
 
+    @property
+    def moves(self) -> bool:
+        """Whether tensors under it may leave their storage, or be recomputed."""
+        return self.home != "keep" or self.bits is not None
+
     def matches(self, name: str) -> bool:
         """Whether the rule matches a region of this dotted name."""
         return matches(self.match, name)

@@ -11,7 +11,6 @@ from pagestash.planning.prediction import RuleTable
 from pagestash.policy import HomeName
 from pagestash.profiling.assign import Recomputing
 from pagestash.profiling.records import SavedTensor
-from pagestash.saved.watch import moves
 
 
 def seen_tensors(
@@ -19,7 +18,7 @@ def seen_tensors(
 ) -> Iterator[SavedTensor]:
     """Weights, too."""
     tensors = step.profile.tensors  # in the order in which they were saved
-    seen = step.index.within(name for name, rule in rules.rules.items() if moves(rule))
+    seen = step.index.within(name for name, rule in rules.rules.items() if rule.moves)
     if recomputing.regions:
         last_in: dict[str, int] = {}
         """Of each recomputed region, the last tensor that was saved in it."""

@@ -29,7 +29,7 @@ from pagestash.saved.storage import (
 from pagestash.saved.streams import OneStream
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.saved.valid_rows.marks import Marks
-from pagestash.saved.watch import Place, Watch, moves
+from pagestash.saved.watch import Place, Watch
 from pagestash.torch_internals import LOCAL_PART, current_transform, storage_key
 
 T = TypeVar("T")
@@ -168,7 +168,7 @@ class SavedTensorHooks:
             return Untouched(tensor, version)
         rule = owner.rule
         # (Outside all regions only outputs of recomputed ones have something else to wait in.)
-        if (rule.home != "keep" or rule.bits is not None) if rule is not None else self._outputs.known:
+        if self._outputs.known if rule is None else rule.moves:
             handle = self._handle(owner, key, version, tensor, chained, chained or for_replay, caller)
             if handle is not None:
                 return handle
@@ -200,11 +200,12 @@ class SavedTensorHooks:
         held = self._held.get(key)
         if held is not None and held.version != version:
             held = None
-        if self.watch.stays(region.name, held is not None) if moves(region.rule) else held is not None:
+        rule, coded, keeps = region.rule, False, False
+        moves = rule is not None and rule.moves
+        if self.watch.stays(region.name, held is not None) if moves else held is not None:
             if held is not None and held.outside and self._output_of(key, tensor, chained) is not None:
                 self.watch.depends = True
             return None
-        rule, coded, keeps = region.rule, False, False
         if rule is not None and rule.bits is not None:
             coded, keeps = not exact and self._can_code(tensor), rule.home == "keep"
             if keeps and not coded:
@@ -339,11 +340,11 @@ class SavedTensorHooks:
 
     def open(self, region: Region) -> None:
         """Nothing but whether tensors are seen is decided before one is saved."""
-        if region.run is not None or moves(region.rule):
+        if region.run is not None or (region.rule is not None and region.rule.moves):
             self._watch(region)
 
     def claimed(self, region: Region, owner: Region) -> None:
-        if moves(owner.rule):
+        if owner.rule is not None and owner.rule.moves:
             self._watch(region)
 
     def _watch(self, region: Region) -> None:

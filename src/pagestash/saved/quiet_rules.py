@@ -52,7 +52,7 @@ class QuietRules:
     def __init__(self, policy: Policy, hooks: SavedTensorHooks) -> None:
         self._policy = policy
         self._saved = hooks
-        watched = [rule for rule in policy.rules if rule.home != "keep" or rule.bits is not None]
+        watched = [rule for rule in policy.rules if rule.moves]
         self._rules = {rule: _Seen() for rule in watched}
         self._steps = 0
         self._saw = False

@@ -24,7 +24,7 @@ from pagestash.policy import Policy
 from pagestash.saved.compiled import hidden, hidden_here
 from pagestash.saved.homes import Keep, Tally
 from pagestash.saved.module_hook import Hook
-from pagestash.saved.watch import Learned, Watch, moves
+from pagestash.saved.watch import Learned, Watch
 from pagestash.torch_internals import current_transform
 
 LookAway = Callable[[Learned | None], bool]
@@ -112,7 +112,7 @@ class SteadySteps:
     def __init__(self, policy: Policy, keep: Keep, watch: Watch) -> None:
         self.on = bool(policy.rules)
         """Whether any step may go unwatched. (Without a rule nothing is put on a model at all.)"""
-        self._moves = any(map(moves, policy.rules))
+        self._moves = any(rule.moves for rule in policy.rules)
         self._keep = keep
         self._watch = watch
         self._hooks: list[Any] = []

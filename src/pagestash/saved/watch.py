@@ -15,7 +15,6 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, NamedTuple
 
-from pagestash.policy import Rule
 from pagestash.saved.packed import unpack
 from pagestash.torch_internals import (
     pop_saved_tensors_hooks,
@@ -27,11 +26,6 @@ Place = tuple[str, int]
 """A region, and how many of a kind it had before in this step."""
 _ALWAYS = 1 << 30
 """Saves to wait for, where no earlier step has shown how many there are."""
-
-
-def moves(rule: Rule | None) -> bool:
-    """Whether tensors under this rule may leave their storage, or be recomputed."""
-    return rule is not None and (rule.home != "keep" or rule.bits is not None)
 
 
 class Learned(NamedTuple):

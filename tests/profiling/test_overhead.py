@@ -114,4 +114,25 @@ def test_no_region_is_timed_where_modules_recompute_by_themselves(monkeypatch):
     rules = []
     monkeypatch.setattr(overhead, "_forward", lambda step, rule: rules.append(rule) or 1.0)
     in_model(Overhead(pack=1.0, record=1.0), SimpleNamespace(model=model), fast, 1)
-    assert [rule and rule.match for rule in rules] == [None, "*.1"]
+    assert [rule and rule.match for rule in rules] == overhead.TURNS * [None, "*.1"]
+
+
+@pytest.mark.parametrize("slow_turn", [0, 1])
+def test_a_slow_moment_of_the_host_is_no_cost_of_a_keeper(monkeypatch, slow_turn):
+    """In one turn of two, in which every second way is measured while the host is slow."""
+    calls = []
+
+    def launched(chain, device, rule):
+        turn, way = divmod(len(calls), 6)
+        calls.append(rule)
+        slower = 3.0 if slows and turn == slow_turn and way % 2 else 1.0
+        return (slower * (1.0 if rule is None else len(rule.home)), slower)
+
+    monkeypatch.setattr(overhead, "_launched", launched)
+    slows = False
+    steady = measure_overhead(torch.device("cpu"))
+    calls.clear()
+    slows = True
+    assert measure_overhead(torch.device("cpu")) == steady
+    assert len(calls) == 6 * overhead.TURNS
+    assert steady.record > 0

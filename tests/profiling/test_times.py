@@ -134,6 +134,17 @@ def test_time_belongs_to_the_region_that_took_it(monkeypatch):
     assert slow.hidden_bytes == int(slow.backward_seconds * found.link.back)
 
 
+def test_the_step_takes_what_its_fastest_repetition_took(monkeypatch):
+    monkeypatch.setattr(HostClock, "mark", lambda self: Slow.now)
+    sleep = Sleep(1.0, 1.0)
+    seconds = iter(
+        [1.0, 1.0, 5.0, 1.0, 3.0, 1.0, 4.0, 1.0]
+    )  # warm, recorded; then whole and by region in turn
+    sleep.register_forward_pre_hook(lambda module, args: setattr(module, "seconds", (next(seconds), 1.0)))
+    found = ps.profile(nn.Sequential(nn.Linear(WIDTH, WIDTH), sleep), torch.randn(2, WIDTH), repeats=3)
+    assert found.plain_seconds == 4.0
+
+
 def test_a_step_that_does_not_repeat_is_refused():
     class Fickle(nn.Module):
         def __init__(self):

@@ -1,8 +1,19 @@
-"""The time of a step on two lanes: the host launches its segments, and the device runs them."""
+"""The time of a step on two lanes: the host launches its segments, and the device runs them.
+
+A host is not always as fast as when it was measured: others use its processor. On the machine of an H200 the same
+Python loop took now 10 ms, now 22. A step that the device bounds does not notice, until a policy's work for the
+host takes up the host's lead. So a policy is taken to run on a host that is at half its speed in half of the steps:
+one with little work for the host is preferred to another that would be as fast on a quick host.
+"""
 
 from dataclasses import dataclass
 
 from pagestash.profiling.profiled import ProfiledStep
+
+SLOWER = 2.0
+"""Times that a slow host takes longer."""
+SLOW_STEPS = 0.5
+"""Part of the steps in which the host is slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,11 @@ class Lanes:
         """Segment `at` takes longer."""
         self.device[at] += device
         self.host[at] += host
+
+    def slow_host(self) -> float:
+        """How much longer the step takes on a slow host."""
+        slow = Lanes(self.device, [SLOWER * own for own in self.host])
+        return sum(slow.seconds()) - sum(self.seconds())
 
     def seconds(self) -> list[float]:
         """From the end of each segment to the end of the next.

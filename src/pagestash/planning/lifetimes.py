@@ -49,6 +49,8 @@ class MeasuredStep:
         self.lanes = Lanes.of(profile)
         self.seconds = self.lanes.seconds()
         """Of each segment of the unobserved step."""
+        self.slow_host = self.lanes.slow_host()
+        """How much longer it takes on a slow host."""
         self.overhead = profile.overhead or Overhead()
         """What a keeper costs the host."""
         self._inside: dict[str, int] = {}

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from pagestash.planning.home_bytes import HomeBytes
-from pagestash.planning.lanes import Lanes
+from pagestash.planning.lanes import SLOW_STEPS, Lanes
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.offloaded import Offloaded
 from pagestash.planning.prediction import Cost, Prediction, RuleTable
@@ -108,6 +108,8 @@ class _Playing:
         )
         self._hooks(lanes, replays, moves)
         seconds = lanes.seconds()
+        # (Without a policy a slow host is slow, too: that is no cost of the policy.)
+        slow_host = SLOW_STEPS * max(0.0, lanes.slow_host() - step.slow_host)
         held_bytes = self._keep(held)
         spikes = [self.replays.come_back(replay, held) for replay in replays]
         offloaded = Offloaded(step, self.homes, moves)
@@ -124,7 +126,8 @@ class _Playing:
         for at, wait in waits.items():
             spent[at] += wait
         return Prediction(
-            seconds=sum(seconds) + played.waited,
+            seconds=sum(seconds) + played.waited + slow_host,
+            slow_host_seconds=slow_host,
             recompute_seconds=sum(replay.seconds for replay in replays),
             stash_seconds=stash_seconds,
             wait_seconds=played.waited,

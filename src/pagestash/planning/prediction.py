@@ -16,6 +16,8 @@ class Prediction:
     """One step under a policy."""
 
     seconds: float
+    slow_host_seconds: float
+    """Of that, what the policy costs for a host that is slow at times (`lanes.py`): on a quick one so much less."""
     recompute_seconds: float
     stash_seconds: float
     wait_seconds: float

@@ -140,12 +140,14 @@ def _measure(
 
     plain, launches, times, hosts = [], [], [], []
     for number in range(repeats):
-        # In turn, so that a slow moment of the machine is in all of them.
         tell("timing", 2 + 2 * number)
+        whole, launched = [], []
         for _ in range(STEPS if device.type == "cuda" else 1):
             clock = StepClock() if device.type == "cuda" else HostClock()
-            plain.append(sum(step.run(Timeline(clock))))
-            launches.append(clock.launched if isinstance(clock, StepClock) else [])
+            whole.append(sum(step.run(Timeline(clock))))
+            launched.append(clock.launched if isinstance(clock, StepClock) else [])
+        plain.append(statistics.median(whole))
+        launches.append([statistics.median(own) for own in zip(*launched)])
         tell("timing by region", 3 + 2 * number)
         if device.type == "cuda":
             # Observing slows the host down, and the device must not wait for it.
@@ -175,7 +177,7 @@ def _measure(
         tensors=tensors,
         regions=regions,
         segments=segments,
-        plain_seconds=statistics.median(plain),
+        plain_seconds=min(plain),  # a slow moment of the machine is no property of the step
         allocated_bytes=recorder.allocated_bytes,
         policy=policy,
         model_bytes=_bytes((*model.parameters(), *model.buffers()), device),
@@ -188,11 +190,14 @@ def _measure(
 
 
 def _unobserved(hosts: list[list[float]], launches: list[list[float]], turn: int) -> list[float]:
-    """The host's seconds of each segment, scaled so that forward and backward take what they take unobserved."""
+    """The host's seconds of each segment, scaled so that forward and backward take what they take unobserved.
+
+    `launches` has both of each repetition; the fastest counts.
+    """
     seconds = [statistics.median(own) for own in zip(*hosts)]
     found = []
     for own, whole in zip((seconds[:turn], seconds[turn:]), zip(*launches)):
-        scale = statistics.median(whole) / sum(own) if sum(own) else 1.0
+        scale = min(whole) / sum(own) if sum(own) else 1.0
         found += [min(1.0, scale) * one for one in own]
     return found
 

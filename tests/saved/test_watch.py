@@ -515,6 +515,53 @@ def test_a_module_that_was_replaced_is_noticed():
     assert found[0] == found[1]
 
 
+def test_a_module_that_was_replaced_and_lives_on_is_noticed_when_the_step_is_over():
+    """A step that is like others begins with the modules that the one before has found."""
+    found = []
+    for check in (None, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Identity(), nn.Linear(WIDTH, WIDTH))
+        first = net[1]
+        keeper = ps.Keeper(Policy([Rule("0", "recompute")]), check=check).attach(net)
+        for number in range(8):
+            if number == 4:
+                net[1] = nn.GELU()
+            with keeper.step():
+                net(torch.ones(ROWS, WIDTH)).sum().backward()
+        found.append((keeper.stats(), [parameter.grad.tolist() for parameter in net.parameters()]))
+        assert first is not net[1]
+    assert found[0] == found[1]
+
+
+def test_weights_with_new_memory_are_told_apart_in_every_step():
+    """Of a module outside of the region, whose weight an operation inside saves."""
+
+    class Borrows(nn.Module):
+        def __init__(self, lender):
+            super().__init__()
+            self.lender = [lender]  # not a module of its own
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.lender[0].weight)
+
+    found = []
+    for check in (None, True):
+        lender = nn.Linear(WIDTH, WIDTH, bias=False)
+        net = nn.ModuleDict({"lender": lender, "part": Borrows(lender)})
+        net.forward = lambda x, net=net: net["part"](net["lender"](x))
+        rule = Rule("part", "stash", min_bytes=16)
+        keeper = ps.Keeper(Policy([rule], ps.PoolConfig(page=256)), check=check).attach(net)
+        kept = []
+        for _ in range(6):
+            kept.append(lender.weight.data)  # no address is used twice
+            lender.weight.data = lender.weight.data.clone()
+            with keeper.step():
+                net(torch.ones(ROWS, WIDTH)).sum().backward()
+        found.append(keeper.stats())
+    assert found[0] == found[1]
+    assert found[0].homes["stash"].peak == ROWS * WIDTH * 4
+
+
 def test_another_thread_with_the_regions_of_the_step_is_given_no_hooks():
     at_work, main_inside, done = (threading.Event() for _ in range(3))
 

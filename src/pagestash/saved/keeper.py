@@ -40,6 +40,7 @@ class Keeper:
     ) -> None:
         """`quiet`: say nothing of rules that move nothing."""
         self.policy = policy
+        self._moves = any(rule.moves for rule in policy.rules)
         self._backend = backend
         self._check = check
         self._keep = Keep()
@@ -101,6 +102,7 @@ class Keeper:
         device, before = self._attached.device(), self._saved.device
         if device is None or device == before:
             return
+        self._steady.forget()
         if before is not None:
             if self._stash.live or self._offload.live:
                 raise RuntimeError(
@@ -161,7 +163,7 @@ class Keeper:
         self._regions.outside = None
         self._saved.look = self._quiet
         known = self._steady.contents()
-        contents = self._note_weights() if known is None else known
+        contents = known if known is not None and not self._moves else self._note_weights(known)
         self._stash.keep_unpaged = check
         failed = True
         try:
@@ -192,9 +194,9 @@ class Keeper:
         modules = list(self.modules())
         return Contents(modules, list(self._attached.parameters(modules)))
 
-    def _note_weights(self) -> Contents:
-        """Before anything is saved: look up which storages are weights."""
-        modules, parameters = contents = self._contents()
+    def _note_weights(self, known: Contents | None = None) -> Contents:
+        """Before anything is saved: look up which storages are weights, of these contents or of those of now."""
+        modules, parameters = contents = known or self._contents()
         self._saved.weights = storage_keys([*parameters, *self._attached.buffers(modules)])
         if any(rule.bits is not None for rule in self.policy.rules):
             self._saved.weight_shapes = {tuple(parameter.shape) for parameter in parameters}

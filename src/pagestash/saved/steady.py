@@ -5,7 +5,7 @@ of what a keeper does otherwise. So a step is not watched if the model is called
 watched and kept the same bytes: not at all where every rule says `keep`, and elsewhere only where something may
 move (`watch.py`). It counts as they did. Calls are alike if they have arguments of the same shapes and dtypes,
 under the same autocast, and the same modules train and the same parameters want gradients. (A module that was added
-behind a step that was not watched at all is seen at the end of the next one.)
+since the step before is seen at the end of such a step: until then its tensors are held as without a keeper.)
 
 All steps are watched for good if calls of one kind keep other bytes each time, if a step goes on otherwise than the
 one it was taken for, if somebody asks within a step how many bytes are held, and where rows are marked.
@@ -113,6 +113,7 @@ class SteadySteps:
         self.on = bool(policy.rules)
         """Whether any step may go unwatched. (Without a rule nothing is put on a model at all.)"""
         self._moves = any(rule.moves for rule in policy.rules)
+        self._codes = any(rule.bits is not None for rule in policy.rules)
         self._keep = keep
         self._watch = watch
         self._hooks: list[Any] = []
@@ -152,12 +153,12 @@ class SteadySteps:
         self._contents = None
 
     def contents(self) -> Contents | None:
-        """Of the models, where the last step was not watched at all; None if one of these is gone.
+        """Of the models, where the last step looked for them at its end; None if one of these is gone.
 
-        That step looked for them at its end, while the device was at work. At its beginning the device waits, and
-        to find them takes as long as several kernels do.
+        Then the device was at work. At the beginning of a step it waits, and to find them takes as long as several
+        kernels do. (Not where tensors are coded: a weight that is not known to be one would lose bits.)
         """
-        return None if self._moves else self._last_contents()
+        return None if self._codes else self._last_contents()
 
     def _last_contents(self) -> Contents | None:
         if self._contents is None:
@@ -179,7 +180,7 @@ class SteadySteps:
         if not self.on or not self._hooks or self._keep.tally.bytes:
             self._goes_on()
             return
-        if self._moves and self._contents is not None:
+        if look is None and self._moves and self._contents is not None:
             before = self._last_contents()
             if before is None or not before.same(contents):
                 self.forget()
@@ -229,12 +230,6 @@ class SteadySteps:
         self._look_away = None
         tally, like, calls = self._keep.tally, self._taken_for, tuple(self._calls)
         if like is not None:
-            if not failed and begun is not None:
-                contents = begun if self._moves else look()
-                if contents is begun or begun.same(contents):
-                    self._remember(contents)
-                else:
-                    self.forget()
             self.on = self.on and (failed or calls == like.calls)
             if not failed:
                 tally.reset_peak()  # a part of it was seen, and perhaps counted for another region
@@ -245,12 +240,13 @@ class SteadySteps:
                 self._known.clear()
             alike = self._known.setdefault(calls[0], _Known()).add(step)
             self.on = alike and not (self._moves and self._watch.depends)
-            if self._moves and begun is not None:
-                self._remember(begun)
+        if not failed and begun is not None and (self._moves or like is not None):
+            contents = look()
+            if begun.same(contents):
+                self._contents = ([*map(ref, contents.modules)], [*map(ref, contents.parameters)])
+            else:
+                self.forget()
         self._merge(self._before)
-
-    def _remember(self, contents: Contents) -> None:
-        self._contents = ([*map(ref, contents.modules)], [*map(ref, contents.parameters)])
 
     def _peaks_like(self, like: _Kept) -> _Peaks:
         """The peaks of a step that was seen in part: those of `like`, and what more stayed of what was to move."""

@@ -114,3 +114,10 @@ def test_a_refused_call_leaves_no_error_behind(monkeypatch):
     copy_each(host, sources, DEVICE)
     assert (torch.ones(3, device=DEVICE) + 1).sum().item() == 6
     assert all(bool((each == 1).all()) for each in host)
+
+
+def test_the_trial_copies_to_the_device_where_that_is_the_default_for_new_tensors():
+    copies._batched.cache_clear()
+    with torch.device(DEVICE):
+        found = copies._batched(DEVICE)
+    assert (found is not None) == (torch.version.cuda or "").startswith("13.")

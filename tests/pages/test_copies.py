@@ -1,11 +1,13 @@
 """Copies of a group in one call: what the CUDA runtime is asked for, and what happens where it refuses."""
 
 import ctypes
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from pagestash.pages.copies import BatchedCopies, copy_each
+from pagestash.pages import copies as copies_module
+from pagestash.pages.copies import BatchedCopies, copies_right, copy_each
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _CALL = ctypes.CFUNCTYPE(
@@ -64,12 +66,14 @@ def test_sources_are_read_in_stream_order_and_no_location_is_given():
     assert runtime.attributes == [1, 0, 0, 0, 0, 1]
 
 
-def test_an_error_is_taken_back_and_said():
+def test_an_error_is_taken_back_and_said(caplog):
+    caplog.set_level("DEBUG", "pagestash")
     runtime = Runtime(status=801)
     destinations, sources = pairs((2,), (3,))
     assert not BatchedCopies(runtime.call, runtime.clear_error).start(destinations, sources, 1)
     assert runtime.cleared == 1
     assert all(torch.isnan(each).all() for each in destinations)
+    assert "error 801" in caplog.text
 
 
 def test_an_empty_tensor_is_left_to_torch():
@@ -83,3 +87,82 @@ def test_without_a_gpu_torch_copies():
     destinations, sources = pairs((2,), (0,), (5, 3))
     copy_each(destinations, sources, torch.device("cpu"))
     assert all(map(torch.equal, destinations, sources))
+
+
+class GPU:
+    """All that `copy_each` asks a GPU for, on a CPU."""
+
+    def __init__(self, monkeypatch, runtime, *, stream=7, captures=False):
+        self.by_torch = 0
+        batched = None if runtime is None else BatchedCopies(runtime.call, runtime.clear_error)
+        monkeypatch.setattr(copies_module, "_batched", lambda device: batched)
+        monkeypatch.setattr(copies_module, "current_raw_stream", lambda index: stream)
+        monkeypatch.setattr(copies_module, "stream_captures", lambda: captures)
+        monkeypatch.setattr(copies_module, "foreach_copy_", self._copy)
+
+    def _copy(self, destinations, sources, non_blocking):
+        assert non_blocking
+        self.by_torch += 1
+        torch._foreach_copy_(destinations, sources)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "how", "by_torch"),
+    [
+        (Runtime(), {}, 0),
+        (Runtime(), {"stream": 0}, 1),
+        (Runtime(), {"captures": True}, 1),
+        (Runtime(status=801), {}, 1),
+        (None, {}, 1),
+    ],
+    ids=["batched", "the default stream", "a capture", "refused", "no such function"],
+)
+def test_torch_copies_what_the_runtime_does_not(monkeypatch, runtime, how, by_torch):
+    gpu = GPU(monkeypatch, runtime, **how)
+    destinations, sources = pairs((2,), (5, 3))
+    copy_each(destinations, sources, torch.device("cuda", 0))
+    assert all(map(torch.equal, destinations, sources))
+    assert gpu.by_torch == by_torch
+
+
+@pytest.mark.parametrize("loaded", ["12.8", "13.0", None])
+def test_where_the_runtime_is_not_there_torch_copies(monkeypatch, loaded):
+    """This machine has none, whatever torch says it was built with."""
+    monkeypatch.setattr(torch.version, "cuda", loaded)
+    monkeypatch.setattr(copies_module, "_RUNTIME", "no_such_library.so")
+    assert copies_module._batched.__wrapped__(torch.device("cuda", 0)) is None
+
+
+def test_a_trial_that_fails_ends_no_step(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    runtime = Runtime()
+    library = type("", (), {"cudaMemcpyBatchAsync": runtime.call, "cudaGetLastError": runtime.clear_error})
+    monkeypatch.setattr(copies_module.ctypes, "CDLL", lambda name, mode: library)
+
+    def fails(batched, device):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(copies_module, "copies_right", fails)
+    assert copies_module._batched.__wrapped__(torch.device("cuda", 0)) is None
+
+
+@pytest.mark.parametrize(("status", "right"), [(0, True), (801, False)])
+def test_the_trial_says_whether_bytes_come_back(monkeypatch, status, right):
+    """Also where new tensors are on another device by default."""
+
+    class Stream:
+        cuda_stream = 7
+
+        def __init__(self, device):
+            pass
+
+        def synchronize(self):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    runtime = Runtime(status)
+    with torch.device("meta"):
+        found = copies_right(BatchedCopies(runtime.call, runtime.clear_error), torch.device("cpu"))
+    assert found is right

@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 from test_plans import MB, made_up
 
 import pagestash as ps
-from pagestash.planning import predict
+from pagestash.planning import plan_profile, predict, prediction
 from pagestash.planning.lanes import Lanes
+from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.predict import Predictor
+from pagestash.planning.prediction import RuleTable
 from pagestash.profiling.overhead import Overhead
 
 seconds = st.floats(0.0, 1.0)
@@ -52,39 +55,64 @@ def test_the_hosts_time_of_a_keeper_counts_where_the_step_waits_for_the_host():
     assert added[1] > 3e-3
 
 
-def launched(part, overhead=None):
+# --- a host that is slow at times ---
+
+COSTLY = Overhead(pack=5e-5, unpack=5e-5, record=1e-3, replay=1e-3, put=3e-4, get=3e-4)
+POLICIES = {
+    "none": ps.Policy(),
+    "recompute": ps.Policy([ps.Rule("layers.*.a", "recompute")]),
+    "offload": ps.Policy([ps.Rule("layers.*.a", "offload", prefetch_bytes=0)]),
+}
+
+
+def launched(part, overhead=COSTLY, layers=8):
     """A step whose host takes this part of the device's time."""
-    profile = made_up(3, (8 * MB, 2), (5 * MB, 6))
+    profile = made_up(layers, (8 * MB, 0.3), (5 * MB, 1), link=2e9)
     segments = [replace(segment, host_seconds=part * segment.seconds) for segment in profile.segments]
     return replace(profile, segments=segments, overhead=overhead)
 
 
-RECOMPUTE = ps.Policy([ps.Rule("layers.*.a", "recompute")])
-COSTLY = Overhead(record=1e-3, replay=1e-3)
+def on_slow_host(step):
+    found = step.with_overhead(step.overhead.scaled(2))
+    found.lanes = step.lanes.on_slow_host()
+    return found
 
 
-@pytest.mark.parametrize("part", [0.1, 0.6, 1.5])
-def test_without_a_policy_a_host_that_is_slow_at_times_costs_nothing(part):
-    found = predict(launched(part), ps.Policy())
-    assert found.slow_host_seconds == 0.0
-    assert found.seconds == pytest.approx(launched(part).plain_seconds)
+@pytest.mark.parametrize("part", [0.2, 0.45, 0.6, 0.9, 1.5])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_slow_host_takes_what_a_step_does_in_which_it_does_everything_at_half_its_speed(part, policy):
+    step = MeasuredStep(launched(part))
+    rules = RuleTable.of(POLICIES[policy], step.profile.regions)
+    found, slow = Predictor(step).predict(rules), Predictor(on_slow_host(step)).predict(rules)
+    assert found.slow_host_seconds == pytest.approx(slow.seconds)
+    assert found.mean_seconds == pytest.approx((found.seconds + slow.seconds) / 2)
+    assert found.starts[-1] < found.seconds
 
 
-def test_a_slow_host_is_not_noticed_where_it_is_far_ahead_of_the_device():
-    assert predict(launched(0.05, COSTLY.scaled(0.01)), RECOMPUTE).slow_host_seconds == 0.0
+def test_a_step_without_a_policy_takes_on_a_quick_host_what_was_measured():
+    profile = launched(0.9)
+    assert predict(profile, ps.Policy()).seconds == pytest.approx(profile.plain_seconds)
 
 
-def test_where_the_host_bounds_the_step_half_of_a_policys_work_for_it_is_added():
-    quick = predict(launched(2.0, COSTLY), RECOMPUTE)
-    free = predict(launched(2.0), RECOMPUTE)
-    work = quick.seconds - quick.slow_host_seconds - (free.seconds - free.slow_host_seconds)
-    assert work > 5e-3
-    assert quick.slow_host_seconds - free.slow_host_seconds == pytest.approx(work / 2)
+def test_where_there_is_no_host_to_wait_for_it_is_never_slow():
+    found = predict(made_up(3, (8 * MB, 2), (5 * MB, 6)), POLICIES["recompute"])
+    assert found.slow_host_seconds == found.mean_seconds == found.seconds
 
 
-def test_of_policies_that_are_as_fast_on_a_quick_host_the_one_with_less_work_for_it_is_predicted_to_be_faster():
-    """Its lead over the device is enough on a quick host, and is used up on a slow one."""
-    little, much = (predict(launched(0.45, COSTLY.scaled(factor)), RECOMPUTE) for factor in (0.01, 1.5))
-    quick = [found.seconds - found.slow_host_seconds for found in (little, much)]
-    assert quick[0] == pytest.approx(quick[1], rel=0.006)
-    assert little.seconds < 0.98 * much.seconds
+@pytest.mark.parametrize("part", [0.3, 0.5, 0.7])
+def test_more_memory_never_makes_a_plan_slower_on_average(part):
+    profile = launched(part, layers=4)
+    plans = [plan_profile(profile, budget=budget / 20, host="1GiB") for budget in range(6, 20)]
+    means = [plan.predicted.mean_seconds for plan in plans]
+    assert means == sorted(means, reverse=True)
+
+
+@pytest.mark.parametrize("budget", [0.75, 0.5])
+def test_a_plan_is_the_fastest_on_average_and_not_on_a_quick_host(monkeypatch, budget):
+    profile = launched(0.45)
+    plan = plan_profile(profile, budget=budget, host="1GiB")
+    monkeypatch.setattr(prediction, "SLOW_STEPS", 0.0)
+    quick = plan_profile(profile, budget=budget, host="1GiB")
+    assert quick.predicted.seconds <= plan.predicted.seconds
+    assert plan.predicted.slow_host_seconds < 0.99 * quick.predicted.slow_host_seconds
+    assert "on a host at half of its speed" in str(plan)

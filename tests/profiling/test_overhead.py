@@ -136,3 +136,14 @@ def test_a_slow_moment_of_the_host_is_no_cost_of_a_keeper(monkeypatch, slow_turn
     assert measure_overhead(torch.device("cpu")) == steady
     assert len(calls) == 6 * overhead.TURNS
     assert steady.record > 0
+
+
+@pytest.mark.parametrize("times", [(1.0, 9.0, 1.0, 5.0), (3.0, 5.0, 1.0, 9.0)])
+def test_in_a_model_the_fastest_turns_count(monkeypatch, times):
+    """Forward without a keeper and with one, in turn: 1 and 5 are those of a quick host."""
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(3)))
+    regions = ps.profile(model, torch.randn(4, 8), repeats=1).regions
+    rest = iter(times)
+    monkeypatch.setattr(overhead, "_forward", lambda step, rule: next(rest))
+    found = in_model(Overhead(record=0.5), SimpleNamespace(model=model), regions, 0)
+    assert found.record == pytest.approx(4 / 3)

@@ -8,6 +8,7 @@ from support import same
 from torch import nn
 
 import pagestash as ps
+from pagestash.profiling.measure import _unobserved
 from pagestash.profiling.timeline import EventClock, HostClock, Timeline
 from pagestash.profiling.tracker import RegionTracker
 
@@ -143,6 +144,13 @@ def test_the_step_takes_what_its_fastest_repetition_took(monkeypatch):
     sleep.register_forward_pre_hook(lambda module, args: setattr(module, "seconds", (next(seconds), 1.0)))
     found = ps.profile(nn.Sequential(nn.Linear(WIDTH, WIDTH), sleep), torch.randn(2, WIDTH), repeats=3)
     assert found.plain_seconds == 4.0
+
+
+def test_the_host_takes_what_its_fastest_repetition_took_unobserved():
+    """Forward has two segments and backward one; each repetition launched both ways."""
+    hosts = [[3.0, 1.0, 8.0], [4.0, 2.0, 9.0], [5.0, 3.0, 10.0]]
+    launches = [[4.0, 5.0], [3.0, 6.0], [9.0, 4.5]]
+    assert _unobserved(hosts, launches, turn=2) == [2.0, 1.0, 4.5]
 
 
 def test_a_step_that_does_not_repeat_is_refused():

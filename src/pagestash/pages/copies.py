@@ -55,7 +55,7 @@ class BatchedCopies:
     def start(
         self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], stream: int
     ) -> bool:
-        """Whether the copies are on their way; if not, none of them is."""
+        """Whether the copies are on their way; if not, all of them are still to be made."""
         sizes = [source.nbytes for source in sources]
         if not all(sizes):
             return False  # which the function refuses
@@ -98,23 +98,25 @@ def copy_each(
 @cache
 def _batched(device: torch.device) -> BatchedCopies | None:
     """None where the function is not there, or does not do what is expected of it."""
-    try:
-        # (Not another runtime than torch's own.)
-        runtime = ctypes.CDLL(_RUNTIME, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        call, clear_error = runtime.cudaMemcpyBatchAsync, runtime.cudaGetLastError
-    except (AttributeError, OSError):
+    if not (torch.version.cuda or "").startswith("13."):
         return None
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    call.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer]
-    batched = BatchedCopies(call, clear_error)
-    return batched if copies_right(batched, device) else None
+    try:
+        runtime = ctypes.CDLL(_RUNTIME, mode=os.RTLD_NOLOAD | os.RTLD_NOW)  # which torch has loaded
+        call, clear_error = runtime.cudaMemcpyBatchAsync, runtime.cudaGetLastError
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        call.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer]
+        batched = BatchedCopies(call, clear_error)
+        return batched if copies_right(batched, device) else None
+    except (AttributeError, OSError, RuntimeError) as error:  # (of which an OutOfMemoryError is one)
+        log.debug("cudaMemcpyBatchAsync cannot be used (%s); torch copies instead", error)
+        return None
 
 
 def copies_right(batched: BatchedCopies, device: torch.device) -> bool:
-    """Whether a few bytes arrive on the device and are the same when they are back. Waits for the device."""
+    """Whether a few bytes arrive on the device and are the same when they are back. Waits for them."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
-        sent = [torch.full((64,), value, dtype=torch.uint8).pin_memory() for value in (1, 2)]
+        sent = [torch.full((64,), value, dtype=torch.uint8, device="cpu").pin_memory() for value in (1, 2)]
         here = [torch.zeros_like(each, device=device) for each in sent]
         back = [torch.zeros_like(each).pin_memory() for each in sent]
         started = all(batched.start(*pair, stream.cuda_stream) for pair in ((here, sent), (back, here)))

@@ -24,8 +24,6 @@ def host_slab(size: int, device: torch.device) -> torch.Tensor:
         raise MemoryError(f"host pages: cannot map {size:,} bytes of host memory ({error})") from error
     slab = torch.frombuffer(memory, dtype=torch.uint8, count=size)
     if device.type == "cuda":
-        # Before they are pinned all pages must be there. To touch them takes all threads, and half the time.
-        slab[:: mmap.PAGESIZE].fill_(0)
         cudart = torch.cuda.cudart()
         status = cudart.cudaHostRegister(slab.data_ptr(), size, _MAPPED_AND_PORTABLE)
         if int(status) != 0:

@@ -52,7 +52,7 @@ def choose(
         policy, expected = step.skew.apply(policy, best.predicted.pool, step.rows)
         notes += step.skew.notes(best.predicted.pool, step.rows)
     if not exact:
-        off = best.predicted.seconds - unplanned.seconds
+        off = best.predicted.mean_seconds - unplanned.mean_seconds
         notes.append(
             f"without scipy the plan is found greedily; it is at most {1e3 * off:.2f} ms slower than the best "
             "(pip install 'pagestash[plan]')"
@@ -74,13 +74,13 @@ def choose(
 
 def _limit(best: Prediction, found: list[Candidate], budget: int) -> str:
     """What keeps the plan from being faster."""
-    faster = [item.predicted for item in found if item.predicted.seconds < best.seconds]
+    faster = [item.predicted for item in found if item.predicted.mean_seconds < best.mean_seconds]
     if not faster:
         return "none: no plan was found to be faster"
     nearest = min(faster, key=lambda item: item.peak_bytes)
     what = "the link" if best.wait_seconds > best.recompute_seconds else "memory"
     more = format_bytes(nearest.peak_bytes - budget)
-    return f"{what}: with {more} more, {1e3 * (best.seconds - nearest.seconds):.2f} ms less"
+    return f"{what}: with {more} more, {1e3 * (best.mean_seconds - nearest.mean_seconds):.2f} ms less"
 
 
 def _curve(found: list[Candidate]) -> list[tuple[int, float]]:

@@ -45,7 +45,7 @@ class Predicted(Protocol):
     """What the search reads of a prediction."""
 
     @property
-    def seconds(self) -> float: ...
+    def mean_seconds(self) -> float: ...
 
     @property
     def peak_bytes(self) -> int: ...
@@ -93,10 +93,10 @@ class Search:
     def run(self, levels: Sequence[int], predictions: int) -> None:
         """Change what is best at each level, from the largest to the smallest and back."""
         known = [found for _, found in self.pool.known()]
-        fastest = min(known, key=lambda item: (item.seconds, item.peak_bytes))
-        smallest = min(known, key=lambda item: (item.peak_bytes, item.seconds))
+        fastest = min(known, key=lambda item: (item.mean_seconds, item.peak_bytes))
+        smallest = min(known, key=lambda item: (item.peak_bytes, item.mean_seconds))
         freed = max(1, fastest.peak_bytes - smallest.peak_bytes)
-        price = PRICE * max(1e-6, smallest.seconds - fastest.seconds) / freed
+        price = PRICE * max(1e-6, smallest.mean_seconds - fastest.mean_seconds) / freed
         sweep = [level for level in levels if level < fastest.peak_bytes]
         rounds = [*sweep, *reversed(sweep)]
         left = predictions
@@ -108,7 +108,7 @@ class Search:
         """Change what is best at a level until nothing gets better; returns how many predictions that took."""
 
         def score(found: Predicted) -> float:
-            return found.seconds + price * max(0, found.peak_bytes - level)
+            return found.mean_seconds + price * max(0, found.peak_bytes - level)
 
         current, found = min(self.pool.known(), key=lambda item: (score(item[1]), item[1].peak_bytes))
         begun, failures, is_better = self.pool.count, 0, True
@@ -137,7 +137,7 @@ class Search:
 
         def worse(change: _Change) -> float:
             over = max(0, change.bytes - spare) - max(0, -spare)
-            doubt = DOUBT * self.failed.get(change.kind, 0) * found.seconds
+            doubt = DOUBT * self.failed.get(change.kind, 0) * found.mean_seconds
             return change.seconds + price * over + doubt
 
         return sorted(self._changes(current), key=worse)

@@ -2,8 +2,9 @@
 
 A host is not always as fast as when it was measured: others use its processor. On the machine of an H200 the same
 Python loop took now 10 ms, now 22. A step that the device bounds does not notice, until a policy's work for the
-host takes up the host's lead. So a policy is taken to run on a host that is at half its speed in half of the steps:
-one with little work for the host is preferred to another that would be as fast on a quick host.
+host takes up the host's lead. So policies are compared by what a step takes on average if the host is at half its
+speed in half of all steps: one with little work for the host is preferred to another that would be as fast on a
+quick host.
 """
 
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 from pagestash.profiling.profiled import ProfiledStep
 
 SLOWER = 2.0
-"""Times that a slow host takes longer."""
+"""Times that a slow host takes longer than one that is as quick as measured."""
 SLOW_STEPS = 0.5
-"""Part of the steps in which the host is slow."""
+"""Part of all steps in which the host is slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,8 @@ class Lanes:
         self.device[at] += device
         self.host[at] += host
 
-    def slow_host(self) -> float:
-        """How much longer the step takes on a slow host."""
-        slow = Lanes(self.device, [SLOWER * own for own in self.host])
-        return sum(slow.seconds()) - sum(self.seconds())
+    def on_slow_host(self) -> "Lanes":
+        return Lanes(self.device, [SLOWER * own for own in self.host])
 
     def seconds(self) -> list[float]:
         """From the end of each segment to the end of the next.

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from pagestash.planning.fused import permuted_bytes
-from pagestash.planning.lanes import Lanes
+from pagestash.planning.lanes import SLOW_STEPS, SLOWER, Lanes
 from pagestash.planning.row_tensors import find_row_tensors
 from pagestash.planning.skew import Skew
 from pagestash.profiling.assign import TensorIndex
@@ -49,8 +49,6 @@ class MeasuredStep:
         self.lanes = Lanes.of(profile)
         self.seconds = self.lanes.seconds()
         """Of each segment of the unobserved step."""
-        self.slow_host = self.lanes.slow_host()
-        """How much longer it takes on a slow host."""
         self.overhead = profile.overhead or Overhead()
         """What a keeper costs the host."""
         self._inside: dict[str, int] = {}
@@ -130,14 +128,15 @@ class MeasuredStep:
 
     @cached_property
     def exposed_overhead(self) -> float:
-        """Seconds that a recomputed region costs the host, where the step waits for the host."""
+        """Seconds that a recomputed region costs on average, where the step waits for the host, quick or slow."""
         found = 0.0
-        for seconds, part in (
-            (self.overhead.record, slice(self.turn)),
-            (self.overhead.replay, slice(self.turn, None)),
-        ):
-            if sum(self.lanes.host[part]) > HOST_BOUND * sum(self.lanes.device[part]):
-                found += seconds
+        for slower, part in ((1.0, 1 - SLOW_STEPS), (SLOWER, SLOW_STEPS)):
+            for seconds, way in (
+                (self.overhead.record, slice(self.turn)),
+                (self.overhead.replay, slice(self.turn, None)),
+            ):
+                if slower * sum(self.lanes.host[way]) > HOST_BOUND * sum(self.lanes.device[way]):
+                    found += part * slower * seconds
         return found
 
     def record_seconds(self, name: str) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from pagestash.planning.home_bytes import HomeBytes
-from pagestash.planning.lanes import SLOW_STEPS, Lanes
+from pagestash.planning.lanes import Lanes
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.offloaded import Offloaded
 from pagestash.planning.prediction import Cost, Prediction, RuleTable
@@ -108,14 +108,15 @@ class _Playing:
         )
         self._hooks(lanes, replays, moves)
         seconds = lanes.seconds()
-        # (Without a policy a slow host is slow, too: that is no cost of the policy.)
-        slow_host = SLOW_STEPS * max(0.0, lanes.slow_host() - step.slow_host)
         held_bytes = self._keep(held)
         spikes = [self.replays.come_back(replay, held) for replay in replays]
         offloaded = Offloaded(step, self.homes, moves)
         plan = plan_of(moves, step.at_once)
         plan.headroom = offloaded.headroom(held, pool.bytes)
         played = play(moves, plan, seconds, step.profile.link)
+        slow, slow_waited = lanes.on_slow_host().seconds(), played.waited
+        if slow_waited and slow != seconds:  # copies have more time there
+            slow_waited = play(moves, plan, slow, step.profile.link).waited
         host_bytes = offloaded.count(played, held)
         memory, total = self._memory(held, spikes, pool.bytes)
         peak_bytes = max(total)
@@ -126,8 +127,8 @@ class _Playing:
         for at, wait in waits.items():
             spent[at] += wait
         return Prediction(
-            seconds=sum(seconds) + played.waited + slow_host,
-            slow_host_seconds=slow_host,
+            seconds=sum(seconds) + played.waited,
+            slow_host_seconds=sum(slow) + slow_waited,
             recompute_seconds=sum(replay.seconds for replay in replays),
             stash_seconds=stash_seconds,
             wait_seconds=played.waited,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pagestash.planning.lanes import SLOW_STEPS
 from pagestash.planning.offloaded import OffloadedGroup
 from pagestash.planning.skew import PoolSize
 from pagestash.policy import HomeName, Policy, PoolConfig, Rule
@@ -16,8 +17,9 @@ class Prediction:
     """One step under a policy."""
 
     seconds: float
+    """On a host that is as quick as measured."""
     slow_host_seconds: float
-    """Of that, what the policy costs for a host that is slow at times (`lanes.py`): on a quick one so much less."""
+    """On one that is at half that speed (`lanes.py`)."""
     recompute_seconds: float
     stash_seconds: float
     wait_seconds: float
@@ -47,6 +49,11 @@ class Prediction:
     headroom: Mapping[Event, int]
     """After the put of a group, how far memory is from its peak: the keeper lets copies out take longer there."""
     pool: PoolSize
+
+    @property
+    def mean_seconds(self) -> float:
+        """Over quick and slow hosts: what policies are compared by."""
+        return (1 - SLOW_STEPS) * self.seconds + SLOW_STEPS * self.slow_host_seconds
 
     def at_peak(self) -> dict[str, int]:
         """Device bytes by what holds them, where memory peaks."""

@@ -109,7 +109,7 @@ def rank_candidates(step: RankStep, host_bytes: int) -> tuple[list[Candidate], b
         again = [Candidate(c.rules, predictor.predict(RuleTable(c.rules, PoolConfig()))) for c in fronts]
         found = sorted(
             (item for item in again if item.predicted.host_bytes <= host_bytes),
-            key=lambda item: (item.predicted.seconds, item.predicted.peak_bytes),
+            key=lambda item: (item.predicted.mean_seconds, item.predicted.peak_bytes),
         )
     return found, problem.exact
 

@@ -167,6 +167,7 @@ class Plan:
             f"planned    {format_bytes(after.peak_bytes)}, {_ms(after.seconds)} "
             f"({after.seconds / before.seconds:.3f} of unplanned): replays {_ms(after.recompute_seconds)}, "
             f"waits {_ms(after.wait_seconds)}",
+            *self._slow_host_line(),
             f"link       {format_bytes(after.moved_bytes)} each way: busy {_ms(after.out_seconds)} out, "
             f"{_ms(after.back_seconds)} back; {format_bytes(after.host_bytes)} on the host",
             f"at peak    {describe(after)}",
@@ -175,6 +176,15 @@ class Plan:
             f"limit      {self.limit}",
         ]
         return "\n".join([*lines, *self.notes])
+
+    def _slow_host_line(self) -> list[str]:
+        before, after = self.unplanned, self.predicted
+        if before.slow_host_seconds == before.seconds and after.slow_host_seconds == after.seconds:
+            return []
+        return [
+            f"slow host  {_ms(after.slow_host_seconds)} on a host at half of its speed, unplanned "
+            f"{_ms(before.slow_host_seconds)}"
+        ]
 
     def _checked(self) -> str:
         if self.measured_bytes is None:

@@ -134,7 +134,7 @@ class _Pool:
 
     def _note(self, found: Prediction) -> None:
         """Keep the peaks and seconds that no other beats."""
-        own = found.peak_bytes, found.seconds
+        own = found.peak_bytes, found.mean_seconds
         if not any(peak <= own[0] and seconds <= own[1] for peak, seconds in self._fastest):
             left = [(peak, seconds) for peak, seconds in self._fastest if peak < own[0] or seconds < own[1]]
             self._fastest = [*left, own]
@@ -163,7 +163,7 @@ def candidates(problem: Problem) -> list[Candidate]:
         for assignment in (*counted, *_mixed(problem, each)):
             pool.predict(assignment)
         _improve(problem, pool)
-    return sorted(pool.candidates, key=lambda item: (item.predicted.seconds, item.predicted.peak_bytes))
+    return sorted(pool.candidates, key=lambda item: (item.predicted.mean_seconds, item.predicted.peak_bytes))
 
 
 def _by_hand(problem: Problem) -> Iterator[Assignment]:

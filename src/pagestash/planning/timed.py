@@ -1,9 +1,9 @@
 """A plan's time is checked by steps, too: what a keeper costs the host is not the same in every model.
 
 That cost is measured on small regions (`profiling/overhead.py`). If steps under a plan take longer or shorter than
-predicted, on a quick host or a slow one (`lanes.py`), they are measured a second time, and the faster of both
-counts: a slow moment of the host is no property of a plan. If that is not as predicted, all of the cost is scaled
-by one factor, with which it is. The plan is then made again, and of those that were tried the fastest is taken.
+predicted, they are measured a second time, and the faster of both counts: a slow moment of the host is no property
+of a plan. If that is not as predicted, all of the cost is scaled by one factor, with which it is. The plan is then
+made again, and of those that were tried the fastest is taken.
 """
 
 from collections.abc import Callable
@@ -75,12 +75,7 @@ def fit(step: MeasuredStep, plan: Plan) -> float:
     def takes(factor: float) -> float:
         return _predict(_scaled(step, factor), plan.policy).seconds
 
-    predicted = _predict(step, plan.policy)
-    # On a host that is always quick, or always slow.
-    least, most = (predicted.seconds + sign * predicted.slow_host_seconds for sign in (-1, 1))
-    if (1 - CLOSE) * least <= measured <= (1 + CLOSE) * most:
-        return 1.0
-    if not takes(SMALLEST) <= measured <= takes(LARGEST):
+    if abs(takes(1.0) - measured) <= CLOSE * measured or not takes(SMALLEST) <= measured <= takes(LARGEST):
         return 1.0
     low, high = SMALLEST, LARGEST
     while high / low > 1.001:

@@ -70,8 +70,8 @@ def profile(
     `"fresh"`: it finds none, as after `zero_grad()`.
 
     The step runs once to warm up, once to record tensors, and `repeats` times each to time the whole (on a GPU four
-    times as often) and each region, always from the same random state. Gradients and buffers are restored
-    afterwards.
+    times as often; the fastest repetition counts) and each region, always from the same random state. Gradients and
+    buffers are restored afterwards.
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: expected at least 1")

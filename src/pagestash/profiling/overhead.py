@@ -25,7 +25,7 @@ from pagestash.saved.keeper import Keeper
 
 WARM, ROUNDS = 4, 7
 TURNS = 2
-"""Each way is measured so often, in turn with the others, and its fastest turn counts: a host is slow at times."""
+"""How often each way is measured, in turn with the others. Its fastest turn counts: a host is slow at times."""
 REGIONS, WIDTH = 16, 64
 INSIDE = 8
 """Modules inside a region, to see what each of them costs."""

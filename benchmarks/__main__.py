@@ -18,6 +18,7 @@ BENCHMARKS = (
     "moe_layer",
     "moe_step",
     "hf_step",
+    "hf_lora",
     "offload",
     "hooks",
     "eight_bits",
@@ -29,7 +30,16 @@ BENCHMARKS = (
     "jax_stash",
 )
 """One module each, with `run(out, quick) -> path of the result`."""
-NEED_CUDA = ("pool", "graphed_stack", "moe_layer", "moe_step", "hf_step", "offload", "pipeline_gpu")
+NEED_CUDA = (
+    "pool",
+    "graphed_stack",
+    "moe_layer",
+    "moe_step",
+    "hf_step",
+    "hf_lora",
+    "offload",
+    "pipeline_gpu",
+)
 
 Out = Annotated[Path | None, typer.Option(help="Folder for the result; benchmarks/results if not given.")]
 Quick = Annotated[bool, typer.Option(help="Smaller and shorter: to see that it runs, not for the record.")]

@@ -35,8 +35,6 @@ EXPERTS, NORM, ALL, POLICED = (
     "and RoPE: optimize(model)",
     "optimize(model), huggingface.toml",
 )
-LORA_PLAIN, LORA_CHECKPOINTED = "LoRA: PEFT, grouped_mm", "LoRA: PEFT, gradient checkpointing"
-LORA, LORA_POLICED = "LoRA: PEFT, optimize(model)", "LoRA: optimize(model), huggingface.toml"
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
 GRAPHED = {False: "eager", True: "GraphedStep"}
 UNDER = {False: "optimize(model)", True: POLICED}
@@ -163,12 +161,10 @@ def measure(model: Any, keeper: Any, tokens: torch.Tensor, *, warm: int, repeats
     """Milliseconds (the median of the faster of two rounds), GiB above weights and gradients, and the loss."""
     for _ in range(warm):  # gradients are there after the first, and a policy has its plan after the second
         loss = step(model, keeper, tokens)
-    # Not what is allocated now: the pool of a policy counts as activations.
-    held = sum(each.nbytes + (0 if each.grad is None else each.grad.nbytes) for each in model.parameters())
     if tokens.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     first = timed(lambda: step(model, keeper, tokens), tokens, repeats=repeats)
-    peak = torch.cuda.max_memory_allocated() - held if tokens.is_cuda else 0
+    peak = torch.cuda.max_memory_allocated() - held_bytes(model) if tokens.is_cuda else 0
 
     def fresh() -> None:
         model.zero_grad()
@@ -179,6 +175,11 @@ def measure(model: Any, keeper: Any, tokens: torch.Tensor, *, warm: int, repeats
     again = timed(lambda: step(model, keeper, tokens), tokens, warm=2, repeats=repeats)
     ms = min(map(statistics.median, (first, again)))
     return {"ms": ms, "gib": peak / GIB, "fresh_ms": fresh_ms, "loss": loss.item()}
+
+
+def held_bytes(model: Any) -> int:
+    """Of weights and gradients. (Not what is allocated now: the pool of a policy counts as activations.)"""
+    return sum(each.nbytes + (0 if each.grad is None else each.grad.nbytes) for each in model.parameters())
 
 
 def timed(run: Callable[[], Any], tokens: torch.Tensor, *, repeats: int, warm: int = 0) -> list[float]:
@@ -239,62 +240,6 @@ def measured(
         del model, keeper
         tidy(tokens.device)
     return rows
-
-
-def compare_lora(
-    shape: Slice, device: torch.device, dtype: torch.dtype, *, warm: int = 4, repeats: int = 10
-) -> list[dict[str, Any]]:
-    """LoRA of rank 16 on attention and experts, by PEFT: a row for each way; none where it is not installed."""
-    if importlib.util.find_spec("peft") is None:
-        return []
-    import peft
-
-    def adapted(experts: str) -> Any:
-        model = build(shape, device, dtype, experts)
-        config = peft.LoraConfig(
-            r=16,
-            lora_alpha=32,
-            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        )
-        model = peft.get_peft_model(model, config).train()
-        torch.manual_seed(2)
-        with torch.no_grad():  # B starts as zeros, and would hide its half
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(std=0.01)
-        return model
-
-    def theirs(checkpointed: bool) -> tuple[Any, Any]:
-        model = adapted("grouped_mm")
-        if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return model, None
-
-    def ours(policy: ps.Policy | None = None) -> tuple[Any, Any]:
-        model = adapted("pagestash")
-        pagestash.hf.optimize(model)
-        return model, None if policy is None else ps.Keeper(policy).attach(model)
-
-    found: dict[str, Callable[[], tuple[Any, Any]]] = {
-        LORA_PLAIN: lambda: theirs(False),
-        LORA_CHECKPOINTED: lambda: theirs(True),
-        LORA: ours,
-        LORA_POLICED: lambda: ours(ps.Policy.load(POLICY)),
-    }
-    return measured(found, shape.tokens(device), warm=warm, repeats=repeats)
-
-
-def lora_claims(rows: list[dict[str, Any]], where: str) -> list[Claim]:
-    by = {row["way"]: row for row in rows}
-    if LORA not in by:
-        return []
-    ours, theirs = by[LORA], by[LORA_PLAIN]
-    what = f"{where}LoRA on attention and experts, over PEFT's own"
-    return [
-        Claim(what=f"{what}: time", value=ours["ms"] / theirs["ms"], bar=0.6, better="at most"),
-        Claim(what=f"{what}: peak", value=ours["gib"] / theirs["gib"], bar=0.35, better="at most"),
-    ]
 
 
 def compare_graphed(
@@ -366,7 +311,6 @@ def claims_of(rows: list[dict[str, Any]]) -> list[Claim]:
         Claim(what=f"{where}under a policy", value=by[POLICED]["ms"], bar=100.0, better="at most", unit="ms"),
         Claim(what=f"{where}peak of that", value=by[POLICED]["gib"], bar=2.9, better="at most", unit="GiB"),
         *graphed_claims(rows, where),
-        *lora_claims(rows, where),
     ]
 
 
@@ -382,7 +326,6 @@ def run(out: Path | None = None, quick: bool = False) -> Path:
     parts: list[Callable[[], list[dict[str, Any]]]] = [
         lambda: compare(shape, device, dtype, repeats=repeats),
         lambda: compare_graphed(shape, device, dtype, repeats=repeats),
-        lambda: compare_lora(shape, device, dtype, repeats=repeats),
         *([] if quick else [gpt_oss]),
         lambda: compare_liger(shape, device, dtype, repeats=repeats),
     ]

@@ -42,7 +42,7 @@ HEADLINES = (
         "everything kept on the device",
     ),
     (
-        "hf_step",
+        "hf_lora",
         "Qwen3-30B-A3B in transformers, 8 layers, 2 × 4,096 tokens: LoRA on attention and experts, over "
         "PEFT's own: peak",
         "peak of activations of Qwen3-30B-A3B in Transformers, LoRA on attention and experts, `optimize(model)`",
@@ -80,10 +80,12 @@ def headlines(results: Path = RESULTS) -> str:
 
 
 def hugging_face(results: Path = RESULTS) -> str:
-    """A line for each way of `benchmarks.hf_step`, and where it ran."""
-    path = results / "hf_step.json"
-    if not path.exists():
-        return NONE_YET
+    """A line for each way of `benchmarks.hf_step` and `hf_lora`, and where they ran."""
+    found = [_ways(path) for name in ("hf_step", "hf_lora") if (path := results / f"{name}.json").exists()]
+    return "\n\n".join(found) or NONE_YET
+
+
+def _ways(path: Path) -> str:
     body = json.loads(path.read_text())
     lines = ["| | ms | ms, fresh gradients | peak, GiB |", "| --- | --- | --- | --- |"]
     for row in body["rows"]:

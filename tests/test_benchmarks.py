@@ -83,6 +83,8 @@ def test_the_ways_of_hugging_face_have_a_line_each(results):
     assert machine.endswith("transformers 5.17.0.")
     assert not blank
     assert rule.count("|") == head.count("|") == plain.count("|")
+    (results / "hf_lora.json").write_text(path.read_text())
+    assert tables.hugging_face(results).count("| plain | 158.9 | 152.4 | 15.07 |") == 2
 
 
 def test_plans_stand_beside_policies_by_hand(results):

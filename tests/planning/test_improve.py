@@ -13,7 +13,7 @@ OTHER: Choice = (("attention", "offload", 1.0),)
 
 
 class Found(NamedTuple):
-    mean_seconds: float
+    seconds: float
     peak_bytes: int
 
 

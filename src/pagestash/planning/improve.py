@@ -13,9 +13,10 @@ order of what they should bring by the sums of their layers, those of a kind tha
 How many predictions that takes is given by the size of the step, and not by a clock: a plan is the same each time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
 from pagestash.planning.layers import Choice, Group, toggled
 
@@ -42,10 +43,7 @@ Kind = tuple[int, object, bool]
 
 
 class Predicted(Protocol):
-    """What the search reads of a prediction."""
-
-    @property
-    def mean_seconds(self) -> float: ...
+    """What the search reads of a prediction, beside its cost."""
 
     @property
     def peak_bytes(self) -> int: ...
@@ -82,8 +80,17 @@ def predictions_for(size: int) -> int:
 class Search:
     """Looks for better candidates than a pool has."""
 
-    def __init__(self, groups: Sequence[Group], pool: Pool, *, byte_seconds: float) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        pool: Pool,
+        *,
+        byte_seconds: float,
+        cost: Callable[[Any], float] = attrgetter("seconds"),
+    ) -> None:
         self.groups, self.pool = groups, pool
+        self.cost = cost
+        """Of a prediction: its seconds, or another time that is to be short."""
         self.byte_seconds = byte_seconds
         """Of a byte over the link and back."""
         self.blocks = [list(_blocks(group, first)) for group, first in zip(groups, _firsts(groups))]
@@ -93,10 +100,10 @@ class Search:
     def run(self, levels: Sequence[int], predictions: int) -> None:
         """Change what is best at each level, from the largest to the smallest and back."""
         known = [found for _, found in self.pool.known()]
-        fastest = min(known, key=lambda item: (item.mean_seconds, item.peak_bytes))
-        smallest = min(known, key=lambda item: (item.peak_bytes, item.mean_seconds))
+        fastest = min(known, key=lambda item: (self.cost(item), item.peak_bytes))
+        smallest = min(known, key=lambda item: (item.peak_bytes, self.cost(item)))
         freed = max(1, fastest.peak_bytes - smallest.peak_bytes)
-        price = PRICE * max(1e-6, smallest.mean_seconds - fastest.mean_seconds) / freed
+        price = PRICE * max(1e-6, self.cost(smallest) - self.cost(fastest)) / freed
         sweep = [level for level in levels if level < fastest.peak_bytes]
         rounds = [*sweep, *reversed(sweep)]
         left = predictions
@@ -108,7 +115,7 @@ class Search:
         """Change what is best at a level until nothing gets better; returns how many predictions that took."""
 
         def score(found: Predicted) -> float:
-            return found.mean_seconds + price * max(0, found.peak_bytes - level)
+            return self.cost(found) + price * max(0, found.peak_bytes - level)
 
         current, found = min(self.pool.known(), key=lambda item: (score(item[1]), item[1].peak_bytes))
         begun, failures, is_better = self.pool.count, 0, True
@@ -137,7 +144,7 @@ class Search:
 
         def worse(change: _Change) -> float:
             over = max(0, change.bytes - spare) - max(0, -spare)
-            doubt = DOUBT * self.failed.get(change.kind, 0) * found.mean_seconds
+            doubt = DOUBT * self.failed.get(change.kind, 0) * self.cost(found)
             return change.seconds + price * over + doubt
 
         return sorted(self._changes(current), key=worse)

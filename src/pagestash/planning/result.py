@@ -182,7 +182,7 @@ class Plan:
         if before.slow_host_seconds == before.seconds and after.slow_host_seconds == after.seconds:
             return []
         return [
-            f"slow host  {_ms(after.slow_host_seconds)} on a host at half of its speed, unplanned "
+            f"slow host  {_ms(after.slow_host_seconds)} if the host takes half as long again, unplanned "
             f"{_ms(before.slow_host_seconds)}"
         ]
 

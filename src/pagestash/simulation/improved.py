@@ -59,8 +59,8 @@ def improved(found: Found, allowed: Sequence[Allowed] = BOTH, predictions: int =
     room = found.run.cluster.device.memory
     search.run([room], predictions)
     fitting = [(assignment, own) for assignment, own in pool.known() if own.peak_bytes <= room]
-    best, own = min(fitting, key=lambda item: item[1].mean_seconds)
-    if own.mean_seconds >= found.seconds:
+    best, own = min(fitting, key=lambda item: item[1].seconds)
+    if own.seconds >= found.seconds:
         return found
     chosen = pool.homes(best)
     costs = step_costs(replace(pool.run, homes=chosen))
@@ -73,7 +73,7 @@ def improved(found: Found, allowed: Sequence[Allowed] = BOTH, predictions: int =
 
 @dataclass(frozen=True, slots=True)
 class _Predicted:
-    mean_seconds: float
+    seconds: float
     peak_bytes: int
     """Of the fullest device."""
 

@@ -11,6 +11,7 @@ import gc
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,19 @@ import peft
 import torch
 
 import pagestash as ps
-import pagestash.hf
 from benchmarks.harness import Claim, write
-from benchmarks.hf_step import GIB, POLICY, QUICK, Slice, build, held_bytes, step, timed
+from benchmarks.hf_step import (
+    GIB,
+    POLICY,
+    QUICK,
+    Slice,
+    build,
+    checkpointed,
+    held_bytes,
+    optimized,
+    step,
+    timed,
+)
 
 PLAIN, CHECKPOINTED = "LoRA: PEFT, grouped_mm", "LoRA: PEFT, gradient checkpointing"
 OURS, POLICED = "LoRA: PEFT, optimize(model)", "LoRA: optimize(model), huggingface.toml"
@@ -47,23 +58,12 @@ def adapted(shape: Slice, device: torch.device, dtype: torch.dtype, experts: str
 
 def ways(shape: Slice, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], tuple[Any, Any]]]:
     """Each way's model, and its keeper or None, made when it is called."""
-
-    def theirs(checkpointed: bool) -> tuple[Any, Any]:
-        model = adapted(shape, device, dtype, "grouped_mm")
-        if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return model, None
-
-    def ours(policy: ps.Policy | None = None) -> tuple[Any, Any]:
-        model = adapted(shape, device, dtype, "pagestash")
-        pagestash.hf.optimize(model)
-        return model, None if policy is None else ps.Keeper(policy).attach(model)
-
+    make = partial(adapted, shape, device, dtype)
     return {
-        PLAIN: lambda: theirs(False),
-        CHECKPOINTED: lambda: theirs(True),
-        OURS: ours,
-        POLICED: lambda: ours(ps.Policy.load(POLICY)),
+        PLAIN: lambda: (make("grouped_mm"), None),
+        CHECKPOINTED: lambda: (checkpointed(make("grouped_mm")), None),
+        OURS: lambda: optimized(make("pagestash")),
+        POLICED: lambda: optimized(make("pagestash"), ps.Policy.load(POLICY)),
     }
 
 

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,27 +123,27 @@ def build(shape: Slice, device: torch.device, dtype: torch.dtype, experts: str) 
     return model.train()
 
 
+def checkpointed(model: Any) -> Any:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def optimized(model: Any, policy: ps.Policy | None = None, **parts: bool) -> tuple[Any, Any]:
+    """The model after `optimize`, and its keeper."""
+    pagestash.hf.optimize(model, **parts)
+    return model, None if policy is None else ps.Keeper(policy).attach(model)
+
+
 def ways(shape: Slice, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], tuple[Any, Any]]]:
     """Each way's model, and its keeper or None, made when it is called."""
-
-    def theirs(checkpointed: bool) -> tuple[Any, Any]:
-        model = build(shape, device, dtype, "grouped_mm")
-        if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return model, None
-
-    def ours(policy: ps.Policy | None = None, **parts: bool) -> tuple[Any, Any]:
-        model = build(shape, device, dtype, "pagestash")
-        pagestash.hf.optimize(model, **parts)
-        return model, None if policy is None else ps.Keeper(policy).attach(model)
-
+    make = partial(build, shape, device, dtype)
     return {
-        PLAIN: lambda: theirs(False),
-        CHECKPOINTED: lambda: theirs(True),
-        EXPERTS: lambda: ours(norm=False, rope=False, attention=False),
-        NORM: lambda: ours(rope=False, attention=False),
-        ALL: ours,
-        POLICED: lambda: ours(ps.Policy.load(POLICY)),
+        PLAIN: lambda: (make("grouped_mm"), None),
+        CHECKPOINTED: lambda: (checkpointed(make("grouped_mm")), None),
+        EXPERTS: lambda: optimized(make("pagestash"), norm=False, rope=False, attention=False),
+        NORM: lambda: optimized(make("pagestash"), rope=False, attention=False),
+        ALL: lambda: optimized(make("pagestash")),
+        POLICED: lambda: optimized(make("pagestash"), ps.Policy.load(POLICY)),
     }
 
 
@@ -217,14 +218,12 @@ def compare_liger(
         return []
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    def liger(checkpointed: bool) -> tuple[Any, Any]:
-        model = build(shape, device, dtype, "grouped_mm")
-        if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    def liger(model: Any) -> tuple[Any, Any]:
         _apply_liger_kernel_to_instance(model=model)
         return model, None
 
-    found = {LIGER: lambda: liger(False), LIGER_CHECKPOINTED: lambda: liger(True)}
+    make = partial(build, shape, device, dtype, "grouped_mm")
+    found = {LIGER: lambda: liger(make()), LIGER_CHECKPOINTED: lambda: liger(checkpointed(make()))}
     return measured(found, shape.tokens(device), warm=warm, repeats=repeats)
 
 

@@ -102,7 +102,7 @@ def test_a_capture_has_them_too():
         assert all(bool((each == count).all()) for each in host)
 
 
-def test_a_refused_call_leaves_no_error_behind(monkeypatch):
+def test_a_refused_call_leaves_no_error_behind_where_batched_copies_are_known(monkeypatch):
     """Attributes of a copy that is not there are refused; torch's next kernel must not hear of it."""
     batched = copies._batched(DEVICE)
     if batched is None:

@@ -9,10 +9,11 @@ from test_plans import MB, made_up
 
 import pagestash as ps
 from pagestash.planning import plan_profile, predict, prediction
-from pagestash.planning.lanes import SLOWER, Lanes
+from pagestash.planning.lanes import SLOWER, SLOWER_LINK, Lanes
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import RuleTable
+from pagestash.profiling.link import Link
 from pagestash.profiling.overhead import Overhead
 
 seconds = st.floats(0.0, 1.0)
@@ -75,6 +76,7 @@ def launched(part, overhead=COSTLY, layers=8):
 def on_slow_host(step):
     found = step.with_overhead(step.overhead.scaled(SLOWER))
     found.lanes = step.lanes.on_slow_host()
+    found.profile = replace(step.profile, link=step.profile.link.at(SLOWER_LINK))
     return found
 
 
@@ -116,3 +118,27 @@ def test_a_plan_is_the_fastest_on_average_and_not_on_a_quick_host(monkeypatch, b
     assert quick.predicted.seconds <= plan.predicted.seconds
     assert plan.predicted.slow_host_seconds < 0.99 * quick.predicted.slow_host_seconds
     assert "if the host takes half as long again" in str(plan)
+
+
+def test_a_link_is_slower_at_times_to_the_host_and_back_and_not_on_the_device():
+    link = Link(out=4.0, back=6.0, copy=8.0, measured=True)
+    assert link.at(0.5) == Link(out=2.0, back=3.0, copy=8.0, measured=True)
+
+
+def test_copies_that_just_hide_wait_where_the_link_is_slower():
+    profile = made_up(8, (8 * MB, 2), (5 * MB, 1), link=4e9)
+    policy = ps.Policy([ps.Rule("layers.*.a", "offload")])
+    hidden = next(rate for rate in (1e9 * 1.05**n for n in range(200)) if not waits(profile, policy, rate))
+    found = predict(with_link(profile, hidden), policy)
+    assert found.wait_seconds == 0
+    assert found.slow_host_seconds > found.seconds
+    quick = predict(with_link(profile, 2 * hidden), policy)
+    assert quick.slow_host_seconds == quick.seconds
+
+
+def waits(profile, policy, rate):
+    return predict(with_link(profile, rate), policy).wait_seconds > 0
+
+
+def with_link(profile, rate):
+    return replace(profile, link=Link(out=rate, back=rate))

@@ -5,6 +5,10 @@ forward was launched now in 16 ms, now in 25. A step that the device bounds does
 for the host takes up the host's lead. So policies are compared by what a step takes on average if the host takes
 half as long again in half of all steps: one with little work for the host is preferred to another that would be as
 fast on a quick host.
+
+The link to the host is not always as fast, either. Copies that ran at 55 GB/s when they were measured ran at 48 for
+seconds at a time, whatever the device did beside them. So in the slow steps the link is slower, too: a plan that
+would just hide all its copies waits for them then.
 """
 
 from dataclasses import dataclass
@@ -13,6 +17,8 @@ from pagestash.profiling.profiled import ProfiledStep
 
 SLOWER = 1.5
 """A slow host takes so many times as long as one that is as quick as measured."""
+SLOWER_LINK = 0.87
+"""Part of the measured rates that copies have in the same steps."""
 SLOW_STEPS = 0.5
 """Part of all steps in which the host is slow."""
 

@@ -7,11 +7,12 @@ from functools import cached_property
 from itertools import accumulate
 
 from pagestash.planning.fused import permuted_bytes
-from pagestash.planning.lanes import SLOW_STEPS, SLOWER, Lanes
+from pagestash.planning.lanes import SLOW_STEPS, SLOWER, SLOWER_LINK, Lanes
 from pagestash.planning.row_tensors import find_row_tensors
 from pagestash.planning.skew import Skew
 from pagestash.profiling.assign import TensorIndex
 from pagestash.profiling.groups import Timeline
+from pagestash.profiling.link import Link
 from pagestash.profiling.overhead import Overhead
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import ALLOCATED, Region, SavedTensor, Segment
@@ -125,6 +126,11 @@ class MeasuredStep:
     def timeline(self) -> Timeline:
         """The same, for `moves_of`."""
         return Timeline(self.profile.segments, self.seconds)
+
+    @cached_property
+    def slow_link(self) -> Link:
+        """The link as it is at times (`lanes.py`)."""
+        return self.profile.link.at(SLOWER_LINK)
 
     @cached_property
     def exposed_overhead(self) -> float:

@@ -114,9 +114,9 @@ class _Playing:
         plan = plan_of(moves, step.at_once)
         plan.headroom = offloaded.headroom(held, pool.bytes)
         played = play(moves, plan, seconds, step.profile.link)
-        slow, slow_waited = lanes.on_slow_host().seconds(), played.waited
-        if slow_waited and slow != seconds:  # copies have more time there
-            slow_waited = play(moves, plan, slow, step.profile.link).waited
+        slow, slow_waited = lanes.on_slow_host().seconds(), 0.0
+        if moves:
+            slow_waited = play(moves, plan, slow, step.slow_link).waited
         host_bytes = offloaded.count(played, held)
         memory, total = self._memory(held, spikes, pool.bytes)
         peak_bytes = max(total)

@@ -19,7 +19,7 @@ class Prediction:
     seconds: float
     """On a host that is as quick as measured."""
     slow_host_seconds: float
-    """On one that takes half as long again for all that it does (`lanes.py`)."""
+    """On one that takes half as long again for all that it does, and whose link is slower (`lanes.py`)."""
     recompute_seconds: float
     stash_seconds: float
     wait_seconds: float

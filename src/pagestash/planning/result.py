@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pagestash.planning.budget import describe
+from pagestash.planning.lanes import SLOWER_LINK
 from pagestash.planning.plot import draw_curve, draw_memory
 from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.policy import HomeName, Policy, Rule
@@ -182,8 +183,8 @@ class Plan:
         if before.slow_host_seconds == before.seconds and after.slow_host_seconds == after.seconds:
             return []
         return [
-            f"slow host  {_ms(after.slow_host_seconds)} if the host takes half as long again, unplanned "
-            f"{_ms(before.slow_host_seconds)}"
+            f"slow host  {_ms(after.slow_host_seconds)} if the host takes half as long again and copies have "
+            f"{SLOWER_LINK:g} of their rate, unplanned {_ms(before.slow_host_seconds)}"
         ]
 
     def _checked(self) -> str:

@@ -190,7 +190,8 @@ def _improve(problem: Problem, pool: _Pool) -> None:
     # A rank of a pipeline is planned many times, once for each way to place layers.
     share = 1 if pool.predictor.step.count == problem.step.count else 4
     # What is fast on average is found sooner from what is fast on a quick host.
-    costs = ["seconds", "mean_seconds"] if any(pool.predictor.step.lanes.host) else ["seconds"]
+    varies = any(pool.predictor.step.lanes.host) or problem.host_bytes > 0
+    costs = ["seconds", "mean_seconds"] if varies else ["seconds"]
     for cost in costs:
         search = Search(
             problem.groups, pool, byte_seconds=1 / link.out + 1 / link.back, cost=attrgetter(cost)

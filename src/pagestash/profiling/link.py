@@ -1,6 +1,6 @@
 """Rates of copies: over the link to the host, and on the device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +25,10 @@ class Link:
         for name in ("out", "back", "copy"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"link {name}={getattr(self, name)}: expected bytes per second, more than 0")
+
+    def at(self, part: float) -> "Link":
+        """A link that moves this part as much to the host and back."""
+        return replace(self, out=part * self.out, back=part * self.back)
 
 
 def find_link(device: torch.device, given: float | Link | None = None) -> Link:

@@ -160,7 +160,9 @@ def _plan_line(row: dict[str, Any]) -> str:
     def ms(key: str) -> str:
         return f"{1000 * row[key]:.1f}" if key in row else ""
 
-    name = f"plan for {row['part']:g}" if "part" in row else row["way"]
+    name = row["way"]
+    if "part" in row:
+        name = name.replace("plan", f"plan for {row['part']:g}", 1)
     cells = (ms("seconds"), ms("predicted_seconds"), above("peak_bytes"), above("predicted_peak_bytes"))
     if "refused" in row:
         cells = ("nothing fits", "", "", "")

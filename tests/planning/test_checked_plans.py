@@ -106,8 +106,8 @@ def more(monkeypatch):
     """Steps take so many bytes more than they do."""
 
     def add(size):
-        def measure_under(*given):
-            found = checked.measure_under(*given)
+        def measure_under(*given, **named):
+            found = checked.measure_under(*given, **named)
             return replace(found, peak_bytes=found.peak_bytes + size)
 
         monkeypatch.setattr(make, "measure_under", measure_under)
@@ -139,11 +139,11 @@ def test_where_no_plan_keeps_the_budget_the_nearest_is_given_and_says_so(decoder
 def out_of_memory(monkeypatch, times):
     left = [None] * times
 
-    def measure_under(*given):
+    def measure_under(*given, **named):
         if left:
             left.pop()
             raise torch.OutOfMemoryError("no memory")
-        return checked.measure_under(*given)
+        return checked.measure_under(*given, **named)
 
     monkeypatch.setattr(make, "measure_under", measure_under)
 

@@ -32,3 +32,24 @@ def test_a_second_round_is_for_plans_and_for_what_they_are_compared_with():
     assert B.contenders(rows, seen) == [0, 2, 3, 4]
     seen[3][0]["times"] = [1.4]
     assert B.contenders(rows, seen) == [0, 2, 4]
+
+
+def test_a_graph_is_compared_with_one_without_a_policy_alone():
+    base = {"case": "qwen3, 8 layers", "held_bytes": 0, "peak_bytes": 9, "predicted_peak_bytes": 9}
+    rows = [
+        base | {"way": "keep", "seconds": 2.0, "predicted_seconds": 2.0},
+        base | {"way": "keep, graphed", "seconds": 1.0, "predicted_seconds": 0.9},
+        base
+        | {"way": "plan", "part": 0.5, "budget_bytes": 10, "seconds": 2.2, "predicted_seconds": 2.1}
+        | {"unfitted_seconds": 2.1},
+        base
+        | {"way": "plan, graphed", "part": 0.5, "budget_bytes": 10, "seconds": 1.1, "predicted_seconds": 0.9},
+    ]
+    found = {claim.what: claim.value for claim in B.claims_of(rows)}
+    assert found["plan for half of the bytes over keep, qwen3, 8 layers"] == pytest.approx(1.1)
+    assert found[
+        "plan for 0.5 of the bytes over the best by hand that fits, qwen3, 8 layers"
+    ] == pytest.approx(1.1)
+    assert found["plan, graphed, for half of the bytes over keep, qwen3, 8 layers"] == pytest.approx(1.1)
+    assert found["plan, graphed: predicted time over keep's, furthest off"] == pytest.approx(1 - 1 / 1.1)
+    assert found["plan, graphed: measured peak over the budget"] == pytest.approx(0.9)

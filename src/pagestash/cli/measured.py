@@ -86,6 +86,9 @@ def plan(
     host: Annotated[
         str, typer.Option(help="Pinned memory for offload, like 64GiB; auto: half of this machine's.")
     ] = "auto",
+    graphed: Annotated[
+        bool, typer.Option("--graphed", help="The step will run as a CUDA graph (GraphedStep).")
+    ] = False,
     rows: Annotated[
         str | None,
         typer.Option(
@@ -146,6 +149,9 @@ def plan(
         if budget is not None or module is not None:
             typer.echo("error: --cluster has its own memory: no --budget or --module", err=True)
             raise typer.Exit(2)
+        if graphed:
+            typer.echo("error: --graphed is for a measured step: no --cluster beside it", err=True)
+            raise typer.Exit(2)
         wanted = ClusterPlanOptions(
             model=preset or "deepseek-v3",
             cluster=cluster,
@@ -171,6 +177,7 @@ def plan(
         profile=profile,
         optimizer=optimizer,
         host=host,
+        graphed=graphed,
         rows=rows,
         expert=expert,
         skew=skew,

@@ -35,6 +35,7 @@ class PlanOptions:
     profile: Path | None = None
     optimizer: str = "none"
     host: str = "auto"
+    graphed: bool = False
     rows: str | None = None
     expert: int = 1
     skew: float | None = None
@@ -77,6 +78,8 @@ def _plan_pipeline(options: PlanOptions) -> PipelinePlan:
             raise ValueError(f"--{name} is for a plan of one rank: pass no --ranks beside it")
     if options.out is not None and options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out {options.out}: expected a folder, for one policy a rank")
+    if options.graphed:
+        raise ValueError("--graphed is for a plan of one rank: pass no --ranks beside it")
     check_numbers(ranks=options.ranks, microbatches=options.microbatches)
     assert options.ranks is not None
     if options.ranks * (options.microbatches or 1) > MOST_ACTIONS:
@@ -122,6 +125,7 @@ def _plan(options: PlanOptions) -> Plan:
         rows=rows,
         overflow=options.overflow,
         check=step,
+        graphed=options.graphed,
     )
 
 

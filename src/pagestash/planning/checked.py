@@ -33,7 +33,7 @@ class Measured:
 
     peak_bytes: int
     seconds: float | None = None
-    """The median of some steps; None on a CPU, where a keeper's copies take compute's own time."""
+    """The median of some steps; None if they were not timed. On a CPU a keeper's copies take compute's own time."""
 
 
 Measure = Callable[[Policy], Measured]
@@ -97,10 +97,13 @@ def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan]) -> Pl
     return tried[min(ran)[1]]
 
 
-def measure_under(step: RepeatedStep, policy: Policy, regions: Sequence[str] = ()) -> Measured:
+def measure_under(
+    step: RepeatedStep, policy: Policy, regions: Sequence[str] = (), *, timed: bool = True
+) -> Measured:
     """Steady steps under a policy; the peak is above what is there before them.
 
-    `regions` are those of the step that are no modules. Gradients, buffers and random state are restored.
+    `regions` are those of the step that are no modules. Gradients, buffers and random state are restored. Not
+    `timed`: these steps say nothing about the time.
     """
     gc.collect()  # what waits for it would count as there before
     seconds = None
@@ -117,7 +120,7 @@ def measure_under(step: RepeatedStep, policy: Policy, regions: Sequence[str] = (
                     meter.mark()
                     step.run_in(keeper.step())
                     peak = meter.mark().peak
-            if cuda:
+            if cuda and timed:
                 seconds = statistics.median(step.run_in(keeper.step()) for _ in range(TIMED))
             pool = keeper.stats().pool
         finally:

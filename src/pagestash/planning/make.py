@@ -59,6 +59,7 @@ def plan(
     schedule: Any = None,
     stage: int | None = None,
     profile: Profile | None = None,
+    graphed: bool = False,
 ) -> Plan:
     """The fastest policy whose step is predicted to fit `budget` bytes of device memory.
 
@@ -73,10 +74,14 @@ def plan(
     is measured with `ps.profile`, which takes `loss`, `link`, `autocast`, `repeats`, `gradients` and `progress`.
     With `profile` it was measured before: the same model and batch, with the same arguments.
 
+    With `graphed` the plan is for a step that runs as a CUDA graph (`ps.GraphedStep`). What a keeper costs the host
+    does not count there, so more may be recomputed and moved for the same time.
+
     Then steps run under the plan. If their peak exceeds the budget, the plan is made again, for as much less. So a
     plan keeps its budget where a prediction is wrong. On a GPU they are timed, too: if they take another time than
     predicted, in a second round as well, what a keeper costs the host is fitted to them, and the plan is made
-    again; the fastest is returned. The table says what was measured. With several ranks of `torch.distributed` no
+    again; the fastest is returned. (Not with `graphed`: these steps run eagerly.) The table says what was measured.
+    With several ranks of `torch.distributed` no
     such steps run: one rank may need more of them than another.
 
     `rows` says how the rows vary that a stash holds: a `RowDistribution`, a path of Megatron's tokens per expert,
@@ -89,8 +94,10 @@ def plan(
 
     Raises `NothingFits` (a ValueError) if no policy does.
     """
+    # What is wrong is refused before anything is measured.
+    _check_graphed(graphed, schedule)
     if rows is not None and rows != "measured":
-        rows = row_distribution(rows)  # refuses what is wrong with it before anything is measured
+        rows = row_distribution(rows)
     if schedule is not None and stage is None:
         (stage,) = rank_plan(schedule)[0].stages
     result = ResultBytes(loss or default_loss)
@@ -121,6 +128,7 @@ def plan(
         stage=stage,
         result_bytes=result.bytes,
         check=step,
+        graphed=graphed,
     )
 
 
@@ -136,6 +144,7 @@ def plan_profile(
     stage: int | None = None,
     result_bytes: int | None = None,
     check: RepeatedStep | None = None,
+    graphed: bool = False,
 ) -> Plan:
     """The plan for a step that was measured before, perhaps on another machine.
 
@@ -144,9 +153,10 @@ def plan_profile(
     last stage nothing.
     """
     if schedule is None:
-        step = MeasuredStep(profile, base_bytes(profile, optimizer_bytes))
+        step = MeasuredStep(profile, base_bytes(profile, optimizer_bytes), graphed=graphed)
         step.skew = None if rows is None else Skew.of(rows, step.rows, overflow)
         return plan_step(step, budget=budget, host=host, measure=_measure(step, check))
+    _check_graphed(graphed, schedule)
     order, _ = rank_plan(schedule, None if stage is None else [stage])
     if len(order.stages) > 1:
         raise ValueError(
@@ -162,6 +172,11 @@ def plan_profile(
         overflow=overflow,
         result_bytes=result_bytes,
     )
+
+
+def _check_graphed(graphed: bool, schedule: Any) -> None:
+    if graphed and schedule is not None:
+        raise ValueError("graphed=True: a pipeline's rank does not run as one CUDA graph; plan it without")
 
 
 def plan_stages(
@@ -199,7 +214,7 @@ def _measure(step: MeasuredStep, check: RepeatedStep | None) -> Measure | None:
     opened = [region.name for region in step.profile.regions if region.name and region.name not in modules]
 
     def measure(policy: Policy) -> Measured:
-        found = measure_under(check, policy, opened)
+        found = measure_under(check, policy, opened, timed=not step.graphed)
         return replace(found, peak_bytes=step.base_bytes + found.peak_bytes)
 
     return measure

@@ -30,10 +30,15 @@ from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import SavedTensor
 
 
-def predict(profile: ProfiledStep, policy: Policy, *, base_bytes: int = 0) -> Prediction:
-    """The profiled step under `policy`; `base_bytes` is what the device holds before it: weights and so on."""
+def predict(
+    profile: ProfiledStep, policy: Policy, *, base_bytes: int = 0, graphed: bool = False
+) -> Prediction:
+    """The profiled step under `policy`; `base_bytes` is what the device holds before it: weights and so on.
+
+    `graphed`: as a CUDA graph.
+    """
     policy.check(region.name for region in profile.regions)
-    step = MeasuredStep(profile, base_bytes)
+    step = MeasuredStep(profile, base_bytes, graphed=graphed)
     return Predictor(step).predict(RuleTable.of(policy, profile.regions))
 
 
@@ -113,10 +118,10 @@ class _Playing:
         offloaded = Offloaded(step, self.homes, moves)
         plan = plan_of(moves, step.at_once)
         plan.headroom = offloaded.headroom(held, pool.bytes)
-        played = play(moves, plan, seconds, step.profile.link)
+        played = play(moves, plan, seconds, step.profile.link, captured=step.graphed)
         slow, slow_waited = lanes.on_slow_host().seconds(), 0.0
         if moves:
-            slow_waited = play(moves, plan, slow, step.slow_link).waited
+            slow_waited = play(moves, plan, slow, step.slow_link, captured=step.graphed).waited
         host_bytes = offloaded.count(played, held)
         memory, total = self._memory(held, spikes, pool.bytes)
         peak_bytes = max(total)

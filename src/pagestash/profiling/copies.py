@@ -61,16 +61,28 @@ class Played:
     """How long the link is busy each way."""
 
 
-def play(moves: Sequence[Move], plan: OffloadPlan, seconds: Sequence[float], link: Link) -> Played:
-    """One step, whose segments take so long."""
+def play(
+    moves: Sequence[Move],
+    plan: OffloadPlan,
+    seconds: Sequence[float],
+    link: Link,
+    *,
+    captured: bool = False,
+) -> Played:
+    """One step, whose segments take so long.
+
+    `captured`: as a CUDA graph. While it is captured no copy is known to be over, so its source is free only when
+    the window says that compute waits for it.
+    """
     starts = [0.0, *accumulate(seconds)]
-    return _Step(plan, link).play(moves, starts)
+    return _Step(plan, link, captured=captured).play(moves, starts)
 
 
 class _Step:
     """The window decides, this class keeps the time."""
 
-    def __init__(self, plan: OffloadPlan, link: Link) -> None:
+    def __init__(self, plan: OffloadPlan, link: Link, *, captured: bool) -> None:
+        self._captured = captured
         self._window = Window(plan)
         self._link = link
         self._now = 0.0
@@ -121,7 +133,7 @@ class _Step:
         self._window.drop(group)
 
     def _see_what_has_left(self) -> None:
-        while self._leaving and self._gone[self._leaving[0].key] <= self._now:
+        while not self._captured and self._leaving and self._gone[self._leaving[0].key] <= self._now:
             self._left()
             self._window.gone()
 

@@ -1,5 +1,6 @@
 """Plans on a GPU: a step under one keeps its budget, near what was predicted, with the same bits."""
 
+import gc
 import time
 
 import pytest
@@ -55,6 +56,7 @@ def test_a_planned_step_keeps_its_budget_and_its_bits(part, one_order):
 
 def graphed(model, batch, policy):
     """Losses of steps as a CUDA graph, two microbatches each, and the peak while it is captured."""
+    gc.collect()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
     keeper = ps.Keeper(policy).attach(model)
 
@@ -95,9 +97,9 @@ def test_a_graph_under_a_plan_for_it_keeps_the_budget_and_the_losses(part, one_o
     assert plan.measured_bytes is not None
     assert plan.measured_seconds is None  # eager steps say nothing about a graph's time
     del model
-    plain, _ = graphed(build(), batch, ps.Policy())
-    planned, peak = graphed(build(), batch, plan.policy)
+    (plain, before), (planned, peak) = (
+        graphed(build(), batch, policy) for policy in (ps.Policy(), plan.policy)
+    )
     assert all(torch.equal(one, other) for one, other in zip(plain, planned, strict=True))
-    # (cuBLAS takes workspace for the graph's stream.)
-    assert peak <= plan.budget_bytes + (64 << 20)
-    assert plan.predicted.peak_bytes == pytest.approx(peak, rel=0.05)
+    assert peak <= plan.budget_bytes < before
+    assert plan.predicted.peak_bytes == pytest.approx(peak, rel=0.08)

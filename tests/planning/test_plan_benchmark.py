@@ -45,11 +45,13 @@ def test_a_graph_is_compared_with_one_without_a_policy_alone():
         base
         | {"way": "plan, graphed", "part": 0.5, "budget_bytes": 10, "seconds": 1.1, "predicted_seconds": 0.9},
     ]
+    rows.append({"case": "qwen3, 8 layers", "way": "plan, graphed", "part": 0.1, "refused": "nothing fits"})
     found = {claim.what: claim.value for claim in B.claims_of(rows)}
     assert found["plan for half of the bytes over keep, qwen3, 8 layers"] == pytest.approx(1.1)
     assert found[
         "plan for 0.5 of the bytes over the best by hand that fits, qwen3, 8 layers"
     ] == pytest.approx(1.1)
     assert found["plan, graphed, for half of the bytes over keep, qwen3, 8 layers"] == pytest.approx(1.1)
-    assert found["plan, graphed: predicted time over keep's, furthest off"] == pytest.approx(1 - 1 / 1.1)
+    off = found["plan, graphed: predicted step time, furthest off, and of keep"]
+    assert off == pytest.approx(1 - 0.9 / 1.1)
     assert found["plan, graphed: measured peak over the budget"] == pytest.approx(0.9)

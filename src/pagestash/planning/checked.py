@@ -33,7 +33,7 @@ class Measured:
 
     peak_bytes: int
     seconds: float | None = None
-    """The median of some steps; None if they were not timed. On a CPU a keeper's copies take compute's own time."""
+    """The median of some steps; None if they were not timed, and on a CPU: copies take compute's own time there."""
 
 
 Measure = Callable[[Policy], Measured]
@@ -102,8 +102,8 @@ def measure_under(
 ) -> Measured:
     """Steady steps under a policy; the peak is above what is there before them.
 
-    `regions` are those of the step that are no modules. Gradients, buffers and random state are restored. Not
-    `timed`: these steps say nothing about the time.
+    `regions` are those of the step that are no modules. Gradients, buffers and random state are restored. With
+    `timed=False` only the peak is measured.
     """
     gc.collect()  # what waits for it would count as there before
     seconds = None

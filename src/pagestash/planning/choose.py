@@ -69,6 +69,7 @@ def choose(
         notes=notes,
         curve=_curve(found),
         expected_rows=expected,
+        graphed=step.graphed,
     )
 
 

@@ -20,7 +20,9 @@ SLOWER = 1.5
 SLOWER_LINK = 0.87
 """Part of the measured rates that copies have in the same steps."""
 SLOW_STEPS = 0.5
-"""Part of all steps in which the host is slow."""
+"""Part of all steps in which host and link are slow."""
+HOST_BOUND = 0.7
+"""The step waits for the host here and there, if the host takes this part of the device's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,18 @@ class Lanes:
         self.device[at] += device
         self.host[at] += host
 
-    def in_graph(self) -> "Lanes":
-        """Those of a CUDA graph: the host launches all of it at once."""
-        return Lanes(self.device, [0.0] * len(self.host))
+    @classmethod
+    def of_graph(cls, profile: ProfiledStep) -> "Lanes":
+        """Those of the same step as a CUDA graph: the host launches all of it at once.
+
+        Where the device bounds the unobserved step, it takes as long in a graph. Where the host does, that step
+        does not tell how fast the device is, and it takes what was observed.
+        """
+        device = [segment.seconds for segment in profile.segments]
+        host = [segment.host_seconds or 0.0 for segment in profile.segments]
+        if sum(host) <= HOST_BOUND * sum(device):
+            device = cls.of(profile).device
+        return cls(device, [0.0] * len(device))
 
     def on_slow_host(self) -> "Lanes":
         return Lanes(self.device, [SLOWER * own for own in self.host])

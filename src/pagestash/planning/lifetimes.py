@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from pagestash.planning.fused import permuted_bytes
-from pagestash.planning.lanes import SLOW_STEPS, SLOWER, SLOWER_LINK, Lanes
+from pagestash.planning.lanes import HOST_BOUND, SLOW_STEPS, SLOWER, SLOWER_LINK, Lanes
 from pagestash.planning.row_tensors import find_row_tensors
 from pagestash.planning.skew import Skew
 from pagestash.profiling.assign import TensorIndex
@@ -17,9 +17,6 @@ from pagestash.profiling.overhead import Overhead
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import ALLOCATED, Region, SavedTensor, Segment
 from pagestash.saved.offload.plan import Key
-
-HOST_BOUND = 0.7
-"""The step waits for the host here and there, if the host takes this part of the device's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +40,14 @@ class MeasuredStep:
 
     def __init__(self, profile: ProfiledStep, base_bytes: int = 0, *, graphed: bool = False) -> None:
         check(profile)
-        self.graphed = graphed
+        # (On a CPU a `GraphedStep` runs eagerly.)
+        self.graphed = graphed = graphed and profile.device.startswith("cuda")
         """Whether it will run as a CUDA graph, in which the host launches nothing."""
         self.profile = profile
         self.base_bytes = base_bytes
         self.count = len(profile.segments)
         self.turn = sum(segment.way == "forward" for segment in profile.segments)
-        self.lanes = Lanes.of(profile).in_graph() if graphed else Lanes.of(profile)
+        self.lanes = Lanes.of_graph(profile) if graphed else Lanes.of(profile)
         self.seconds = self.lanes.seconds()
         """Of each segment of the unobserved step."""
         self.overhead = Overhead() if graphed else profile.overhead or Overhead()
@@ -129,7 +127,7 @@ class MeasuredStep:
         """The same, for `moves_of`."""
         return Timeline(self.profile.segments, self.seconds)
 
-    @cached_property
+    @property
     def slow_link(self) -> Link:
         """The link as it is at times (`lanes.py`)."""
         return self.profile.link.at(SLOWER_LINK)

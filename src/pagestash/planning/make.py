@@ -40,6 +40,9 @@ from pagestash.profiling.result import Profile
 from pagestash.profiling.steps import RepeatedStep
 from pagestash.saved.names import named_modules
 
+GRAPH_BYTES = 64 << 20
+"""A graph runs on a stream of its own, for which cuBLAS takes workspace once more."""
+
 
 def plan(
     model: nn.Module,
@@ -75,13 +78,14 @@ def plan(
     With `profile` it was measured before: the same model and batch, with the same arguments.
 
     With `graphed` the plan is for a step that runs as a CUDA graph (`ps.GraphedStep`). What a keeper costs the host
-    does not count there, so more may be recomputed and moved for the same time.
+    does not count there, so more may be recomputed and moved for the same time. The steps that check such a plan
+    run eagerly: what a graph is predicted to take more is added to their peak, and they are not timed. On a CPU a
+    `GraphedStep` runs eagerly, and the plan is for that.
 
     Then steps run under the plan. If their peak exceeds the budget, the plan is made again, for as much less. So a
     plan keeps its budget where a prediction is wrong. On a GPU they are timed, too: if they take another time than
     predicted, in a second round as well, what a keeper costs the host is fitted to them, and the plan is made
-    again; the fastest is returned. (Not with `graphed`: these steps run eagerly.) The table says what was measured.
-    With several ranks of `torch.distributed` no
+    again; the fastest is returned. The table says what was measured. With several ranks of `torch.distributed` no
     such steps run: one rank may need more of them than another.
 
     `rows` says how the rows vary that a stash holds: a `RowDistribution`, a path of Megatron's tokens per expert,
@@ -154,6 +158,8 @@ def plan_profile(
     """
     if schedule is None:
         step = MeasuredStep(profile, base_bytes(profile, optimizer_bytes), graphed=graphed)
+        if step.graphed:
+            step.base_bytes += GRAPH_BYTES
         step.skew = None if rows is None else Skew.of(rows, step.rows, overflow)
         return plan_step(step, budget=budget, host=host, measure=_measure(step, check))
     _check_graphed(graphed, schedule)
@@ -215,9 +221,19 @@ def _measure(step: MeasuredStep, check: RepeatedStep | None) -> Measure | None:
 
     def measure(policy: Policy) -> Measured:
         found = measure_under(check, policy, opened, timed=not step.graphed)
-        return replace(found, peak_bytes=step.base_bytes + found.peak_bytes)
+        more = _more_in_graph(step, policy) if step.graphed else 0
+        return replace(found, peak_bytes=step.base_bytes + found.peak_bytes + more)
 
     return measure
+
+
+def _more_in_graph(step: MeasuredStep, policy: Policy) -> int:
+    """How much higher the step's peak is predicted to be in a graph than eagerly."""
+    eager = MeasuredStep(step.profile, step.base_bytes)
+    peaks = [
+        Predictor(one).predict(RuleTable.of(policy, step.profile.regions)).peak_bytes for one in (step, eager)
+    ]
+    return max(0, peaks[0] - peaks[1])
 
 
 def plan_step(
@@ -245,6 +261,7 @@ def _plan_step(step: MeasuredStep, budget: str | float, host: str | int, measure
             turn=step.turn,
             notes=missing(profile),
             alternatives=beside,
+            graphed=step.graphed,
         )
 
     steps = None if measure is None else Steps(measure)

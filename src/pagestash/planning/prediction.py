@@ -52,7 +52,7 @@ class Prediction:
 
     @property
     def mean_seconds(self) -> float:
-        """Over quick and slow hosts: what policies are compared by."""
+        """Over steps in which host and link are quick, and slow: what policies are compared by."""
         return (1 - SLOW_STEPS) * self.seconds + SLOW_STEPS * self.slow_host_seconds
 
     def at_peak(self) -> dict[str, int]:

@@ -10,6 +10,7 @@ from pagestash.planning.solve import Candidate, Problem, candidates
 from pagestash.planning.steady import shortened
 from pagestash.planning.unrolled import StageStep, Unrolled, joined
 from pagestash.policy import PoolConfig
+from pagestash.profiling.link import Link
 from pagestash.profiling.records import SavedTensor
 from pagestash.saved.follow import immediate_backwards
 from pagestash.schedules.plan import Plan, in_flight
@@ -43,6 +44,11 @@ class RankStep(MeasuredStep):
         self.microbatches = len({action.microbatch for action in plan.actions})
         self.one = MeasuredStep(joined(self.stages.values()), base_bytes)
         """One microbatch through all stages of the rank."""
+
+    @property
+    def slow_link(self) -> Link:
+        """The measured one: ranks of a pipeline are compared by the time of quick ones."""
+        return self.profile.link
 
     def others(self, name: str) -> int:
         """Microbatches that the stage of a region or layer holds at the most, beside the one that runs."""

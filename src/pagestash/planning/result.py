@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pagestash.planning.budget import describe
-from pagestash.planning.lanes import SLOWER_LINK
+from pagestash.planning.lanes import SLOWER, SLOWER_LINK
 from pagestash.planning.plot import draw_curve, draw_memory
 from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.policy import HomeName, Policy, Rule
@@ -98,9 +98,11 @@ class Plan:
 
     measured_bytes: int | None = None
     """The peak of a step under the plan; None if none ran: it is from a profile alone, empty, for a
-    pipeline, or of several ranks."""
+    pipeline, or of several ranks. For a graph: of an eager step, and what a graph is predicted to take more."""
     measured_seconds: float | None = None
-    """The time of a step under the plan; None where `measured_bytes` is, and on a CPU."""
+    """The time of a step under the plan; None where `measured_bytes` is, on a CPU, and for a graph."""
+    graphed: bool = False
+    """Whether it is for a step that runs as a CUDA graph."""
     planned_for: int | None = None
     """The budget that its prediction keeps: less than `budget_bytes`, if a plan for that took more in a step."""
 
@@ -164,6 +166,11 @@ class Plan:
         lines += [
             "",
             f"budget     {format_bytes(self.budget_bytes)}",
+            *(
+                ["step       as a CUDA graph; times without a policy are predicted, too"]
+                if self.graphed
+                else []
+            ),
             f"unplanned  {format_bytes(before.peak_bytes)}, {_ms(before.seconds)}",
             f"planned    {format_bytes(after.peak_bytes)}, {_ms(after.seconds)} "
             f"({after.seconds / before.seconds:.3f} of unplanned): replays {_ms(after.recompute_seconds)}, "
@@ -183,7 +190,7 @@ class Plan:
         if before.slow_host_seconds == before.seconds and after.slow_host_seconds == after.seconds:
             return []
         return [
-            f"slow host  {_ms(after.slow_host_seconds)} if the host takes half as long again and copies have "
+            f"slow host  {_ms(after.slow_host_seconds)} if the host takes {SLOWER:g} times as long and copies have "
             f"{SLOWER_LINK:g} of their rate, unplanned {_ms(before.slow_host_seconds)}"
         ]
 
@@ -191,7 +198,8 @@ class Plan:
         if self.measured_bytes is None:
             return "not by a step"
         time = "" if self.measured_seconds is None else f", {_ms(self.measured_seconds)}"
-        found = f"by a step: peak measured {format_bytes(self.measured_bytes)}{time}"
+        how = "an eager step, with what a graph takes more" if self.graphed else "a step"
+        found = f"by {how}: peak measured {format_bytes(self.measured_bytes)}{time}"
         if self.measured_bytes > self.budget_bytes:
             over = format_bytes(self.measured_bytes - self.budget_bytes)
             return f"{found}, {over} above the budget; no plan that is predicted to take less was found"

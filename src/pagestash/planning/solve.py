@@ -190,7 +190,8 @@ def _improve(problem: Problem, pool: _Pool) -> None:
     # A rank of a pipeline is planned many times, once for each way to place layers.
     share = 1 if pool.predictor.step.count == problem.step.count else 4
     # What is fast on average is found sooner from what is fast on a quick host.
-    varies = any(pool.predictor.step.lanes.host) or problem.host_bytes > 0
+    step = pool.predictor.step
+    varies = any(step.lanes.host) or (problem.host_bytes > 0 and step.slow_link != link)
     costs = ["seconds", "mean_seconds"] if varies else ["seconds"]
     for cost in costs:
         search = Search(

@@ -6,7 +6,8 @@ here: compute takes its measured time, the link moves one copy at a time in each
 when the window says so. `Profile.fits` asks how long compute waits; a plan also where the bytes are meanwhile.
 
 A keeper may differ from this in what a profile does not know, the headroom: where memory is far below its peak, a
-keeper lets copies out take longer, so it waits no longer.
+keeper lets copies out take longer, so it waits no longer. Eagerly a keeper also sees that a copy out is over. When
+that is depends on the link; in a capture it never does (`captured`).
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -109,6 +110,10 @@ class _Step:
                 self._carry_out(self._window.get(group, kept=not group.away_bytes))
             else:
                 self._drop(held[move.key])
+        if self._captured:  # at the end of the step all copies are over
+            self._at = len(starts) - 1
+            while self._leaving:
+                self._left()
         return self._found
 
     def _put(self, move: Move) -> WindowGroup:

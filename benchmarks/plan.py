@@ -153,6 +153,7 @@ class Bench:
 
     def measure_graphed(self, policy: ps.Policy, repeats: int) -> dict[str, Any]:
         """The same of a whole step as a CUDA graph; seconds are of a microbatch, without the optimizer."""
+        torch._C._cuda_clearCublasWorkspaces()  # torch keeps those of an earlier graph's stream
         self._hold_gradients()
         optimizer = torch.optim.SGD(self.parameters, lr=0.0, fused=True)  # the loss stays as it is
         update = statistics.median(self._timed(optimizer.step) for _ in range(WARM + repeats))
@@ -181,6 +182,7 @@ class Bench:
         del step, loss
         keeper.detach()
         gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         return found
 

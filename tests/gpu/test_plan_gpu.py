@@ -57,6 +57,7 @@ def test_a_planned_step_keeps_its_budget_and_its_bits(part, one_order):
 def graphed(model, batch, policy):
     """Losses of steps as a CUDA graph, two microbatches each, and the peak while it is captured."""
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # torch keeps those of an earlier graph's stream
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
     keeper = ps.Keeper(policy).attach(model)
 
@@ -102,4 +103,4 @@ def test_a_graph_under_a_plan_for_it_keeps_the_budget_and_the_losses(part, one_o
     )
     assert all(torch.equal(one, other) for one, other in zip(plain, planned, strict=True))
     assert peak <= plan.budget_bytes < before
-    assert plan.predicted.peak_bytes == pytest.approx(peak, rel=0.08)
+    assert plan.predicted.peak_bytes == pytest.approx(peak, rel=0.03)

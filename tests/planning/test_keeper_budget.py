@@ -15,7 +15,7 @@ from torch import nn
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
-from pagestash.planning import NothingFits
+from pagestash.planning import NothingFits, make, target
 from pagestash.saved import steady
 from pagestash.saved.keeper import Keeper as SavedKeeper
 
@@ -618,6 +618,21 @@ def test_a_graphed_step_takes_it():
     keeper = budgeted(model, optimizer=optimizers[1])
     assert same(graphed(model, keeper, optimizers[1]), expected)
     assert keeper.plan.policy.rules
+
+
+@pytest.mark.parametrize("options", [{}, {"graphed": True}])
+def test_a_plan_for_a_graph_can_be_asked_for(monkeypatch, options):
+    asked = []
+
+    def plan(*given, graphed, **named):
+        asked.append(graphed)
+        return make.plan(*given, graphed=graphed, **named)
+
+    monkeypatch.setattr(target, "make_plan", plan)
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    graphed(model, budgeted(model, optimizer=optimizer, **options), optimizer)
+    assert asked == [bool(options)]
 
 
 def test_a_capture_before_the_plan_is_refused(monkeypatch):

@@ -40,6 +40,7 @@ class Target:
     host: str | int = "auto"
     repeats: int = 3
     progress: Progress | None = None
+    graphed: bool = False
 
     def __post_init__(self) -> None:
         if self.budget != "auto":
@@ -96,6 +97,7 @@ class Target:
                 autocast=call.autocast,
                 gradients="held" if held else "fresh",
                 profile=found,
+                graphed=self.graphed,
             )
         if found.device.startswith("cuda"):
             torch.cuda.empty_cache()  # steps under the policy need not reserve what the measured ones did

@@ -11,11 +11,17 @@ from typer.testing import CliRunner
 
 import pagestash as ps
 from pagestash.cli import app
+from pagestash.models import Decoder, preset
 from pagestash.pipeline import plans
 from pagestash.planning import checked, make, plan_profile, predict
+from pagestash.planning.budget import base_bytes
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.make import GRAPH_BYTES
+from pagestash.planning.predict import Predictor
+from pagestash.planning.prediction import RuleTable
+from pagestash.profiling.measure import repeated_step
 from pagestash.profiling.overhead import Overhead
+from pagestash.saved.offload import transfers
 
 
 def on_gpu(profile):
@@ -145,3 +151,26 @@ def test_the_command_line_plans_for_a_graph(tmp_path):
     refused = run.invoke(app, ["plan", "--cluster", "h100:8", "--graphed"])
     assert refused.exit_code == 2
     assert "--graphed is for a measured step" in refused.output
+
+
+@pytest.mark.parametrize("prefetch", [None, 1 << 20])
+def test_a_keeper_that_knows_no_copy_to_be_over_has_the_peak_that_is_predicted_of_a_graph(
+    monkeypatch, prefetch
+):
+    torch.manual_seed(0)
+    model = Decoder(preset("tiny", layers=6))
+    model.initialise(0)
+    tokens = torch.randint(0, 256, (4, 257))
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    policy = ps.Policy([ps.Rule("layers.*", "offload", min_bytes=1, prefetch_bytes=prefetch)])
+    profile = ps.profile(model, batch, repeats=1)
+    base = base_bytes(profile, 0)
+    step = MeasuredStep(profile, base)
+    step.graphed = True  # (the profile is of a CPU)
+    graphed = Predictor(step).predict(RuleTable.of(policy, profile.regions)).peak_bytes
+    own = repeated_step(model, batch)
+    eager = base + checked.measure_under(own, policy).peak_bytes
+    monkeypatch.setattr(transfers, "is_done", lambda event: False)
+    captured = base + checked.measure_under(own, policy).peak_bytes
+    assert graphed == pytest.approx(captured, abs=1024)
+    assert eager < 0.95 * captured

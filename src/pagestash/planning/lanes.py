@@ -6,9 +6,9 @@ for the host takes up the host's lead. So policies are compared by what a step t
 half as long again in half of all steps: one with little work for the host is preferred to another that would be as
 fast on a quick host.
 
-The link to the host is not always as fast, either. Copies that ran at 55 GB/s when they were measured ran at 48 for
-seconds at a time, whatever the device did beside them. So in the slow steps the link is slower, too: a plan that
-would just hide all its copies waits for them then.
+The link to the host is not always as fast, either. Copies that were measured at 55 GB/s ran at 48 in whole steps,
+and at 55 again in other runs, under every load that was tried. So in the slow steps the link is slower, too: a plan
+that would just hide all its copies waits for them then.
 """
 
 from dataclasses import dataclass

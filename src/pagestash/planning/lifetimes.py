@@ -41,16 +41,16 @@ class MeasuredStep:
     def __init__(self, profile: ProfiledStep, base_bytes: int = 0, *, graphed: bool = False) -> None:
         check(profile)
         # (On a CPU a `GraphedStep` runs eagerly.)
-        self.graphed = graphed = graphed and profile.device.startswith("cuda")
+        self.graphed = graphed and profile.device.startswith("cuda")
         """Whether it will run as a CUDA graph, in which the host launches nothing."""
         self.profile = profile
         self.base_bytes = base_bytes
         self.count = len(profile.segments)
         self.turn = sum(segment.way == "forward" for segment in profile.segments)
-        self.lanes = Lanes.of_graph(profile) if graphed else Lanes.of(profile)
+        self.lanes = Lanes.of_graph(profile) if self.graphed else Lanes.of(profile)
         self.seconds = self.lanes.seconds()
         """Of each segment of the unobserved step."""
-        self.overhead = Overhead() if graphed else profile.overhead or Overhead()
+        self.overhead = Overhead() if self.graphed else profile.overhead or Overhead()
         """What a keeper costs the host."""
         self._inside: dict[str, int] = {}
         for region in profile.regions:

@@ -152,9 +152,9 @@ def plan_profile(
 ) -> Plan:
     """The plan for a step that was measured before, perhaps on another machine.
 
-    Nothing runs, unless there is a step to `check` the plan by. With a `schedule`, as for `plan`, the profile is of
-    one microbatch of a stage. `result_bytes` is the size of its result; by default that of its input, and in the
-    last stage nothing.
+    Nothing runs, unless there is a step to `check` the plan by. `graphed` is that of `plan`. With a `schedule`, as
+    for `plan`, the profile is of one microbatch of a stage. `result_bytes` is the size of its result; by default
+    that of its input, and in the last stage nothing.
     """
     if schedule is None:
         step = MeasuredStep(profile, base_bytes(profile, optimizer_bytes), graphed=graphed)

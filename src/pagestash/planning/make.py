@@ -83,10 +83,11 @@ def plan(
     `GraphedStep` runs eagerly, and the plan is for that.
 
     Then steps run under the plan. If their peak exceeds the budget, the plan is made again, for as much less. So a
-    plan keeps its budget where a prediction is wrong. On a GPU they are timed, too: if they take another time than
+    plan keeps its budget where a prediction is wrong. On a GPU they are timed, too. If they take another time than
     predicted, in a second round as well, what a keeper costs the host is fitted to them, and the plan is made
-    again; the fastest is returned. The table says what was measured. With several ranks of `torch.distributed` no
-    such steps run: one rank may need more of them than another.
+    again; and one is tried as if a keeper cost the host nothing. The fastest is returned. The table says what was
+    measured. With several ranks of `torch.distributed` no such steps run: one rank may need more of them than
+    another.
 
     `rows` says how the rows vary that a stash holds: a `RowDistribution`, a path of Megatron's tokens per expert,
     the max/mean of a log-normal, or `"measured"`. The pool is then sized so that a step overflows it with a

@@ -2,13 +2,17 @@
 
 That cost is measured on small regions (`profiling/overhead.py`). If steps under a plan take longer or shorter than
 predicted, they are measured a second time, and the faster of both counts: a slow moment of the host is no property
-of a plan. If that is not as predicted, all of the cost is scaled by one factor, with which it is. The plan is then
-made again, and of those that were tried the fastest is taken.
+of a plan. If that is not as predicted, all of the cost is scaled by one factor, with which it is, and the plan is
+made again.
+
+A plan that goes by that cost may give up too much for it: the host may have time to spare where a prediction says
+that it has none. So one that is made as if a keeper cost the host nothing is tried, too. Of all that were tried the
+fastest is taken; of those that are as fast, the one that was made for the highest cost.
 """
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,9 +26,22 @@ from pagestash.policy import Policy, PoolConfig
 CLOSE = 0.02
 """Times that differ by this part are the same: a step of a GPU takes now a little more, now a little less."""
 TRIES = 2
-"""Plans that are tried after the first."""
+"""Plans that are tried with a fitted cost."""
+RIVALS = 0.1
+"""A plan that is slower than the fastest by less than this part may be the fastest in another round."""
 SMALLEST, LARGEST = 0.25, 4.0
 """Of a factor. A step that needs another one is slow for another reason."""
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A plan whose steps ran."""
+
+    plan: Plan
+    fits: float
+    """The factor with which it is predicted to take what it took."""
+    made: float
+    """The factor that it was made with."""
 
 
 def timed(
@@ -35,32 +52,69 @@ def timed(
     `plan` and those of `plan_on` were checked by `steps`. The fitted step is `step` itself where its prediction is
     close, or where no such factor explains the times.
     """
-    tried: list[tuple[Plan, float, float]] = []  # the factor that fits a plan, and the one it was made with
-    made = 1.0
-    while True:
-        factor = fit(step, plan)
-        if factor != 1.0 and steps is not None:
-            with suppress(torch.OutOfMemoryError):
-                plan = replace(plan, measured_seconds=steps.again(plan.policy).seconds)
-            factor = fit(step, plan)
-        tried.append((plan, factor, made))
-        if factor == 1.0 or len(tried) > TRIES:
+    if steps is None or plan.measured_seconds is None or not any(step.lanes.host):
+        return plan, step
+    trials = _Trials(step, plan_on, steps)
+    last: _Trial | None = trials.add(plan, 1.0)
+    trials.make(0.0)
+    for _ in range(TRIES):
+        if last is None or last.fits == 1.0:
             break
-        made = factor
+        last = trials.make(last.fits)
+    best = trials.best()
+    if best.fits == 1.0:
+        return best.plan if best.made == 1.0 else _predicted_on(step, best.plan), step
+    fitted = _scaled(step, best.fits)
+    note = f"in these steps a keeper costs the host {best.fits:.2f} times what it does in small regions"
+    return replace(_predicted_on(fitted, best.plan), notes=[*best.plan.notes, note]), fitted
+
+
+class _Trials:
+    """The plans that were tried for one step."""
+
+    def __init__(self, step: MeasuredStep, plan_on: Callable[[MeasuredStep], Plan], steps: Steps) -> None:
+        self._step, self._plan_on, self._steps = step, plan_on, steps
+        self._tried: list[_Trial] = []
+
+    def make(self, factor: float) -> _Trial | None:
+        """Try a plan for this factor; None if there is none, or it was tried before."""
         try:
-            plan = plan_on(_scaled(step, factor))
+            plan = self._plan_on(_scaled(self._step, factor))
         except (NothingFits, torch.OutOfMemoryError):  # other times of copies, other peaks
-            break
-        known = next((at for at, (other, _, _) in enumerate(tried) if other.policy == plan.policy), None)
-        if known is not None:
-            tried[known] = plan, tried[known][1], made
-            break
-    best, factor, made = min(tried, key=lambda item: _rank(item[0]))
-    if factor == 1.0:
-        return best if made == 1.0 else replace(best, predicted=_predict(step, best.policy)), step
-    fitted = _scaled(step, factor)
-    note = f"in these steps a keeper costs the host {factor:.2f} times what it does in small regions"
-    return replace(best, predicted=_predict(fitted, best.policy), notes=[*best.notes, note]), fitted
+            return None
+        for known in self._tried:
+            if known.plan.policy == plan.policy:
+                known.made = max(known.made, factor)
+                return None
+        return self.add(plan, factor)
+
+    def add(self, plan: Plan, made: float) -> _Trial:
+        trial = _Trial(plan, fit(self._step, plan), made)
+        self._tried.append(trial)
+        if trial.fits != 1.0:
+            self._again(trial)
+        return trial
+
+    def best(self) -> _Trial:
+        rivals = self._about_as_fast(RIVALS)[:2]
+        if len(rivals) > 1:
+            for trial in rivals:  # in turn
+                self._again(trial)
+        return max(self._about_as_fast(CLOSE), key=lambda trial: trial.made)
+
+    def _about_as_fast(self, part: float) -> list[_Trial]:
+        """As the best, which is the first: those that are slower by no more than this part."""
+        ranked = sorted(self._tried, key=lambda trial: _rank(trial.plan))
+        above, least = _rank(ranked[0].plan)
+        if above:
+            return ranked[:1]
+        return [trial for trial in ranked if _rank(trial.plan) <= (False, (1 + part) * least)]
+
+    def _again(self, trial: _Trial) -> None:
+        with suppress(torch.OutOfMemoryError):
+            found = self._steps.again(trial.plan.policy)
+            trial.plan = replace(trial.plan, measured_bytes=found.peak_bytes, measured_seconds=found.seconds)
+            trial.fits = fit(self._step, trial.plan)
 
 
 def fit(step: MeasuredStep, plan: Plan) -> float:
@@ -91,6 +145,10 @@ def _scaled(step: MeasuredStep, factor: float) -> MeasuredStep:
 def _predict(step: MeasuredStep, policy: Policy) -> Prediction:
     rules = RuleTable.of(policy, step.profile.regions).rules
     return Predictor(step).predict(RuleTable(rules, PoolConfig()))
+
+
+def _predicted_on(step: MeasuredStep, plan: Plan) -> Plan:
+    return replace(plan, predicted=_predict(step, plan.policy))
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:

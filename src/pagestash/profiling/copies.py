@@ -98,7 +98,10 @@ class _Step:
     def play(self, moves: Sequence[Move], starts: Sequence[float]) -> Played:
         self._copies = {move.key: move.bytes for move in moves}
         held: dict[Key, WindowGroup] = {}
+        asked: Key | None = None  # last; who asks for more of it finds everything decided, as in a keeper
         for at, kind, move in _events(moves):
+            if kind == "get" and move.key == asked:
+                continue
             self._at, self._now = at, starts[at] + self._found.waited
             if kind == "put":
                 group = held[move.key] = self._put(move)
@@ -110,6 +113,7 @@ class _Step:
                 self._carry_out(self._window.get(group, kept=not group.away_bytes))
             else:
                 self._drop(held[move.key])
+            asked = move.key if kind == "get" else None
         if self._captured:  # at the end of the step all copies are over
             self._at = len(starts) - 1
             while self._leaving:

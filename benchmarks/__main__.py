@@ -69,12 +69,12 @@ def report(path: Path) -> bool:
     return all(claim["holds"] for claim in claims)
 
 
-def run_one(name: str, out: Path | None, quick: bool) -> None:
+def run_one(name: str, out: Path | None, quick: bool, **options: bool) -> None:
     module = load(name)
     if isinstance(module, str):
         print(f"{name}: cannot run, {module}")
         raise typer.Exit(2)
-    if not report(module.run(out, quick)):
+    if not report(module.run(out, quick, **options)):
         raise typer.Exit(1)
 
 
@@ -102,7 +102,19 @@ def pool(
     module.tune()
 
 
-for _name in BENCHMARKS[1:]:
+@app.command()
+def plan(
+    out: Out = None,
+    quick: Quick = False,
+    resume: Annotated[
+        bool, typer.Option(help="Go on behind the models that this commit has measured.")
+    ] = False,
+) -> None:
+    """Plans: what is predicted against what is measured, and against policies by hand."""
+    run_one("plan", out, quick, resume=resume)
+
+
+for _name in [name for name in BENCHMARKS if name not in ("pool", "plan")]:
     app.command(_name, help=f"Run benchmarks/{_name}.py.")(_command(_name))
 
 

@@ -76,6 +76,18 @@ def write(
     return path
 
 
+def begun(name: str, *, config: dict[str, Any], out: Path | None = None) -> list[dict[str, Any]]:
+    """The rows that a run of this commit, on such a machine and with this configuration, has left in its file."""
+    path = (out or RESULTS) / f"{name}.json"
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    same = ("machine", "versions", "commit")
+    here = environment()
+    alike = all(found["environment"][key] == here[key] for key in same)
+    return found["rows"] if alike and found["config"] == json.loads(json.dumps(config)) else []
+
+
 def _first_line(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import pagestash as ps
-from benchmarks.harness import write
+from benchmarks.harness import begun, write
 from benchmarks.plan_claims import GRAPHED_WAYS, claims_of
 from pagestash.models import Decoder, preset
 from pagestash.planning import NothingFits, predict
@@ -35,7 +35,7 @@ from pagestash.profiling.measure import default_loss
 from pagestash.profiling.memory import MemoryMeter
 
 PARTS = (0.75, 0.5, 0.35)
-ROUNDS, WARM, REPEATS = 2, 3, 5
+ROUNDS, WARM, REPEATS = 3, 3, 5
 WARM_GRAPHED, MICROBATCHES = 2, 2
 CLOSE = 1.05
 """By so much slower than the best in the first round, a policy by hand may still be the best."""
@@ -337,15 +337,17 @@ def show(row: dict[str, Any], measured: dict[str, Any], when: str) -> None:
     print(f"{line}, {when}", flush=True)
 
 
-def run(out: Path | None = None, quick: bool = False) -> Path:
+def run(out: Path | None = None, quick: bool = False, resume: bool = False) -> Path:
+    """All models, and a file after each, because a run of minutes may be cut off; `resume` goes on behind it."""
     cuda = torch.cuda.is_available()
     cases = CASES if cuda and not quick else QUICK
     device = torch.device("cuda" if cuda else "cpu")
     rounds, repeats = (1, 1) if quick else (ROUNDS, REPEATS)
     config = {"parts": PARTS, "warm": WARM, "rounds": rounds, "repeats": repeats, "quick": quick}
-    rows: list[dict[str, Any]] = []
+    rows = begun("plan", config=config, out=out) if resume else []
+    measured = {row["case"] for row in rows}
     for case in cases:
-        rows += compare(case, device, rounds=rounds, repeats=repeats)
-        # After each model, because a run of minutes may be cut off.
+        if case.name not in measured:
+            rows += compare(case, device, rounds=rounds, repeats=repeats)
         path = write("plan", config=config, rows=rows, claims=claims_of(rows), out=out)
     return path

@@ -23,6 +23,29 @@ def test_all_ways_give_one_loss_and_plans_keep_their_budgets(tmp_path, monkeypat
     }
 
 
+def test_a_run_that_was_cut_off_goes_on_behind_what_it_has_measured(tmp_path, monkeypatch):
+    cases = [B.Case(preset=name, layers=2, batch=1, sequence=8) for name in ("first", "second")]
+    monkeypatch.setattr(B, "QUICK", cases)
+    monkeypatch.setenv("PAGESTASH_COMMIT", "one")
+    ran = []
+
+    def compare(case, device, *, rounds, repeats):
+        ran.append(case.preset)
+        if ran == ["first", "second"]:
+            raise KeyboardInterrupt
+        return [{"case": case.name, "way": "keep"}]
+
+    monkeypatch.setattr(B, "compare", compare)
+    with pytest.raises(KeyboardInterrupt):
+        B.run(tmp_path, quick=True)
+    path = B.run(tmp_path, quick=True, resume=True)
+    assert ran == ["first", "second", "second"]
+    assert [row["case"] for row in json.loads(path.read_text())["rows"]] == [case.name for case in cases]
+    monkeypatch.setenv("PAGESTASH_COMMIT", "another")
+    B.run(tmp_path, quick=True, resume=True)
+    assert ran[3:] == ["first", "second"]
+
+
 def test_a_second_round_is_for_plans_and_for_what_they_are_compared_with():
     rows = [{"way": way} for way in ("keep", "norms", "layers", "offload")] + [
         {"way": "plan", "budget_bytes": 10}

@@ -284,6 +284,7 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
 def graphed(case: Case, bench: Bench, profile: ps.Profile, repeats: int) -> list[dict[str, Any]]:
     """The step as a CUDA graph, without a policy and under plans for a graph."""
     held = base_bytes(profile, 0)
+    bench.model.zero_grad()  # a plan restores them, and that takes seconds
     base: dict[str, Any] = {"case": case.name, "way": GRAPHED_WAYS[0], "held_bytes": held}
     keep = predict(profile, ps.Policy(), base_bytes=held, graphed=True)
     policies = [(base | predicted(keep), ps.Policy())]

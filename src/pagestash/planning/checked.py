@@ -100,30 +100,29 @@ def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan]) -> Pl
 def measure_under(
     step: RepeatedStep, policy: Policy, regions: Sequence[str] = (), *, timed: bool = True
 ) -> Measured:
-    """Steady steps under a policy; the peak is above what is there before them.
+    """Steady steps under a policy, inside `step.gradients()`; the peak is above what is there before them.
 
-    `regions` are those of the step that are no modules. Gradients, buffers and random state are restored. With
-    `timed=False` only the peak is measured.
+    `regions` are those of the step that are no modules. Buffers and random state are restored. With `timed=False`
+    only the peak is measured.
     """
     gc.collect()  # what waits for it would count as there before
     seconds = None
-    with step.gradients():
-        meter = MemoryMeter(step.device)
-        cuda = step.device.type == "cuda"
-        before = meter.mark().now + step.buffer_bytes  # a run has copies of buffers beside them
-        keeper = Keeper(policy, quiet=True).attach(step.model, regions)
-        try:
-            for number in range(WARM + 1):
-                steady = number == WARM
-                # (On a CPU operations are counted, and host memory is no other: there it is in place by now.)
-                with meter if steady or cuda else nullcontext():
-                    meter.mark()
-                    step.run_in(keeper.step())
-                    peak = meter.mark().peak
-            if cuda and timed:
-                seconds = statistics.median(step.run_in(keeper.step()) for _ in range(TIMED))
-            pool = keeper.stats().pool
-        finally:
-            keeper.detach()
+    meter = MemoryMeter(step.device)
+    cuda = step.device.type == "cuda"
+    before = meter.mark().now + step.buffer_bytes  # a run has copies of buffers beside them
+    keeper = Keeper(policy, quiet=True).attach(step.model, regions)
+    try:
+        for number in range(WARM + 1):
+            steady = number == WARM
+            # (On a CPU operations are counted, and host memory is no other: there it is in place by now.)
+            with meter if steady or cuda else nullcontext():
+                meter.mark()
+                step.run_in(keeper.step())
+                peak = meter.mark().peak
+        if cuda and timed:
+            seconds = statistics.median(step.run_in(keeper.step()) for _ in range(TIMED))
+        pool = keeper.stats().pool
+    finally:
+        keeper.detach()
     pages = 0 if pool is None or cuda else pool.device.pages
     return Measured(peak - before + pages * policy.pool.page_bytes, seconds)

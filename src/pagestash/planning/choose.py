@@ -1,5 +1,7 @@
 """The candidates of a step, and the plan that one of them is for a budget."""
 
+from collections.abc import Sequence
+
 from pagestash.planning.budget import missing
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
@@ -10,27 +12,42 @@ from pagestash.planning.solve import Candidate, Problem, candidates
 from pagestash.policy import PoolConfig
 from pagestash.sizes import format_bytes
 
+Candidates = tuple[list[Candidate], bool]
+"""The fastest first, and whether they were solved for."""
+LIKELY = 80
+"""Of a search's candidates that fit the fastest, one of which may be the plan for a step that differs a little."""
+
 
 def predictor_of(step: MeasuredStep) -> Predictor:
     return RankPredictor(step) if isinstance(step, RankStep) else Predictor(step)
 
 
-def find_candidates(
-    step: MeasuredStep, host_bytes: int, predictor: Predictor | None = None
-) -> tuple[list[Candidate], bool]:
-    """Candidates, the fastest first, and whether they were solved for. They do not depend on a budget."""
+def find_candidates(step: MeasuredStep, host_bytes: int, predictor: Predictor | None = None) -> Candidates:
+    """They do not depend on a budget."""
     if isinstance(step, RankStep):
         return rank_candidates(step, host_bytes)
     problem = Problem(step, host_bytes, predictor=predictor)
     return candidates(problem), problem.exact
 
 
+def predicted_again(step: MeasuredStep, searched: Sequence[Candidates], limit: int) -> Candidates:
+    """What earlier searches have found that may be the plan for a budget, as `step` predicts it.
+
+    Far fewer predictions than a search takes, for a step that differs from theirs in what a keeper costs its host.
+    """
+    predictor = predictor_of(step)
+    likely = [
+        item
+        for found, _ in searched
+        for item in [item for item in found if item.predicted.peak_bytes <= limit][:LIKELY]
+    ]
+    again = [Candidate(item.rules, predictor.predict(RuleTable(item.rules, PoolConfig()))) for item in likely]
+    again.sort(key=lambda item: (item.predicted.mean_seconds, item.predicted.peak_bytes))
+    return again, all(exact for _, exact in searched)
+
+
 def choose(
-    step: MeasuredStep,
-    unplanned: Prediction,
-    limit: int,
-    host_bytes: int,
-    candidates: tuple[list[Candidate], bool],
+    step: MeasuredStep, unplanned: Prediction, limit: int, host_bytes: int, candidates: Candidates
 ) -> Plan:
     """The plan for a budget: the fastest candidate that fits."""
     found, exact = candidates

@@ -20,7 +20,7 @@ from pagestash.planning.budget import (
     rank_bytes,
 )
 from pagestash.planning.checked import Measure, Measured, Steps, checked, measure_under
-from pagestash.planning.choose import choose, find_candidates, predictor_of
+from pagestash.planning.choose import Candidates, choose, find_candidates, predicted_again, predictor_of
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.pool import OVERFLOW
 from pagestash.planning.predict import Predictor
@@ -162,7 +162,9 @@ def plan_profile(
         if step.graphed:
             step.base_bytes += GRAPH_BYTES
         step.skew = None if rows is None else Skew.of(rows, step.rows, overflow)
-        return plan_step(step, budget=budget, host=host, measure=_measure(step, check))
+        # (Once for all steps that are measured: of a large model they are copied for seconds.)
+        with nullcontext() if check is None else check.gradients():
+            return plan_step(step, budget=budget, host=host, measure=_measure(step, check))
     _check_graphed(graphed, schedule)
     order, _ = rank_plan(schedule, None if stage is None else [stage])
     if len(order.stages) > 1:
@@ -267,14 +269,22 @@ def _plan_step(step: MeasuredStep, budget: str | float, host: str | int, measure
 
     steps = None if measure is None else Steps(measure)
 
-    def plan_on(step: MeasuredStep, predictor: Predictor | None = None) -> Plan:
-        known = find_candidates(step, host_bytes, predictor)
+    searched: list[Candidates] = []
+
+    def plan_of(step: MeasuredStep, known: Candidates) -> Plan:
         found = choose(step, unplanned, limit, host_bytes, known)
         if steps is None:
             return found
         return checked(found, steps, lambda aim: choose(step, unplanned, aim, host_bytes, known))
 
-    found, fitted = timed(plan_on(step, predictor), step, plan_on, steps)
+    def search_on(step: MeasuredStep, predictor: Predictor | None = None) -> Plan:
+        searched.append(find_candidates(step, host_bytes, predictor))
+        return plan_of(step, searched[-1])
+
+    def choose_on(step: MeasuredStep) -> Plan:
+        return plan_of(step, predicted_again(step, searched, limit))
+
+    found, fitted = timed(search_on(step, predictor), step, search_on, choose_on, steps)
     if fitted is not step:
         beside = alternatives(predictor_of(fitted), host_bytes)
     return replace(found, alternatives=beside)

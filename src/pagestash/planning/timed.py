@@ -25,8 +25,8 @@ from pagestash.policy import Policy, PoolConfig
 
 CLOSE = 0.02
 """Times that differ by this part are the same: a step of a GPU takes now a little more, now a little less."""
-TRIES = 2
-"""Plans that are tried with a fitted cost."""
+NEAR = 2.0
+"""For a factor up to this, or down to its inverse, the plan is among what searches have found."""
 RIVALS = 0.1
 """A plan that is slower than the fastest by less than this part may be the fastest in another round."""
 SMALLEST, LARGEST = 0.25, 4.0
@@ -44,23 +44,27 @@ class _Trial:
     """The factor that it was made with."""
 
 
+PlanOn = Callable[[MeasuredStep], Plan]
+"""Makes a plan for a step, and checks it."""
+
+
 def timed(
-    plan: Plan, step: MeasuredStep, plan_on: Callable[[MeasuredStep], Plan], steps: Steps | None
+    plan: Plan, step: MeasuredStep, search_on: PlanOn, choose_on: PlanOn, steps: Steps | None
 ) -> tuple[Plan, MeasuredStep]:
     """The plan whose steps took the least, and the step that was fitted to them.
 
-    `plan` and those of `plan_on` were checked by `steps`. The fitted step is `step` itself where its prediction is
-    close, or where no such factor explains the times.
+    `plan` was found by `search_on`; `choose_on` chooses among what searches have found. All are checked by `steps`.
+    The fitted step is `step` itself where its prediction is close, or where no such factor explains the times.
     """
     if steps is None or plan.measured_seconds is None or not any(step.lanes.host):
         return plan, step
-    trials = _Trials(step, plan_on, steps)
-    last: _Trial | None = trials.add(plan, 1.0)
-    trials.make(0.0)
-    for _ in range(TRIES):
-        if last is None or last.fits == 1.0:
-            break
-        last = trials.make(last.fits)
+    trials = _Trials(step, steps)
+    first = trials.add(plan, 1.0)
+    if first.fits != 1.0:
+        trials.run_again(first)
+    trials.make(0.0, search_on)
+    if first.fits != 1.0:
+        trials.make(first.fits, choose_on if 1 / NEAR <= first.fits <= NEAR else search_on)
     best = trials.best()
     if best.fits == 1.0:
         return best.plan if best.made == 1.0 else _predicted_on(step, best.plan), step
@@ -72,34 +76,39 @@ def timed(
 class _Trials:
     """The plans that were tried for one step."""
 
-    def __init__(self, step: MeasuredStep, plan_on: Callable[[MeasuredStep], Plan], steps: Steps) -> None:
-        self._step, self._plan_on, self._steps = step, plan_on, steps
+    def __init__(self, step: MeasuredStep, steps: Steps) -> None:
+        self._step, self._steps = step, steps
         self._tried: list[_Trial] = []
 
-    def make(self, factor: float) -> _Trial | None:
-        """Try a plan for this factor; None if there is none, or it was tried before."""
+    def make(self, factor: float, plan_on: PlanOn) -> None:
+        """Try a plan for this factor, if there is one that was not tried before."""
         try:
-            plan = self._plan_on(_scaled(self._step, factor))
+            plan = plan_on(_scaled(self._step, factor))
         except (NothingFits, torch.OutOfMemoryError):  # other times of copies, other peaks
-            return None
-        for known in self._tried:
-            if known.plan.policy == plan.policy:
-                known.made = max(known.made, factor)
-                return None
-        return self.add(plan, factor)
+            return
+        known = next((trial for trial in self._tried if trial.plan.policy == plan.policy), None)
+        if known is None:
+            self.add(plan, factor)
+        else:
+            known.made = max(known.made, factor)
 
     def add(self, plan: Plan, made: float) -> _Trial:
         trial = _Trial(plan, fit(self._step, plan), made)
         self._tried.append(trial)
-        if trial.fits != 1.0:
-            self._again(trial)
         return trial
+
+    def run_again(self, trial: _Trial) -> None:
+        """Of all its rounds the smallest time counts, and the highest peak."""
+        with suppress(torch.OutOfMemoryError):
+            found = self._steps.again(trial.plan.policy)
+            trial.plan = replace(trial.plan, measured_bytes=found.peak_bytes, measured_seconds=found.seconds)
+            trial.fits = fit(self._step, trial.plan)
 
     def best(self) -> _Trial:
         rivals = self._about_as_fast(RIVALS)[:2]
         if len(rivals) > 1:
             for trial in rivals:  # in turn
-                self._again(trial)
+                self.run_again(trial)
         return max(self._about_as_fast(CLOSE), key=lambda trial: trial.made)
 
     def _about_as_fast(self, part: float) -> list[_Trial]:
@@ -109,12 +118,6 @@ class _Trials:
         if above:
             return ranked[:1]
         return [trial for trial in ranked if _rank(trial.plan) <= (False, (1 + part) * least)]
-
-    def _again(self, trial: _Trial) -> None:
-        with suppress(torch.OutOfMemoryError):
-            found = self._steps.again(trial.plan.policy)
-            trial.plan = replace(trial.plan, measured_bytes=found.peak_bytes, measured_seconds=found.seconds)
-            trial.fits = fit(self._step, trial.plan)
 
 
 def fit(step: MeasuredStep, plan: Plan) -> float:

@@ -8,6 +8,8 @@ import torch
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
+from pagestash.planning.checked import measure_under
+from pagestash.profiling.measure import repeated_step
 
 pytestmark = pytest.mark.gpu
 
@@ -52,6 +54,18 @@ def test_a_planned_step_keeps_its_budget_and_its_bits(part, one_order):
     # Other tests may run beside this one; a time of none, of a step alone or of another policy would be far off.
     assert 0.5 * seconds <= plan.measured_seconds <= 3 * seconds
     assert f"{1e3 * plan.measured_seconds:.2f} ms" in str(plan)
+
+
+def test_fresh_gradients_of_one_measurement_are_gone_before_the_next():
+    """Else they would count as there before, and a plan that exceeds its budget would pass."""
+    model = Decoder(preset("tiny", layers=4), device="cuda", dtype=torch.bfloat16)
+    model.initialise(0)
+    tokens = torch.randint(0, 256, (4, 257), device="cuda")
+    step = repeated_step(model, (tokens[:, :-1], tokens[:, 1:]), gradients="fresh")
+    with step.gradients():
+        first, second = (measure_under(step, ps.Policy(), timed=False).peak_bytes for _ in range(2))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert abs(first - second) < size / 10
 
 
 def graphed(model, batch, policy):

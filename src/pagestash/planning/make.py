@@ -1,7 +1,7 @@
 """`plan`: measure a step, and choose the fastest policy that is predicted to fit a budget."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -162,9 +162,8 @@ def plan_profile(
         if step.graphed:
             step.base_bytes += GRAPH_BYTES
         step.skew = None if rows is None else Skew.of(rows, step.rows, overflow)
-        # (Once for all steps that are measured: of a large model they are copied for seconds.)
-        with nullcontext() if check is None else check.gradients():
-            return plan_step(step, budget=budget, host=host, measure=_measure(step, check))
+        with ExitStack() as around:
+            return plan_step(step, budget=budget, host=host, measure=_measure(step, check, around))
     _check_graphed(graphed, schedule)
     order, _ = rank_plan(schedule, None if stage is None else [stage])
     if len(order.stages) > 1:
@@ -209,8 +208,8 @@ def plan_stages(
     return plan_step(step, budget=budget, host=host)
 
 
-def _measure(step: MeasuredStep, check: RepeatedStep | None) -> Measure | None:
-    """What measures steps under a policy; None if nothing is to run, or memory cannot be read.
+def _measure(step: MeasuredStep, check: RepeatedStep | None, around: ExitStack) -> Measure | None:
+    """What measures steps under a policy, until `around` ends; None if nothing is to run, or memory cannot be read.
 
     Nor with several ranks: each has plans of its own to try, and the collectives of one that tries more would wait
     for the others.
@@ -222,7 +221,13 @@ def _measure(step: MeasuredStep, check: RepeatedStep | None) -> Measure | None:
     modules = named_modules(check.model)
     opened = [region.name for region in step.profile.regions if region.name and region.name not in modules]
 
+    ready = False
+
     def measure(policy: Policy) -> Measured:
+        nonlocal ready
+        if not ready:  # once for all: gradients of a large model are copied aside for seconds
+            around.enter_context(check.gradients())
+            ready = True
         found = measure_under(check, policy, opened, timed=not step.graphed)
         more = _more_in_graph(step, policy) if step.graphed else 0
         return replace(found, peak_bytes=step.base_bytes + found.peak_bytes + more)

@@ -72,7 +72,9 @@ def write(
         "rows": rows,
         "claims": [asdict(claim) | {"holds": claim.holds} for claim in claims],
     }
-    path.write_text(json.dumps(body, indent=1) + "\n")
+    # At once: a run that is cut off leaves a whole file.
+    path.with_suffix(".part").write_text(json.dumps(body, indent=1) + "\n")
+    path.with_suffix(".part").replace(path)
     return path
 
 

@@ -1,5 +1,6 @@
 """A plan's time is checked by steps: what a keeper costs the host is fitted to them."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -133,6 +134,43 @@ def test_a_plan_that_exceeds_the_budget_in_a_second_round_is_not_taken(step):
 
     assert planned(step, measure).policy == aware.policy
     assert ran.count(free.policy) == 2
+
+
+def test_a_plan_that_finds_no_memory_in_a_second_round_is_not_taken(step):
+    aware, free = plan_step(step, budget=0.6, host="1GiB"), as_if_free(step)
+    ran = []
+
+    def measure(policy):
+        ran.append(policy)
+        if ran.count(free.policy) > 1 and policy == free.policy:
+            raise torch.OutOfMemoryError("no memory")
+        return Measured(0, aware.predicted.seconds * (0.95 if policy == free.policy else 1))
+
+    assert planned(step, measure).policy == aware.policy
+    assert ran.count(free.policy) == 2
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.45])
+def test_limit_and_curve_of_a_fitted_plan_know_of_plans_above_the_budget(step, factor):
+    machine = Machine(step, factor)
+    plan, alone = planned(step, machine, 0.5), plan_step(machine.step, budget=0.5, host="1GiB")
+    assert re.fullmatch(r"(memory|the link): with \d.* more, .* less", plan.limit)
+    assert plan.curve[0][0] > plan.budget_bytes > plan.curve[-1][0]
+    assert plan.curve[0][1] == pytest.approx(alone.curve[0][1], rel=0.02)
+
+
+def test_limit_and_curve_of_a_plan_as_if_free_are_of_the_step_as_it_is(step):
+    aware, free = plan_step(step, budget=0.6, host="1GiB"), as_if_free(step)
+
+    def measure(policy):
+        return Measured(0, aware.predicted.seconds * (0.95 if policy == free.policy else 1))
+
+    plan = planned(step, measure)
+    assert plan.policy == free.policy
+    at = dict(free.curve)
+    both = [(at[peak], seconds) for peak, seconds in plan.curve if peak in at]
+    assert all(seconds >= before for before, seconds in both)
+    assert any(seconds > 1.001 * before for before, seconds in both)  # a keeper's cost is in it
 
 
 def test_the_fastest_of_the_plans_that_were_tried_is_taken(step):

@@ -105,8 +105,8 @@ def measure_under(
     `regions` are those of the step that are no modules. Buffers and random state are restored. With `timed=False`
     only the peak is measured.
     """
-    if not step.held:  # of a measurement before
-        step.model.zero_grad()
+    for parameter in () if step.held else step.model.parameters():
+        parameter.grad = None  # of a measurement before
     gc.collect()  # what waits for it would count as there before
     seconds = None
     meter = MemoryMeter(step.device)

@@ -1,6 +1,7 @@
 """The candidates of a step, and the plan that one of them is for a budget."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pagestash.planning.budget import missing
 from pagestash.planning.lifetimes import MeasuredStep
@@ -9,11 +10,12 @@ from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.planning.rank import RankPredictor, RankStep, rank_candidates
 from pagestash.planning.result import NothingFits, Plan, policy_of, rows_of
 from pagestash.planning.solve import Candidate, Problem, candidates
-from pagestash.policy import PoolConfig
+from pagestash.policy import PoolConfig, Rule
 from pagestash.sizes import format_bytes
 
 Candidates = tuple[list[Candidate], bool]
 """The fastest first, and whether they were solved for."""
+GREEDY = "without scipy the plan is found greedily"
 LIKELY = 80
 """Of a search's candidates that fit the fastest, one of which may be the plan for a step that differs a little."""
 
@@ -31,19 +33,29 @@ def find_candidates(step: MeasuredStep, host_bytes: int, predictor: Predictor | 
 
 
 def predicted_again(step: MeasuredStep, searched: Sequence[Candidates], limit: int) -> Candidates:
-    """What earlier searches have found that may be the plan for a budget, as `step` predicts it.
+    """Of what searches have found, what may be the plan for a budget and what nothing beats, predicted by `step`.
 
     Far fewer predictions than a search takes, for a step that differs from theirs in what a keeper costs its host.
     """
     predictor = predictor_of(step)
-    likely = [
-        item
-        for found, _ in searched
-        for item in [item for item in found if item.predicted.peak_bytes <= limit][:LIKELY]
-    ]
-    again = [Candidate(item.rules, predictor.predict(RuleTable(item.rules, PoolConfig()))) for item in likely]
+    likely: dict[frozenset[tuple[str, Rule]], dict[str, Rule]] = {}
+    for found, _ in searched:
+        fitting = [item for item in found if item.predicted.peak_bytes <= limit]
+        for item in (*fitting[:LIKELY], *_unbeaten(found)):
+            likely.setdefault(frozenset(item.rules.items()), item.rules)
+    again = [Candidate(rules, predictor.predict(RuleTable(rules, PoolConfig()))) for rules in likely.values()]
     again.sort(key=lambda item: (item.predicted.mean_seconds, item.predicted.peak_bytes))
     return again, all(exact for _, exact in searched)
+
+
+def told_by(plan: Plan, candidates: Candidates) -> Plan:
+    """The plan with what these say of others: its limit, its curve, and how far a greedy one may be off."""
+    found, exact = candidates
+    notes = [note for note in plan.notes if not note.startswith(GREEDY)]
+    notes += [] if exact else [_greedy_note(plan.predicted, plan.unplanned)]
+    return replace(
+        plan, limit=_limit(plan.predicted, found, plan.budget_bytes), notes=notes, curve=_curve(found)
+    )
 
 
 def choose(
@@ -69,11 +81,7 @@ def choose(
         policy, expected = step.skew.apply(policy, best.predicted.pool, step.rows)
         notes += step.skew.notes(best.predicted.pool, step.rows)
     if not exact:
-        off = best.predicted.mean_seconds - unplanned.mean_seconds
-        notes.append(
-            f"without scipy the plan is found greedily; it is at most {1e3 * off:.2f} ms slower than the best "
-            "(pip install 'pagestash[plan]')"
-        )
+        notes.append(_greedy_note(best.predicted, unplanned))
     measured = sum(segment.seconds for segment in profile.segments)
     return Plan(
         policy=policy,
@@ -90,9 +98,15 @@ def choose(
     )
 
 
+def _greedy_note(best: Prediction, unplanned: Prediction) -> str:
+    off = best.mean_seconds - unplanned.mean_seconds
+    return f"{GREEDY}; it is at most {1e3 * off:.2f} ms slower than the best (pip install 'pagestash[plan]')"
+
+
 def _limit(best: Prediction, found: list[Candidate], budget: int) -> str:
     """What keeps the plan from being faster."""
-    faster = [item.predicted for item in found if item.predicted.mean_seconds < best.mean_seconds]
+    above = [item.predicted for item in found if item.predicted.peak_bytes > budget]
+    faster = [other for other in above if other.mean_seconds < best.mean_seconds]
     if not faster:
         return "none: no plan was found to be faster"
     nearest = min(faster, key=lambda item: item.peak_bytes)
@@ -103,8 +117,13 @@ def _limit(best: Prediction, found: list[Candidate], budget: int) -> str:
 
 def _curve(found: list[Candidate]) -> list[tuple[int, float]]:
     """Peaks and seconds, from the fastest to the smallest."""
-    curve: list[tuple[int, float]] = []
+    return [(item.predicted.peak_bytes, item.predicted.seconds) for item in _unbeaten(found)]
+
+
+def _unbeaten(found: list[Candidate]) -> list[Candidate]:
+    """Of candidates, the fastest first, those that no faster one is smaller than."""
+    unbeaten: list[Candidate] = []
     for item in found:
-        if not curve or item.predicted.peak_bytes < curve[-1][0]:
-            curve.append((item.predicted.peak_bytes, item.predicted.seconds))
-    return curve
+        if not unbeaten or item.predicted.peak_bytes < unbeaten[-1].predicted.peak_bytes:
+            unbeaten.append(item)
+    return unbeaten

@@ -20,7 +20,14 @@ from pagestash.planning.budget import (
     rank_bytes,
 )
 from pagestash.planning.checked import Measure, Measured, Steps, checked, measure_under
-from pagestash.planning.choose import Candidates, choose, find_candidates, predicted_again, predictor_of
+from pagestash.planning.choose import (
+    Candidates,
+    choose,
+    find_candidates,
+    predicted_again,
+    predictor_of,
+    told_by,
+)
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.pool import OVERFLOW
 from pagestash.planning.predict import Predictor
@@ -286,10 +293,13 @@ def _plan_step(step: MeasuredStep, budget: str | float, host: str | int, measure
         searched.append(find_candidates(step, host_bytes, predictor))
         return plan_of(step, searched[-1])
 
-    def choose_on(step: MeasuredStep) -> Plan:
-        return plan_of(step, predicted_again(step, searched, limit))
+    first = search_on(step, predictor)
 
-    found, fitted = timed(search_on(step, predictor), step, search_on, choose_on, steps)
-    if fitted is not step:
+    def choose_on(step: MeasuredStep) -> Plan:
+        return plan_of(step, predicted_again(step, searched, first.planned_for or limit))
+
+    found, fitted = timed(first, step, search_on, choose_on, steps)
+    if found.policy != first.policy or fitted is not step:
+        found = told_by(found, predicted_again(fitted, searched, limit))
         beside = alternatives(predictor_of(fitted), host_bytes)
     return replace(found, alternatives=beside)

@@ -11,7 +11,6 @@ fastest is taken; of those that are as fast, the one that was made for the highe
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,8 +24,8 @@ from pagestash.policy import Policy, PoolConfig
 
 CLOSE = 0.02
 """Times that differ by this part are the same: a step of a GPU takes now a little more, now a little less."""
-NEAR = 2.0
-"""For a factor up to this, or down to its inverse, the plan is among what searches have found."""
+NEAR = 1.5
+"""For a factor up to this, or down to its inverse, searches for others have found a plan about as good as any."""
 RIVALS = 0.1
 """A plan that is slower than the fastest by less than this part may be the fastest in another round."""
 SMALLEST, LARGEST = 0.25, 4.0
@@ -42,6 +41,15 @@ class _Trial:
     """The factor with which it is predicted to take what it took."""
     made: float
     """The factor that it was made with."""
+    failed: bool = False
+    """Whether it found no memory in a further round."""
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """The least is the best: the fastest within the budget, and if none is, the nearest to it."""
+        plan = self.plan
+        above = self.failed or (plan.measured_bytes is not None and plan.measured_bytes > plan.budget_bytes)
+        return above, (plan.measured_bytes if above else plan.measured_seconds) or 0.0
 
 
 PlanOn = Callable[[MeasuredStep], Plan]
@@ -99,25 +107,27 @@ class _Trials:
 
     def run_again(self, trial: _Trial) -> None:
         """Of all its rounds the smallest time counts, and the highest peak."""
-        with suppress(torch.OutOfMemoryError):
+        try:
             found = self._steps.again(trial.plan.policy)
-            trial.plan = replace(trial.plan, measured_bytes=found.peak_bytes, measured_seconds=found.seconds)
-            trial.fits = fit(self._step, trial.plan)
+        except torch.OutOfMemoryError:
+            trial.failed = True
+            return
+        trial.plan = replace(trial.plan, measured_bytes=found.peak_bytes, measured_seconds=found.seconds)
+        trial.fits = fit(self._step, trial.plan)
 
     def best(self) -> _Trial:
-        rivals = self._about_as_fast(RIVALS)[:2]
-        if len(rivals) > 1:
-            for trial in rivals:  # in turn
+        if len(self._tried) > 1:
+            for trial in self._about_as_fast(RIVALS)[:2]:  # in turn
                 self.run_again(trial)
         return max(self._about_as_fast(CLOSE), key=lambda trial: trial.made)
 
     def _about_as_fast(self, part: float) -> list[_Trial]:
         """As the best, which is the first: those that are slower by no more than this part."""
-        ranked = sorted(self._tried, key=lambda trial: _rank(trial.plan))
-        above, least = _rank(ranked[0].plan)
+        ranked = sorted(self._tried, key=lambda trial: trial.rank)
+        above, least = ranked[0].rank
         if above:
             return ranked[:1]
-        return [trial for trial in ranked if _rank(trial.plan) <= (False, (1 + part) * least)]
+        return [trial for trial in ranked if trial.rank <= (False, (1 + part) * least)]
 
 
 def fit(step: MeasuredStep, plan: Plan) -> float:
@@ -152,9 +162,3 @@ def _predict(step: MeasuredStep, policy: Policy) -> Prediction:
 
 def _predicted_on(step: MeasuredStep, plan: Plan) -> Plan:
     return replace(plan, predicted=_predict(step, plan.policy))
-
-
-def _rank(plan: Plan) -> tuple[bool, float]:
-    """The least is the best: the fastest within the budget, and if none is, the nearest to it."""
-    above = plan.measured_bytes is not None and plan.measured_bytes > plan.budget_bytes
-    return above, (plan.measured_bytes if above else plan.measured_seconds) or 0.0

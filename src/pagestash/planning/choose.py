@@ -15,9 +15,10 @@ from pagestash.sizes import format_bytes
 
 Candidates = tuple[list[Candidate], bool]
 """The fastest first, and whether they were solved for."""
-GREEDY = "without scipy the plan is found greedily"
 LIKELY = 80
-"""Of a search's candidates that fit the fastest, one of which may be the plan for a step that differs a little."""
+"""So many of the fastest that fit: one of them may be the plan for a step that differs a little."""
+GREEDY = "without scipy the plan is found greedily"
+"""How a note about that begins."""
 
 
 def predictor_of(step: MeasuredStep) -> Predictor:

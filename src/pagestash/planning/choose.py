@@ -26,7 +26,7 @@ def predictor_of(step: MeasuredStep) -> Predictor:
 
 
 def find_candidates(step: MeasuredStep, host_bytes: int, predictor: Predictor | None = None) -> Candidates:
-    """They do not depend on a budget."""
+    """The candidates of a step, which do not depend on a budget."""
     if isinstance(step, RankStep):
         return rank_candidates(step, host_bytes)
     problem = Problem(step, host_bytes, predictor=predictor)

@@ -227,7 +227,6 @@ def _measure(step: MeasuredStep, check: RepeatedStep | None, around: ExitStack) 
         return None
     modules = named_modules(check.model)
     opened = [region.name for region in step.profile.regions if region.name and region.name not in modules]
-
     ready = False
 
     def measure(policy: Policy) -> Measured:
@@ -280,7 +279,6 @@ def _plan_step(step: MeasuredStep, budget: str | float, host: str | int, measure
         )
 
     steps = None if measure is None else Steps(measure)
-
     searched: list[Candidates] = []
 
     def plan_of(step: MeasuredStep, known: Candidates) -> Plan:

@@ -6,7 +6,7 @@ from support import same
 from torch.library import opcheck
 
 from pagestash.kernels import backend as backends
-from pagestash.kernels.layer.rms_norm import _rms_norm, _rms_norm_backward, backward, forward, rms_norm
+from pagestash.kernels.layer.rms_norm import _rms_norm, _rms_norm_backward, _rows, backward, forward, rms_norm
 
 TOLERANCE = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-12},
@@ -63,6 +63,42 @@ def test_a_slice_of_a_wider_projection_is_read_where_it_is(backend, early):
         dy.contiguous(), x.contiguous(), weight, rstd, 0.0, early, need_weight=True, backend=backend
     )
     assert same(got, wanted)
+
+
+HEADS = {
+    "queries": lambda qkv: qkv[:, :, :4],
+    "keys": lambda qkv: qkv[:, :, 4:6],
+    "one head": lambda qkv: qkv[:, :, 6:7],
+    "heads first": lambda qkv: qkv[:, :, :4].transpose(1, 2),  # three steps: it is copied
+    "one token": lambda qkv: qkv[1:, 2:3, :4],
+    "dimensions of a head": lambda qkv: qkv[:, :, :, 4:12],
+    "every other dimension": lambda qkv: qkv[..., ::2],  # copied
+    "the same head for all": lambda qkv: qkv[:, :, :1].expand(-1, -1, 3, -1),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_a_fused_projection_are_read_where_they_are(backend, name):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    torch.manual_seed(0)
+    x, dy = (HEADS[name](torch.randn(2, 5, 8, 16)) for _ in range(2))
+    weight = torch.randn(x.shape[-1])
+    y, rstd = forward(x, weight, 1e-6, 0.0, False, backend=backend)
+    wanted, wanted_rstd = forward(x.contiguous(), weight, 1e-6, 0.0, False, backend=backend)
+    assert y.is_contiguous()
+    assert same([y, rstd], [wanted, wanted_rstd])
+    got = backward(dy, x, weight, rstd, 0.0, False, need_weight=True, backend=backend)
+    alike = dy.contiguous(), x.contiguous(), weight, rstd, 0.0, False
+    assert same(got, backward(*alike, need_weight=True, backend=backend))
+
+
+def test_only_what_has_three_steps_is_copied():
+    qkv = torch.randn(2, 5, 8, 16)
+    copied = {
+        name for name, heads in HEADS.items() if _rows(heads(qkv), 16).at.data_ptr() != heads(qkv).data_ptr()
+    }
+    assert copied == {"heads first", "every other dimension"}
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -41,18 +41,20 @@ def forward(
     device = x.device
     if choose(device, backend) == "torch" or not x.numel():
         return forward_reference(x, weight, eps, offset, early)
-    rows, count, stride = _rows(x, width)
+    rows = _rows(x, width)
     out = torch.empty(x.shape, dtype=_result_dtype(x, weight, early), device=device)
-    rstd = torch.empty(count, dtype=_wide(x.dtype), device=device)
+    rstd = torch.empty(rows.number, dtype=_wide(x.dtype), device=device)
     tile = _tile(width)
     with launching_on(device):
-        _forward_kernel[(cdiv(count, tile.together),)](
-            rows,
-            rows if weight is None else weight,
+        _forward_kernel[(cdiv(rows.number, tile.together),)](
+            rows.at,
+            rows.at if weight is None else weight,
             out,
             rstd,
-            count,
-            stride,
+            rows.number,
+            rows.apart,
+            rows.step,
+            TOGETHER=rows.together,
             WIDTH=width,
             EPS=eps,
             OFFSET=offset,
@@ -81,22 +83,26 @@ def backward(
     device = x.device
     if choose(device, backend) == "torch" or not x.numel():
         return backward_reference(gradient, x, weight, rstd, offset, early, need_weight=need_weight)
-    (rows, count, stride), (gradients, _, gradient_stride) = _rows(x, width), _rows(gradient, width)
+    rows, gradients = _rows(x, width), _rows(gradient, width)
     dx = torch.empty(x.shape, dtype=x.dtype, device=device)
     tile = _tile(width)
-    programs = min(cdiv(count, tile.together), PROGRAMS_PER_SM * multiprocessors(device))
+    programs = min(cdiv(rows.number, tile.together), PROGRAMS_PER_SM * multiprocessors(device))
     partial = rstd.new_empty(programs if need_weight else 0, width)
     with launching_on(device):
         _backward_kernel[(programs,)](
-            gradients,
-            rows,
-            rows if weight is None else weight,
+            gradients.at,
+            rows.at,
+            rows.at if weight is None else weight,
             rstd,
             dx,
             partial,
-            count,
-            gradient_stride,
-            stride,
+            rows.number,
+            gradients.apart,
+            gradients.step,
+            rows.apart,
+            rows.step,
+            GRADIENT_TOGETHER=gradients.together,
+            TOGETHER=rows.together,
             WIDTH=width,
             OFFSET=offset,
             WEIGHTED=weight is not None,
@@ -121,17 +127,35 @@ def _check(x: Tensor, weight: Tensor | None) -> int:
     return width
 
 
-def _rows(x: Tensor, width: int) -> tuple[Tensor, int, int]:
-    """`x` in memory as rows of d elements, how many, and from one to the next.
+class _Rows(NamedTuple):
+    """Rows of d elements in memory, in groups."""
 
-    They may stand apart: a slice of a wider projection needs no copy.
-    """
-    if x.is_contiguous():  # nearly always, and it saves the host a view
-        return x, x.numel() // width, width
-    rows = x.reshape(-1, width)
-    if rows.stride(1) != 1 and width != 1:
-        rows = rows.contiguous()
-    return rows, rows.shape[0], rows.stride(0)
+    at: Tensor
+    number: int
+    """Of rows."""
+    together: int
+    """Rows of a group. Kernels are compiled for it: a division for each row is what they have no time for."""
+    apart: int
+    """Elements from one group to the next."""
+    step: int
+    """Elements from one row of a group to the next."""
+
+
+def _rows(x: Tensor, width: int) -> _Rows:
+    """`x` in memory; a slice of a wider projection, or some of its heads, needs no copy."""
+    if x.is_contiguous():  # nearly always, and it saves the host the rest
+        return _Rows(x, x.numel() // width, 1, width, 0)
+    levels: list[tuple[int, int]] = []
+    for size, step in zip(x.shape[:-1], x.stride()):
+        if levels and levels[-1][1] == size * step:
+            levels[-1] = levels[-1][0] * size, step
+        elif size != 1:
+            levels.append((size, step))
+    if len(levels) > 2 or (x.stride(-1) != 1 and width != 1):
+        return _rows(x.contiguous(), width)
+    groups, apart = levels[0] if levels else (1, 0)
+    together, step = levels[1] if len(levels) == 2 else (1, 0)
+    return _Rows(x, groups * together, together, apart, step)
 
 
 class _Tile(NamedTuple):
@@ -200,13 +224,21 @@ def backward_reference(
 
 
 @triton.jit
+def _begin(row, apart, step, TOGETHER: tl.constexpr):
+    """Where rows begin; see `_Rows`."""
+    return row // TOGETHER * apart + row % TOGETHER * step
+
+
+@triton.jit
 def _forward_kernel(
     x,
     weight,
     out,
     rstd,
     rows,
-    stride,
+    apart,
+    step,
+    TOGETHER: tl.constexpr,
     WIDTH: tl.constexpr,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -219,7 +251,8 @@ def _forward_kernel(
     column = tl.arange(0, BLOCK)
     inside = row < rows
     mask = inside[:, None] & (column < WIDTH)[None, :]
-    value = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    begin = _begin(row, apart, step, TOGETHER)
+    value = tl.load(x + begin[:, None] + column[None, :], mask=mask, other=0.0)
     value = value.to(rstd.dtype.element_ty)
     scale = tl.rsqrt(tl.sum(value * value, axis=1) / WIDTH + EPS)
     tl.store(rstd + row, scale, mask=inside)
@@ -242,8 +275,12 @@ def _backward_kernel(
     dx,
     partial,
     rows,
-    gradient_stride,
-    stride,
+    gradient_apart,
+    gradient_step,
+    apart,
+    step,
+    GRADIENT_TOGETHER: tl.constexpr,
+    TOGETHER: tl.constexpr,
     WIDTH: tl.constexpr,
     OFFSET: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -263,9 +300,10 @@ def _backward_kernel(
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = row < rows
         mask = inside[:, None] & (column < WIDTH)[None, :]
-        value = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0).to(WIDE)
-        of_y = tl.load(gradient + row[:, None] * gradient_stride + column[None, :], mask=mask, other=0.0)
-        of_y = of_y.to(WIDE)
+        begin = _begin(row, apart, step, TOGETHER)
+        value = tl.load(x + begin[:, None] + column[None, :], mask=mask, other=0.0).to(WIDE)
+        begin = _begin(row, gradient_apart, gradient_step, GRADIENT_TOGETHER)
+        of_y = tl.load(gradient + begin[:, None] + column[None, :], mask=mask, other=0.0).to(WIDE)
         scale = tl.load(rstd + row, mask=inside, other=0.0)
         normal = value * scale[:, None]
         of_normal = of_y * by[None, :]

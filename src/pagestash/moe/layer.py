@@ -1,5 +1,6 @@
 """`MoE`: router, routed experts, shared experts."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -72,9 +73,11 @@ class MoE(nn.Module):
         if x.shape[-1] != self.config.width:
             raise ValueError(f"x of shape {tuple(x.shape)}: expected [..., {self.config.width}]")
         device = x.device.type
+        without_autocast: AbstractContextManager[Any] = nullcontext()  # `torch.autocast` takes the host 10 µs
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
-        with torch.autocast(device, enabled=False):
+            without_autocast = torch.autocast(device, enabled=False)
+        with without_autocast:
             tokens = x.reshape(-1, self.config.width).contiguous()
             weights, ids, aux = self.router(tokens)
             y = self.experts(tokens, weights, ids)

@@ -47,9 +47,10 @@ class Router(nn.Module):
             with torch.no_grad():
                 logits_TE = logits_of(x, self.weight)
                 ids_TK = choose_experts(logits_TE, self.correction, self.config)
-                counts_E = torch.zeros(self.config.experts, dtype=logits_TE.dtype, device=x.device)
                 if self.config.balance_loss or self.correction is not None:
                     counts_E = multihot(ids_TK, ids_TK, self.config.experts)[0].sum(0).to(logits_TE.dtype)
+                else:  # nobody reads them
+                    counts_E = torch.zeros(self.config.experts, dtype=logits_TE.dtype, device=x.device)
             if self.load is not None and self.training and torch.is_grad_enabled():
                 self.load += counts_E
             return ids_TK, counts_E
@@ -111,16 +112,18 @@ def weigh(
         weights_TK = torch.softmax(logits_TE.gather(1, at_TK), dim=1)
     else:
         weights_TK = torch.softmax(logits_TE, dim=1).gather(1, at_TK)
-    return weights_TK * config.route_scale, _auxiliary_losses(logits_TE, ids_TK, counts_E, config)
+    if config.route_scale != 1.0:
+        weights_TK = weights_TK * config.route_scale
+    return weights_TK, _auxiliary_losses(logits_TE, ids_TK, counts_E, config)
 
 
 def _auxiliary_losses(
     logits_TE: torch.Tensor, ids_TK: torch.Tensor, counts_E: torch.Tensor, config: MoEConfig
 ) -> torch.Tensor:
     """Balance and z loss, times their coefficients."""
-    aux = logits_TE.new_zeros(())
     if not ids_TK.shape[0]:  # a rank without tokens: means over nothing would be NaN
-        return aux
+        return logits_TE.new_zeros(())
+    losses: list[torch.Tensor] = []
     if config.balance_loss:
         if config.score == "sigmoid":
             scores_TE = torch.sigmoid(logits_TE)
@@ -128,10 +131,12 @@ def _auxiliary_losses(
         else:
             shares_TE = torch.softmax(logits_TE, dim=1)
         taken_E = counts_E * (config.experts / ids_TK.numel())
-        aux = aux + config.balance_loss * (taken_E * shares_TE.mean(0)).sum()
+        losses.append(config.balance_loss * (taken_E * shares_TE.mean(0)).sum())
     if config.z_loss:
-        aux = aux + config.z_loss * (torch.logsumexp(logits_TE, dim=1) ** 2).mean()
-    return aux
+        losses.append(config.z_loss * (torch.logsumexp(logits_TE, dim=1) ** 2).mean())
+    if not losses:
+        return logits_TE.new_zeros(())
+    return losses[0] if len(losses) == 1 else losses[0] + losses[1]
 
 
 class _Weigh(torch.autograd.Function):

@@ -16,7 +16,7 @@ NAMES = [
     "moe.expert_fc2",
     "moe.shared_experts",
 ]
-MORE = ["attn.q_norm", "attn.k_norm", "moe.experts"]
+MORE = ["attn.q_norm", "attn.k_norm", "attn.rope", "moe.experts"]
 TABLE = Path(__file__).parents[2] / "docs" / "regions.md"
 TINY = {"b": 4, "c": 1, "d": 128, "H": 4, "G": 2, "D": 32, "K": 2, "n": 64, "s": 1, "r": 2}
 """The letters of the documented figures."""

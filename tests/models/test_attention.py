@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pagestash.models.attention import GroupedAttention, LatentAttention, RMSNorm, rotate, rotation
+from pagestash.models.attention import GroupedAttention, LatentAttention, RMSNorm, RoPE, rotation
 from pagestash.models.config import preset
 
 S = 7
@@ -93,10 +93,8 @@ def test_rotation_depends_on_the_distance_alone():
     by = rotation(32, 16, 10_000.0)
 
     def score(s, t):
-        turned = [
-            rotate(x.view(1, 1, 1, 16).expand(1, 32, 1, 16), by)[0, at, 0] for x, at in ((q, s), (k, t))
-        ]
-        return turned[0] @ turned[1]
+        turned_q, turned_k = RoPE()(*(x.expand(1, 1, 32, 16) for x in (q, k)), by)
+        return turned_q[0, 0, s] @ turned_k[0, 0, t]
 
     torch.testing.assert_close(score(9, 4), score(25, 20))
     assert abs(score(9, 4) - score(9, 5)) > 1e-3
@@ -104,10 +102,10 @@ def test_rotation_depends_on_the_distance_alone():
 
 
 def test_rotation_keeps_lengths_and_precision():
-    x = torch.randn(2, 8, 3, 16, dtype=torch.bfloat16)
-    turned = rotate(x, rotation(8, 16, 10_000.0))
-    assert turned.dtype == torch.bfloat16
-    torch.testing.assert_close(turned.float().norm(dim=-1), x.float().norm(dim=-1), rtol=1e-2, atol=0)
+    q, k = torch.randn(2, 3, 8, 16, dtype=torch.bfloat16), torch.randn(2, 1, 8, 16, dtype=torch.bfloat16)
+    for x, turned in zip((q, k), RoPE()(q, k, rotation(8, 16, 10_000.0))):
+        assert turned.dtype == torch.bfloat16
+        torch.testing.assert_close(turned.float().norm(dim=-1), x.float().norm(dim=-1), rtol=1e-2, atol=0)
 
 
 def test_norm_follows_its_input():

@@ -119,6 +119,16 @@ def test_a_home_for_one_region_and_for_all(made, kind, sets, home):
     assert not wrong
 
 
+@pytest.mark.parametrize("homes", [*product(HOMES, HOMES)])
+def test_homes_for_norms_of_heads_and_rope(made, homes):
+    """RoPE takes what the norms made, and core attention keeps what RoPE made."""
+    of_norms, of_rope = homes
+    rules = [("attn.q_norm", of_norms), ("attn.k_norm", of_norms), ("attn.rope", of_rope)]
+    of_core = [[], *([("attn.core_attn", home)] for home in HOMES)]
+    wrong = [more for more in of_core if made["gqa"].differs(rules + more)]
+    assert not wrong
+
+
 @pytest.mark.parametrize("around", ["", "moe", "attn"])
 def test_any_homes_inside_what_is_run_again(made, around):
     """A whole layer, or a part of it, under recompute, with rules for the regions inside."""

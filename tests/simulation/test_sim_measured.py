@@ -81,7 +81,7 @@ def test_each_part_takes_what_its_regions_took(profile):
     own = {
         "moe.router": ("moe", "moe.router"),
         "attn.core_attn": ("attn.core_attn",),
-        "attn.q_norm": ("attn", "attn.q_norm", "attn.k_norm"),
+        "attn.q_norm": ("attn", "attn.q_norm", "attn.k_norm", "attn.rope"),
     }
     for name, regions in own.items():
         wanted = sum(
@@ -159,6 +159,7 @@ def test_simulate_and_plan_take_a_profile(profile, tmp_path):
     [
         ("layers.3.attn.k_norm", "layers.3", "attn.q_norm"),
         ("layers.3.attn", "layers.3", "attn.q_norm"),
+        ("layers.3.attn.rope", "layers.3", "attn.q_norm"),
         ("layers.3", "layers.3", "mlp_norm"),
         ("layers.3.moe.moe_act", "layers.3", "moe.experts"),
         ("model.layers.3.self_attn.v_proj", "layers.3", "attn.qkv_linear"),
@@ -221,6 +222,18 @@ def test_the_up_projection_of_keys_and_values_has_a_rule_of_its_own():
     rule = Rule("layers.*.attn.qkv_linear.kv_up", "recompute")
     values = config.heads * (config.nope_dim + config.v_dim)
     assert kept(config, []) - kept(config, [rule]) == 4 * 2 * BATCH * SEQUENCE * values
+
+
+def test_rotated_heads_are_dropped_if_what_they_are_made_from_is_there():
+    """Norms' results would wait in their stead; without norms it is the projection, which waits anyway."""
+    config = preset("qwen3-30b-a3b", layers=2)
+    rope, norms = (Rule(f"layers.*.attn.{name}", "recompute") for name in ("rope", "q_norm"))
+    rotated = 2 * 2 * BATCH * SEQUENCE * (config.heads + config.kv_heads) * config.head_size
+    for each in ([], [norms]):
+        dropped = kept(config, each) - kept(config, [rope, *each])
+        assert dropped == (rotated if each else 0)
+    plain = replace(config, qk_norm=False)
+    assert kept(plain, []) - kept(plain, [rope]) == rotated
 
 
 def test_rules_without_a_part_of_their_own_are_named(tmp_path):

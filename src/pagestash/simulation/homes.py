@@ -6,7 +6,19 @@ from functools import cached_property
 from typing import Protocol
 
 from pagestash.policy import HomeName, Policy, PoolConfig, Rule
-from pagestash.simulation.parts import ACTIVATION, HELD, KV_UP, RESIDUAL, STATISTICS, UP, Layer, Part, Piece
+from pagestash.simulation.parts import (
+    ACTIVATION,
+    HEAD_NORMS,
+    HELD,
+    KV_UP,
+    RESIDUAL,
+    ROPE,
+    STATISTICS,
+    UP,
+    Layer,
+    Part,
+    Piece,
+)
 from pagestash.simulation.regions import aliases
 
 
@@ -69,9 +81,9 @@ class PolicyHomes:
 
     def _place(self, layer: Layer, part: Part, piece: Piece) -> Iterable[Placed]:
         rule, scope = self._rule(layer.name, part.name)
-        made_by, maker = (None, "") if piece.maker == HELD else self._rule(layer.name, piece.maker)
+        remade, maker = self._remade(layer, piece)
         home: HomeName = "keep" if rule is None or piece.bytes < rule.least_bytes else rule.home
-        if made_by is not None and made_by.home == "recompute" and (rule is None or rule.home != "keep"):
+        if remade and (rule is None or rule.home != "keep"):
             home, scope = "recompute", maker
         elif home == "recompute":  # what its own replay would not bring back
             home = "keep"
@@ -82,6 +94,17 @@ class PolicyHomes:
                 yield Placed(part.name, "keep", piece.bytes - moved, part.routed)
         window = rule.prefetch_bytes if home == "offload" and rule is not None else None
         yield Placed(part.name, home, moved, part.routed, scope, piece.maker, window)
+
+    def _remade(self, layer: Layer, piece: Piece) -> tuple[bool, str]:
+        """Whether backward makes the piece again, and the region whose rule says so."""
+        if piece.maker == HELD:
+            return False, ""
+        rule, region = self._rule(layer.name, piece.maker)
+        if region == ROPE and any(part.name == HEAD_NORMS for part in layer.parts):
+            # The norms' results have the size of what RoPE made: nothing is gained unless they are made again, too.
+            norms, _ = self._rule(layer.name, HEAD_NORMS)
+            return all(each is not None and each.home == "recompute" for each in (rule, norms)), region
+        return rule is not None and rule.home == "recompute", region
 
     def _rule(self, layer: str, region: str) -> tuple[Rule | None, str]:
         """The rule of the innermost region, and that region within the layer."""

@@ -9,9 +9,11 @@ from dataclasses import replace
 
 from pagestash.simulation.parts import (
     ACTIVATION,
+    HEAD_NORMS,
     HELD,
     KV_UP,
     RESIDUAL,
+    ROPE,
     STATISTICS,
     UP,
     Layer,
@@ -124,14 +126,14 @@ def _attention(shape: Shape) -> list[Part]:
                 gathers=_gathers(shape),
             )
         )
-        pieces = [Piece(tokens * b * (heads + shared) * size, "attn")]  # after RoPE
+        pieces = [Piece(tokens * b * (heads + shared) * size, ROPE)]
         if config.qk_norm:
             parts.append(
                 Part(
-                    name="attn.q_norm",
+                    name=HEAD_NORMS,
                     pieces=(
                         Piece(tokens * b * fused, "attn.qkv_linear"),
-                        Piece(tokens * _INDEX * (heads + shared), "attn.q_norm"),
+                        Piece(tokens * _INDEX * (heads + shared), HEAD_NORMS),
                     ),
                     parameters=2 * size,
                     traffic=4 * b * tokens * (heads + shared) * size,  # norm and RoPE

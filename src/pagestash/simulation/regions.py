@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from pagestash.policy import Policy, PoolConfig
-from pagestash.simulation.parts import KV_UP, Layer
+from pagestash.simulation.parts import HEAD_NORMS, KV_UP, ROPE, Layer
 
 EXPERTS = ("moe.expert_fc1", "moe.moe_act", "moe.expert_fc2", "moe.combine", "moe.experts")
 """Run as one node, whose time is that of `moe.experts`."""
@@ -78,8 +78,8 @@ def part_of(inner: str, parts: Collection[str]) -> str:
     """
     if "mlp" in parts and (inner == "moe" or inner.startswith("moe.")):  # no experts: Hugging Face's `mlp`
         return "mlp"
-    if inner in ("attn", "attn.k_norm"):  # RoPE runs in attention itself
-        return "attn.q_norm" if "attn.q_norm" in parts else "attn.core_attn"
+    if inner in ("attn", "attn.k_norm", ROPE):  # Hugging Face's RoPE runs in attention itself
+        return HEAD_NORMS if HEAD_NORMS in parts else "attn.core_attn"
     inner = _OF_LAYER.get(inner, inner)
     words = inner.split(".")
     for length in range(len(words), 0, -1):
@@ -127,6 +127,6 @@ def _regions_of(layer: Layer) -> tuple[list[str], list[str]]:
     around = dict.fromkeys(name.rpartition(".")[0] for name in parts if "." in name)
     if any(piece.maker == KV_UP for part in layer.parts for piece in part.pieces):
         return ["", *around, *parts, KV_UP], list(_LATENT)
-    return ["", *around, *parts], [
-        name for name in _GROUPED if name != "attn.k_norm" or "attn.q_norm" in parts
+    return ["", *around, *parts, ROPE], [
+        name for name in _GROUPED if name != "attn.k_norm" or HEAD_NORMS in parts
     ]

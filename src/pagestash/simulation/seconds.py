@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 
 from pagestash.simulation.cluster import Cluster, Precision
 from pagestash.simulation.launches import launches
-from pagestash.simulation.parts import ACTIVATION, KV_UP, RESIDUAL, STATISTICS, UP, Layer, Part, Product
+from pagestash.simulation.parts import (
+    ACTIVATION,
+    HEAD_NORMS,
+    KV_UP,
+    RESIDUAL,
+    ROPE,
+    STATISTICS,
+    UP,
+    Layer,
+    Part,
+    Product,
+)
 from pagestash.simulation.regions import EXPERTS
 
 CAST_BYTES: dict[str, int] = {"mxfp8": 4, "fp8": 6}
@@ -99,6 +110,6 @@ def _share(part: Part, maker: str) -> float:
         "moe.moe_act": "moe.expert_fc1",
         ACTIVATION: "moe.moe_act",
         STATISTICS: "attn.core_attn",
-        "attn": "attn.q_norm",
+        ROPE: HEAD_NORMS,
     }
     return float(part.name == made_by.get(maker, maker))

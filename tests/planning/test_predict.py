@@ -13,6 +13,8 @@ import pagestash as ps
 from pagestash.models import Decoder, preset
 from pagestash.planning import plan_profile
 from pagestash.planning.fused import permuted_bytes
+from pagestash.planning.layers import find_groups
+from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import predict
 from pagestash.profiling import Link
 from pagestash.profiling.memory import MemoryMeter
@@ -71,10 +73,13 @@ def offload(match, **options):
 CORE, PROJECTION = "layers.*.attn.core_attn", "layers.*.attn.attn_proj"
 NORMS = [ps.Rule("layers.*.attn_norm", "recompute"), ps.Rule("layers.*.mlp_norm", "recompute")]
 QKV = ps.Rule("layers.*.attn.qkv_linear", "recompute")
+ROPE = ps.Rule("layers.*.attn.rope", "recompute")
 POLICIES = {
     "norms": NORMS,
     "a chain of a norm and a projection": [*NORMS, QKV],
     "a chain of a projection and norms": [QKV, ps.Rule("layers.*.attn.*_norm", "recompute")],
+    "RoPE, of what the norms before it keep": [ROPE],
+    "a chain of norms and RoPE": [ROPE, ps.Rule("layers.*.attn.*_norm", "recompute")],
     "attention": [ps.Rule("layers.*.attn", "recompute")],
     "experts by themselves": [ps.Rule("layers.*.moe.moe_act", "recompute")],
     "layers": [ps.Rule("layers.*", "recompute")],
@@ -118,6 +123,21 @@ def test_the_peak_and_the_bytes_of_each_home_are_those_of_a_keepers_step(name, g
     stays = max(found.memory["offload"])
     kept = max(found.memory["keep"]) + BATCH
     assert kept - BATCH <= stats.homes["keep"].peak <= kept + stays + small(profile)
+
+
+def test_rotated_queries_and_keys_are_made_again_from_the_projection():
+    """Not from the norms' results, which would wait in their stead."""
+    model, profile = decoder()
+
+    def peak(name):
+        policy = ps.Policy(POLICIES[name])
+        return step_under(model, policy, lambda: sum(model(*GIVEN)).backward())[0]
+
+    config = model.config
+    rotated = 4 * GIVEN[0].numel() * (config.heads + config.kv_heads) * config.head_size
+    plain = predict(profile, ps.Policy()).peak_bytes
+    alone, chain = peak("RoPE, of what the norms before it keep"), peak("a chain of norms and RoPE")
+    assert chain < plain - 2 * rotated < alone
 
 
 CLAIMED = {
@@ -332,6 +352,56 @@ def test_an_input_that_nobody_saves_is_held_for_the_replay():
     assert found.peak_bytes == pytest.approx(peak, abs=x.nbytes)
 
 
+class Scaled(nn.Module):
+    """Saves its input, and nobody saves its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((256,), 0.1))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@pytest.mark.parametrize("match", ["{2-3}", "{1-3}", "{2-5}", "{0-5}", "*"])
+def test_an_input_that_nobody_saves_comes_back_where_its_maker_is_recomputed(match):
+    """What the maker makes is there while the replay runs, and not before."""
+    model = nn.Sequential(*(each for _ in range(4) for each in (Scaled(), Shifted())))
+    x = torch.randn(256, 256, requires_grad=True)
+    profile = ps.profile(model, x, repeats=1)
+    policy = ps.Policy([ps.Rule(match, "recompute")])
+    found = predict(profile, policy)
+    peak, _ = step_under(model, policy, lambda: model(x).sum().backward())
+    assert found.peak_bytes == pytest.approx(peak, abs=x.nbytes / 200)  # a weight's gradient has 1 / 256
+    takers = [number for number in (1, 3, 5, 7) if policy.rule_for(f"{number}")]
+    alone = predict(profile, ps.Policy([ps.Rule(f"{number}", "recompute") for number in takers]))
+    assert max(found.memory["keep"]) < max(alone.memory["keep"])
+    # All run again, but for the last two, whose result is the model's.
+    step, again = MeasuredStep(profile), [f"{at}" for at in range(6) if policy.rule_for(f"{at}")]
+    wanted = sum(step.seconds[at] for name in again for at in step.forward_of(name))
+    assert found.recompute_seconds == pytest.approx(wanted)
+
+
+def test_a_keeper_does_not_ask_a_region_again_in_which_nothing_was_saved():
+    model = nn.Sequential(Scaled(), Shifted(), Doubled(), Shifted(), Scaled(), Shifted())
+    x = torch.randn(256, 256, requires_grad=True)
+    profile = ps.profile(model, x, repeats=1)
+    policy = ps.Policy([ps.Rule("{2-3}", "recompute")])
+    peak, _ = step_under(model, policy, lambda: model(x).sum().backward())
+    assert predict(profile, policy).peak_bytes == pytest.approx(peak, abs=x.nbytes / 200)
+
+
+def test_a_plan_recomputes_what_gains_something_together():
+    """A maker saves nothing of its own, and who takes from it would hold what it made."""
+    model = nn.Sequential(*(nn.Sequential(Scaled(), Shifted()) for _ in range(4)))
+    x = torch.randn(256, 256, requires_grad=True)
+    profile = ps.profile(model, x, repeats=1)
+    (group,) = find_groups(MeasuredStep(profile), host=False, least_bytes=1)
+    both = (("0", "recompute", 1.0), ("1", "recompute", 1.0))
+    assert both in group.choices
+    assert not any((item,) in group.steps for item in both)
+
+
 class Borrows(nn.Module):
     """A layer that calls a module which belongs to the model."""
 
@@ -386,7 +456,7 @@ def test_a_profile_without_memory_still_predicts_the_saved_bytes(tmp_path):
     for segment in data["segments"]:
         del segment["end_bytes"], segment["peak_bytes"]
     for region in data["regions"]:
-        del region["unsaved_inputs"]
+        del region["unsaved_inputs"], region["unsaved_outputs"]
     del data["model_bytes"], data["gradient_bytes"]
     (tmp_path / "old.json").write_text(json.dumps(data))
     old = ps.Profile.load(tmp_path / "old.json")

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache, partial
+from itertools import permutations
 
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
@@ -222,6 +223,11 @@ def _steps(unit: Unit, own: ProfiledStep, *, host: bool) -> list[Choice]:
     for region in unit.regions:
         if "recompute" in region.homes:
             found.append(((inner[region.name], "recompute", 1.0),))
+            makers = _makers(region, unit.regions)
+            if makers:
+                found.append(
+                    tuple(sorted((inner[name], "recompute", 1.0) for name in (region.name, *makers)))
+                )
         if region.homes["stash"].saved_bytes > WORTH * region.bytes:
             found.append(((inner[region.name], "stash", 1.0),))
     if host:
@@ -233,6 +239,20 @@ def _steps(unit: Unit, own: ProfiledStep, *, host: bool) -> list[Choice]:
         for name in sorted(inner.keys() & own_storages.keys()):
             if len(own_storages[name]) > 1:
                 found += [((inner[name], "offload", part),) for part in PARTS]
+    return found
+
+
+def _makers(region: Region, regions: Sequence[Region]) -> list[str]:
+    """The regions that make what would wait for a replay of this one: recomputing all of them gains something."""
+    wanted, found = {storage for storage, _ in region.unsaved_inputs}, list[str]()
+    for other in reversed(regions):  # in the order of forward: what is found may need what others make
+        made = {storage for storage, _ in other.unsaved_outputs} & wanted
+        apart = not any(
+            _around(*pair) for name in (region.name, *found) for pair in permutations((name, other.name))
+        )
+        if made and apart and "recompute" in other.homes:
+            found.append(other.name)
+            wanted = wanted - made | {storage for storage, _ in other.unsaved_inputs}
     return found
 
 

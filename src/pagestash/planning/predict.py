@@ -217,7 +217,7 @@ class _Playing:
         for region in self.recomputing.regions.values():
             span = self.step.span(region.name)
             for storage, size in region.unsaved_inputs:
-                if storage not in seen and span is not None:
+                if storage not in seen and storage not in self.recomputing.remade and span is not None:
                     seen.add(storage)
                     yield storage, size, *span
 

@@ -7,9 +7,12 @@ forward's time again, up to the last tensor that is wanted, and memory is then a
 
 where beside(R) is what the profile read beside saved tensors at that request. What was recomputed stays until
 backward is done with it. So do the inputs of R, which are held for the replay.
+
+An input of R that another recomputed region makes comes back by a replay of that region, which R's replay asks for.
+If no operation saves it, it is there while R's replay runs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from pagestash.planning.home_bytes import HomeBytes
@@ -47,8 +50,10 @@ class Replay(NamedTuple):
     host_seconds: float
 
 
-KnownReplays = dict[tuple[str, int, tuple[int, ...]], Replay]
-"""By region, the number of its call, and storages: a replay that is asked for by nothing but their backward. No
+Owner = tuple[str, int]
+"""A region, and the number of its call: a module may run in several places."""
+KnownReplays = dict[tuple[str, int, tuple[int, ...], bool], Replay]
+"""By owner, storages, and whether it runs to its end: a replay that is asked for by nothing but their backward. No
 policy changes it, so it is found once for a step."""
 
 
@@ -80,37 +85,73 @@ class Replays:
 
     def find(self) -> list[Replay]:
         """All of them."""
-        makers, discarded, homes = self._recomputing.makers, self._recomputing.discarded, self._homes
-        owners: dict[int, tuple[str, int]] = {}
-        owned: dict[tuple[str, int], list[int]] = {}
-        for storage, home in homes.items():
-            if home == "recompute" or storage in discarded:
+        owners: dict[int, Owner] = {}
+        owned: dict[Owner, list[int]] = {}
+        for storage, home in self._homes.items():
+            if home == "recompute" or storage in self._recomputing.discarded:
                 owners[storage] = owner = self._owner(storage)
                 owned.setdefault(owner, []).append(storage)
-        found: dict[tuple[str, int], Replay] = {}
-        for (name, call), storages in owned.items():
-            key = name, call, tuple(storages)
+        remaking = self._remaking(owned)
+        found: dict[Owner, Replay] = {}
+        for own in (*owned, *sorted(remaking - owned.keys())):
+            key = *own, tuple(owned.get(own, ())), own in remaking
             if key not in self._known:
                 self._known[key] = self._replay(*key)
-            found[name, call] = self._known[key]
+            found[own] = self._known[key]
         # A replay needs its inputs: those that are themselves recomputed come back with it.
-        for own in sorted(found, key=lambda owner: found[owner].begun, reverse=True):
-            when = found[own].first, found[own].request
-            for storage in found[own].region.inputs:
-                if storage in makers and homes.get(storage) == "recompute":
-                    chained = found[owners[storage]]
-                    if when < (chained.first, chained.request):
-                        found[owners[storage]] = chained._replace(first=when[0], request=when[1])
+        for own in sorted(found, key=lambda owner: (found[owner].begun, owner), reverse=True):
+            replay = found[own]
+            when, beside = (replay.first, replay.request), 0
+            for maker, size in self._chained(replay.region, own[1], owners):
+                beside += size
+                if when < (found[maker].first, found[maker].request):
+                    found[maker] = found[maker]._replace(first=when[0], request=when[1])
+            if beside:
+                found[own] = replay._replace(most_bytes=replay.most_bytes + beside)
         if not self._step.halves:
             return list(found.values())
         return [half for replay in found.values() for half in self._halves(replay)]
 
-    def _replay(self, name: str, call: int, storages: tuple[int, ...]) -> Replay:
+    def _chained(self, region: Region, call: int, owners: Mapping[int, Owner]) -> Iterator[tuple[Owner, int]]:
+        """The replays that bring the region's inputs back, and the bytes of those that nobody saves."""
+        makers, homes = self._recomputing.makers, self._homes
+        for storage in region.inputs:
+            if storage in makers and homes.get(storage) == "recompute":
+                yield owners[storage], 0
+        for storage, size in region.unsaved_inputs:
+            maker = self._recomputing.remade.get(storage)
+            if maker is not None:
+                yield self._call(maker, call), size
+
+    def _remaking(self, owned: Iterable[Owner]) -> set[Owner]:
+        """The replays that make unsaved inputs of others, and run to the end of their regions for that."""
+        found: set[Owner] = set()
+        if not self._recomputing.remade:
+            return found
+        calls: dict[str, set[int]] = {}
+        for name, call in owned:
+            calls.setdefault(name, set()).add(call)
+        for region in reversed(self._recomputing.regions.values()):  # who takes comes before who makes
+            for call in calls.get(region.name, ()):
+                for storage, _ in region.unsaved_inputs:
+                    maker = self._recomputing.remade.get(storage)
+                    if maker is not None:
+                        name, number = owner = self._call(maker, call)
+                        found.add(owner)
+                        calls.setdefault(name, set()).add(number)
+        return found
+
+    def _call(self, maker: Region, call: int) -> Owner:
+        """The call of `maker` before that call of a region: modules that make for each other run as often."""
+        return maker.name, max(0, min(call, len(self._step.calls_of(maker.within)) - 1))
+
+    def _replay(self, name: str, call: int, storages: tuple[int, ...], whole: bool) -> Replay:
         """The replay that brings these storages back, when their own backward asks for it."""
         step, region = self._step, self._recomputing.regions[name]
         lives = [step.lives[storage] for storage in storages]
-        first, request = min((life.needed_at, life.request) for life in lives)
-        forward, share = self._repeated(region, call, storages)
+        # (One that brings nothing back but an input of another is asked for by that one alone.)
+        first, request = min(((life.needed_at, life.request) for life in lives), default=(step.count, 0))
+        forward, share = self._repeated(region, call, storages, whole)
         back = sum(life.bytes for life in lives)
         return Replay(
             region=region,
@@ -150,7 +191,7 @@ class Replays:
         again = min(begins for _, begins in halves.values())
         return [replay._replace(ends=ends), replay._replace(first=again)]
 
-    def _owner(self, storage: int) -> tuple[str, int]:
+    def _owner(self, storage: int) -> Owner:
         """The region whose replay brings the storage back, and the number of its call."""
         maker = self._recomputing.makers.get(storage)
         if maker is not None and self._homes[storage] == "recompute":
@@ -162,13 +203,15 @@ class Replays:
         # (What a later region saves is the output of the last call before.)
         return name, max(0, sum(call[0] <= at for call in calls) - 1) if len(calls) > 1 else 0
 
-    def _repeated(self, region: Region, call: int, storages: Sequence[int]) -> tuple[Sequence[int], float]:
+    def _repeated(
+        self, region: Region, call: int, storages: Sequence[int], whole: bool
+    ) -> tuple[Sequence[int], float]:
         """The forward segments that run again for these storages, and what part of their time."""
         calls = self._step.calls_of(region.within)
         forward: Sequence[int] = calls[call] if calls else ()
         if region.within != region.name:
             return forward, FUSED_SHARE
-        if not any(storage in region.outputs for storage in storages):
+        if not whole and not any(storage in region.outputs for storage in storages):
             last = max(self._step.lives[storage].saved_at for storage in storages)
             forward = [at for at in forward if at <= last]
         return forward, 1.0

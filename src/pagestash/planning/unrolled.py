@@ -218,6 +218,9 @@ class Unrolled:
                     inputs=tuple(storage + shift for storage in region.inputs),
                     outputs=tuple(storage + shift for storage in region.outputs),
                     unsaved_inputs=tuple((storage + shift, size) for storage, size in region.unsaved_inputs),
+                    unsaved_outputs=tuple(
+                        (storage + shift, size) for storage, size in region.unsaved_outputs
+                    ),
                 )
 
     def _name(self, name: str, microbatch: int) -> str:

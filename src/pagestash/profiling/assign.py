@@ -214,6 +214,9 @@ class Recomputing:
         """Inputs of recomputed regions that stay on the device."""
         self.discarded: dict[int, str] = {}
         """By storage: the region that discards a tensor in it, whatever home others give the storage."""
+        self.remade: dict[int, Region] = {}
+        """By storage that no operation saves: the recomputed region that makes it again for the replay of another,
+        so that it is not held for that one."""
         self.regions: dict[str, Region] = {}
         self.profiled = regions
         """All regions of the profile."""
@@ -236,9 +239,16 @@ class Recomputing:
                 size += self._replay_bytes[maker.name]
             elif self._outer_home(region) == "keep":
                 self.kept_inputs.add(storage)
+        for storage, _ in region.unsaved_inputs:
+            if storage in self.remade:
+                size += self._replay_bytes[self.remade[storage].name]
+        size += sum(unsaved for _, unsaved in region.unsaved_outputs)
         self._replay_bytes[region.name] = size
         for storage in outputs:
             self.makers[storage] = region
+        for storage, unsaved in region.unsaved_outputs:
+            if discards(size, unsaved):
+                self.remade[storage] = region
 
     def holds(self, storage: int, name: str) -> bool:
         """Whether the storage is an input of that region, if it is a recomputed one."""

@@ -172,5 +172,8 @@ def _tuples(item: Mapping[str, Any], leave: str = "") -> dict[str, Any]:
 
 def _region(item: Mapping[str, Any]) -> Region:
     homes = {name: HomeEstimate(**values) for name, values in item["homes"].items()}
-    unsaved = tuple((storage, size) for storage, size in item.get("unsaved_inputs", ()))
-    return Region(**{**_tuples(item), "homes": homes, "unsaved_inputs": unsaved})
+    unsaved = {
+        name: tuple((storage, size) for storage, size in item.get(name, ()))
+        for name in ("unsaved_inputs", "unsaved_outputs")
+    }
+    return Region(**{**_tuples(item), "homes": homes, **unsaved})

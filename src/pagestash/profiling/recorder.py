@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -51,6 +51,8 @@ class TensorRecorder:
         self.tracker = RegionTracker(model, timeline, self)
         self.inputs: dict[str, set[int]] = {}
         self.outputs: dict[str, set[int]] = {}
+        self._floating: set[int] = set()
+        """Storages that a module returned as floating-point."""
         self.waiting = WaitingGradients(timeline)
         self._model = model
         self._given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
@@ -97,11 +99,18 @@ class TensorRecorder:
         made = (s for s in self._storages.by_key.values() if s.number in own and s.weak.cdata not in there)
         return tuple((storage.number, storage.size) for storage in made)
 
+    def unsaved_outputs(self, name: str, taken: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+        """What the region made of `taken`, unsaved inputs of regions: storage and bytes."""
+        made = (self.outputs.get(name, set()) - self.inputs.get(name, set())) & self._floating & taken.keys()
+        return tuple((number, taken[number]) for number in sorted(made))
+
     def left(self, name: str, result: Any) -> None:
         for tensor in plain_tensors(result):
             storage = self._storages.of(tensor)
             storage.made_by = storage.made_by or name
             self.outputs.setdefault(name, set()).add(storage.number)
+            if tensor.is_floating_point():
+                self._floating.add(storage.number)
 
     def decided(self, result: Any) -> None:
         # A recomputed region holds it for its replay, as it holds its inputs.

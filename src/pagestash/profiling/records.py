@@ -141,6 +141,8 @@ class Region:
     """Saved storages that are outputs of the region."""
     unsaved_inputs: tuple[tuple[int, int], ...] = ()
     """Inputs that no operation saves, and that only `recompute` would hold: storage and bytes."""
+    unsaved_outputs: tuple[tuple[int, int], ...] = ()
+    """Floating-point outputs that are such an input of another region: storage and bytes."""
     homes: dict[str, HomeEstimate] = field(default_factory=dict)
     """By home. `recompute` includes inner regions, the others do not."""
 

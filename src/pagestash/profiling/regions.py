@@ -25,6 +25,8 @@ def make_regions(
     modules = set(recorder.tracker.names.values())
     saved = {tensor.storage for tensor in tensors}
     seconds = {name: _seconds([s for s in segments if s.region == name]) for name in paths}
+    unsaved_inputs = {name: recorder.unsaved_inputs(name, saved) for name in paths}
+    taken = {number: size for found in unsaved_inputs.values() for number, size in found}
     regions = []
     for name, path in paths.items():
         own = [tensor for tensor in tensors if tensor.region == name]
@@ -32,7 +34,6 @@ def make_regions(
         total = _seconds([segment for segment in segments if name in segment.path])
         inputs = tuple(sorted(recorder.inputs.get(name, set()) & saved))
         outputs = tuple(sorted(recorder.outputs.get(name, set()) & saved))
-        unsaved = recorder.unsaved_inputs(name, saved)
         within = name
         if own and not any(name in segments[tensor.saved_at].path for tensor in own):
             within = segments[own[0].saved_at].region  # a fused operation saved for it
@@ -58,7 +59,9 @@ def make_regions(
                 hidden_bytes=hidden_bytes(*seconds[within], link),
                 inputs=inputs,
                 outputs=outputs,
-                unsaved_inputs=unsaved,
+                unsaved_inputs=unsaved_inputs[name],
+                # (A keeper does not know a region in which nothing was saved.)
+                unsaved_outputs=recorder.unsaved_outputs(name, taken) if inside else (),
                 homes=homes,
             )
         )

@@ -8,6 +8,7 @@ from pagestash.planning.improve import BLOCKS, Search
 from pagestash.planning.layers import Choice, Group, Unit
 from pagestash.planning.prediction import Cost
 
+RECOMPUTE: Choice = (("mlp", "recompute", 1.0),)
 MOVE: Choice = (("mlp", "offload", 1.0),)
 OTHER: Choice = (("attention", "offload", 1.0),)
 
@@ -15,6 +16,7 @@ OTHER: Choice = (("attention", "offload", 1.0),)
 class Found(NamedTuple):
     seconds: float
     peak_bytes: int
+    is_waiting: bool = False
 
 
 class Pool:
@@ -65,3 +67,14 @@ def test_all_layers_of_a_group_lose_a_home_where_only_all_of_them_are_faster(cou
             return self.found[assignment]
 
     assert searched(Reversed([(MOVE,) * count], all_at_once=0.0), count) == ((),) * count
+
+
+@pytest.mark.parametrize(("is_waiting", "wanted"), [(True, RECOMPUTE), (False, OTHER)])
+def test_where_compute_waits_for_copies_what_moves_less_is_tried_first(is_waiting, wanted):
+    """Where all copies hide, a byte less is worth little: what costs few seconds comes first."""
+    group = Group([Unit(f"layers.{at}") for at in range(4)], steps=[MOVE, RECOMPUTE, OTHER])
+    costs = {(): Cost(10, 0, 0.0, 0), MOVE: Cost(0, 10, 0.0, 0), RECOMPUTE: Cost(0, 0, 0.2, 0)}
+    group.cost = lambda choice: costs.get(choice, Cost(0, 10, 0.05, 0))  # with `OTHER` beside it
+    search = Search([group], Pool([(MOVE,) * 4], all_at_once=1.0), byte_seconds=0.1)
+    first = search._likeliest((MOVE,) * 4, Found(5.0, 50, is_waiting), level=50, price=1.0)[0]
+    assert set(wanted) <= set(first.choices[0])

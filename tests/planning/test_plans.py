@@ -21,7 +21,7 @@ from pagestash.planning.improve import predictions_for
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import RuleTable
-from pagestash.planning.solve import Problem, candidates
+from pagestash.planning.solve import Problem, candidates, main_group
 from pagestash.profiling import HomeEstimate, Link, Region, SavedTensor, Segment
 
 MB, MS = 10**6, 1e-3
@@ -279,6 +279,18 @@ def test_no_plan_is_slower_than_what_one_would_write_by_hand(first, second, coun
         return
     for other in hand(profile).values():
         assert other.peak_bytes > found.budget_bytes or other.seconds >= found.predicted.seconds - 1e-12
+
+
+def test_one_choice_for_all_layers_is_always_a_candidate():
+    """The program may take it for too large, and a search from what it gives instead may never come there."""
+    profile = made_up(12, (8 * MB, 20), (5 * MB, 6), link=1e9)
+    problem = Problem(MeasuredStep(profile), 1 << 40)
+    tried = [item.rules for item in candidates(problem)]
+    for choice in main_group(problem.groups).choices:
+        alike = tuple(
+            choice if choice in group.choices else () for group in problem.groups for _ in group.units
+        )
+        assert problem.rules(alike) in tried
 
 
 def hand(profile):

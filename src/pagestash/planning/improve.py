@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pagestash.planning.layers import Choice, Group, toggled
 
-MOST, SIZE = 480, 700
+MOST, SIZE = 720, 571
 """Predictions of a search: `MOST × (SIZE / size)²`, and at most `MOST`, where a step's size is the number of its
 segments and saved tensors. A prediction takes longer the larger the step, and so does the search between two."""
 LEVELS = tuple(part / 20 for part in (19, 17, 15, 13, 11, 10, 9, 8, 7, 6, 5))
@@ -33,8 +33,9 @@ PRICE = 2.0
 """Of a byte too much, in times of what a byte costs from the fastest to the smallest candidate."""
 DOUBT = 2e-4
 """Part of the step's time: how much better a change must look for each time that its kind brought nothing."""
-COPIED = 0.1
-"""Part of its time on the link that a byte is taken to cost, to say which changes are tried first."""
+COPIED, WAITED = 0.1, 0.3
+"""Part of its time on the link that a byte is taken to cost, to say which changes are tried first: where all copies
+hide, and where compute waits for some."""
 
 Assignment = tuple[Choice, ...]
 """A choice for every unit, in the order of groups."""
@@ -47,6 +48,10 @@ class Predicted(Protocol):
 
     @property
     def peak_bytes(self) -> int: ...
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether compute waits for copies."""
 
 
 class Pool(Protocol):
@@ -63,12 +68,14 @@ class Pool(Protocol):
 
 
 class _Change(NamedTuple):
-    """Units that take another choice, and what that should bring by its sums: bytes and seconds more."""
+    """Units that take another choice, and what that should bring by its sums: more or fewer bytes that are kept and
+    moved, and seconds."""
 
     kind: Kind
     units: range
     choices: Sequence[Choice]
     bytes: int
+    moved_bytes: int
     seconds: float
 
 
@@ -141,11 +148,12 @@ class Search:
     def _likeliest(self, current: Assignment, found: Predicted, level: int, price: float) -> list[_Change]:
         """All changes, what should bring most first."""
         spare = level - found.peak_bytes
+        link = (WAITED if found.is_waiting else COPIED) * self.byte_seconds
 
         def worse(change: _Change) -> float:
             over = max(0, change.bytes - spare) - max(0, -spare)
             doubt = DOUBT * self.failed.get(change.kind, 0) * self.cost(found)
-            return change.seconds + price * over + doubt
+            return change.seconds + link * change.moved_bytes + price * over + doubt
 
         return sorted(self._changes(current), key=worse)
 
@@ -179,21 +187,22 @@ class Search:
     ) -> _Change:
         """The change of a block, with its sums."""
         cost = self.groups[number].cost
-        size, seconds = 0, 0.0
+        size, moved, seconds = 0, 0, 0.0
         before: Choice | None = None
         after: Choice | None = None
-        more_bytes, more_seconds = 0, 0.0
+        more_bytes, more_moved, more_seconds = 0, 0, 0.0
         for at, choice in zip(block, choices):
             if current[at] != before or choice != after:  # neighbours mostly change alike
                 before, after = current[at], choice
                 old, new = cost(before), cost(after)
                 more_bytes = new.kept_bytes - old.kept_bytes
-                copied = COPIED * self.byte_seconds * (new.moved_bytes - old.moved_bytes)
-                more_seconds = new.seconds - old.seconds + copied
+                more_moved = new.moved_bytes - old.moved_bytes
+                more_seconds = new.seconds - old.seconds
             size += more_bytes
+            moved += more_moved
             seconds += more_seconds
         is_longer = len(choices[0]) > len(current[block[0]])
-        return _Change((number, what, is_longer), block, choices, size, seconds)
+        return _Change((number, what, is_longer), block, choices, size, moved, seconds)
 
 
 def _toggled(current: Assignment, units: range, step: Choice) -> list[Choice]:

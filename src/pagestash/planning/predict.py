@@ -137,6 +137,7 @@ class _Playing:
             recompute_seconds=sum(replay.seconds for replay in replays),
             stash_seconds=stash_seconds,
             wait_seconds=played.waited,
+            slow_wait_seconds=slow_waited,
             waits=played.waits,
             out_seconds=played.out_seconds,
             back_seconds=played.back_seconds,

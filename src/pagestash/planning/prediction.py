@@ -24,6 +24,8 @@ class Prediction:
     stash_seconds: float
     wait_seconds: float
     """How long compute waits for copies."""
+    slow_wait_seconds: float
+    """The same where host and link are slow."""
     waits: Sequence[tuple[int, float]]
     """The segment before which it waits, and for how long."""
     out_seconds: float
@@ -54,6 +56,11 @@ class Prediction:
     def mean_seconds(self) -> float:
         """Over steps in which host and link are quick, and slow: what policies are compared by."""
         return (1 - SLOW_STEPS) * self.seconds + SLOW_STEPS * self.slow_host_seconds
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether compute waits for copies, on a quick host or a slow one."""
+        return self.wait_seconds > 0 or self.slow_wait_seconds > 0
 
     def at_peak(self) -> dict[str, int]:
         """Device bytes by what holds them, where memory peaks."""

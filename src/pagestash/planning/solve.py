@@ -164,6 +164,8 @@ def candidates(problem: Problem) -> list[Candidate]:
         for assignment in (*counted, *_mixed(problem, each)):
             pool.predict(assignment)
         _improve(problem, pool)
+        for assignment in _alike(problem):
+            pool.predict(assignment)
     return sorted(pool.candidates, key=lambda item: (item.predicted.mean_seconds, item.predicted.peak_bytes))
 
 
@@ -200,6 +202,18 @@ def _improve(problem: Problem, pool: _Pool) -> None:
         search.run(levels, predictions_for(pool.size) // share // len(costs))
 
 
+def _alike(problem: Problem) -> Iterator[Assignment]:
+    """Each choice, in all layers: the program may take it for too large, and a search may never come there."""
+    groups = problem.groups
+    for choice in main_group(groups).choices if groups else ():
+        yield tuple(choice if choice in group.choices else () for group in groups for _ in group.units)
+
+
+def main_group(groups: Sequence[Group]) -> Group:
+    """The group that saves most."""
+    return max(groups, key=lambda group: len(group.units) * group.costs[0].kept_bytes)
+
+
 def _mixed(problem: Problem, each: int) -> Iterator[Assignment]:
     """The earliest so many layers take one choice and the others another; both may offload a part of a layer.
 
@@ -208,7 +222,7 @@ def _mixed(problem: Problem, each: int) -> Iterator[Assignment]:
     """
     if not problem.host_bytes or not problem.groups:
         return
-    main = max(problem.groups, key=lambda group: len(group.units) * group.costs[0].kept_bytes)
+    main = main_group(problem.groups)
     step = problem.step
     mixed = {unit.name for group in problem.groups if group.mixes for unit in group.units}
     order = sorted(mixed, key=lambda name: (step.span(name) or (0, 0))[0])

@@ -76,6 +76,8 @@ class _Predicted:
     seconds: float
     peak_bytes: int
     """Of the fullest device."""
+    is_waiting: bool = False
+    """A cluster's link is shared: how long a rank waits for it is not told apart."""
 
 
 class _Pool:

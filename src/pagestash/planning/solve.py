@@ -34,7 +34,8 @@ RATES = (1.0, 0.4, 0.0)
 holds few groups, and the last layers' come back at once. With 0 nothing is moved."""
 EXHAUSTIVE = 900
 FEW = 100
-"""Predictions: where a search may take no more, fewer levels and pairs of choices are tried, too."""
+"""Predictions: where a search may take no more, fewer levels, pairs of choices, and choices for all layers are
+tried, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +160,13 @@ def candidates(problem: Problem) -> list[Candidate]:
         for assignment in product(*(group.choices for group in problem.groups for _ in group.units)):
             pool.predict(assignment)
     else:
-        each, levels = (1, COARSE_GRID) if predictions_for(pool.size) < FEW else (4, GRID)
+        few = predictions_for(pool.size) < FEW
+        each, levels = (1, COARSE_GRID) if few else (4, GRID)
         counted = map(problem.by_counts, _by_counts(problem, levels))
         for assignment in (*counted, *_mixed(problem, each)):
             pool.predict(assignment)
         _improve(problem, pool)
-        for assignment in _alike(problem):
+        for assignment in _alike(problem, moving=not few):
             pool.predict(assignment)
     return sorted(pool.candidates, key=lambda item: (item.predicted.mean_seconds, item.predicted.peak_bytes))
 
@@ -202,11 +204,16 @@ def _improve(problem: Problem, pool: _Pool) -> None:
         search.run(levels, predictions_for(pool.size) // share // len(costs))
 
 
-def _alike(problem: Problem) -> Iterator[Assignment]:
-    """Each choice, in all layers: the program may take it for too large, and a search may never come there."""
+def _alike(problem: Problem, *, moving: bool) -> Iterator[Assignment]:
+    """Each choice in all layers, those that move something only if `moving`.
+
+    The program may take it for too large, and a search may never come there.
+    """
     groups = problem.groups
-    for choice in main_group(groups).choices if groups else ():
-        yield tuple(choice if choice in group.choices else () for group in groups for _ in group.units)
+    main = main_group(groups) if groups else Group([])
+    for choice, cost in zip(main.choices, main.costs):
+        if moving or not cost.moved_bytes:
+            yield tuple(choice if choice in group.choices else () for group in groups for _ in group.units)
 
 
 def main_group(groups: Sequence[Group]) -> Group:

@@ -45,6 +45,31 @@ def test_a_rule_that_moves_something_is_not_mentioned(told, home):
     assert told() == []
 
 
+class Scaled(nn.Module):
+    """Saves its input, and nobody saves its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Shifted(nn.Module):
+    def forward(self, x):
+        return (x + 1.0).exp()
+
+
+def test_a_rule_for_what_makes_the_input_of_a_recomputed_region_is_not_mentioned(told):
+    """Its result is made again, too, and held nowhere."""
+    layers = nn.Sequential(*(nn.Sequential(Scaled(), Shifted()) for _ in range(3)))
+    train(layers, *(ps.Rule(f"1.{part}", "recompute", min_bytes=0) for part in (0, 1)))
+    assert told() == []
+    train(layers, ps.Rule("1.0", "recompute", min_bytes=0))
+    assert len(told()) == 1
+
+
 def test_an_offload_rule_that_moves_something_is_not_mentioned(told):
     train(net(4), ps.Rule("*", "offload", min_bytes=0, prefetch_bytes=0))
     assert told() == []

@@ -46,7 +46,7 @@ def rotation(length: int, dim: int, theta: float, device: Any = None) -> Rotatio
 
 
 class RoPE(nn.Module):
-    """Rotates the pairs (x[i], x[i + D/2]) of each head by its position's angles, in float32.
+    """Rotates the pairs (x[i], x[i + D/2]) of each head by its position's angles, in float32 or wider.
 
     Backward keeps the angles and nothing of the size of queries and keys.
     """

@@ -1,7 +1,7 @@
 """A plan is checked by steps under it: a prediction may be wrong, and a budget must not be.
 
-If the peak of such a step exceeds the budget, the next plan is for as much less; if the device has no memory for
-it, for a twentieth less.
+If the peak of such a step exceeds the budget, of which a little is left free, the next plan is for as much less; if
+the device has no memory for it, for a twentieth less.
 """
 
 import gc
@@ -19,6 +19,9 @@ from pagestash.profiling.steps import RepeatedStep
 from pagestash.saved.keeper import Keeper
 from pagestash.sizes import format_bytes
 
+RESERVE = 4096
+"""One part in so many of the budget is left free: a loop may hold a little more than a step that is measured by
+itself. It was up to 4 MB of 80 GiB."""
 TRIES = 3
 """Plans that are tried after the first."""
 WARM = 2
@@ -66,6 +69,7 @@ def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan]) -> Pl
     Each further plan is for the last one's budget, less what that exceeded it by: twice that from the second on.
     """
     limit = aim = plan.budget_bytes
+    most = limit - limit // RESERVE
     tried: list[Plan] = []
     for number in range(TRIES + 1):
         found = None
@@ -79,10 +83,10 @@ def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan]) -> Pl
             measured_seconds=None if found is None else found.seconds,
             planned_for=aim,
         )
-        if peak is not None and peak <= limit:
+        if peak is not None and peak <= most:
             return plan
         tried.append(plan)
-        aim -= limit // 20 if peak is None else min(2, number + 1) * (peak - limit)
+        aim -= limit // 20 if peak is None else min(2, number + 1) * (peak - most)
         try:
             while (plan := plan_for(aim)).policy in [other.policy for other in tried]:
                 aim = plan.predicted.peak_bytes - 1

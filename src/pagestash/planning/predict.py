@@ -91,7 +91,8 @@ class _Playing:
     def __init__(self, step: MeasuredStep, rules: RuleTable, replays: KnownReplays) -> None:
         self.step, self.rules = step, rules
         profile = step.profile
-        self.recomputing = Recomputing(rules, step.index, profile.regions)
+        # (A split backward replays a region twice, and what it asks for, too: there nothing is taken to be remade.)
+        self.recomputing = Recomputing(rules, step.index, profile.regions, remakes=not step.halves)
         self.when_saved = assign_when_saved(rules, step.index, self.recomputing)
         self.homes = self._homes()
         self.replays = Replays(step, self.recomputing, self.homes, replays)
@@ -217,8 +218,9 @@ class _Playing:
         seen: set[int] = set()
         for region in self.recomputing.regions.values():
             span = self.step.span(region.name)
+            remade = {storage for storage, _, _ in self.recomputing.remade_for(region)}
             for storage, size in region.unsaved_inputs:
-                if storage not in seen and storage not in self.recomputing.remade and span is not None:
+                if storage not in seen and storage not in remade and span is not None:
                     seen.add(storage)
                     yield storage, size, *span
 

@@ -102,7 +102,7 @@ class Replays:
         for own in sorted(found, key=lambda owner: (found[owner].begun, owner), reverse=True):
             replay = found[own]
             when, beside = (replay.first, replay.request), 0
-            for maker, size in self._chained(replay.region, own[1], owners):
+            for maker, size in self._chained(replay.region, owners):
                 beside += size
                 if when < (found[maker].first, found[maker].request):
                     found[maker] = found[maker]._replace(first=when[0], request=when[1])
@@ -112,38 +112,25 @@ class Replays:
             return list(found.values())
         return [half for replay in found.values() for half in self._halves(replay)]
 
-    def _chained(self, region: Region, call: int, owners: Mapping[int, Owner]) -> Iterator[tuple[Owner, int]]:
+    def _chained(self, region: Region, owners: Mapping[int, Owner]) -> Iterator[tuple[Owner, int]]:
         """The replays that bring the region's inputs back, and the bytes of those that nobody saves."""
         makers, homes = self._recomputing.makers, self._homes
         for storage in region.inputs:
             if storage in makers and homes.get(storage) == "recompute":
                 yield owners[storage], 0
-        for storage, size in region.unsaved_inputs:
-            maker = self._recomputing.remade.get(storage)
-            if maker is not None:
-                yield self._call(maker, call), size
+        for _, size, maker in self._recomputing.remade_for(region):
+            yield (maker.name, 0), size
 
     def _remaking(self, owned: Iterable[Owner]) -> set[Owner]:
         """The replays that make unsaved inputs of others, and run to the end of their regions for that."""
         found: set[Owner] = set()
-        if not self._recomputing.remade:
-            return found
-        calls: dict[str, set[int]] = {}
-        for name, call in owned:
-            calls.setdefault(name, set()).add(call)
-        for region in reversed(self._recomputing.regions.values()):  # who takes comes before who makes
-            for call in calls.get(region.name, ()):
-                for storage, _ in region.unsaved_inputs:
-                    maker = self._recomputing.remade.get(storage)
-                    if maker is not None:
-                        name, number = owner = self._call(maker, call)
-                        found.add(owner)
-                        calls.setdefault(name, set()).add(number)
+        left = [name for name, _ in owned]
+        while left:
+            for _, _, maker in self._recomputing.remade_for(self._recomputing.regions[left.pop()]):
+                if (maker.name, 0) not in found:
+                    found.add((maker.name, 0))
+                    left.append(maker.name)
         return found
-
-    def _call(self, maker: Region, call: int) -> Owner:
-        """The call of `maker` before that call of a region: modules that make for each other run as often."""
-        return maker.name, max(0, min(call, len(self._step.calls_of(maker.within)) - 1))
 
     def _replay(self, name: str, call: int, storages: tuple[int, ...], whole: bool) -> Replay:
         """The replay that brings these storages back, when their own backward asks for it."""

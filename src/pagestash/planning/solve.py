@@ -205,12 +205,12 @@ def _improve(problem: Problem, pool: _Pool) -> None:
 
 
 def _alike(problem: Problem, *, moving: bool) -> Iterator[Assignment]:
-    """Each choice in all layers, those that move something only if `moving`.
+    """Each choice of the largest group in all layers that have it, those that move something only if `moving`.
 
     The program may take it for too large, and a search may never come there.
     """
     groups = problem.groups
-    main = main_group(groups) if groups else Group([])
+    main = main_group(groups)
     for choice, cost in zip(main.choices, main.costs):
         if moving or not cost.moved_bytes:
             yield tuple(choice if choice in group.choices else () for group in groups for _ in group.units)

@@ -252,7 +252,8 @@ def _saved_result(step: MeasuredStep) -> int:
 def _largest_storage(profile: ProfiledStep) -> int:
     found = [tensor.storage for tensor in profile.tensors]
     for region in profile.regions:
-        found += [*region.inputs, *region.outputs, *(storage for storage, _ in region.unsaved_inputs)]
+        unsaved = (*region.unsaved_inputs, *region.unsaved_outputs)
+        found += [*region.inputs, *region.outputs, *(storage for storage, _ in unsaved)]
     return max(found, default=0)
 
 

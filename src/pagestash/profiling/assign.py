@@ -207,16 +207,18 @@ def rule_of(policy: Rules, path: Sequence[str], *, skip: HomeName | None = None)
 class Recomputing:
     """The recomputed regions of a policy: their inputs, which are held, and their outputs, which are discarded."""
 
-    def __init__(self, policy: Rules, index: TensorIndex, regions: Sequence[Region]) -> None:
+    def __init__(
+        self, policy: Rules, index: TensorIndex, regions: Sequence[Region], *, remakes: bool = True
+    ) -> None:
+        """Without `remakes`, what no operation saves is taken to be held for every replay."""
         self.makers: dict[int, Region] = {}
         """By storage: the recomputed region whose discarded output it is."""
         self.kept_inputs: set[int] = set()
         """Inputs of recomputed regions that stay on the device."""
         self.discarded: dict[int, str] = {}
         """By storage: the region that discards a tensor in it, whatever home others give the storage."""
-        self.remade: dict[int, Region] = {}
-        """By storage that no operation saves: the recomputed region that makes it again for the replay of another,
-        so that it is not held for that one."""
+        self._remade: dict[int, Region] = {}
+        """By storage that no operation saves: the recomputed region that can make it again."""
         self.regions: dict[str, Region] = {}
         self.profiled = regions
         """All regions of the profile."""
@@ -229,26 +231,35 @@ class Recomputing:
             if rule is not None and rule.home == "recompute":
                 self.regions[region.name] = region
         for region in self.regions.values():  # in the order of forward
-            self._add(region)
+            self._add(region, remakes)
 
-    def _add(self, region: Region) -> None:
+    def _add(self, region: Region, remakes: bool) -> None:
         outputs, size = self._index.recomputed(region)
         for storage in region.inputs:
             maker = self.makers.get(storage)
-            if maker is not None and self._chained(storage):
+            if maker is not None and self._chained(storage) and self._asks(region):
                 size += self._replay_bytes[maker.name]
             elif self._outer_home(region) == "keep":
                 self.kept_inputs.add(storage)
-        for storage, _ in region.unsaved_inputs:
-            if storage in self.remade:
-                size += self._replay_bytes[self.remade[storage].name]
+        size += sum(self._replay_bytes[maker.name] for _, _, maker in self.remade_for(region))
         size += sum(unsaved for _, unsaved in region.unsaved_outputs)
         self._replay_bytes[region.name] = size
         for storage in outputs:
             self.makers[storage] = region
         for storage, unsaved in region.unsaved_outputs:
-            if discards(size, unsaved):
-                self.remade[storage] = region
+            if remakes and region.calls == 1 and discards(size, unsaved):
+                self._remade[storage] = region
+
+    def remade_for(self, region: Region) -> list[tuple[int, int, Region]]:
+        """Inputs of a recomputed region that no operation saves and that are not held: storage, bytes, and the
+        region that makes them again for its replay.
+
+        Where one of both runs several times, all are taken to be held: a profile does not say whose call made what.
+        """
+        if region.calls != 1 or not self._asks(region):
+            return []
+        found = ((storage, size, self._remade.get(storage)) for storage, size in region.unsaved_inputs)
+        return [(storage, size, maker) for storage, size, maker in found if maker is not None]
 
     def holds(self, storage: int, name: str) -> bool:
         """Whether the storage is an input of that region, if it is a recomputed one."""
@@ -266,7 +277,7 @@ class Recomputing:
 
     def home_of_input(self, storage: int, name: str) -> HomeName:
         """The home of a storage that is an input of the recomputed region `name`: that of the region around it."""
-        if storage in self.makers and self._chained(storage):
+        if storage in self.makers and self._chained(storage) and self._asks(self.regions[name]):
             return "recompute"
         return self.home_around(name)
 
@@ -288,6 +299,11 @@ class Recomputing:
     def _outer_home(self, region: Region) -> HomeName:
         rule = self.rule_around(region.name)
         return "keep" if rule is None else rule.home
+
+    def _asks(self, region: Region) -> bool:
+        """Whether an input of it may be made again by another: not where a rule keeps what is around."""
+        rule = self.rule_around(region.name)
+        return rule is None or rule.moves
 
     def _chained(self, storage: int) -> bool:
         return discards(self._replay_bytes[self.makers[storage].name], self._index.bytes[storage])

@@ -43,6 +43,8 @@ class Look(Protocol):
 
     def saw(self, region: Region, tensor: torch.Tensor, packed: Packed) -> None: ...
 
+    def discarded_by(self, region: str) -> None: ...
+
 
 @dataclass(slots=True, eq=False)
 class Untouched(Packed):

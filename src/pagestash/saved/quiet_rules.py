@@ -57,15 +57,19 @@ class QuietRules:
         self._steps = 0
         self._saw = False
 
+    def discarded_by(self, region: str) -> None:
+        """An output of that region is not held where it is saved, or is an input of another that is recomputed."""
+        maker = self._policy.rule_for(region)
+        if maker in self._rules:
+            self._rules[maker].moved = True
+
     def saw(self, region: Region, tensor: torch.Tensor, packed: Packed) -> None:
         """A tensor was saved in `region`, and packed as `packed`."""
         self._saw = True
         owner = region.claimed(plain_storage(tensor)) or region
         rule = self._policy.rule_for(owner.name)
         if packed.recomputed_by:
-            maker = self._policy.rule_for(packed.recomputed_by)
-            if maker in self._rules:
-                self._rules[maker].moved = True  # its output is not held
+            self.discarded_by(packed.recomputed_by)
         seen = self._rules.get(rule) if rule is not None else None
         if seen is None or rule is None:
             return

@@ -29,6 +29,9 @@ from pagestash.kernels.backward import differentiable_once
 
 ELEMENTS = 2048
 """Of a tile, over 4 warps: two 16-byte accesses of bf16 a thread. A wider row is a tile by itself."""
+HEADS = 256
+"""Rows of a group at most. A group of more is no token's heads, but a sequence, and kernels would be compiled for
+each length."""
 PROGRAMS_PER_SM = 4
 """Of backward. Each leaves a row of float32 to be summed: few enough that the sum is cheap."""
 
@@ -151,10 +154,10 @@ def _rows(x: Tensor, width: int) -> _Rows:
             levels[-1] = levels[-1][0] * size, step
         elif size != 1:
             levels.append((size, step))
-    if len(levels) > 2 or (x.stride(-1) != 1 and width != 1):
-        return _rows(x.contiguous(), width)
     groups, apart = levels[0] if levels else (1, 0)
-    together, step = levels[1] if len(levels) == 2 else (1, 0)
+    together, step = levels[1] if len(levels) > 1 else (1, 0)
+    if len(levels) > 2 or together > HEADS or (x.stride(-1) != 1 and width != 1):
+        return _rows(x.contiguous(), width)
     return _Rows(x, groups * together, together, apart, step)
 
 

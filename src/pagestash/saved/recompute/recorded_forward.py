@@ -162,6 +162,8 @@ class RecordedForward(Recording):
         if note and key is not None:
             self._held.setdefault(key, []).append((alone, tensor._version))
         if isinstance(packed, OutputHandle):
+            if self._hooks.look is not None:
+                self._hooks.look.discarded_by(packed.recomputed_by)
             self._recomputed.replay_bytes += packed.recomputed.replay_bytes
             self._recomputed.moves |= packed.recomputed.moves
         elif isinstance(packed, Handle):

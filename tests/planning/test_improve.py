@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import pytest
 
-from pagestash.planning.improve import BLOCKS, Search
-from pagestash.planning.layers import Choice, Group, Unit
+from pagestash.planning.improve import APART, BLOCKS, Search
+from pagestash.planning.layers import Choice, Group, Unit, with_mixes
 from pagestash.planning.prediction import Cost
 
 RECOMPUTE: Choice = (("mlp", "recompute", 1.0),)
@@ -78,3 +78,31 @@ def test_where_compute_waits_for_copies_what_moves_less_is_tried_first(is_waitin
     search = Search([group], Pool([(MOVE,) * 4], all_at_once=1.0), byte_seconds=0.1)
     first = search._likeliest((MOVE,) * 4, Found(5.0, 50, is_waiting), level=50, price=1.0)[0]
     assert set(wanted) <= set(first.choices[0])
+
+
+def test_what_differs_from_the_best_may_lead_further():
+    """No change of what is best makes it better; the second best becomes the best, a layer at a time."""
+    wide: Choice = tuple((f"region{at}", "offload", 1.0) for at in range(APART))
+
+    class Trap(Pool):
+        def predict(self, assignment):
+            apart = sum(set(wide) <= set(choice) for choice in assignment)
+            beside = sum(set(OTHER) <= set(choice) for choice in assignment)
+            seconds = 6.0 - beside if apart == len(assignment) else 5.0 + apart + beside
+            self.found[assignment] = Found(seconds, 90)
+            return self.found[assignment]
+
+    best = searched(Trap([((),) * 4, (wide,) * 4], all_at_once=0.0), 4)
+    assert best == (tuple(sorted({*wide, *OTHER})),) * 4
+
+
+def test_mixes_are_choices_of_the_program_unless_another_beats_them():
+    group = Group(
+        [Unit("layers.0")], choices=[(), RECOMPUTE], costs=[Cost(10, 0, 0.0, 0), Cost(4, 0, 1.0, 0)]
+    )
+    both: Choice = tuple(sorted((*OTHER, *RECOMPUTE)))
+    group.mixes = {both: Cost(2, 2, 1.0, 0), OTHER: Cost(8, 9, 0.0, 0), MOVE: Cost(8, 9, 0.5, 0)}
+    found = with_mixes(group)
+    assert found.choices == [(), OTHER, RECOMPUTE, both]
+    assert found.costs == [Cost(10, 0, 0.0, 0), Cost(8, 9, 0.0, 0), Cost(4, 0, 1.0, 0), Cost(2, 2, 1.0, 0)]
+    assert group.choices == [(), RECOMPUTE]

@@ -1,8 +1,9 @@
 """Candidates that are better than those of the linear program, found by changing a few layers at a time.
 
-For each of the memory levels T (parts of what is saved at the unplanned peak) the best known candidate is changed:
-a *block* of neighbouring layers takes a home more, or one less, or the choice of the block beside it; or all layers
-of a group take a home, or lose it. With a price p for a byte too much, a change is taken if it makes
+For each of the memory levels T (parts of what is saved at the unplanned peak) the best known candidate is changed,
+and then the best of those that differ from it: a *block* of neighbouring layers takes a home more, or one less, or
+the choice of the block beside it; or all layers of a group take a home, or lose it. With a price p for a byte too
+much, a change is taken if it makes
 
     seconds  +  p × max(0, peak - T)
 
@@ -29,6 +30,9 @@ BLOCKS = 8
 """Of a group of alike layers: so many are changed one by one, of more a whole number together."""
 PATIENCE = 25
 """Changes in a row that bring nothing before the next level is looked at."""
+FIRST, APART = 0.6, 5
+"""Part of a level's predictions for what is best there. The others are for the best of what has so many other homes
+in its layers."""
 PRICE = 2.0
 """Of a byte too much, in times of what a byte costs from the fastest to the smallest candidate."""
 DOUBT = 2e-4
@@ -119,12 +123,36 @@ class Search:
             left -= self._improve(level, price, most) if most else 0
 
     def _improve(self, level: int, price: float, most: int) -> int:
-        """Change what is best at a level until nothing gets better; returns how many predictions that took."""
+        """Change what is best at a level, and then the best of what differs from it, which may lead further.
+
+        Returns how many predictions that took.
+        """
 
         def score(found: Predicted) -> float:
             return self.cost(found) + price * max(0, found.peak_bytes - level)
 
-        current, found = min(self.pool.known(), key=lambda item: (score(item[1]), item[1].peak_bytes))
+        def ranked() -> list[tuple[Assignment, Predicted]]:
+            return sorted(self.pool.known(), key=lambda item: (score(item[1]), item[1].peak_bytes))
+
+        begun = self.pool.count
+        self._climb(ranked()[0], score, level, price, round(FIRST * most))
+        best, *others = ranked()
+        homes = _homes(best[0])
+        other = next((item for item in others if len(_homes(item[0]) ^ homes) >= APART), None)
+        if other is not None:
+            self._climb(other, score, level, price, most - (self.pool.count - begun))
+        return self.pool.count - begun
+
+    def _climb(
+        self,
+        start: tuple[Assignment, Predicted],
+        score: Callable[[Predicted], float],
+        level: int,
+        price: float,
+        most: int,
+    ) -> None:
+        """Change an assignment until nothing gets better, with so many predictions."""
+        current, found = start
         begun, failures, is_better = self.pool.count, 0, True
         while is_better:
             best, is_better = score(found), False
@@ -139,7 +167,6 @@ class Search:
                     current, found, failures = trial, predicted, 0
                     break
                 failures += 1
-        return self.pool.count - begun
 
     def _note(self, kind: Kind, *, is_better: bool) -> None:
         failed = self.failed.get(kind, 0)
@@ -203,6 +230,11 @@ class Search:
             seconds += more_seconds
         is_longer = len(choices[0]) > len(current[block[0]])
         return _Change((number, what, is_longer), block, choices, size, moved, seconds)
+
+
+def _homes(assignment: Assignment) -> frozenset[tuple[str, str, float]]:
+    """Homes that some layer has."""
+    return frozenset(item for choice in set(assignment) for item in choice)
 
 
 def _toggled(current: Assignment, units: range, step: Choice) -> list[Choice]:

@@ -8,7 +8,7 @@ choices.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import permutations
 
@@ -305,6 +305,14 @@ def _best(known: dict[Choice, Cost], link: Link) -> list[Choice]:
         }
         front = [choice for choice in front if choice in chosen]
     return [(), *(choice for choice in reversed(front) if choice)]
+
+
+def with_mixes(group: Group) -> Group:
+    """The group with its mixes among its choices: those that no other beats by its sums."""
+    known = group.mixes | dict(zip(group.choices, group.costs))
+    order = sorted(known, key=lambda choice: (known[choice], len(choice), choice))
+    choices = [(), *(choice for choice in reversed(_unbeaten(order, known, 3)) if choice)]
+    return replace(group, choices=choices, costs=[known[choice] for choice in choices])
 
 
 def _most(known: dict[Choice, Cost], choice: Choice) -> int:

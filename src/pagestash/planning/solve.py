@@ -3,8 +3,9 @@
 Counts are proposed by a linear program (`program.py`), once for each of some memory targets between the smallest
 and the unplanned peak, and for each of `RATES` of the link. Every candidate is predicted (`predict.py`), and a plan
 is chosen by what is predicted. The candidates do not depend on the budget, so more memory never makes a plan
-slower. Pairs of choices are candidates beside the counts (`pairs.py`), and what a search finds from there
-(`improve.py`). If there are at most `EXHAUSTIVE` ways to give each layer a choice, all are candidates.
+slower. Beside the counts, candidates are pairs of choices (`pairs.py`), what a search finds from there
+(`improve.py`), and each choice for all layers. If there are at most `EXHAUSTIVE` ways to give each layer a choice,
+all are candidates.
 
 Which layers: the earliest take the choice that moves most, because their copies have the longest way back; then
 those that recompute most; the last ones keep, because their backward comes first, where memory is at its most.
@@ -18,7 +19,7 @@ from operator import attrgetter
 
 from pagestash.planning.alternatives import by_hand
 from pagestash.planning.improve import LEVELS, Assignment, Search, predictions_for
-from pagestash.planning.layers import Choice, Group, Unit, find_groups, least_bytes_of, rules_of
+from pagestash.planning.layers import Choice, Group, Unit, find_groups, least_bytes_of, rules_of, with_mixes
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.pairs import likely_pairs
 from pagestash.planning.predict import Predictor
@@ -32,6 +33,8 @@ fewer are among the others."""
 RATES = (1.0, 0.4, 0.0)
 """Parts of the link's rates that the program counts on. Real copies hide less well than their sum says: a window
 holds few groups, and the last layers' come back at once. With 0 nothing is moved."""
+MIXED_RATES = (1.0, 0.7, 0.4)
+"""The same of choices that offload some regions beside recomputed ones."""
 EXHAUSTIVE = 900
 FEW = 100
 """Predictions: where a search may take no more, fewer levels, pairs of choices, and choices for all layers are
@@ -66,17 +69,6 @@ class Problem:
         self.least_bytes = least_bytes_of(self.step.profile)
         self.groups = find_groups(self.step, host=self.host_bytes > 0, least_bytes=self.least_bytes)
         self.units = [unit for group in self.groups for unit in group.units]
-
-    def by_counts(self, counts: Counts) -> Assignment:
-        """The choice of each unit, by counts."""
-        chosen: list[Choice] = []
-        for group, own in zip(self.groups, counts):
-            order = sorted(
-                range(len(own)),
-                key=lambda at: (-group.costs[at].moved_bytes, -group.costs[at].recomputed_bytes, at),
-            )
-            chosen += [group.choices[at] for at in order for _ in range(own[at])]
-        return tuple(chosen)
 
     def rules(self, assignment: Assignment) -> dict[str, Rule]:
         """The rules of all units, by the choice of each."""
@@ -162,7 +154,7 @@ def candidates(problem: Problem) -> list[Candidate]:
     else:
         few = predictions_for(pool.size) < FEW
         each, levels = (1, COARSE_GRID) if few else (4, GRID)
-        counted = map(problem.by_counts, _by_counts(problem, levels))
+        counted = _by_counts(problem, levels, mixes=problem.host_bytes > 0 and not few)
         for assignment in (*counted, *_mixed(problem, each)):
             pool.predict(assignment)
         _improve(problem, pool)
@@ -250,27 +242,48 @@ def _mixed(problem: Problem, each: int) -> Iterator[Assignment]:
         )
 
 
-def _by_counts(problem: Problem, levels: int) -> Iterator[Counts]:
+def _by_counts(problem: Problem, levels: int, *, mixes: bool) -> Iterator[Assignment]:
+    """What a program proposes; with `mixes` also of choices that offload some regions beside recomputed ones."""
     groups = problem.groups
-    yield uniform(groups, [0] * len(groups))
     smallest = [min(range(len(g.costs)), key=lambda at: g.costs[at].kept_bytes) for g in groups]
-    yield uniform(groups, smallest)
     # Recomputing may be smaller than it looks by what is kept: it moves nothing, and has no window.
     still = [
         min(range(len(g.costs)), key=lambda at: (g.costs[at].moved_bytes > 0, g.costs[at].kept_bytes))
         for g in groups
     ]
-    yield uniform(groups, still)
+    for chosen in ([0] * len(groups), smallest, still):
+        yield _assigned(groups, uniform(groups, chosen))
     own = problem.predictor
     if own is None or own.step is not problem.step:
         own = Predictor(problem.step)
     plain = own.predict(RuleTable({}, PoolConfig()))
+    yield from _solved(problem, groups, plain, levels, RATES)
+    if mixes:
+        yield from _solved(problem, [with_mixes(group) for group in groups], plain, levels, MIXED_RATES)
+
+
+def _solved(
+    problem: Problem, groups: Sequence[Group], plain: Prediction, levels: int, rates: Sequence[float]
+) -> Iterator[Assignment]:
+    """The program's counts, for so many memory levels and these parts of the link's rates."""
     program = Program(problem.step, groups, problem.host_bytes, problem.others, plain)
     least = program.least()
-    yield least
+    yield _assigned(groups, least)
     low, high = program.level(least), program.level(uniform(groups, [0] * len(groups)))
-    for number, rate in product(range(levels), RATES):
+    for number, rate in product(range(levels), rates):
         counts = program.solve(low + (high - low) * number / levels, rate)
         if counts is not None:
-            yield counts
-    problem.exact = program.exact
+            yield _assigned(groups, counts)
+    problem.exact &= program.exact
+
+
+def _assigned(groups: Sequence[Group], counts: Counts) -> Assignment:
+    """The choice of each unit, by counts: who moves most comes first."""
+    chosen: list[Choice] = []
+    for group, own in zip(groups, counts):
+        order = sorted(
+            range(len(own)),
+            key=lambda at: (-group.costs[at].moved_bytes, -group.costs[at].recomputed_bytes, at),
+        )
+        chosen += [group.choices[at] for at in order for _ in range(own[at])]
+    return tuple(chosen)

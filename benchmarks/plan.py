@@ -5,9 +5,9 @@ parts of its saved bytes. Then it runs under each plan, and under each policy by
 first without policies by hand that are far from the best. Time is the median of a round's steady steps, in the
 fastest round: a slow moment of the host is no property of a policy. The peak is the allocator's.
 
-Some models run as CUDA graphs, too, without a policy and under plans for a graph. A graphed step runs two
-microbatches and an optimizer (SGD), which sets gradients to zero in place. Its time is given by microbatch, without
-that of the optimizer alone.
+Some models run as CUDA graphs, too, without a policy and under plans for a graph. A graph has gradients of its own,
+which only a second microbatch finds in place. So a graphed step runs two microbatches and an optimizer (SGD). Its
+time is given by microbatch, without that of the optimizer alone.
 
 Without a GPU, or quick, a tiny preset runs, and memory is counted by live storages.
 """
@@ -156,21 +156,16 @@ class Bench:
         torch._C._cuda_clearCublasWorkspaces()  # torch keeps those of an earlier graph's stream
         self._hold_gradients()
         optimizer = torch.optim.SGD(self.parameters, lr=0.0, fused=True)  # the loss stays as it is
-
-        def update() -> None:
-            optimizer.step()
-            optimizer.zero_grad(
-                set_to_none=False
-            )  # the next microbatch adds to them, as in the profiled step
-
-        updated = statistics.median(self._timed(update) for _ in range(WARM + repeats))
+        update = statistics.median(self._timed(optimizer.step) for _ in range(WARM + repeats))
+        optimizer.zero_grad()
         keeper = ps.Keeper(policy).attach(self.model)
 
         def train_step() -> torch.Tensor:
             for _ in range(MICROBATCHES):
                 loss = self._loss()
                 loss.backward()
-            update()
+            optimizer.step()
+            optimizer.zero_grad()
             return loss.detach()
 
         step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)
@@ -181,7 +176,7 @@ class Bench:
         loss = step()  # is captured
         self._wait()
         peak = torch.cuda.max_memory_allocated(self.device)
-        times = [(self._timed(step) - updated) / MICROBATCHES for _ in range(repeats)]
+        times = [(self._timed(step) - update) / MICROBATCHES for _ in range(repeats)]
         step.wait()
         found = {"times": times, "peak_bytes": peak, "loss": loss.item()}
         del step, loss

@@ -245,7 +245,7 @@ def _steps(unit: Unit, own: ProfiledStep, *, host: bool) -> list[Choice]:
 def _makers(region: Region, regions: Sequence[Region]) -> list[str]:
     """The regions that make what would wait for a replay of this one: recomputing all of them gains something."""
     wanted, found = {storage for storage, _ in region.unsaved_inputs}, list[str]()
-    for other in reversed(regions):  # in the order of forward: what is found may need what others make
+    for other in reversed(regions):  # the last one in forward first: it may need what others make
         made = {storage for storage, _ in other.unsaved_outputs} & wanted
         apart = not any(
             _around(*pair) for name in (region.name, *found) for pair in permutations((name, other.name))

@@ -6,8 +6,9 @@ from support import same
 from torch.library import opcheck
 
 from pagestash.kernels import backend as backends
-from pagestash.kernels.layer.rms_norm import HEADS as MOST_HEADS
-from pagestash.kernels.layer.rms_norm import _rms_norm, _rms_norm_backward, _rows, backward, forward, rms_norm
+from pagestash.kernels.layer.rms_norm import _rms_norm, _rms_norm_backward, backward, forward, rms_norm
+from pagestash.kernels.layer.strided_rows import HEADS as MOST_HEADS
+from pagestash.kernels.layer.strided_rows import rows_of
 
 TOLERANCE = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-12},
@@ -98,11 +99,13 @@ def test_heads_are_not_copied_and_a_part_of_a_sequence_is():
     """Kernels are compiled for the number of rows that stand together: for each number of heads, for no length."""
     qkv = torch.randn(2, 5, 8, 16)
     copied = {
-        name for name, heads in HEADS.items() if _rows(heads(qkv), 16).at.data_ptr() != heads(qkv).data_ptr()
+        name
+        for name, heads in HEADS.items()
+        if rows_of(heads(qkv), 16).at.data_ptr() != heads(qkv).data_ptr()
     }
     assert copied == {"heads first", "every other dimension"}
     part = torch.randn(2, 2 * MOST_HEADS, 16)[:, : MOST_HEADS + 1]
-    assert _rows(part, 16).together == 1
+    assert rows_of(part, 16).together == 1
 
 
 @pytest.mark.parametrize("early", [True, False])

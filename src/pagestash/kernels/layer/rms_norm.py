@@ -4,8 +4,8 @@ A row is the last dimension, of d elements. Saved for backward: `x` itself and `
 torch operators the same norm saves three tensors of x's size, two of them in float32.)
 
 `early` is where models differ. True (Llama and most others): the normalised row is rounded to x's dtype, then
-multiplied by the weight; the result has the wider dtype of both. False (Gemma, gpt-oss): the product is in
-float32 and rounded once, to x's dtype. Gemma's `offset` is 1.
+multiplied by the weight; the result has the wider dtype of both. False (Gemma, gpt-oss, our decoder): the product
+is in float32 and rounded once, to x's dtype. Gemma's `offset` is 1.
 
 Backward: with n = x·rstd and g = dy·(weight + offset),
 
@@ -26,12 +26,10 @@ from torch.library import custom_op
 
 from pagestash.kernels.backend import cdiv, choose, launching_on, multiprocessors, power_of_two, tl, triton
 from pagestash.kernels.backward import differentiable_once
+from pagestash.kernels.layer.strided_rows import rows_of
 
 ELEMENTS = 2048
 """Of a tile, over 4 warps: two 16-byte accesses of bf16 a thread. A wider row is a tile by itself."""
-HEADS = 256
-"""Rows of a group at most. A group of more is no token's heads, but a sequence, and kernels would be compiled for
-each length."""
 PROGRAMS_PER_SM = 4
 """Of backward. Each leaves a row of float32 to be summed: few enough that the sum is cheap."""
 
@@ -44,7 +42,7 @@ def forward(
     device = x.device
     if choose(device, backend) == "torch" or not x.numel():
         return forward_reference(x, weight, eps, offset, early)
-    rows = _rows(x, width)
+    rows = rows_of(x, width)
     out = torch.empty(x.shape, dtype=_result_dtype(x, weight, early), device=device)
     rstd = torch.empty(rows.number, dtype=_wide(x.dtype), device=device)
     tile = _tile(width)
@@ -86,7 +84,7 @@ def backward(
     device = x.device
     if choose(device, backend) == "torch" or not x.numel():
         return backward_reference(gradient, x, weight, rstd, offset, early, need_weight=need_weight)
-    rows, gradients = _rows(x, width), _rows(gradient, width)
+    rows, gradients = rows_of(x, width), rows_of(gradient, width)
     dx = torch.empty(x.shape, dtype=x.dtype, device=device)
     tile = _tile(width)
     programs = min(cdiv(rows.number, tile.together), PROGRAMS_PER_SM * multiprocessors(device))
@@ -128,37 +126,6 @@ def _check(x: Tensor, weight: Tensor | None) -> int:
     if weight is not None and (weight.shape != (width,) or not weight.is_contiguous()):
         raise ValueError(f"weight {tuple(weight.shape)}: expected a contiguous [{width}]")
     return width
-
-
-class _Rows(NamedTuple):
-    """Rows of d elements in memory, in groups."""
-
-    at: Tensor
-    number: int
-    """Of rows."""
-    together: int
-    """Rows of a group. Kernels are compiled for it: a division for each row is what they have no time for."""
-    apart: int
-    """Elements from one group to the next."""
-    step: int
-    """Elements from one row of a group to the next."""
-
-
-def _rows(x: Tensor, width: int) -> _Rows:
-    """`x` in memory; a slice of a wider projection, or some of its heads, needs no copy."""
-    if x.is_contiguous():  # nearly always, and it saves the host the rest
-        return _Rows(x, x.numel() // width, 1, width, 0)
-    levels: list[tuple[int, int]] = []
-    for size, step in zip(x.shape[:-1], x.stride()):
-        if levels and levels[-1][1] == size * step:
-            levels[-1] = levels[-1][0] * size, step
-        elif size != 1:
-            levels.append((size, step))
-    groups, apart = levels[0] if levels else (1, 0)
-    together, step = levels[1] if len(levels) > 1 else (1, 0)
-    if len(levels) > 2 or together > HEADS or (x.stride(-1) != 1 and width != 1):
-        return _rows(x.contiguous(), width)
-    return _Rows(x, groups * together, together, apart, step)
 
 
 class _Tile(NamedTuple):
@@ -228,7 +195,7 @@ def backward_reference(
 
 @triton.jit
 def _begin(row, apart, step, TOGETHER: tl.constexpr):
-    """Where rows begin; see `_Rows`."""
+    """Where rows begin; see `StridedRows`."""
     return row // TOGETHER * apart + row % TOGETHER * step
 
 

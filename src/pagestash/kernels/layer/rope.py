@@ -15,7 +15,7 @@ carry no gradient.
 | style | pair i of x | pair i of y | C | used by |
 | --- | --- | --- | --- | --- |
 | `halves` | i, i + R/2 | the same | R: (cos1, cos2) = (cos[i], cos[i + R/2]) | Llama, Qwen, Mixtral, GLM-4-MoE |
-| `half_table` | i, i + R/2 | the same | R/2 | gpt-oss |
+| `half_table` | i, i + R/2 | the same | R/2 | gpt-oss, our decoder |
 | `deinterleave` | 2i, 2i + 1 | i, i + R/2 | R, of which the first half is read | DeepSeek-V3 |
 | `interleaved` | 2i, 2i + 1 | the same | R, of which the first half is read | GLM-4, ERNIE |
 

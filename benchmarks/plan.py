@@ -2,11 +2,13 @@
 
 For each model a step (forward and backward, adding to gradients that are there) is profiled once and planned for
 parts of its saved bytes. Then it runs under each plan, and under each policy by hand, in several rounds; after the
-first without policies by hand that are far from the best. Time is the median of a round's steady steps, in the
-fastest round: a slow moment of the host is no property of a policy. The peak is the allocator's.
+first without policies by hand that are far from the best. Steps follow each other, as in training: the host waits
+for none. Time is the median of a round's steady steps, in the fastest round: a slow moment of the host is no
+property of a policy. The peak is the allocator's.
 
-Some models run as CUDA graphs, too, without a policy and under plans for a graph. A graph has gradients of its own,
-which only a second microbatch finds in place. So a graphed step runs two microbatches and an optimizer (SGD). Its
+The same steps are timed with a wait for the device before and after each. Some models also run under a plan for
+such steps, and as CUDA graphs, without a policy and under plans for a graph. A graph has gradients of its own,
+which only a second microbatch finds in place. So a graphed step runs four microbatches and an optimizer (SGD). Its
 time is given by microbatch, without that of the optimizer alone.
 
 Without a GPU, or quick, a tiny preset runs, and memory is counted by live storages.
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from torch import nn
 
 import pagestash as ps
 from benchmarks.harness import begun, write
-from benchmarks.plan_claims import GRAPHED_WAYS, claims_of
+from benchmarks.plan_claims import GRAPHED_WAYS, WAITING_WAY, claims_of
 from pagestash.models import Decoder, preset
 from pagestash.planning import NothingFits, predict
 from pagestash.planning.budget import base_bytes
@@ -36,7 +39,7 @@ from pagestash.profiling.memory import MemoryMeter
 
 PARTS = (0.75, 0.5, 0.35)
 ROUNDS, WARM, REPEATS = 3, 3, 5
-WARM_GRAPHED, MICROBATCHES = 2, 2
+WARM_GRAPHED, MICROBATCHES = 2, 4
 CLOSE = 1.05
 """By so much slower than the best in the first round, a policy by hand may still be the best."""
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -58,7 +61,7 @@ class Case:
     layer = "layers.*"
     examples = ("offload", "stash", "stash_and_recompute")
     graphed: bool = False
-    """Whether it is measured as a CUDA graph, too."""
+    """Whether it is planned and measured as a CUDA graph, and for a loop that waits, too."""
 
     def build(self, device: torch.device) -> tuple[nn.Module, Any]:
         """The model and its batch."""
@@ -138,18 +141,31 @@ class Bench:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     def measure(self, policy: ps.Policy, repeats: int) -> dict[str, Any]:
-        """Seconds of steady steps, the peak in bytes, and the loss, under a policy."""
+        """Seconds of steady steps, in a loop and one by one, the peak in bytes, and the loss, under a policy."""
         self._hold_gradients()
         keeper = ps.Keeper(policy).attach(self.model) if policy.rules else None
         for _ in range(WARM - 1):
             loss = self._step(keeper)
         # Counting storages takes time, which no timed step has.
         peak = self._peak(keeper)
-        times = [self._timed(lambda: self._step(keeper)) for _ in range(repeats)]
+        alone = [self._timed(lambda: self._step(keeper)) for _ in range(repeats)]
+        times = alone
+        if self.device.type == "cuda":
+            times = self._loop(keeper, repeats)
+            peak = max(peak, torch.cuda.max_memory_allocated(self.device))
         if keeper is not None:
             keeper.detach()
         gc.collect()
-        return {"times": times, "peak_bytes": peak, "loss": loss.item()}
+        return {"times": times, "alone": alone, "peak_bytes": peak, "loss": loss.item()}
+
+    def _loop(self, keeper: ps.Keeper | None, repeats: int) -> list[float]:
+        """The device's seconds of steps that follow each other; in one before them the host gets ahead."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        for mark in marks:
+            self._step(keeper)
+            mark.record()
+        self._wait()
+        return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]
 
     def measure_graphed(self, policy: ps.Policy, repeats: int) -> dict[str, Any]:
         """The same of a whole step as a CUDA graph; seconds are of a microbatch, without the optimizer."""
@@ -269,16 +285,44 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
         | {
             "seconds": min(statistics.median(each["times"]) for each in found),
             "round_seconds": [statistics.median(each["times"]) for each in found],
+            "alone_seconds": min(statistics.median(each["alone"]) for each in found),
             "peak_bytes": max(each["peak_bytes"] for each in found),
             "loss": found[0]["loss"],
         }
         for (row, _), found in zip(policies, seen)
     ]
     if case.graphed:
+        rows += waiting(case, bench, profile, rounds=rounds, repeats=repeats)
         rows += graphed(case, bench, profile, repeats)
     del bench
     gc.collect()
     return rows + refused
+
+
+def waiting(
+    case: Case, bench: Bench, profile: ps.Profile, *, rounds: int, repeats: int
+) -> list[dict[str, Any]]:
+    """The step under a plan for half of the bytes in a loop that waits for each."""
+    held = base_bytes(profile, 0)
+    row: dict[str, Any] = {"case": case.name, "way": WAITING_WAY, "part": 0.5, "held_bytes": held}
+    try:
+        plan = ps.plan(bench.model, bench.batch, budget=0.5, profile=profile, waits=True)
+    except NothingFits as error:
+        return [row | {"refused": str(error)}]
+    row |= {"budget_bytes": plan.budget_bytes, **predicted(plan.predicted)}
+    row["rules"] = [f"{rule.match} {rule.home} {rule.fraction:g}" for rule in plan.policy.rules]
+    found = []
+    for turn in range(rounds):
+        found.append(bench.measure(plan.policy, repeats))
+        show(row, found[-1] | {"times": found[-1]["alone"]}, f"round {turn + 1} of {rounds}")
+    return [
+        row
+        | {
+            "alone_seconds": min(statistics.median(each["alone"]) for each in found),
+            "peak_bytes": max(each["peak_bytes"] for each in found),
+            "loss": found[0]["loss"],
+        }
+    ]
 
 
 def graphed(case: Case, bench: Bench, profile: ps.Profile, repeats: int) -> list[dict[str, Any]]:

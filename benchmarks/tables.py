@@ -124,11 +124,11 @@ def plans(results: Path = RESULTS) -> str:
         return NONE_YET
     body = json.loads(path.read_text())
     lines = [
-        "| | ms | predicted | peak, GiB | predicted | budget |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| | ms | predicted | ms, each step waits | peak, GiB | predicted | budget |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for case in dict.fromkeys(row["case"] for row in body["rows"]):
-        lines.append(f"| **{_cell(case)}** | | | | | |")
+        lines.append(f"| **{_cell(case)}** | | | | | | |")
         lines += [_plan_line(row) for row in body["rows"] if row["case"] == case]
     return "\n".join([*lines, "", f"{_machine(body['environment'], 'torch')}."])
 
@@ -163,9 +163,10 @@ def _plan_line(row: dict[str, Any]) -> str:
     name = row["way"]
     if "part" in row:
         name = name.replace("plan", f"plan for {row['part']:g}", 1)
-    cells = (ms("seconds"), ms("predicted_seconds"), above("peak_bytes"), above("predicted_peak_bytes"))
+    times = [ms("seconds"), ms("predicted_seconds"), ms("alone_seconds")]
+    cells = [*times, above("peak_bytes"), above("predicted_peak_bytes")]
     if "refused" in row:
-        cells = ("nothing fits", "", "", "")
+        cells = ["nothing fits", "", "", "", ""]
     return f"| {_cell(name)} | {' | '.join(cells)} | {above('budget_bytes')} |"
 
 

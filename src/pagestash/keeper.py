@@ -54,10 +54,10 @@ class Keeper(saved.Keeper):
 
     With a `budget` instead of a policy, the keeper plans one: the first step runs without a policy, and when the
     second begins, the first call of the model is measured and planned for, as `ps.plan` does, which takes `loss`,
-    `optimizer`, `host`, `repeats`, `progress` and `graphed` (for a `GraphedStep`). Gradients count as held if a
-    forward of the first step finds any. Gradients, buffers and random states are restored afterwards. The policy
-    holds from the second step on, whatever batches come. The second step raises `NothingFits` if no policy fits;
-    steps after that run without one.
+    `optimizer`, `host`, `repeats`, `progress`, `graphed` (for a `GraphedStep`) and `waits` (for a loop that waits
+    for the device before each step). Gradients count as held if a forward of the first step finds any. Gradients,
+    buffers and random states are restored afterwards. The policy holds from the second step on, whatever batches
+    come. The second step raises `NothingFits` if no policy fits; steps after that run without one.
 
     Several ranks are refused. A policy changes no collective, but measuring does: it repeats forward and backward,
     whose hooks reduce gradients, and a rank that runs out of memory or has no plan leaves the others waiting in it.
@@ -81,6 +81,7 @@ class Keeper(saved.Keeper):
         repeats: int = 3,
         progress: "Progress | None" = None,
         graphed: bool = False,
+        waits: bool = False,
         backend: str = "auto",
         check: bool | None = None,
     ) -> None: ...

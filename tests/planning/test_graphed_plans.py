@@ -35,7 +35,7 @@ def test_neither_launches_nor_the_cost_of_a_keeper_count_in_a_graph(part):
     profile, costless = on_gpu(launched(part)), on_gpu(launched(part, overhead=Overhead()))
     found = predict(profile, policy, graphed=True)
     assert found.seconds == predict(costless, policy, graphed=True).seconds == found.slow_host_seconds
-    assert found.seconds < predict(profile, policy).seconds
+    assert found.seconds < predict(profile, policy, waits=True).seconds
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.1])
@@ -62,11 +62,10 @@ def test_on_a_cpu_a_graphed_step_runs_eagerly(policy):
 
 
 def test_what_leaves_is_free_in_a_graph_only_when_compute_has_waited_for_it():
-    """Eagerly the keeper sees that a copy is over, and lets go of its source at once."""
+    """In a step that waits the keeper sees that a copy is over, and lets go of its source at once."""
     profile = on_gpu(made_up(8, (8 * MB, 2), (5 * MB, 1), link=4e9))
-    eager, graphed = (
-        predict(profile, ps.Policy([ps.Rule("layers.*.a", "offload")]), graphed=way) for way in (False, True)
-    )
+    policy = ps.Policy([ps.Rule("layers.*.a", "offload")])
+    eager, graphed = predict(profile, policy, waits=True), predict(profile, policy, graphed=True)
     assert graphed.memory["offload"] != eager.memory["offload"]
     assert all(more >= less for more, less in zip(graphed.memory["offload"], eager.memory["offload"]))
     assert graphed.moved_bytes == eager.moved_bytes
@@ -75,7 +74,7 @@ def test_what_leaves_is_free_in_a_graph_only_when_compute_has_waited_for_it():
 @pytest.mark.parametrize("budget", [0.75, 0.5])
 def test_a_plan_for_a_graph_is_as_fast_there_as_one_for_an_eager_step(budget):
     profile = on_gpu(launched(0.6, overhead=COSTLY, layers=4))
-    eager = plan_profile(profile, budget=budget, host="1GiB")
+    eager = plan_profile(profile, budget=budget, host="1GiB", waits=True)
     graphed = plan_profile(profile, budget=budget, host="1GiB", graphed=True)
     assert graphed.predicted.peak_bytes <= graphed.budget_bytes == eager.budget_bytes + GRAPH_BYTES
     there = predict(profile, eager.policy, graphed=True)
@@ -118,8 +117,15 @@ def test_what_a_graph_takes_more_counts_in_the_check(monkeypatch, over):
     profile = on_gpu(made_up(8, (8 * MB, 2), (5 * MB, 1), link=4e9))
     step = MeasuredStep(profile, graphed=True)
     policy = ps.Policy([ps.Rule("layers.*.a", "offload", prefetch_bytes=10 * MB)])
-    eager, graphed = (predict(profile, policy, graphed=way).peak_bytes for way in (False, True))
-    monkeypatch.setattr(make, "measure_under", lambda *given, timed: checked.Measured(eager + over))
+    eager, graphed = (
+        predict(profile, policy, **way).peak_bytes for way in ({"waits": True}, {"graphed": True})
+    )
+
+    def measure_under(*given, timed, waits):
+        assert not timed
+        return checked.Measured(eager + over)
+
+    monkeypatch.setattr(make, "measure_under", measure_under)
     model = torch.nn.Linear(2, 2)
     with ExitStack() as around:
         measure = make._measure(step, SimpleNamespace(model=model, gradients=nullcontext), around)
@@ -168,7 +174,7 @@ def test_a_keeper_that_knows_no_copy_to_be_over_has_the_peak_that_is_predicted_o
     profile = ps.profile(model, batch, repeats=1)
     base = base_bytes(profile, 0)
     step = MeasuredStep(profile, base)
-    step.graphed = True  # (the profile is of a CPU)
+    step.sees_copies = False  # (the profile is of a CPU)
     graphed = Predictor(step).predict(RuleTable.of(policy, profile.regions)).peak_bytes
     own = repeated_step(model, batch)
     with own.gradients():

@@ -57,10 +57,11 @@ def test_a_second_round_is_for_plans_and_for_what_they_are_compared_with():
     assert B.contenders(rows, seen) == [0, 2, 4]
 
 
-def test_a_graph_is_compared_with_one_without_a_policy_alone():
+def test_graphs_and_steps_that_wait_are_compared_with_their_like_without_a_policy():
     base = {"case": "qwen3, 8 layers", "held_bytes": 0, "peak_bytes": 9, "predicted_peak_bytes": 9}
     rows = [
-        base | {"way": "keep", "seconds": 2.0, "predicted_seconds": 2.0},
+        base | {"way": "keep", "seconds": 2.0, "alone_seconds": 2.5, "predicted_seconds": 2.0},
+        base | {"way": "plan, each step waits", "part": 0.5, "budget_bytes": 10, "alone_seconds": 3.0},
         base | {"way": "keep, graphed", "seconds": 1.0, "predicted_seconds": 0.9},
         base
         | {"way": "plan", "part": 0.5, "budget_bytes": 10, "seconds": 2.2, "predicted_seconds": 2.1}
@@ -74,6 +75,9 @@ def test_a_graph_is_compared_with_one_without_a_policy_alone():
     assert found[
         "plan for 0.5 of the bytes over the best by hand that fits, qwen3, 8 layers"
     ] == pytest.approx(1.1)
+    assert found["plan for half of the bytes over keep, each step waits, qwen3, 8 layers"] == pytest.approx(
+        1.2
+    )
     assert found["plan, graphed, for half of the bytes over keep, qwen3, 8 layers"] == pytest.approx(1.1)
     off = found["plan, graphed: predicted step time, furthest off, and of keep"]
     assert off == pytest.approx(1 - 0.9 / 1.1)

@@ -1,10 +1,15 @@
 """Measured steps start from one state: gradients in place or none, and the caller's are put back."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
 
 import pagestash as ps
+from pagestash.profiling import steps
+from pagestash.profiling.measure import repeated_step
+from pagestash.profiling.timeline import HostClock
 
 WIDTH = 4
 
@@ -28,6 +33,29 @@ def test_every_run_finds_gradients_in_place_or_none(gradients):
     ps.profile(model, torch.randn(2, WIDTH), repeats=2, gradients=gradients)
     there = gradients == "held"
     assert all(found == [there, there, False, False] for found in model.found)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("gradients", ["held", "fresh"])
+def test_every_run_of_a_loop_finds_them_too_and_the_first_is_not_timed(monkeypatch, gradients):
+    """(With the host's clock: there is no GPU.)"""
+    monkeypatch.setattr(steps, "EventClock", HostClock)
+    model = Watching()
+    step = repeated_step(model, torch.randn(2, WIDTH), gradients=gradients)
+    entered = []
+
+    @contextmanager
+    def around():
+        entered.append(len(model.found))
+        yield
+
+    with step.gradients():
+        found = step.run_loop(around, 3)
+    assert entered == [0, 1, 2, 3]
+    assert len(found) == 3
+    assert all(seconds > 0 for seconds in found)
+    there = gradients == "held"
+    assert model.found == 4 * [[there, there, False, False]]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -89,6 +89,9 @@ def plan(
     graphed: Annotated[
         bool, typer.Option("--graphed", help="The step will run as a CUDA graph (GraphedStep).")
     ] = False,
+    waits: Annotated[
+        bool, typer.Option("--waits", help="The loop waits for the device before each step.")
+    ] = False,
     rows: Annotated[
         str | None,
         typer.Option(
@@ -149,8 +152,9 @@ def plan(
         if budget is not None or module is not None:
             typer.echo("error: --cluster has its own memory: no --budget or --module", err=True)
             raise typer.Exit(2)
-        if graphed:
-            typer.echo("error: --graphed is for a measured step: no --cluster beside it", err=True)
+        if graphed or waits:
+            name = "--graphed" if graphed else "--waits"
+            typer.echo(f"error: {name} is for a measured step: no --cluster beside it", err=True)
             raise typer.Exit(2)
         wanted = ClusterPlanOptions(
             model=preset or "deepseek-v3",
@@ -178,6 +182,7 @@ def plan(
         optimizer=optimizer,
         host=host,
         graphed=graphed,
+        waits=waits,
         rows=rows,
         expert=expert,
         skew=skew,

@@ -36,6 +36,7 @@ class PlanOptions:
     optimizer: str = "none"
     host: str = "auto"
     graphed: bool = False
+    waits: bool = False
     rows: str | None = None
     expert: int = 1
     skew: float | None = None
@@ -126,6 +127,7 @@ def _plan(options: PlanOptions) -> Plan:
         overflow=options.overflow,
         check=step,
         graphed=options.graphed,
+        waits=options.waits,
     )
 
 

@@ -26,8 +26,10 @@ TRIES = 3
 """Plans that are tried after the first."""
 WARM = 2
 """The first step of a keeper is measured, and the second is the first that goes by its plan."""
+LAUNCHED = 3
+"""Steps whose launches are timed, if others are timed in a loop: there the host may wait for room in a queue."""
 TIMED = 5
-"""Steps that are timed on a GPU."""
+"""Steps that are timed on a GPU: in a loop, or one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Measured:
     peak_bytes: int
     seconds: float | None = None
     """The median of some steps; None if they were not timed, and on a CPU: copies take compute's own time there."""
+    launch_seconds: float | None = None
+    """What the host took to launch one, where steps were timed in a loop: it may be less than they took."""
 
 
 Measure = Callable[[Policy], Measured]
@@ -55,10 +59,13 @@ class Steps:
         return self.again(policy) if known is None else known
 
     def again(self, policy: Policy) -> Measured:
-        """Measured once more: the larger peak and the smaller time of all its rounds."""
+        """Measured once more: the larger peak and the smaller times of all its rounds."""
         rounds = [found for other, found in self._known if other == policy] + [self._measure(policy)]
         times = [each.seconds for each in rounds if each.seconds is not None]
-        found = Measured(max(each.peak_bytes for each in rounds), min(times, default=None))
+        launches = [each.launch_seconds for each in rounds if each.launch_seconds is not None]
+        found = Measured(
+            max(each.peak_bytes for each in rounds), min(times, default=None), min(launches, default=None)
+        )
         self._known = [item for item in self._known if item[0] != policy] + [(policy, found)]
         return found
 
@@ -102,17 +109,23 @@ def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan]) -> Pl
 
 
 def measure_under(
-    step: RepeatedStep, policy: Policy, regions: Sequence[str] = (), *, timed: bool = True
+    step: RepeatedStep,
+    policy: Policy,
+    regions: Sequence[str] = (),
+    *,
+    timed: bool = True,
+    waits: bool = False,
 ) -> Measured:
     """Steady steps under a policy, inside `step.gradients()`; the peak is above what is there before them.
 
-    `regions` are those of the step that are no modules. Buffers and random state are restored. With `timed=False`
-    only the peak is measured.
+    `regions` are those of the step that are no modules. Buffers and random state are restored. Steps are timed in a
+    loop, whose peak counts, too: a host that is ahead of the device does not see that copies are over. `waits`: it
+    waits for each of them. With `timed=False` only the peak of one that waits is measured.
     """
     for parameter in () if step.held else step.model.parameters():
         parameter.grad = None  # of a measurement before
     gc.collect()  # what waits for it would count as there before
-    seconds = None
+    seconds = launched = None
     meter = MemoryMeter(step.device)
     cuda = step.device.type == "cuda"
     before = meter.mark().now + step.buffer_bytes  # a run has copies of buffers beside them
@@ -126,9 +139,15 @@ def measure_under(
                 step.run_in(keeper.step())
                 peak = meter.mark().peak
         if cuda and timed:
-            seconds = statistics.median(step.run_in(keeper.step()) for _ in range(TIMED))
+            if waits:
+                times = [step.run_in(keeper.step()) for _ in range(TIMED)]
+            else:
+                launched = statistics.median(step.launch(keeper.step()) for _ in range(LAUNCHED))
+                times = step.run_loop(keeper.step, TIMED)
+                peak = max(peak, meter.mark().peak)
+            seconds = statistics.median(times)
         pool = keeper.stats().pool
     finally:
         keeper.detach()
     pages = 0 if pool is None or cuda else pool.device.pages
-    return Measured(peak - before + pages * policy.pool.page_bytes, seconds)
+    return Measured(peak - before + pages * policy.pool.page_bytes, seconds, launched)

@@ -96,6 +96,7 @@ def choose(
         curve=_curve(found),
         expected_rows=expected,
         graphed=step.graphed,
+        waits=step.waits,
     )
 
 

@@ -1,22 +1,28 @@
 """The time of a step on two lanes: the host launches its segments, and the device runs them.
 
+Steps follow each other, and the host waits for none of them (`ahead`): it launches one while the device runs the
+one before. Then a step takes what the slower lane takes, device or host. A loop that waits for the device before
+each step, such as one that reads the loss, begins it with both lanes level: there, a host that is slow in forward
+costs time, even if it would catch up in backward.
+
 A host is not always as fast as when it was measured: others use its processor. On the machine of an H200 the same
 forward was launched now in 16 ms, now in 25. A step that the device bounds does not notice, until a policy's work
 for the host takes up the host's lead. So policies are compared by what a step takes on average if the host takes
 half as long again in half of all steps: one with little work for the host is preferred to another that would be as
-fast on a quick host.
+fast on a quick host. A host that is ahead makes up in one step for what it lost in another: it takes a quarter
+longer in all of them.
 
 The link to the host is not always as fast, either. Copies that were measured at 55 GB/s ran at 48 in whole steps,
 and at 55 again in other runs, under every load that was tried. So in the slow steps the link is slower, too: a plan
 that would just hide all its copies waits for them then.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagestash.profiling.profiled import ProfiledStep
 
 SLOWER = 1.5
-"""A slow host takes so many times as long as one that is as quick as measured."""
+"""A slow host takes so many times as long as one that is as quick as measured, in a step of its own."""
 SLOWER_LINK = 0.87
 """Part of the measured rates that copies have in the same steps."""
 SLOW_STEPS = 0.5
@@ -31,10 +37,28 @@ class Lanes:
 
     device: list[float]
     host: list[float]
+    ahead: bool = False
+    """Whether the host launches a step while the device runs the one before."""
 
     @classmethod
-    def of(cls, profile: ProfiledStep) -> "Lanes":
-        """The lanes whose step takes what the unobserved one took.
+    def of(cls, profile: ProfiledStep, *, ahead: bool = False) -> "Lanes":
+        """The lanes whose step takes what the unobserved one took."""
+        if not ahead:
+            return cls._level(profile)
+        whole = profile.loop_seconds
+        if not whole:  # a file of an earlier version
+            return replace(cls._level(profile), ahead=True)
+        device = [segment.seconds for segment in profile.segments]
+        host = [segment.host_seconds or 0.0 for segment in profile.segments]
+        if sum(host) < whole and sum(device) > 0:
+            # The device bounds it. It may be slower than it was observed to be, because it is hot.
+            return cls([whole / sum(device) * own for own in device], host, ahead=True)
+        factor = whole / max(sum(device), sum(host), 1e-12)
+        return cls([factor * own for own in device], [factor * own for own in host], ahead=True)
+
+    @classmethod
+    def _level(cls, profile: ProfiledStep) -> "Lanes":
+        """Those of a step that begins when the device is idle.
 
         Observing costs time on a CPU. On a GPU the device runs by itself in an observed step, and cooler: it is
         slower where the step is bound by it. If the host alone takes longer than the step did, both are scaled.
@@ -56,7 +80,7 @@ class Lanes:
         return cls([factor * own for own in device], [factor * own for own in host])
 
     def copy(self) -> "Lanes":
-        return Lanes(list(self.device), list(self.host))
+        return Lanes(list(self.device), list(self.host), self.ahead)
 
     def add(self, at: int, *, device: float = 0.0, host: float = 0.0) -> None:
         """Segment `at` takes longer."""
@@ -73,11 +97,16 @@ class Lanes:
         device = [segment.seconds for segment in profile.segments]
         host = [segment.host_seconds or 0.0 for segment in profile.segments]
         if sum(host) <= HOST_BOUND * sum(device):
-            device = cls.of(profile).device
+            device = cls.of(profile, ahead=True).device
         return cls(device, [0.0] * len(device))
 
+    @property
+    def slower(self) -> float:
+        """A slow host takes so many times as long."""
+        return 1 + SLOW_STEPS * (SLOWER - 1) if self.ahead else SLOWER
+
     def on_slow_host(self) -> "Lanes":
-        return Lanes(self.device, [SLOWER * own for own in self.host])
+        return Lanes(self.device, [self.slower * own for own in self.host], self.ahead)
 
     def seconds(self) -> list[float]:
         """From the end of each segment to the end of the next.
@@ -85,8 +114,11 @@ class Lanes:
         The device begins a segment when it is done with the last and the host has begun to launch this one. It ends
         after the host.
         """
-        if not any(self.host):
+        if not any(self.host) or (self.ahead and sum(self.host) <= sum(self.device)):
             return list(self.device)
+        if self.ahead:  # as in any step but the first of a loop
+            twice = Lanes([*self.device, *self.device], [*self.host, *self.host]).seconds()
+            return twice[len(self.device) :]
         # end(s) = max(end(s-1) + device(s), launched(s-1) + device(s), launched(s)); less the device's sum up to s,
         # that is the largest lead of the host over the device so far.
         found: list[float] = []

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from pagestash.planning.fused import permuted_bytes
-from pagestash.planning.lanes import HOST_BOUND, SLOW_STEPS, SLOWER, SLOWER_LINK, Lanes
+from pagestash.planning.lanes import HOST_BOUND, SLOW_STEPS, SLOWER_LINK, Lanes
 from pagestash.planning.row_tensors import find_row_tensors
 from pagestash.planning.skew import Skew
 from pagestash.profiling.assign import TensorIndex
@@ -38,16 +38,24 @@ class Life:
 class MeasuredStep:
     """The measured step without a policy. See `predict.py` for `extra` and `floor`."""
 
-    def __init__(self, profile: ProfiledStep, base_bytes: int = 0, *, graphed: bool = False) -> None:
+    def __init__(
+        self, profile: ProfiledStep, base_bytes: int = 0, *, graphed: bool = False, ahead: bool = False
+    ) -> None:
+        """`ahead`: the host waits for no step before it launches the next (`lanes.py`)."""
         check(profile)
-        # (On a CPU a `GraphedStep` runs eagerly.)
-        self.graphed = graphed and profile.device.startswith("cuda")
+        cuda = profile.device.startswith("cuda")
+        # (On a CPU a `GraphedStep` runs eagerly, and there is no device to be ahead of.)
+        self.graphed = graphed and cuda
         """Whether it will run as a CUDA graph, in which the host launches nothing."""
+        self.ahead = ahead and cuda and not graphed
+        self.waits = cuda and not (self.graphed or self.ahead)
+        self.sees_copies = not (self.graphed or self.ahead)
+        """Whether a keeper sees that a copy out is over: not while a graph is captured, nor ahead of the device."""
         self.profile = profile
         self.base_bytes = base_bytes
         self.count = len(profile.segments)
         self.turn = sum(segment.way == "forward" for segment in profile.segments)
-        self.lanes = Lanes.of_graph(profile) if self.graphed else Lanes.of(profile)
+        self.lanes = Lanes.of_graph(profile) if self.graphed else Lanes.of(profile, ahead=self.ahead)
         self.seconds = self.lanes.seconds()
         """Of each segment of the unobserved step."""
         self.overhead = Overhead() if self.graphed else profile.overhead or Overhead()
@@ -136,11 +144,12 @@ class MeasuredStep:
     def exposed_overhead(self) -> float:
         """Seconds that a recomputed region costs on average, where the step waits for the host, quick or slow."""
         found = 0.0
-        for slower, part in ((1.0, 1 - SLOW_STEPS), (SLOWER, SLOW_STEPS)):
-            for seconds, way in (
-                (self.overhead.record, slice(self.turn)),
-                (self.overhead.replay, slice(self.turn, None)),
-            ):
+        cost, forward, backward = self.overhead, slice(self.turn), slice(self.turn, None)
+        ways = [(cost.record, forward), (cost.replay, backward)]
+        if self.ahead:  # what is lost in one of them can be made up for in the other
+            ways = [(cost.record + cost.replay, slice(None))]
+        for slower, part in ((1.0, 1 - SLOW_STEPS), (self.lanes.slower, SLOW_STEPS)):
+            for seconds, way in ways:
                 if slower * sum(self.lanes.host[way]) > HOST_BOUND * sum(self.lanes.device[way]):
                     found += part * slower * seconds
         return found

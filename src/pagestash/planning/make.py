@@ -70,6 +70,7 @@ def plan(
     stage: int | None = None,
     profile: Profile | None = None,
     graphed: bool = False,
+    waits: bool = False,
 ) -> Plan:
     """The fastest policy whose step is predicted to fit `budget` bytes of device memory.
 
@@ -88,6 +89,11 @@ def plan(
     does not count there, so more may be recomputed and moved for the same time. The steps that check such a plan
     run eagerly: what a graph is predicted to take more is added to their peak, and they are not timed. On a CPU a
     `GraphedStep` runs eagerly, and the plan is for that.
+
+    Without, steps are taken to follow each other: the host launches one while the device runs the one before. With
+    `waits` the plan is for a loop that waits for the device before each step, to read the last one's loss, say.
+    There the host's time counts more: it is not ahead when forward begins. (In a graph, and for a rank of a
+    pipeline, which is planned without a host, `waits` changes nothing.)
 
     Then steps run under the plan. If their peak exceeds the budget, the plan is made again, for as much less. So a
     plan keeps its budget where a prediction is wrong. On a GPU they are timed, too. If they take another time than
@@ -141,6 +147,7 @@ def plan(
         result_bytes=result.bytes,
         check=step,
         graphed=graphed,
+        waits=waits,
     )
 
 
@@ -157,21 +164,23 @@ def plan_profile(
     result_bytes: int | None = None,
     check: RepeatedStep | None = None,
     graphed: bool = False,
+    waits: bool = False,
 ) -> Plan:
     """The plan for a step that was measured before, perhaps on another machine.
 
-    Nothing runs, unless there is a step to `check` the plan by. `graphed` is that of `plan`. With a `schedule`, as
-    for `plan`, the profile is of one microbatch of a stage. `result_bytes` is the size of its result; by default
-    that of its input, and in the last stage nothing.
+    Nothing runs, unless there is a step to `check` the plan by. `graphed` and `waits` are those of `plan`. With a
+    `schedule`, as for `plan`, the profile is of one microbatch of a stage. `result_bytes` is the size of its
+    result; by default that of its input, and in the last stage nothing.
     """
+    _check_graphed(graphed, schedule)
     if schedule is None:
-        step = MeasuredStep(profile, base_bytes(profile, optimizer_bytes), graphed=graphed)
+        base = base_bytes(profile, optimizer_bytes)
+        step = MeasuredStep(profile, base, graphed=graphed, ahead=not waits)
         if step.graphed:
             step.base_bytes += GRAPH_BYTES
         step.skew = None if rows is None else Skew.of(rows, step.rows, overflow)
         with ExitStack() as around:
             return plan_step(step, budget=budget, host=host, measure=_measure(step, check, around))
-    _check_graphed(graphed, schedule)
     order, _ = rank_plan(schedule, None if stage is None else [stage])
     if len(order.stages) > 1:
         raise ValueError(
@@ -234,7 +243,7 @@ def _measure(step: MeasuredStep, check: RepeatedStep | None, around: ExitStack) 
         if not ready:  # once for all: gradients of a large model are copied aside for seconds
             around.enter_context(check.gradients())
             ready = True
-        found = measure_under(check, policy, opened, timed=not step.graphed)
+        found = measure_under(check, policy, opened, timed=not step.graphed, waits=step.waits)
         more = _more_in_graph(step, policy) if step.graphed else 0
         return replace(found, peak_bytes=step.base_bytes + found.peak_bytes + more)
 
@@ -242,7 +251,7 @@ def _measure(step: MeasuredStep, check: RepeatedStep | None, around: ExitStack) 
 
 
 def _more_in_graph(step: MeasuredStep, policy: Policy) -> int:
-    """How much higher the step's peak is predicted to be in a graph than eagerly."""
+    """How much higher the step's peak is predicted to be in a graph than in an eager step that waits."""
     eager = MeasuredStep(step.profile, step.base_bytes)
     peaks = [
         Predictor(one).predict(RuleTable.of(policy, step.profile.regions)).peak_bytes for one in (step, eager)
@@ -276,6 +285,7 @@ def _plan_step(step: MeasuredStep, budget: str | float, host: str | int, measure
             notes=missing(profile),
             alternatives=beside,
             graphed=step.graphed,
+            waits=step.waits,
         )
 
     steps = None if measure is None else Steps(measure)

@@ -31,14 +31,19 @@ from pagestash.profiling.records import SavedTensor
 
 
 def predict(
-    profile: ProfiledStep, policy: Policy, *, base_bytes: int = 0, graphed: bool = False
+    profile: ProfiledStep,
+    policy: Policy,
+    *,
+    base_bytes: int = 0,
+    graphed: bool = False,
+    waits: bool = False,
 ) -> Prediction:
     """The profiled step under `policy`; `base_bytes` is what the device holds before it: weights and so on.
 
-    `graphed`: as a CUDA graph.
+    `graphed`: as a CUDA graph. `waits`: in a loop that waits for the device before each step.
     """
     policy.check(region.name for region in profile.regions)
-    step = MeasuredStep(profile, base_bytes, graphed=graphed)
+    step = MeasuredStep(profile, base_bytes, graphed=graphed, ahead=not waits)
     return Predictor(step).predict(RuleTable.of(policy, profile.regions))
 
 
@@ -119,10 +124,10 @@ class _Playing:
         offloaded = Offloaded(step, self.homes, moves)
         plan = plan_of(moves, step.at_once)
         plan.headroom = offloaded.headroom(held, pool.bytes)
-        played = play(moves, plan, seconds, step.profile.link, captured=step.graphed)
+        played = play(moves, plan, seconds, step.profile.link, sees_copies=step.sees_copies)
         slow, slow_waited = lanes.on_slow_host().seconds(), 0.0
         if moves:
-            slow_waited = play(moves, plan, slow, step.slow_link, captured=step.graphed).waited
+            slow_waited = play(moves, plan, slow, step.slow_link, sees_copies=step.sees_copies).waited
         host_bytes = offloaded.count(played, held)
         memory, total = self._memory(held, spikes, pool.bytes)
         peak_bytes = max(total)
@@ -135,6 +140,8 @@ class _Playing:
         return Prediction(
             seconds=sum(seconds) + played.waited,
             slow_host_seconds=sum(slow) + slow_waited,
+            slower_host=lanes.slower,
+            launch_seconds=sum(lanes.host),
             recompute_seconds=sum(replay.seconds for replay in replays),
             stash_seconds=stash_seconds,
             wait_seconds=played.waited,

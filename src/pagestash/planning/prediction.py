@@ -19,7 +19,11 @@ class Prediction:
     seconds: float
     """On a host that is as quick as measured."""
     slow_host_seconds: float
-    """On one that takes half as long again for all that it does, and whose link is slower (`lanes.py`)."""
+    """On one that takes longer for all that it does, and whose link is slower (`lanes.py`)."""
+    slower_host: float
+    """How many times as long that one takes."""
+    launch_seconds: float
+    """What of it the host takes to launch the step; 0 in a graph, and where the host computes."""
     recompute_seconds: float
     stash_seconds: float
     wait_seconds: float

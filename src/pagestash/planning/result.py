@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pagestash.planning.budget import describe
-from pagestash.planning.lanes import SLOWER, SLOWER_LINK
+from pagestash.planning.lanes import SLOWER_LINK
 from pagestash.planning.plot import draw_curve, draw_memory
 from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.policy import HomeName, Policy, Rule
@@ -103,6 +103,8 @@ class Plan:
     """The time of a step under the plan; None where `measured_bytes` is, on a CPU, and for a graph."""
     graphed: bool = False
     """Whether it is for a step that runs as a CUDA graph."""
+    waits: bool = False
+    """Whether it is for a loop that waits for the GPU before each step."""
     planned_for: int | None = None
     """The budget that its prediction keeps: less than `budget_bytes`, if a plan for that took more in a step."""
 
@@ -166,11 +168,7 @@ class Plan:
         lines += [
             "",
             f"budget     {format_bytes(self.budget_bytes)}",
-            *(
-                ["step       as a CUDA graph; times without a policy are predicted, too"]
-                if self.graphed
-                else []
-            ),
+            *self._step_line(),
             f"unplanned  {format_bytes(before.peak_bytes)}, {_ms(before.seconds)}",
             f"planned    {format_bytes(after.peak_bytes)}, {_ms(after.seconds)} "
             f"({after.seconds / before.seconds:.3f} of unplanned): replays {_ms(after.recompute_seconds)}, "
@@ -185,13 +183,18 @@ class Plan:
         ]
         return "\n".join([*lines, *self.notes])
 
+    def _step_line(self) -> list[str]:
+        if self.graphed:
+            return ["step       as a CUDA graph; times without a policy are predicted, too"]
+        return ["step       in a loop that waits for the device before each"] if self.waits else []
+
     def _slow_host_line(self) -> list[str]:
         before, after = self.unplanned, self.predicted
         if before.slow_host_seconds == before.seconds and after.slow_host_seconds == after.seconds:
             return []
         return [
-            f"slow host  {_ms(after.slow_host_seconds)} if the host takes {SLOWER:g} times as long and copies have "
-            f"{SLOWER_LINK:g} of their rate, unplanned {_ms(before.slow_host_seconds)}"
+            f"slow host  {_ms(after.slow_host_seconds)} if the host takes {after.slower_host:g} times as long and "
+            f"copies have {SLOWER_LINK:g} of their rate, unplanned {_ms(before.slow_host_seconds)}"
         ]
 
     def _checked(self) -> str:

@@ -41,6 +41,7 @@ class Target:
     repeats: int = 3
     progress: Progress | None = None
     graphed: bool = False
+    waits: bool = False
 
     def __post_init__(self) -> None:
         if self.budget != "auto":
@@ -98,6 +99,7 @@ class Target:
                 gradients="held" if held else "fresh",
                 profile=found,
                 graphed=self.graphed,
+                waits=self.waits,
             )
         if found.device.startswith("cuda"):
             torch.cuda.empty_cache()  # steps under the policy need not reserve what the measured ones did

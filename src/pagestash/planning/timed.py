@@ -3,7 +3,8 @@
 That cost is measured on small regions (`profiling/overhead.py`). If steps under a plan take longer or shorter than
 predicted, they are measured a second time, and the faster of both counts: a slow moment of the host is no property
 of a plan. If that is not as predicted, all of the cost is scaled by one factor, with which it is, and the plan is
-made again.
+made again. In a loop that the device bounds, the cost makes no difference to the time: there the factor is the one
+with which the host takes what it took to launch a step.
 
 A plan that goes by that cost may give up too much for it: the host may have time to spare where a prediction says
 that it has none. So one that is made as if a keeper cost the host nothing is tried, too. Of all that were tried the
@@ -24,6 +25,8 @@ from pagestash.policy import Policy, PoolConfig
 
 CLOSE = 0.02
 """Times that differ by this part are the same: a step of a GPU takes now a little more, now a little less."""
+CLOSE_IN_LOOP = 0.005
+"""The same of steps in a loop: in one of them the host makes up for what it lost in another."""
 NEAR = 1.5
 """For a factor up to this, or down to its inverse, searches for others have found a plan about as good as any."""
 RIVALS = 0.1
@@ -101,7 +104,7 @@ class _Trials:
             known.made = max(known.made, factor)
 
     def add(self, plan: Plan, made: float) -> _Trial:
-        trial = _Trial(plan, fit(self._step, plan), made)
+        trial = _Trial(plan, self._fit(plan), made)
         self._tried.append(trial)
         return trial
 
@@ -113,13 +116,17 @@ class _Trials:
             trial.failed = True
             return
         trial.plan = replace(trial.plan, measured_bytes=found.peak_bytes, measured_seconds=found.seconds)
-        trial.fits = fit(self._step, trial.plan)
+        trial.fits = self._fit(trial.plan)
+
+    def _fit(self, plan: Plan) -> float:
+        return fit(self._step, plan, self._steps(plan.policy).launch_seconds)
 
     def best(self) -> _Trial:
         if len(self._tried) > 1:
             for trial in self._about_as_fast(RIVALS)[:2]:  # in turn
                 self.run_again(trial)
-        return max(self._about_as_fast(CLOSE), key=lambda trial: trial.made)
+        close = CLOSE_IN_LOOP if self._step.ahead else CLOSE
+        return max(self._about_as_fast(close), key=lambda trial: trial.made)
 
     def _about_as_fast(self, part: float) -> list[_Trial]:
         """As the best, which is the first: those that are slower by no more than this part."""
@@ -130,10 +137,11 @@ class _Trials:
         return [trial for trial in ranked if trial.rank <= (False, (1 + part) * least)]
 
 
-def fit(step: MeasuredStep, plan: Plan) -> float:
+def fit(step: MeasuredStep, plan: Plan, launched: float | None = None) -> float:
     """The factor of a keeper's costs for the host with which the plan takes what was measured.
 
-    1 if the prediction is close without, or if no factor explains the measured time.
+    1 if the prediction is close without, or if no factor explains the measured time. Where the host took `launched`
+    to launch a step of a loop, that tells the factor: a loop that the device bounds does not.
     """
     measured = plan.measured_seconds
     if measured is None or not any(step.lanes.host):
@@ -142,6 +150,10 @@ def fit(step: MeasuredStep, plan: Plan) -> float:
     def takes(factor: float) -> float:
         return _predict(_scaled(step, factor), plan.policy).seconds
 
+    if step.ahead and launched is not None:
+        found = _fit_launches(step, plan.policy, launched)
+        better = abs(takes(1.0) - measured) > max(CLOSE * measured, abs(takes(found) - measured))
+        return found if better else 1.0
     if abs(takes(1.0) - measured) <= CLOSE * measured or not takes(SMALLEST) <= measured <= takes(LARGEST):
         return 1.0
     low, high = SMALLEST, LARGEST
@@ -149,6 +161,14 @@ def fit(step: MeasuredStep, plan: Plan) -> float:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if takes(middle) < measured else (low, middle)
     return high
+
+
+def _fit_launches(step: MeasuredStep, policy: Policy, launched: float) -> float:
+    """The factor with which the host takes so long to launch a step, or the nearest one."""
+    without, once = (_predict(_scaled(step, factor), policy).launch_seconds for factor in (0.0, 1.0))
+    if once <= without:
+        return 1.0
+    return min(max((launched - without) / (once - without), SMALLEST), LARGEST)
 
 
 def _scaled(step: MeasuredStep, factor: float) -> MeasuredStep:

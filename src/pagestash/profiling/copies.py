@@ -6,8 +6,9 @@ here: compute takes its measured time, the link moves one copy at a time in each
 when the window says so. `Profile.fits` asks how long compute waits; a plan also where the bytes are meanwhile.
 
 A keeper may differ from this in what a profile does not know, the headroom: where memory is far below its peak, a
-keeper lets copies out take longer, so it waits no longer. Eagerly a keeper also sees that a copy out is over. When
-that is depends on the link; in a capture it never does (`captured`).
+keeper lets copies out take longer, so it waits no longer. A keeper may also see that a copy out is over, and when
+depends on the link. While a graph is captured it never does, nor where the host is ahead of the device
+(`sees_copies`).
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -68,22 +69,22 @@ def play(
     seconds: Sequence[float],
     link: Link,
     *,
-    captured: bool = False,
+    sees_copies: bool = True,
 ) -> Played:
     """One step, whose segments take so long.
 
-    `captured`: as a CUDA graph. While it is captured no copy is known to be over, so its source is free only when
-    the window says that compute waits for it.
+    `sees_copies`: whether a copy out is known to be over when it is. Else its source is free only when the window
+    says that compute waits for it.
     """
     starts = [0.0, *accumulate(seconds)]
-    return _Step(plan, link, captured=captured).play(moves, starts)
+    return _Step(plan, link, sees_copies=sees_copies).play(moves, starts)
 
 
 class _Step:
     """The window decides, this class keeps the time."""
 
-    def __init__(self, plan: OffloadPlan, link: Link, *, captured: bool) -> None:
-        self._captured = captured
+    def __init__(self, plan: OffloadPlan, link: Link, *, sees_copies: bool) -> None:
+        self._sees_copies = sees_copies
         self._window = Window(plan)
         self._link = link
         self._now = 0.0
@@ -114,7 +115,7 @@ class _Step:
             else:
                 self._drop(held[move.key])
             asked = move.key if kind == "get" else None
-        if self._captured:  # at the end of the step all copies are over
+        if not self._sees_copies:  # at the end of the step all copies are over
             self._at = len(starts) - 1
             while self._leaving:
                 self._left()
@@ -142,7 +143,7 @@ class _Step:
         self._window.drop(group)
 
     def _see_what_has_left(self) -> None:
-        while not self._captured and self._leaving and self._gone[self._leaving[0].key] <= self._now:
+        while self._sees_copies and self._leaving and self._gone[self._leaving[0].key] <= self._now:
             self._left()
             self._window.gone()
 

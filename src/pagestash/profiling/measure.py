@@ -27,7 +27,7 @@ LEAD, LEAST_LEAD = 1.5, 20e-6
 """Head start of the host in an observed segment: so many times what it takes to launch it, and in seconds."""
 
 STEPS = 4
-"""Steps that are timed as a whole in each repetition, on a GPU."""
+"""Steps that are timed as a whole in each repetition, on a GPU: so many one by one, and as many in a loop."""
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -69,9 +69,9 @@ def profile(
     `gradients="held"`: the step finds gradients in place and adds to them, as every microbatch but the first does.
     `"fresh"`: it finds none, as after `zero_grad()`.
 
-    The step runs once to warm up, once to record tensors, and `repeats` times each to time the whole (on a GPU four
-    times as often; the fastest repetition counts) and each region, always from the same random state. Gradients and
-    buffers are restored afterwards.
+    The step runs once to warm up, once to record tensors, and `repeats` times each to time the whole (on a GPU nine
+    times as often: by itself, and in a loop in which the host waits for no step; the fastest repetition counts) and
+    each region. Each repetition begins with the same random state. Gradients and buffers are restored afterwards.
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: expected at least 1")
@@ -138,7 +138,7 @@ def _measure(
             )
         return seconds
 
-    plain, launches, times, hosts = [], [], [], []
+    plain, loops, launches, times, hosts = [], [], [], [], []
     for number in range(repeats):
         tell("timing", 2 + 2 * number)
         whole, launched = [], []
@@ -148,6 +148,8 @@ def _measure(
             launched.append(clock.launched if isinstance(clock, StepClock) else [])
         plain.append(statistics.median(whole))
         launches.append([statistics.median(own) for own in zip(*launched)])
+        if device.type == "cuda":
+            loops.append(statistics.median(step.run_loop(nullcontext, STEPS)))
         tell("timing by region", 3 + 2 * number)
         if device.type == "cuda":
             # Observing slows the host down, and the device must not wait for it.
@@ -178,6 +180,7 @@ def _measure(
         regions=regions,
         segments=segments,
         plain_seconds=min(plain),  # a slow moment of the machine is no property of the step
+        loop_seconds=min(loops, default=None),
         allocated_bytes=recorder.allocated_bytes,
         policy=policy,
         model_bytes=_bytes((*model.parameters(), *model.buffers()), device),

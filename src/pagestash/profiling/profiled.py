@@ -30,6 +30,9 @@ class ProfiledStep:
     plain_seconds: float
     """The unobserved step, until the device is done. On a GPU the segments' sum is smaller if the step is bound by
     launches; on a CPU it is larger by the cost of observing."""
+    loop_seconds: float | None = None
+    """On a GPU: the same, if steps follow each other and the host waits for none; None in a file of an earlier
+    version."""
     allocated_bytes: int | None = None
     """On a GPU: the bytes that forward left allocated, without the model's output."""
     policy: Policy | None = None
@@ -115,6 +118,7 @@ class ProfiledStep:
             "forward_seconds": self.forward_seconds,
             "backward_seconds": self.backward_seconds,
             "plain_seconds": self.plain_seconds,
+            "loop_seconds": self.loop_seconds,
             "model_bytes": self.model_bytes,
             "gradient_bytes": self.gradient_bytes,
             "parameter_bytes": self.parameter_bytes,
@@ -149,6 +153,7 @@ class ProfiledStep:
                 regions=[_region(item) for item in data["regions"]],
                 segments=[Segment(**_tuples(item)) for item in data["segments"]],
                 plain_seconds=data["plain_seconds"],
+                loop_seconds=data.get("loop_seconds"),
                 allocated_bytes=data["allocated_bytes"],
                 policy=None if policy is None else Policy.from_dict(tomllib.loads(policy)),
                 model_bytes=data.get("model_bytes"),

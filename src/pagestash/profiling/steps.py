@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pagestash.profiling.timeline import MODEL, Timeline
+from pagestash.profiling.timeline import MODEL, EventClock, Timeline
 from pagestash.torch_internals import LOCAL_PART
 
 
@@ -59,15 +59,41 @@ class RepeatedStep:
         with self._state():
             self._wait()
             begin = time.perf_counter()
-            with around:
-                with torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext():
-                    output = self.model(*self.args, **self.kwargs)
-                value = self.loss(output)
-                del output
-                torch.clear_autocast_cache()
-                value.backward()
+            self._run(around)
             self._wait()
             return time.perf_counter() - begin
+
+    def launch(self, around: AbstractContextManager[Any]) -> float:
+        """Run once inside a context, unobserved; the seconds until the host has launched all of it."""
+        with self._state():
+            self._wait()
+            begin = time.perf_counter()
+            self._run(around)
+            return time.perf_counter() - begin
+
+    def run_loop(self, around: Callable[[], AbstractContextManager[Any]], count: int) -> list[float]:
+        """Run `count` times on a GPU, each inside a context of its own, unobserved; the device's seconds of each.
+
+        As in training, the host waits for none of them. One more runs before them, in which it gets ahead.
+        """
+        clock = EventClock()
+        marks = []
+        with self._state():
+            for _ in range(count + 1):
+                for parameter in () if self.held else self.model.parameters():
+                    parameter.grad = None
+                self._run(around())
+                marks.append(clock.mark())
+            return clock.between(marks)
+
+    def _run(self, around: AbstractContextManager[Any]) -> None:
+        with around:
+            with torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext():
+                output = self.model(*self.args, **self.kwargs)
+            value = self.loss(output)
+            del output
+            torch.clear_autocast_cache()
+            value.backward()
 
     @property
     def buffer_bytes(self) -> int:

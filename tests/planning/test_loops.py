@@ -1,0 +1,184 @@
+"""Steps that follow each other: the host launches one while the device runs the one before."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_graphed_plans import on_gpu
+from test_lanes import COSTLY, POLICIES, launched
+from test_plans import MB, made_up
+from typer.testing import CliRunner
+
+import pagestash as ps
+from pagestash.cli import app
+from pagestash.pipeline import plans
+from pagestash.planning import plan_profile, predict
+from pagestash.planning.checked import Measured
+from pagestash.planning.lanes import SLOWER, Lanes
+from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.make import plan_step
+from pagestash.planning.timed import CLOSE, CLOSE_IN_LOOP, _predict, fit
+from pagestash.profiling.overhead import Overhead
+
+seconds = st.floats(0.0, 1.0)
+
+
+@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6))
+def test_a_step_of_a_loop_takes_what_the_last_of_many_takes(lanes):
+    device, host = map(list, zip(*lanes))
+    many = Lanes(12 * device, 12 * host).seconds()
+    found = Lanes(device, host, ahead=True).seconds()
+    assert found == pytest.approx(many[-len(device) :], abs=1e-6)
+    assert sum(found) == pytest.approx(max(sum(device), sum(host)), abs=1e-6)
+
+
+def test_a_host_that_is_slow_in_forward_costs_nothing_if_it_makes_up_for_it():
+    lanes = Lanes([1.0, 5.0], [3.0, 1.0])
+    assert sum(lanes.seconds()) == 8.0
+    assert replace(lanes, ahead=True).seconds() == [1.0, 5.0]
+
+
+@pytest.mark.parametrize("part", [0.3, 0.9, 1.5])
+@pytest.mark.parametrize("loop", [0.8, 1.0, 1.2])
+def test_without_a_policy_it_takes_what_the_loop_took(part, loop):
+    profile = on_gpu(launched(part))
+    profile = replace(profile, loop_seconds=loop * profile.plain_seconds)
+    assert predict(profile, ps.Policy()).seconds == pytest.approx(profile.loop_seconds)
+    assert predict(profile, ps.Policy(), waits=True).seconds == pytest.approx(profile.plain_seconds)
+
+
+@pytest.mark.parametrize("part", [0.2, 0.6])
+def test_a_profile_of_an_earlier_version_tells_how_fast_the_device_is(part):
+    profile = on_gpu(launched(part))
+    assert profile.loop_seconds is None
+    device = sum(segment.seconds for segment in profile.segments)
+    assert predict(profile, ps.Policy()).seconds == pytest.approx(device, rel=0.05)
+
+
+@pytest.mark.parametrize(("part", "costs"), [(0.3, False), (1.0, True)])
+def test_what_a_keeper_costs_the_host_counts_only_if_the_host_takes_longer_than_the_device(part, costs):
+    policy = POLICIES["recompute"]
+    found, free = (predict(on_gpu(launched(part, overhead=cost)), policy) for cost in (COSTLY, Overhead()))
+    assert (found.seconds > free.seconds + 8e-3) == costs
+    assert costs or found.seconds == free.seconds
+
+
+def test_a_host_that_is_slow_in_half_of_all_steps_is_slower_by_half_of_that_in_a_loop():
+    step = MeasuredStep(on_gpu(launched(0.9)), ahead=True)
+    assert step.lanes.slower == 1 + (SLOWER - 1) / 2
+    plan = plan_profile(step.profile, budget=0.5, host="1GiB")
+    assert "if the host takes 1.25 times as long" in str(plan)
+
+
+def test_a_host_that_is_ahead_sees_no_copy_end():
+    profile = on_gpu(made_up(8, (8 * MB, 2), (5 * MB, 1), link=4e9))
+    policy = ps.Policy([ps.Rule("layers.*.a", "offload")])
+    ahead, waits, graphed = (
+        predict(profile, policy, **way).memory["offload"] for way in ({}, {"waits": True}, {"graphed": True})
+    )
+    assert ahead == graphed
+    assert ahead != waits
+    assert all(more >= less for more, less in zip(ahead, waits))
+
+
+@pytest.mark.parametrize("budget", [0.75, 0.5])
+def test_a_plan_for_a_loop_is_as_fast_there_as_one_for_steps_that_wait(budget):
+    profile = on_gpu(launched(0.6, layers=4))
+    loop, waits = (plan_profile(profile, budget=budget, host="1GiB", waits=way) for way in (False, True))
+    assert (loop.policy != waits.policy) == (budget == 0.5)  # else this would show nothing
+    assert loop.predicted.mean_seconds <= predict(profile, waits.policy).mean_seconds
+    assert waits.predicted.mean_seconds <= predict(profile, loop.policy, waits=True).mean_seconds
+    assert (loop.waits, waits.waits) == (False, True)
+    line = "in a loop that waits for the device before each"
+    assert line in str(waits)
+    assert line not in str(loop)
+
+
+def test_more_memory_never_makes_a_plan_for_a_loop_slower():
+    profile = on_gpu(launched(0.8, layers=4))
+    found = [plan_profile(profile, budget=b / 20, host="1GiB").predicted for b in range(6, 20, 2)]
+    means = [each.mean_seconds for each in found]
+    assert means == sorted(means, reverse=True)
+
+
+@pytest.mark.parametrize("faster", [CLOSE_IN_LOOP / 2, (CLOSE + CLOSE_IN_LOOP) / 2])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_smaller_differences_of_time_decide_in_a_loop(faster, ahead):
+    step = MeasuredStep(on_gpu(launched(0.75)), ahead=ahead)
+    aware = plan_step(step, budget=0.5, host="1GiB")
+    free = plan_step(step.with_overhead(Overhead()), budget=0.5, host="1GiB")
+    assert aware.policy != free.policy
+
+    def measure(policy):
+        share = 1 - faster if policy == free.policy else 1
+        return Measured(_predict(step, policy).peak_bytes, aware.predicted.seconds * share)
+
+    plan = plan_step(step, budget=0.5, host="1GiB", measure=measure)
+    decides = faster > (CLOSE_IN_LOOP if ahead else CLOSE)
+    assert plan.policy == (free if decides else aware).policy
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_on_a_cpu_nothing_is_ahead(policy):
+    profile = launched(0.5)
+    assert predict(profile, POLICIES[policy]) == predict(profile, POLICIES[policy], waits=True)
+
+
+def test_a_rank_of_a_pipeline_has_no_host_that_waits():
+    profile = on_gpu(made_up(4, (8 * MB, 2), (5 * MB, 6), link=2e9))
+    order = plans("1F1B", ranks=2, microbatches=4)
+    found = [
+        plan_profile(profile, budget=0.4, host="1GiB", schedule=order, stage=0, waits=waits)
+        for waits in (False, True)
+    ]
+    assert found[0].predicted == found[1].predicted
+    assert not found[1].waits
+
+
+def test_the_command_line_and_a_keeper_plan_for_a_loop_that_waits(tmp_path):
+    file = tmp_path / "profile.json"
+    profile = replace(on_gpu(launched(0.6, layers=4)), loop_seconds=0.05)
+    profile.save(file)
+    assert ps.Profile.load(file) == profile
+    run = CliRunner()
+    base = ["plan", "--profile", str(file), "--budget", "0.5", "--host", "1GiB"]
+    found = run.invoke(app, [*base, "--waits"])
+    assert found.exit_code == 0, found.output
+    assert "in a loop that waits" in found.output
+    assert "in a loop that waits" not in run.invoke(app, base).output
+    refused = run.invoke(app, ["plan", "--cluster", "h100:8", "--waits"])
+    assert refused.exit_code == 2
+    assert "--waits is for a measured step" in refused.output
+    assert ps.Keeper(budget=0.5, waits=True)._target.waits
+
+
+class Machine:
+    """Runs steps of a loop, on which a keeper costs the host so many times what was measured."""
+
+    def __init__(self, step, factor):
+        self.step = step.with_overhead(step.overhead.scaled(factor))
+
+    def __call__(self, policy):
+        found = _predict(self.step, policy)
+        return Measured(found.peak_bytes, found.seconds, found.launch_seconds)
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.4, 2.0, 3.0])
+def test_the_factor_of_a_loop_is_that_of_its_launches(factor):
+    """With a cost that is measured much too high a plan is predicted to wait for the host, and does not."""
+    step = MeasuredStep(on_gpu(launched(0.5, overhead=COSTLY.scaled(3.0))), ahead=True)
+    machine = Machine(step, factor)
+    plan = plan_step(step, budget=0.5, host="1GiB", measure=machine)
+    assert plan.predicted.seconds == pytest.approx(plan.measured_seconds, rel=CLOSE)
+    assert plan.measured_seconds == machine(plan.policy).seconds
+    informed = plan_step(machine.step, budget=0.5, host="1GiB")
+    assert plan.measured_seconds <= (1 + CLOSE) * informed.predicted.mean_seconds
+
+
+def test_no_factor_is_taken_that_explains_a_time_no_better():
+    step = MeasuredStep(on_gpu(launched(0.3)), ahead=True)
+    plan = plan_step(step, budget=0.5, host="1GiB")
+    for longer in (0.5, 2.0):
+        seconds = longer * plan.predicted.seconds
+        assert fit(step, replace(plan, measured_seconds=seconds), 0.5 * plan.predicted.launch_seconds) == 1.0

@@ -149,14 +149,21 @@ class Bench:
         # Counting storages takes time, which no timed step has.
         peak = self._peak(keeper)
         alone = [self._timed(lambda: self._step(keeper)) for _ in range(repeats)]
-        times = alone
+        times, alone_peak = alone, peak
         if self.device.type == "cuda":
+            alone_peak = torch.cuda.max_memory_allocated(self.device)
             times = self._loop(keeper, repeats)
-            peak = max(peak, torch.cuda.max_memory_allocated(self.device))
+            peak = torch.cuda.max_memory_allocated(self.device)
         if keeper is not None:
             keeper.detach()
         gc.collect()
-        return {"times": times, "alone": alone, "peak_bytes": peak, "loss": loss.item()}
+        return {
+            "times": times,
+            "alone": alone,
+            "peak_bytes": peak,
+            "alone_peak_bytes": alone_peak,
+            "loss": loss.item(),
+        }
 
     def _loop(self, keeper: ps.Keeper | None, repeats: int) -> list[float]:
         """The device's seconds of steps that follow each other; in one before them the host gets ahead."""
@@ -309,17 +316,22 @@ def waiting(
         plan = ps.plan(bench.model, bench.batch, budget=0.5, profile=profile, waits=True)
     except NothingFits as error:
         return [row | {"refused": str(error)}]
-    row |= {"budget_bytes": plan.budget_bytes, **predicted(plan.predicted)}
+    row |= {
+        "budget_bytes": plan.budget_bytes,
+        "predicted_alone_seconds": plan.predicted.seconds,
+        "predicted_peak_bytes": plan.predicted.peak_bytes,
+    }
     row["rules"] = [f"{rule.match} {rule.home} {rule.fraction:g}" for rule in plan.policy.rules]
     found = []
     for turn in range(rounds):
         found.append(bench.measure(plan.policy, repeats))
-        show(row, found[-1] | {"times": found[-1]["alone"]}, f"round {turn + 1} of {rounds}")
+        ms = 1000 * statistics.median(found[-1]["alone"])
+        print(f"{case.name}, {WAITING_WAY}: {ms:.1f} ms, round {turn + 1} of {rounds}", flush=True)
     return [
         row
         | {
             "alone_seconds": min(statistics.median(each["alone"]) for each in found),
-            "peak_bytes": max(each["peak_bytes"] for each in found),
+            "peak_bytes": max(each["alone_peak_bytes"] for each in found),
             "loss": found[0]["loss"],
         }
     ]

@@ -164,6 +164,8 @@ def _plan_line(row: dict[str, Any]) -> str:
     if "part" in row:
         name = name.replace("plan", f"plan for {row['part']:g}", 1)
     times = [ms("seconds"), ms("predicted_seconds"), ms("alone_seconds")]
+    if "predicted_alone_seconds" in row:
+        times[2] += f" (predicted {ms('predicted_alone_seconds')})"
     cells = [*times, above("peak_bytes"), above("predicted_peak_bytes")]
     if "refused" in row:
         cells = ["nothing fits", "", "", "", ""]

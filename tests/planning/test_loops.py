@@ -24,19 +24,49 @@ from pagestash.profiling.overhead import Overhead
 seconds = st.floats(0.0, 1.0)
 
 
-@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6))
-def test_a_step_of_a_loop_takes_what_the_last_of_many_takes(lanes):
+def whole(lanes, waited=0.0):
+    """What the step takes, if compute waits so long."""
+    return lanes.takes(lanes.seconds()) + lanes.takes_longer(waited)
+
+
+@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6), st.integers(0, 5), seconds)
+def test_a_step_of_a_loop_takes_what_the_last_of_many_takes(lanes, at, waited):
+    """Also if the device waits in it, while the host goes on."""
     device, host = map(list, zip(*lanes))
-    many = Lanes(12 * device, 12 * host).seconds()
-    found = Lanes(device, host, ahead=True).seconds()
-    assert found == pytest.approx(many[-len(device) :], abs=1e-6)
-    assert sum(found) == pytest.approx(max(sum(device), sum(host)), abs=1e-6)
+    longer = [own + waited * (number == at % len(device)) for number, own in enumerate(device)]
+    many = Lanes(12 * longer, 12 * host).seconds()
+    found = whole(Lanes(device, host, ahead=True), waited)
+    assert found == pytest.approx(sum(many[-len(device) :]), abs=1e-6)
 
 
 def test_a_host_that_is_slow_in_forward_costs_nothing_if_it_makes_up_for_it():
     lanes = Lanes([1.0, 5.0], [3.0, 1.0])
-    assert sum(lanes.seconds()) == 8.0
-    assert replace(lanes, ahead=True).seconds() == [1.0, 5.0]
+    assert whole(lanes) == 8.0
+    assert whole(replace(lanes, ahead=True)) == 6.0
+    assert whole(replace(lanes, ahead=True), 0.5) == 6.5
+
+
+@pytest.mark.parametrize("loop", [0.999, 1.001])
+def test_a_loop_that_the_host_bounds_does_not_make_the_device_slower(loop):
+    """Or replays and copies would have no time to hide in."""
+    profile = on_gpu(launched(1.5))
+    device, host = (
+        sum(getattr(segment, name) for segment in profile.segments) for name in ("seconds", "host_seconds")
+    )
+    lanes = Lanes.of(replace(profile, loop_seconds=loop * host), ahead=True)
+    assert sum(lanes.device) == pytest.approx(device, rel=2e-3)
+    assert whole(lanes) == pytest.approx(loop * host)
+
+
+def test_a_wait_for_a_copy_hides_behind_a_slower_host():
+    """Copies for which compute waits half as long again, and a host that takes three times as long."""
+    profile = on_gpu(made_up(8, (8 * MB, 1), (5 * MB, 1), link=2e9))
+    segments = [replace(segment, host_seconds=3 * segment.seconds) for segment in profile.segments]
+    policy = ps.Policy([ps.Rule("layers.*.a", "offload", prefetch_bytes=0)])
+    found = predict(replace(profile, segments=segments, loop_seconds=3 * profile.plain_seconds), policy)
+    assert sum(wait for _, wait in found.waits) > 0.3 * sum(segment.seconds for segment in segments)
+    assert found.wait_seconds == 0
+    assert found.seconds == pytest.approx(found.launch_seconds)
 
 
 @pytest.mark.parametrize("part", [0.3, 0.9, 1.5])
@@ -86,7 +116,7 @@ def test_a_host_that_is_ahead_sees_no_copy_end():
 def test_a_plan_for_a_loop_is_as_fast_there_as_one_for_steps_that_wait(budget):
     profile = on_gpu(launched(0.6, layers=4))
     loop, waits = (plan_profile(profile, budget=budget, host="1GiB", waits=way) for way in (False, True))
-    assert (loop.policy != waits.policy) == (budget == 0.5)  # else this would show nothing
+    assert loop.policy != waits.policy
     assert loop.predicted.mean_seconds <= predict(profile, waits.policy).mean_seconds
     assert waits.predicted.mean_seconds <= predict(profile, loop.policy, waits=True).mean_seconds
     assert (loop.waits, waits.waits) == (False, True)

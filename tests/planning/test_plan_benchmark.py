@@ -61,7 +61,9 @@ def test_graphs_and_steps_that_wait_are_compared_with_their_like_without_a_polic
     base = {"case": "qwen3, 8 layers", "held_bytes": 0, "peak_bytes": 9, "predicted_peak_bytes": 9}
     rows = [
         base | {"way": "keep", "seconds": 2.0, "alone_seconds": 2.5, "predicted_seconds": 2.0},
-        base | {"way": "plan, each step waits", "part": 0.5, "budget_bytes": 10, "alone_seconds": 3.0},
+        base
+        | {"way": "plan, each step waits", "part": 0.5, "budget_bytes": 10, "alone_seconds": 3.0}
+        | {"predicted_alone_seconds": 2.7},
         base | {"way": "keep, graphed", "seconds": 1.0, "predicted_seconds": 0.9},
         base
         | {"way": "plan", "part": 0.5, "budget_bytes": 10, "seconds": 2.2, "predicted_seconds": 2.1}
@@ -78,6 +80,8 @@ def test_graphs_and_steps_that_wait_are_compared_with_their_like_without_a_polic
     assert found["plan for half of the bytes over keep, each step waits, qwen3, 8 layers"] == pytest.approx(
         1.2
     )
+    assert found["plan, each step waits: predicted step time, furthest off"] == pytest.approx(0.1)
+    assert found["plan, each step waits: measured peak over the budget"] == pytest.approx(0.9)
     assert found["plan, graphed, for half of the bytes over keep, qwen3, 8 layers"] == pytest.approx(1.1)
     off = found["plan, graphed: predicted step time, furthest off, and of keep"]
     assert off == pytest.approx(1 - 0.9 / 1.1)

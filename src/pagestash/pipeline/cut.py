@@ -151,6 +151,7 @@ class WholeModel:
             regions=self._regions(layers, tensors),
             segments=self._segments(forward, backward, tensors),
             plain_seconds=sum(self.step.seconds[at] for at in (*forward, *backward)),
+            loop_seconds=None,
             model_bytes=own,
             gradient_bytes=(self.profile.gradient_bytes or 0) * own // weights,
             parameter_bytes=None,

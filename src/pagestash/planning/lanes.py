@@ -9,14 +9,15 @@ A host is not always as fast as when it was measured: others use its processor. 
 forward was launched now in 16 ms, now in 25. A step that the device bounds does not notice, until a policy's work
 for the host takes up the host's lead. So policies are compared by what a step takes on average if the host takes
 half as long again in half of all steps: one with little work for the host is preferred to another that would be as
-fast on a quick host. A host that is ahead makes up in one step for what it lost in another: it takes a quarter
-longer in all of them.
+fast on a quick host. A host that is ahead makes up in one step for what it lost in another: in these steps it takes
+a quarter longer.
 
 The link to the host is not always as fast, either. Copies that were measured at 55 GB/s ran at 48 in whole steps,
 and at 55 again in other runs, under every load that was tried. So in the slow steps the link is slower, too: a plan
 that would just hide all its copies waits for them then.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pagestash.profiling.profiled import ProfiledStep
@@ -50,11 +51,12 @@ class Lanes:
             return replace(cls._level(profile), ahead=True)
         device = [segment.seconds for segment in profile.segments]
         host = [segment.host_seconds or 0.0 for segment in profile.segments]
-        if sum(host) < whole and sum(device) > 0:
-            # The device bounds it. It may be slower than it was observed to be, because it is hot.
-            return cls([whole / sum(device) * own for own in device], host, ahead=True)
-        factor = whole / max(sum(device), sum(host), 1e-12)
-        return cls([factor * own for own in device], [factor * own for own in host], ahead=True)
+        # The slower one takes what the loop took: a device is slower when it is hot, a host when it is in use.
+        slower = max(sum(device), sum(host), 1e-12)
+        scales = [
+            whole / slower if sum(own) == slower else min(1.0, whole / slower) for own in (device, host)
+        ]
+        return cls([scales[0] * own for own in device], [scales[1] * own for own in host], ahead=True)
 
     @classmethod
     def _level(cls, profile: ProfiledStep) -> "Lanes":
@@ -108,17 +110,24 @@ class Lanes:
     def on_slow_host(self) -> "Lanes":
         return Lanes(self.device, [self.slower * own for own in self.host], self.ahead)
 
+    def takes(self, seconds: Sequence[float]) -> float:
+        """The whole step, whose `seconds()` these are."""
+        return max(sum(seconds), sum(self.host)) if self.ahead else sum(seconds)
+
+    def takes_longer(self, waited: float) -> float:
+        """By so much, if compute waits so long for copies: a host that is ahead launches on meanwhile."""
+        if not self.ahead:
+            return waited
+        return max(0.0, waited - max(0.0, sum(self.host) - sum(self.device)))
+
     def seconds(self) -> list[float]:
-        """From the end of each segment to the end of the next.
+        """From the end of each segment to the end of the next; where the host is ahead, those of the device.
 
         The device begins a segment when it is done with the last and the host has begun to launch this one. It ends
         after the host.
         """
-        if not any(self.host) or (self.ahead and sum(self.host) <= sum(self.device)):
+        if self.ahead or not any(self.host):
             return list(self.device)
-        if self.ahead:  # as in any step but the first of a loop
-            twice = Lanes([*self.device, *self.device], [*self.host, *self.host]).seconds()
-            return twice[len(self.device) :]
         # end(s) = max(end(s-1) + device(s), launched(s-1) + device(s), launched(s)); less the device's sum up to s,
         # that is the largest lead of the host over the device so far.
         found: list[float] = []

@@ -125,9 +125,12 @@ class _Playing:
         plan = plan_of(moves, step.at_once)
         plan.headroom = offloaded.headroom(held, pool.bytes)
         played = play(moves, plan, seconds, step.profile.link, sees_copies=step.sees_copies)
-        slow, slow_waited = lanes.on_slow_host().seconds(), 0.0
+        waited = lanes.takes_longer(played.waited)
+        slow, slow_waited = lanes.on_slow_host(), 0.0
+        slow_seconds = slow.seconds()
         if moves:
-            slow_waited = play(moves, plan, slow, step.slow_link, sees_copies=step.sees_copies).waited
+            again = play(moves, plan, slow_seconds, step.slow_link, sees_copies=step.sees_copies)
+            slow_waited = slow.takes_longer(again.waited)
         host_bytes = offloaded.count(played, held)
         memory, total = self._memory(held, spikes, pool.bytes)
         peak_bytes = max(total)
@@ -138,13 +141,13 @@ class _Playing:
         for at, wait in waits.items():
             spent[at] += wait
         return Prediction(
-            seconds=sum(seconds) + played.waited,
-            slow_host_seconds=sum(slow) + slow_waited,
+            seconds=lanes.takes(seconds) + waited,
+            slow_host_seconds=slow.takes(slow_seconds) + slow_waited,
             slower_host=lanes.slower,
             launch_seconds=sum(lanes.host),
             recompute_seconds=sum(replay.seconds for replay in replays),
             stash_seconds=stash_seconds,
-            wait_seconds=played.waited,
+            wait_seconds=waited,
             slow_wait_seconds=slow_waited,
             waits=played.waits,
             out_seconds=played.out_seconds,

@@ -27,7 +27,7 @@ class Prediction:
     recompute_seconds: float
     stash_seconds: float
     wait_seconds: float
-    """How long compute waits for copies."""
+    """How much longer it takes because compute waits for copies: nothing where the host takes longer still."""
     slow_wait_seconds: float
     """The same where host and link are slow."""
     waits: Sequence[tuple[int, float]]

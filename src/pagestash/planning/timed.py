@@ -32,7 +32,7 @@ NEAR = 1.5
 RIVALS = 0.1
 """A plan that is slower than the fastest by less than this part may be the fastest in another round."""
 SMALLEST, LARGEST = 0.25, 4.0
-"""Of a factor. A step that needs another one is slow for another reason."""
+"""Of a factor. A step that needs another one is slow, or quick, for another reason."""
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ def fit(step: MeasuredStep, plan: Plan, launched: float | None = None) -> float:
     """The factor of a keeper's costs for the host with which the plan takes what was measured.
 
     1 if the prediction is close without, or if no factor explains the measured time. Where the host took `launched`
-    to launch a step of a loop, that tells the factor: a loop that the device bounds does not.
+    to launch a step of a loop, that tells the factor, or the nearest one: a loop that the device bounds does not.
     """
     measured = plan.measured_seconds
     if measured is None or not any(step.lanes.host):

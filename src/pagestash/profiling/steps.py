@@ -80,8 +80,7 @@ class RepeatedStep:
         marks = []
         with self._state():
             for _ in range(count + 1):
-                for parameter in () if self.held else self.model.parameters():
-                    parameter.grad = None
+                self._clear()
                 self._run(around())
                 marks.append(clock.mark())
             return clock.between(marks)
@@ -140,14 +139,21 @@ class RepeatedStep:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def _given(self) -> list[torch.Tensor]:
+        """The batch's tensors that may get gradients."""
+        return [t for t in (*self.args, *self.kwargs.values()) if isinstance(t, torch.Tensor) and t.is_leaf]
+
+    def _clear(self) -> None:
+        """A run finds no gradients of the batch, and of parameters only those that it is to find."""
+        for tensor in self._given() if self.held else (*self._given(), *self.model.parameters()):
+            tensor.grad = None
+
     @contextmanager
     def _state(self) -> Iterator[None]:
         """Restores buffers, random state and the gradients of the batch."""
-        given = [t for t in (*self.args, *self.kwargs.values()) if isinstance(t, torch.Tensor) and t.is_leaf]
-        gradients = [(tensor, tensor.grad) for tensor in given]
+        gradients = [(tensor, tensor.grad) for tensor in self._given()]
         buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
-        for tensor in given if self.held else (*given, *self.model.parameters()):
-            tensor.grad = None
+        self._clear()
         try:
             with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
                 yield

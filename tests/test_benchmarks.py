@@ -92,6 +92,7 @@ def test_plans_stand_beside_policies_by_hand(results):
     gib = 1 << 30
     shared = {"case": "a model", "held_bytes": 10 * gib}
     plan = {"way": "plan", "part": 0.5, "budget_bytes": 13 * gib, "predicted_seconds": 0.11}
+    plan |= {"alone_seconds": 0.13, "predicted_alone_seconds": 0.125}
     rows = [
         {**shared, "way": "keep", "seconds": 0.1, "peak_bytes": 16 * gib},
         {**shared, **plan, "seconds": 0.12, "peak_bytes": 12 * gib, "predicted_peak_bytes": 12.5 * gib},
@@ -101,11 +102,11 @@ def test_plans_stand_beside_policies_by_hand(results):
     head, rule, case, *lines = tables.plans(results).splitlines()
     assert case.startswith("| **a model** |")
     assert lines[:3] == [
-        "| keep | 100.0 |  | 6.00 |  |  |",
-        "| plan for 0.5 | 120.0 | 110.0 | 2.00 | 2.50 | 3.00 |",
-        "| plan for 0.1 | nothing fits |  |  |  |  |",
+        "| keep | 100.0 |  |  | 6.00 |  |  |",
+        "| plan for 0.5 | 120.0 | 110.0 | 130.0 (predicted 125.0) | 2.00 | 2.50 | 3.00 |",
+        "| plan for 0.1 | nothing fits |  |  |  |  |  |",
     ]
-    assert {line.count("|") for line in (head, rule, case, *lines[:3])} == {7}
+    assert {line.count("|") for line in (head, rule, case, *lines[:3])} == {8}
 
 
 def test_the_table_of_ranks_has_a_line_for_each_way(results):

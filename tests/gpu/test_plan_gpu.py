@@ -46,7 +46,7 @@ def test_a_planned_step_keeps_its_budget_and_its_bits(part, one_order):
     model.initialise(0)
     tokens = torch.randint(0, 256, (64, 1025), device="cuda")
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    plan = ps.plan(model, batch, budget=part)
+    plan = ps.plan(model, batch, budget=part, waits=True)  # as `measured` does
     assert not plan.is_empty
     plain, _, _ = measured(model, batch, ps.Policy())
     planned, peak, seconds = measured(model, batch, plan.policy)

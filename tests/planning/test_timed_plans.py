@@ -12,6 +12,7 @@ from pagestash.planning.checked import Measured
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.make import plan_step
 from pagestash.planning.timed import CLOSE, _predict
+from pagestash.policy import Policy
 from pagestash.profiling.overhead import Overhead
 
 COST = Overhead(
@@ -100,8 +101,48 @@ def test_a_prediction_that_is_close_is_left_alone(step):
 def test_a_time_that_no_host_explains_leaves_the_prediction_as_it_is(step, longer):
     machine = Machine(step, longer=longer)
     plan = planned(step, machine)
-    assert tried(machine) == [plan.policy, as_if_free(step).policy]
+    assert tried(machine) == [plan.policy, Policy(), as_if_free(step).policy]
     assert plan.predicted == plan_step(step, budget=0.6, host="1GiB").predicted
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("drift", [0.93, 1.0, 1.08])
+def test_a_device_that_is_slower_than_in_the_profile_is_slower_in_predictions(step, drift, ahead):
+    """It is found by steps without a policy, and only if the plan's own are not as predicted."""
+    if ahead:
+        step = MeasuredStep(replace(step.profile, device="cuda:0"), ahead=True)
+    before = plan_step(step, budget=0.6, host="1GiB")
+    machine = Machine(step, longer=drift)
+    plan = planned(step, machine)
+    assert (Policy() in machine.ran) == (drift != 1.0)
+    assert plan.predicted.seconds == pytest.approx(plan.measured_seconds, rel=CLOSE)
+    assert plan.unplanned.seconds == pytest.approx(drift * before.unplanned.seconds)
+    assert (f"took {drift:.3f} times what it took in the profile" in str(plan)) == (drift != 1.0)
+
+
+def test_what_only_a_plan_is_slower_by_is_no_property_of_the_device(step):
+    """Steps without a policy take what they took in the profile."""
+    first = plan_step(step, budget=0.6, host="1GiB")
+
+    def measure(policy):
+        found = _predict(step, policy)
+        return Measured(found.peak_bytes, found.seconds * (5.0 if policy.rules else 1.0))
+
+    plan = planned(step, measure)
+    assert plan.unplanned == first.unplanned
+    assert plan.predicted == first.predicted
+
+
+def test_a_step_without_a_policy_that_finds_no_memory_tells_nothing(step):
+    machine = Machine(step, longer=1.1)
+
+    def measure(policy):
+        if not policy.rules:
+            raise torch.OutOfMemoryError("no memory")
+        return machine(policy)
+
+    plan = planned(step, measure)
+    assert plan.unplanned == plan_step(step, budget=0.6, host="1GiB").unplanned
 
 
 @pytest.mark.parametrize("faster", [0.05, CLOSE / 4])

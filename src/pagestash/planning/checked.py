@@ -19,9 +19,9 @@ from pagestash.profiling.steps import RepeatedStep
 from pagestash.saved.keeper import Keeper
 from pagestash.sizes import format_bytes
 
-RESERVE = 4096
-"""One part in so many of the budget is left free: a loop may hold a little more than a step that is measured by
-itself. It was up to 4 MB of 80 GiB."""
+RESERVE = 16384
+"""One part in so many of the budget is left free: a loop may hold a little more than the one that is measured. It
+was up to 4 MB of 80 GiB, where a step was measured by itself."""
 TRIES = 3
 """Plans that are tried after the first."""
 WARM = 2

@@ -308,6 +308,8 @@ def _plan_step(step: MeasuredStep, budget: str | float, host: str | int, measure
 
     found, fitted = timed(first, step, search_on, choose_on, steps)
     if found.policy != first.policy or fitted is not step:
+        known = predictor_of(fitted)
+        found = replace(found, unplanned=known.predict(RuleTable({}, PoolConfig())))
         found = told_by(found, predicted_again(fitted, searched, limit))
-        beside = alternatives(predictor_of(fitted), host_bytes)
+        beside = alternatives(known, host_bytes)
     return replace(found, alternatives=beside)

@@ -6,6 +6,9 @@ of a plan. If that is not as predicted, all of the cost is scaled by one factor,
 made again. In a loop that the device bounds, the cost makes no difference to the time: there the factor is the one
 with which the host takes what it took to launch a step.
 
+A device is not always as fast, either: it is slower when it is hot. If a plan's steps do not take what was
+predicted, steps without a policy are timed beside them, and predictions are for a device on which they take that.
+
 A plan that goes by that cost may give up too much for it: the host may have time to spare where a prediction says
 that it has none. So one that is made as if a keeper cost the host nothing is tried, too. Of all that were tried the
 fastest is taken; of those that are as fast, the one that was made for the highest cost.
@@ -31,6 +34,8 @@ NEAR = 1.5
 """For a factor up to this, or down to its inverse, searches for others have found a plan about as good as any."""
 RIVALS = 0.1
 """A plan that is slower than the fastest by less than this part may be the fastest in another round."""
+DRIFT = 1.25
+"""A device may be slower or faster by this factor than it was in the profile. More has another reason."""
 SMALLEST, LARGEST = 0.25, 4.0
 """Of a factor. A step that needs another one is slow, or quick, for another reason."""
 
@@ -65,36 +70,72 @@ def timed(
     """The plan whose steps took the least, and the step that was fitted to them.
 
     `plan` was found by `search_on`; `choose_on` chooses among what searches have found. All are checked by `steps`.
-    The fitted step is `step` itself where its prediction is close, or where no such factor explains the times.
+    The fitted step is `step` itself where its prediction is close, or where nothing explains the times.
     """
     if steps is None or plan.measured_seconds is None or not any(step.lanes.host):
         return plan, step
     trials = _Trials(step, steps)
     first = trials.add(plan, 1.0)
-    if first.fits != 1.0:
+    if not trials.is_close(first):
         trials.run_again(first)
+    notes = []
+    if not trials.is_close(first) and (drift := trials.time_unplanned()) != 1.0:
+        notes.append(
+            f"beside these steps one without a policy took {drift:.3f} times what it took in the profile"
+        )
+        trials.fit_again(first)
     trials.make(0.0, search_on)
     if first.fits != 1.0:
         trials.make(first.fits, choose_on if 1 / NEAR <= first.fits <= NEAR else search_on)
     best = trials.best()
-    if best.fits == 1.0:
-        return best.plan if best.made == 1.0 else _predicted_on(step, best.plan), step
-    fitted = _scaled(step, best.fits)
-    note = f"in these steps a keeper costs the host {best.fits:.2f} times what it does in small regions"
-    return replace(_predicted_on(fitted, best.plan), notes=[*best.plan.notes, note]), fitted
+    fitted = trials.step
+    if best.fits != 1.0:
+        fitted = _scaled(fitted, best.fits)
+        notes.append(
+            f"in these steps a keeper costs the host {best.fits:.2f} times what it does in small regions"
+        )
+    if fitted is step and best.made == 1.0:
+        return best.plan, step
+    return replace(_predicted_on(fitted, best.plan), notes=[*best.plan.notes, *notes]), fitted
 
 
 class _Trials:
     """The plans that were tried for one step."""
 
     def __init__(self, step: MeasuredStep, steps: Steps) -> None:
-        self._step, self._steps = step, steps
+        self.step = step
+        """As it is predicted."""
+        self._steps = steps
         self._tried: list[_Trial] = []
+
+    def is_close(self, trial: _Trial) -> bool:
+        """Whether the plan's steps took what is predicted of them."""
+        return _is_close(_predict(self.step, trial.plan.policy).seconds, trial.plan)
+
+    def time_unplanned(self) -> float:
+        """Time steps without a policy, and let `step` take that; by what factor it differs then.
+
+        In two rounds, of which the faster one counts: a slow moment of the host is nothing that lasts.
+        """
+        try:
+            self._steps(Policy())
+            found = self._steps.again(Policy()).seconds
+        except torch.OutOfMemoryError:
+            return 1.0
+        factor = (found or 0.0) / _predict(self.step, Policy()).seconds
+        if found is None or not 1 / DRIFT <= factor <= DRIFT:
+            return 1.0
+        self.step = self.step.taking(found)
+        return factor
+
+    def fit_again(self, trial: _Trial) -> None:
+        """By the step as it is predicted now."""
+        trial.fits = self._fit(trial.plan)
 
     def make(self, factor: float, plan_on: PlanOn) -> None:
         """Try a plan for this factor, if there is one that was not tried before."""
         try:
-            plan = plan_on(_scaled(self._step, factor))
+            plan = plan_on(_scaled(self.step, factor))
         except (NothingFits, torch.OutOfMemoryError):  # other times of copies, other peaks
             return
         known = next((trial for trial in self._tried if trial.plan.policy == plan.policy), None)
@@ -116,16 +157,16 @@ class _Trials:
             trial.failed = True
             return
         trial.plan = replace(trial.plan, measured_bytes=found.peak_bytes, measured_seconds=found.seconds)
-        trial.fits = self._fit(trial.plan)
+        self.fit_again(trial)
 
     def _fit(self, plan: Plan) -> float:
-        return fit(self._step, plan, self._steps(plan.policy).launch_seconds)
+        return fit(self.step, plan, self._steps(plan.policy).launch_seconds)
 
     def best(self) -> _Trial:
         if len(self._tried) > 1:
             for trial in self._about_as_fast(RIVALS)[:2]:  # in turn
                 self.run_again(trial)
-        close = CLOSE_IN_LOOP if self._step.ahead else CLOSE
+        close = CLOSE_IN_LOOP if self.step.ahead else CLOSE
         return max(self._about_as_fast(close), key=lambda trial: trial.made)
 
     def _about_as_fast(self, part: float) -> list[_Trial]:
@@ -152,15 +193,21 @@ def fit(step: MeasuredStep, plan: Plan, launched: float | None = None) -> float:
 
     if step.ahead and launched is not None:
         found = _fit_launches(step, plan.policy, launched)
-        better = abs(takes(1.0) - measured) > max(CLOSE * measured, abs(takes(found) - measured))
-        return found if better else 1.0
-    if abs(takes(1.0) - measured) <= CLOSE * measured or not takes(SMALLEST) <= measured <= takes(LARGEST):
+        nearer = abs(takes(found) - measured) < abs(takes(1.0) - measured)
+        return found if nearer and not _is_close(takes(1.0), plan) else 1.0
+    if _is_close(takes(1.0), plan) or not takes(SMALLEST) <= measured <= takes(LARGEST):
         return 1.0
     low, high = SMALLEST, LARGEST
     while high / low > 1.001:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if takes(middle) < measured else (low, middle)
     return high
+
+
+def _is_close(seconds: float, plan: Plan) -> bool:
+    """Whether the plan's steps took about that."""
+    measured = plan.measured_seconds or 0.0
+    return abs(seconds - measured) <= CLOSE * measured
 
 
 def _fit_launches(step: MeasuredStep, policy: Policy, launched: float) -> float:

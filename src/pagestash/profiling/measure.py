@@ -70,8 +70,9 @@ def profile(
     `"fresh"`: it finds none, as after `zero_grad()`.
 
     The step runs once to warm up, once to record tensors, and `repeats` times each to time the whole (on a GPU nine
-    times as often: by itself, and in a loop in which the host waits for no step; the fastest repetition counts) and
-    each region. Each repetition begins with the same random state. Gradients and buffers are restored afterwards.
+    times as often: by itself, where the fastest repetition counts, and in a loop in which the host waits for no
+    step, where the median does) and each region. Each repetition begins with the same random state. Gradients and
+    buffers are restored afterwards.
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: expected at least 1")
@@ -180,7 +181,8 @@ def _measure(
         regions=regions,
         segments=segments,
         plain_seconds=min(plain),  # a slow moment of the machine is no property of the step
-        loop_seconds=min(loops, default=None),
+        # (In a loop such a moment is hidden. What is left is the device's, which is slower when it is hot.)
+        loop_seconds=statistics.median(loops) if loops else None,
         allocated_bytes=recorder.allocated_bytes,
         policy=policy,
         model_bytes=_bytes((*model.parameters(), *model.buffers()), device),

@@ -18,7 +18,8 @@ from pagestash.simulation.programs import MovedGroup, Piece, StageProgram
 def program_of_profile(profile: ProfiledStep, policy: Policy) -> StageProgram:
     """The measured step under a policy: a piece for each segment, with replays and copies on the device in it.
 
-    What is beside offloaded groups is as predicted; when those leave and return is left to the replay.
+    What is beside offloaded groups is as predicted of a step that waits; when those leave and return is left to the
+    replay.
     """
     step = MeasuredStep(profile)
     predicted = Predictor(step).predict(RuleTable.of(policy, profile.regions))

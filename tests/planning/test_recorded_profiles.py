@@ -1,4 +1,4 @@
-"""Plans for steps that were profiled on an H200: 8 layers of Qwen3-30B-A3B, 2 × 4096 tokens, as a CUDA graph.
+"""Plans for steps that were profiled on an H200: 8 layers of Qwen3-30B-A3B, 2 × 4096 tokens, in loops and graphs.
 
 A search that gets worse shows here: every other test has small layers, or few of them.
 """
@@ -8,25 +8,32 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from test_loops import Machine
 
 import pagestash as ps
 from pagestash.planning.budget import base_bytes, parse_budget
 from pagestash.planning.choose import choose, find_candidates, predictor_of
 from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.make import plan_step
 from pagestash.planning.predict import predict
 from pagestash.planning.prediction import RuleTable
+from pagestash.planning.timed import CLOSE
 
 pytest.importorskip("scipy")
 PROFILES = Path(__file__).parent / "profiles"
 HOST = 100 << 30
 
 
+def load(name, folder):
+    path = folder / f"{name}.json"
+    path.write_bytes(gzip.decompress((PROFILES / f"{name}.json.gz").read_bytes()))
+    return ps.Profile.load(path)
+
+
 @cache
 def searched(name, folder, graphed=True):
     """The profile, the step without a policy, and what a plan for some bytes is predicted to take."""
-    path = folder / f"{name}.json"
-    path.write_bytes(gzip.decompress((PROFILES / f"{name}.json.gz").read_bytes()))
-    profile = ps.Profile.load(path)
+    profile = load(name, folder)
     step = MeasuredStep(profile, base_bytes(profile, 0), graphed=graphed, ahead=True)
     unplanned = predictor_of(step).predict(RuleTable({}, ps.PoolConfig()))
     found = find_candidates(step, HOST)
@@ -68,6 +75,17 @@ def test_parts_of_the_bytes_cost_little_more_where_steps_follow_each_other(folde
     _, unplanned, planned = searched(name, folder, graphed=False)
     found = {part: planned(part).mean_seconds / unplanned.mean_seconds for part in LOOP_BARS[name]}
     assert all(found[part] <= bar for part, bar in LOOP_BARS[name].items()), found
+
+
+def test_a_cost_that_was_measured_much_too_high_costs_half_of_the_bytes_nothing(folder):
+    """On that host a keeper was measured to cost three times what it did: it had a slow moment."""
+    profile = load("qwen3-30b-a3b-slow-host", folder)
+    step = MeasuredStep(profile, base_bytes(profile, 0), ahead=True)
+    first = plan_step(step, budget=0.5, host=HOST)
+    plan = plan_step(step, budget=0.5, host=HOST, measure=Machine(step, 0.3))
+    assert plan.measured_seconds < 0.98 * first.predicted.seconds
+    assert plan.measured_seconds <= 1.05 * plan.unplanned.seconds
+    assert plan.predicted.seconds == pytest.approx(plan.measured_seconds, rel=CLOSE)
 
 
 def recompute(*names, layers="*"):

@@ -12,7 +12,7 @@ WAITING_WAY = "plan, each step waits"
 
 def claims_of(rows: list[dict[str, Any]]) -> list[Claim]:
     """What a plan promises, over all cases; peaks count without weights and gradients, which nobody predicts."""
-    planned = [row for row in rows if row["way"] == "plan" and "refused" not in row]
+    planned = _ran(rows, "plan")
 
     def peak(row: dict[str, Any]) -> float:
         return (row["predicted_peak_bytes"] - row["held_bytes"]) / (row["peak_bytes"] - row["held_bytes"])
@@ -58,48 +58,43 @@ def claims_of(rows: list[dict[str, Any]]) -> list[Claim]:
 
 def waiting_claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """What a plan for a loop that waits for each step promises, over keep in such a loop."""
-    keeps = {row["case"]: row for row in rows if row["way"] == "keep"}
-    planned = [row for row in rows if row["way"] == WAITING_WAY and "refused" not in row]
-    if not planned:
-        return []
-    off = [abs(row["predicted_alone_seconds"] / row["alone_seconds"] - 1) for row in planned]
-    peaks = [row["peak_bytes"] / row["budget_bytes"] for row in planned]
-    figures = [
-        ("plan, each step waits: predicted step time, furthest off", max(off), 0.05),
-        ("plan, each step waits: measured peak over the budget", max(peaks), 1.0),
-    ]
-    figures += [
-        (
-            f"plan for half of the bytes over keep, each step waits, {row['case']}",
-            row["alone_seconds"] / keeps[row["case"]]["alone_seconds"],
-            1.06,
-        )
-        for row in planned
-        if row["case"].startswith("qwen3")
-    ]
-    return [Claim(what=what, value=value, bar=bar, better="at most") for what, value, bar in figures]
+    ran = _ran(rows, WAITING_WAY)
+    off = [abs(row["predicted_alone_seconds"] / row["alone_seconds"] - 1) for row in ran]
+    figures = [("predicted step time, furthest off", off, 0.05)]
+    return _claims(WAITING_WAY, figures, ran, _ran(rows, "keep"), "alone_seconds")
 
 
 def graphed_claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """What a plan for a graph promises, over keep in a graph."""
-    keeps = {row["case"]: row for row in rows if row["way"] == GRAPHED_WAYS[0]}
-    ran = [row for row in rows if row["way"] == GRAPHED_WAYS[1] and "refused" not in row]
-    planned = [(row, keeps[row["case"]]) for row in ran]
+    keeps, ran = (_ran(rows, way) for way in GRAPHED_WAYS)
+    off = [abs(row["predicted_seconds"] / row["seconds"] - 1) for row in (*keeps, *ran)]
+    figures = [("predicted step time, furthest off, and of keep", off, 0.05)]
+    return _claims(GRAPHED_WAYS[1], figures, ran, keeps, "seconds")
+
+
+def _ran(rows: list[dict[str, Any]], way: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["way"] == way and "refused" not in row]
+
+
+def _claims(
+    way: str,
+    figures: list[tuple[str, list[float], float]],
+    planned: list[dict[str, Any]],
+    keeps: list[dict[str, Any]],
+    seconds: str,
+) -> list[Claim]:
+    """The largest of each figure, that budgets are kept, and what half of qwen3's bytes cost over keep."""
     if not planned:
         return []
-    off = [abs(row["predicted_seconds"] / row["seconds"] - 1) for row in (*keeps.values(), *ran)]
-    peaks = [row["peak_bytes"] / row["budget_bytes"] for row in ran]
-    figures = [
-        ("plan, graphed: predicted step time, furthest off, and of keep", max(off), 0.05),
-        ("plan, graphed: measured peak over the budget", max(peaks), 1.0),
+    peaks = [row["peak_bytes"] / row["budget_bytes"] for row in planned]
+    found = [
+        Claim(what=f"{way}: {what}", value=max(values), bar=bar, better="at most")
+        for what, values, bar in (*figures, ("measured peak over the budget", peaks, 1.0))
     ]
-    figures += [
-        (
-            f"plan, graphed, for half of the bytes over keep, {row['case']}",
-            row["seconds"] / keep["seconds"],
-            1.06,
-        )
-        for row, keep in planned
-        if row["case"].startswith("qwen3") and row["part"] == 0.5
-    ]
-    return [Claim(what=what, value=value, bar=bar, better="at most") for what, value, bar in figures]
+    keep = {row["case"]: row[seconds] for row in keeps}
+    for row in planned:
+        if row["case"].startswith("qwen3") and row["part"] == 0.5:
+            what = f"{way}, for half of the bytes over keep, {row['case']}"
+            value = row[seconds] / keep[row["case"]]
+            found.append(Claim(what=what, value=value, bar=1.06, better="at most"))
+    return found

@@ -77,7 +77,7 @@ def test_graphs_and_steps_that_wait_are_compared_with_their_like_without_a_polic
     assert found[
         "plan for 0.5 of the bytes over the best by hand that fits, qwen3, 8 layers"
     ] == pytest.approx(1.1)
-    assert found["plan for half of the bytes over keep, each step waits, qwen3, 8 layers"] == pytest.approx(
+    assert found["plan, each step waits, for half of the bytes over keep, qwen3, 8 layers"] == pytest.approx(
         1.2
     )
     assert found["plan, each step waits: predicted step time, furthest off"] == pytest.approx(0.1)

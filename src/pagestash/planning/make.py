@@ -90,17 +90,17 @@ def plan(
     run eagerly: what a graph is predicted to take more is added to their peak, and they are not timed. On a CPU a
     `GraphedStep` runs eagerly, and the plan is for that.
 
-    Without, steps are taken to follow each other: the host launches one while the device runs the one before. With
+    Otherwise steps are taken to follow each other: the host launches one while the device runs the one before. With
     `waits` the plan is for a loop that waits for the device before each step, to read the last one's loss, say.
     There the host's time counts more: it is not ahead when forward begins. (In a graph, and for a rank of a
     pipeline, which is planned without a host, `waits` changes nothing.)
 
     Then steps run under the plan. If their peak exceeds the budget, the plan is made again, for as much less. So a
     plan keeps its budget where a prediction is wrong. On a GPU they are timed, too. If they take another time than
-    predicted, in a second round as well, what a keeper costs the host is fitted to them, and the plan is made
-    again; and one is tried as if a keeper cost the host nothing. The fastest is returned. The table says what was
-    measured. With several ranks of `torch.distributed` no such steps run: one rank may need more of them than
-    another.
+    predicted, in a second round as well, steps without a policy are timed beside them, what a keeper costs the host
+    is fitted to them, and the plan is made again; and one is tried as if a keeper cost the host nothing. The
+    fastest is returned. The table says what was measured. With several ranks of `torch.distributed` no such steps
+    run: one rank may need more of them than another.
 
     `rows` says how the rows vary that a stash holds: a `RowDistribution`, a path of Megatron's tokens per expert,
     the max/mean of a log-normal, or `"measured"`. The pool is then sized so that a step overflows it with a

@@ -3,23 +3,25 @@
 For each model a step (forward and backward, adding to gradients that are there) is profiled once and planned for
 parts of its saved bytes. Then it runs under each plan, and under each policy by hand, in several rounds; after the
 first without policies by hand that are far from the best. Steps follow each other, as in training: the host waits
-for none. Time is the median of a round's steady steps, in the fastest round: a slow moment of the host is no
-property of a policy. The peak is the allocator's.
+for none. Each round has a loop of a second and more that is not timed, and another one that is: under full load a
+GPU lowers its clock about once a second. A round's time is the mean of its steps; of several rounds the median
+counts. The peak is the allocator's.
 
-The same steps are timed with a wait for the device before and after each. Some models also run under a plan for
-such steps, and as CUDA graphs, without a policy and under plans for a graph. A graph has gradients of its own,
-which only a second microbatch finds in place. So a graphed step runs four microbatches and an optimizer (SGD). Its
-time is given by microbatch, without that of the optimizer alone.
+A few of the same steps are timed with a wait for the device before and after each; the fastest round counts,
+because a slow moment of the host is no property of a policy. Some models also run under a plan for such steps, and
+as CUDA graphs, without a policy and under plans for a graph. A graph has gradients of its own, which only a second
+microbatch finds in place. So a graphed step runs eight microbatches and an optimizer (SGD). Its time is given by
+microbatch, without that of the optimizer alone.
 
 Without a GPU, or quick, a tiny preset runs, and memory is counted by live storages.
 """
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,9 @@ from pagestash.profiling.memory import MemoryMeter
 
 PARTS = (0.75, 0.5, 0.35)
 ROUNDS, WARM, REPEATS = 3, 3, 5
-WARM_GRAPHED, MICROBATCHES = 2, 4
+WARM_GRAPHED, MICROBATCHES = 2, 8
+PERIOD = 1.0
+"""Seconds of a loop before it is timed, and of one that is."""
 CLOSE = 1.05
 """By so much slower than the best in the first round, a policy by hand may still be the best."""
 
@@ -58,31 +62,35 @@ class Bench:
             loss = self._step(keeper)
         # Counting storages takes time, which no timed step has.
         peak = self._peak(keeper)
-        alone = [self._timed(lambda: self._step(keeper)) for _ in range(repeats)]
-        times, alone_peak = alone, peak
+        alone = statistics.median(self._timed(lambda: self._step(keeper)) for _ in range(repeats))
+        seconds, alone_peak = alone, peak
         if self.device.type == "cuda":
             alone_peak = torch.cuda.max_memory_allocated(self.device)
-            times = self._loop(keeper, repeats)
+            count = max(repeats, math.ceil(PERIOD / alone))
+            self._loop(keeper, count)
+            seconds = self._loop(keeper, count)
             peak = torch.cuda.max_memory_allocated(self.device)
         if keeper is not None:
             keeper.detach()
         gc.collect()
         return {
-            "times": times,
-            "alone": alone,
+            "seconds": seconds,
+            "alone_seconds": alone,
             "peak_bytes": peak,
             "alone_peak_bytes": alone_peak,
             "loss": loss.item(),
         }
 
-    def _loop(self, keeper: ps.Keeper | None, repeats: int) -> list[float]:
-        """The device's seconds of steps that follow each other; in one before them the host gets ahead."""
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        for mark in marks:
+    def _loop(self, keeper: ps.Keeper | None, count: int) -> float:
+        """The device's seconds of one of `count` steps that follow each other; before them the host gets ahead."""
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._step(keeper)
+        first.record()
+        for _ in range(count):
             self._step(keeper)
-            mark.record()
+        last.record()
         self._wait()
-        return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]
+        return first.elapsed_time(last) / 1000 / count
 
     def measure_graphed(self, policy: ps.Policy, repeats: int) -> dict[str, Any]:
         """The same of a whole step as a CUDA graph; seconds are of a microbatch, without the optimizer."""
@@ -109,9 +117,13 @@ class Bench:
         loss = step()  # is captured
         self._wait()
         peak = torch.cuda.max_memory_allocated(self.device)
-        times = [(self._timed(step) - update) / MICROBATCHES for _ in range(repeats)]
+        times = [self._timed(step) for _ in range(repeats)]
+        while sum(times) < 2 * PERIOD:
+            times.append(self._timed(step))
+        late = [after for at, after in enumerate(times) if sum(times[:at]) >= PERIOD] or times
+        seconds = (statistics.fmean(late) - update) / MICROBATCHES
         step.wait()
-        found = {"times": times, "peak_bytes": peak, "loss": loss.item()}
+        found = {"seconds": seconds, "peak_bytes": peak, "loss": loss.item()}
         del step, loss
         keeper.detach()
         gc.collect()
@@ -200,9 +212,9 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
     rows = [
         row
         | {
-            "seconds": min(statistics.median(each["times"]) for each in found),
-            "round_seconds": [statistics.median(each["times"]) for each in found],
-            "alone_seconds": min(statistics.median(each["alone"]) for each in found),
+            "seconds": statistics.median(each["seconds"] for each in found),
+            "round_seconds": [each["seconds"] for each in found],
+            "alone_seconds": min(each["alone_seconds"] for each in found),
             "peak_bytes": max(each["peak_bytes"] for each in found),
             "loss": found[0]["loss"],
         }
@@ -235,12 +247,12 @@ def waiting(
     found = []
     for turn in range(rounds):
         found.append(bench.measure(plan.policy, repeats))
-        ms = 1000 * statistics.median(found[-1]["alone"])
+        ms = 1000 * found[-1]["alone_seconds"]
         print(f"{case.name}, {WAITING_WAY}: {ms:.1f} ms, round {turn + 1} of {rounds}", flush=True)
     return [
         row
         | {
-            "alone_seconds": min(statistics.median(each["alone"]) for each in found),
+            "alone_seconds": min(each["alone_seconds"] for each in found),
             "peak_bytes": max(each["alone_peak_bytes"] for each in found),
             "loss": found[0]["loss"],
         }
@@ -271,7 +283,7 @@ def graphed(case: Case, bench: Bench, profile: ps.Profile, repeats: int) -> list
         rows.append(
             row
             | {
-                "seconds": statistics.median(found["times"]),
+                "seconds": found["seconds"],
                 "peak_bytes": found["peak_bytes"],
                 "loss": found["loss"],
             }
@@ -281,7 +293,7 @@ def graphed(case: Case, bench: Bench, profile: ps.Profile, repeats: int) -> list
 
 def contenders(rows: list[dict[str, Any]], seen: list[list[dict[str, Any]]]) -> list[int]:
     """The rows that claims depend on: plans, keep, and what may be the fastest by hand within a plan's budget."""
-    seconds = [min(statistics.median(each["times"]) for each in found) for found in seen]
+    seconds = [statistics.median(each["seconds"] for each in found) for found in seen]
     hand = [index for index, row in enumerate(rows) if row["way"] != "plan"]
     found = {index for index, row in enumerate(rows) if row["way"] in ("plan", "keep")}
     for budget in [row["budget_bytes"] for row in rows if row["way"] == "plan"]:
@@ -297,7 +309,7 @@ def predicted(prediction: Prediction) -> dict[str, Any]:
 
 def show(row: dict[str, Any], measured: dict[str, Any], when: str) -> None:
     """One line of progress: milliseconds and GiB above weights and gradients, and what was predicted of them."""
-    ms, above = 1000 * statistics.median(measured["times"]), measured["peak_bytes"] - row["held_bytes"]
+    ms, above = 1000 * measured["seconds"], measured["peak_bytes"] - row["held_bytes"]
     line = f"{row['case']}, {row['way']} {row.get('part', '')}: {ms:.1f} ms, {above / (1 << 30):.2f} GiB"
     peak = row["predicted_peak_bytes"] - row["held_bytes"]
     line += f" (predicted {1000 * row['predicted_seconds']:.1f} ms, {peak / (1 << 30):.2f} GiB)"

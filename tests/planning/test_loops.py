@@ -15,7 +15,7 @@ from pagestash.cli import app
 from pagestash.pipeline import plans
 from pagestash.planning import plan_profile, predict
 from pagestash.planning.checked import Measured
-from pagestash.planning.lanes import SLOWER, Lanes
+from pagestash.planning.lanes import HOST_BOUND, SLOWER, Lanes
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.make import plan_step
 from pagestash.planning.timed import CLOSE, CLOSE_IN_LOOP, _predict, fit
@@ -212,3 +212,18 @@ def test_no_factor_is_taken_that_explains_a_time_no_better():
     for longer in (0.5, 2.0):
         seconds = longer * plan.predicted.seconds
         assert fit(step, replace(plan, measured_seconds=seconds), 0.5 * plan.predicted.launch_seconds) == 1.0
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_loop_may_take_longer_than_both_lanes_where_the_host_is_busy(busy):
+    """Its host is not always ahead of the device then; one with time to spare is."""
+    step = MeasuredStep(on_gpu(launched(0.85 if busy else 0.3)), ahead=True)
+    plan = plan_step(step, budget=0.6, host="1GiB")
+    found = plan.predicted
+    assert (found.launch_seconds > HOST_BOUND * found.seconds) == busy
+    longer = replace(plan, measured_seconds=1.05 * found.seconds)
+    factor = fit(step, longer, found.launch_seconds)
+    assert (factor > 1) == busy
+    if busy:
+        scaled = step.with_overhead(step.overhead.scaled(factor))
+        assert _predict(scaled, plan.policy).seconds == pytest.approx(longer.measured_seconds, rel=2e-3)

@@ -51,9 +51,9 @@ def test_a_second_round_is_for_plans_and_for_what_they_are_compared_with():
         {"way": "plan", "budget_bytes": 10}
     ]
     measured = [(1.0, 20), (1.1, 12), (1.30, 8), (1.36, 9), (1.2, 9)]  # seconds, peak
-    seen = [[{"times": [seconds], "peak_bytes": peak}] for seconds, peak in measured]
+    seen = [[{"seconds": seconds, "peak_bytes": peak}] for seconds, peak in measured]
     assert B.contenders(rows, seen) == [0, 2, 3, 4]
-    seen[3][0]["times"] = [1.4]
+    seen[3][0]["seconds"] = 1.4
     assert B.contenders(rows, seen) == [0, 2, 4]
 
 

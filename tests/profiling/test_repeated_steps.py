@@ -1,6 +1,6 @@
 """Measured steps start from one state: gradients in place or none, and the caller's are put back."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -57,6 +57,25 @@ def test_every_run_of_a_loop_finds_them_too_and_the_first_is_not_timed(monkeypat
     there = gradients == "held"
     assert model.found == 4 * [[there, there, False, False]]
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("one", "periods", "settle", "count"),
+    [(0.1, 1, 10, 10), (0.1, 3, 10, 30), (0.001, 2, 40, 80), (3.0, 1, 1, 5)],
+)
+def test_the_time_of_a_loop_is_the_mean_after_a_period_of_load(monkeypatch, one, periods, settle, count):
+    """Under lasting load some steps are slower, and they count."""
+    asked = []
+
+    def run_loop(self, around, steps):
+        asked.append(steps)
+        late = [2.0 if number % 5 == 0 else 1.0 for number in range(count)]
+        return (steps - count) * [0.5] + late
+
+    monkeypatch.setattr(steps.RepeatedStep, "run_loop", run_loop)
+    step = repeated_step(Watching(), torch.randn(2, WIDTH))
+    assert step.time_loop(nullcontext, one, periods) == pytest.approx(1.2)
+    assert asked == [settle + count]
 
 
 @pytest.mark.parametrize("gradients", ["held", "fresh"])

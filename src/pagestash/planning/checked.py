@@ -29,7 +29,7 @@ WARM = 2
 LAUNCHED = 3
 """Steps whose launches are timed, if others are timed in a loop: there the host may wait for room in a queue."""
 TIMED = 5
-"""Steps that are timed on a GPU: in a loop, or one by one."""
+"""Steps that are timed one by one, where each waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class Measured:
 
     peak_bytes: int
     seconds: float | None = None
-    """The median of some steps; None if they were not timed, and on a CPU: copies take compute's own time there."""
+    """The mean of a loop, or the median of steps that wait. None if they were not timed, and on a CPU: copies take
+    compute's own time there."""
     launch_seconds: float | None = None
     """What the host took to launch one, where steps were timed in a loop: it may be less than they took."""
 
@@ -136,16 +137,14 @@ def measure_under(
             # (On a CPU operations are counted, and host memory is no other: there it is in place by now.)
             with meter if steady or cuda else nullcontext():
                 meter.mark()
-                step.run_in(keeper.step())
+                alone = step.run_in(keeper.step())
                 peak = meter.mark().peak
-        if cuda and timed:
-            if waits:
-                times = [step.run_in(keeper.step()) for _ in range(TIMED)]
-            else:
-                launched = statistics.median(step.launch(keeper.step()) for _ in range(LAUNCHED))
-                times = step.run_loop(keeper.step, TIMED)
-                peak = max(peak, meter.mark().peak)
-            seconds = statistics.median(times)
+        if cuda and timed and waits:
+            seconds = statistics.median(step.run_in(keeper.step()) for _ in range(TIMED))
+        elif cuda and timed:
+            launched = statistics.median(step.launch(keeper.step()) for _ in range(LAUNCHED))
+            seconds = step.time_loop(keeper.step, alone)
+            peak = max(peak, meter.mark().peak)
         pool = keeper.stats().pool
     finally:
         keeper.detach()

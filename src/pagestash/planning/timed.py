@@ -4,7 +4,8 @@ That cost is measured on small regions (`profiling/overhead.py`). If steps under
 predicted, they are measured a second time, and the faster of both counts: a slow moment of the host is no property
 of a plan. If that is not as predicted, all of the cost is scaled by one factor, with which it is, and the plan is
 made again. In a loop that the device bounds, the cost makes no difference to the time: there the factor is the one
-with which the host takes what it took to launch a step.
+with which the host takes what it took to launch a step. If it takes nearly as long as the device, it is not always
+ahead, because it is now quicker, now slower: then the loop takes longer than both, and the factor is larger.
 
 A device is not always as fast, either: it is slower when it is hot. If a plan's steps do not take what was
 predicted, steps without a policy are timed beside them, and predictions are for a device on which they take that.
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pagestash.planning.checked import Steps
+from pagestash.planning.lanes import HOST_BOUND
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
@@ -183,24 +185,32 @@ def fit(step: MeasuredStep, plan: Plan, launched: float | None = None) -> float:
 
     1 if the prediction is close without, or if no factor explains the measured time. Where the host took `launched`
     to launch a step of a loop, that tells the factor, or the nearest one: a loop that the device bounds does not.
+    A larger one may explain what a loop takes longer in which the host is not always ahead.
     """
     measured = plan.measured_seconds
     if measured is None or not any(step.lanes.host):
         return 1.0
 
-    def takes(factor: float) -> float:
-        return _predict(_scaled(step, factor), plan.policy).seconds
+    def predicted(factor: float) -> Prediction:
+        return _predict(_scaled(step, factor), plan.policy)
 
+    def off(factor: float) -> float:
+        return abs(predicted(factor).seconds - measured)
+
+    found, low = 1.0, SMALLEST
+    if _is_close(predicted(found).seconds, plan):
+        return found
     if step.ahead and launched is not None:
-        found = _fit_launches(step, plan.policy, launched)
-        nearer = abs(takes(found) - measured) < abs(takes(1.0) - measured)
-        return found if nearer and not _is_close(takes(1.0), plan) else 1.0
-    if _is_close(takes(1.0), plan) or not takes(SMALLEST) <= measured <= takes(LARGEST):
-        return 1.0
-    low, high = SMALLEST, LARGEST
+        found = low = min(1.0, _fit_launches(step, plan.policy, launched), key=off)
+        fitted = predicted(found)
+        if _is_close(fitted.seconds, plan) or fitted.launch_seconds <= HOST_BOUND * measured:
+            return found
+    if not predicted(low).seconds <= measured <= predicted(LARGEST).seconds:
+        return found
+    high = LARGEST
     while high / low > 1.001:
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if takes(middle) < measured else (low, middle)
+        low, high = (middle, high) if predicted(middle).seconds < measured else (low, middle)
     return high
 
 

@@ -27,7 +27,7 @@ LEAD, LEAST_LEAD = 1.5, 20e-6
 """Head start of the host in an observed segment: so many times what it takes to launch it, and in seconds."""
 
 STEPS = 4
-"""Steps that are timed as a whole in each repetition, on a GPU: so many one by one, and as many in a loop."""
+"""Steps that are timed as a whole in each repetition, one by one, on a GPU."""
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -69,10 +69,10 @@ def profile(
     `gradients="held"`: the step finds gradients in place and adds to them, as every microbatch but the first does.
     `"fresh"`: it finds none, as after `zero_grad()`.
 
-    The step runs once to warm up, once to record tensors, and `repeats` times each to time the whole (on a GPU nine
-    times as often: by itself, where the fastest repetition counts, and in a loop in which the host waits for no
-    step, where the median does) and each region. Each repetition begins with the same random state. Gradients and
-    buffers are restored afterwards.
+    The step runs once to warm up, once to record tensors, and `repeats` times each to time the whole (on a GPU four
+    times as often) and each region. On a GPU it then runs in a loop in which the host waits for no step, for a
+    second and `repeats` more, of which the mean counts: under lasting load a GPU is slower than after a rest. Each
+    repetition begins with the same random state. Gradients and buffers are restored afterwards.
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: expected at least 1")
@@ -139,7 +139,7 @@ def _measure(
             )
         return seconds
 
-    plain, loops, launches, times, hosts = [], [], [], [], []
+    plain, launches, times, hosts = [], [], [], []
     for number in range(repeats):
         tell("timing", 2 + 2 * number)
         whole, launched = [], []
@@ -149,8 +149,6 @@ def _measure(
             launched.append(clock.launched if isinstance(clock, StepClock) else [])
         plain.append(statistics.median(whole))
         launches.append([statistics.median(own) for own in zip(*launched)])
-        if device.type == "cuda":
-            loops.append(statistics.median(step.run_loop(nullcontext, STEPS)))
         tell("timing by region", 3 + 2 * number)
         if device.type == "cuda":
             # Observing slows the host down, and the device must not wait for it.
@@ -158,6 +156,10 @@ def _measure(
             times.append(watched(EventClock([LEAD * own + LEAST_LEAD for own in hosts[-1]])))
         else:
             times.append(watched(HostClock()))
+    # A slow moment of the machine is no property of the step. In a loop it is hidden.
+    alone, loop = min(plain), None
+    if device.type == "cuda":
+        loop = step.time_loop(nullcontext, alone, repeats)
     tell("measuring the link and the keeper", 2 * repeats + 2)
     memory = [(None, None)] * len(order.paths) if meter is None else meter.readings
     seconds = [statistics.median(own) for own in zip(*times)]
@@ -180,9 +182,8 @@ def _measure(
         tensors=tensors,
         regions=regions,
         segments=segments,
-        plain_seconds=min(plain),  # a slow moment of the machine is no property of the step
-        # (In a loop such a moment is hidden. What is left is the device's, which is slower when it is hot.)
-        loop_seconds=statistics.median(loops) if loops else None,
+        plain_seconds=alone,
+        loop_seconds=loop,
         allocated_bytes=recorder.allocated_bytes,
         policy=policy,
         model_bytes=_bytes((*model.parameters(), *model.buffers()), device),

@@ -48,7 +48,7 @@ def test_an_instance_that_liger_patched_keeps_its_parts(swiglu):
         ("rope", "Liger has replaced apply_rotary_pos_emb"),
         ("head", "Liger has replaced its forward"),
     }
-    assert replaced(report) - {"router"} == {"attention"} | (set() if swiglu else {"experts"})
+    assert replaced(report) - {"router"} == {"attention", "masks"} | (set() if swiglu else {"experts"})
     report.undo()
     assert forwards(model) == before
 

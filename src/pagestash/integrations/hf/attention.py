@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagestash.integrations.hf.copies import copy_with
 from pagestash.integrations.hf.report import Report, patched_already
 from pagestash.integrations.hf.rotary import rotary_by_kernel
 from pagestash.saved.streams import capturing
@@ -105,7 +106,7 @@ def replace_attention(
             report.on_undo(partial(delattr, module, CORE))
             report.replace("attention", name, module, f"a {CORE} that rules can name")
         if ours:
-            report.put_forward(module, _copy(type(module), ours))
+            report.put_forward(module, copy_with(type(module).forward, ours))
 
 
 def _names_of(kind: type) -> tuple[str, ...]:
@@ -121,20 +122,6 @@ def _globals_of(kind: type) -> dict[str, Any]:
 
 def _is_rotary(name: str) -> bool:
     return name.startswith("apply_") and "rotary" in name
-
-
-def _copy(kind: type, ours: dict[str, Any]) -> FunctionType:
-    """A copy of the class's `forward` that finds `ours` in the place of what its file has."""
-    forward: Any = kind.forward  # type: ignore[attr-defined]
-    # A code object of its own: a compiler keeps what it compiled by code object.
-    code = forward.__code__.replace(co_name="forward")
-    found = {**forward.__globals__, **ours}
-    del found["__name__"]  # by which a compiler would find the file, and what it has in the place of `ours`
-    copy = FunctionType(code, found, "forward", forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__, copy.__doc__ = forward.__kwdefaults__, forward.__doc__
-    copy.__annotations__ = forward.__annotations__
-    copy.__module__ = __name__
-    return copy
 
 
 class _Registry:

@@ -9,6 +9,7 @@ from pagestash.integrations.hf.experts import name_experts
 from pagestash.integrations.hf.head import replace_head
 from pagestash.integrations.hf.lora import take_adapters
 from pagestash.integrations.hf.lora_linear import take_linear_adapters
+from pagestash.integrations.hf.masks import replace_masks
 from pagestash.integrations.hf.norms import replace_norms
 from pagestash.integrations.hf.report import Report
 from pagestash.integrations.hf.router import route_once
@@ -36,7 +37,8 @@ def optimize(
     Routers choose once, also where a layer is recomputed; the report names layers whose router was not found.
     With LoRA on them (PEFT's `target_parameters`), the sum of weight and update is not formed, and adapters of
     linear layers keep no float32 copy of their input.
-    Attention gets a part `core_attn`: what queries, keys and values leave behind.
+    Attention gets a part `core_attn`: what queries, keys and values leave behind. Without a mask and positions
+    from the caller, masks are made without a wait for the device.
 
     Only this model's modules change, never their classes. What another library has replaced before stays. In
     training with labels the output's `logits` are None, for they are never there as a whole: call the model
@@ -60,6 +62,8 @@ def optimize(
             replace_norms(modules, report)
         if rope or attention:
             replace_attention(modules, report, rope=rope, core=attention)
+        if attention:
+            replace_masks(modules, report)
         if any(each.part == "attention" for each in report.replaced):
             refuse_padding_in_graphs(causal, report)
         if head:

@@ -15,7 +15,7 @@ class Replaced:
     """A part of a model that runs code of ours now."""
 
     part: str
-    """`experts`, `router`, `lora`, `norm`, `rope`, `attention` or `head`."""
+    """`experts`, `router`, `lora`, `norm`, `rope`, `attention`, `masks` or `head`."""
     name: str
     kind: str
     """The class of the module."""

@@ -1,0 +1,171 @@
+"""Masks are made without a look at the positions, where the model counts them itself; else as before."""
+
+import copy
+import functools
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.7")
+
+from support.compare import same  # noqa: E402
+from tiny import FAMILIES, NEWER, batch, gradients, tiny  # noqa: E402
+from transformers import masking_utils  # noqa: E402
+
+import pagestash.hf  # noqa: E402
+from pagestash.integrations.hf.masks import replace_masks  # noqa: E402
+from pagestash.integrations.hf.report import Report  # noqa: E402
+from pagestash.kernels import backend as backends  # noqa: E402
+
+PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8]])
+
+
+@pytest.fixture(autouse=True)
+def reference(monkeypatch):
+    monkeypatch.setattr(backends, "interpreted", lambda: False)
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Counts how often a forward looks for packed sequences."""
+    theirs, seen = masking_utils.find_packed_sequence_indices, []
+
+    def find(position_ids):
+        seen.append(position_ids)
+        return theirs(position_ids)
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", find)
+    return seen
+
+
+def run(model, **more):
+    model.zero_grad()
+    output = model(**batch(), **more)
+    output.loss.backward()
+    return output.loss.detach(), gradients(model)
+
+
+def only_masks(model):
+    report = Report()
+    replace_masks(list(model.named_modules()), report)
+    assert [each.part for each in report.replaced] == ["masks"]
+    return report
+
+
+NEVER_LOOKS = {"gpt-oss", "gpt-oss, other limits"}
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *NEWER} - NEVER_LOOKS))
+def test_a_model_that_counts_positions_itself_does_not_look(family, looks):
+    model = tiny(family, attention="eager")
+    wanted = run(model)
+    assert looks
+    looks.clear()
+    report = only_masks(model)
+    assert same(run(model), wanted)
+    assert not looks
+    report.undo()
+    run(model)
+    assert looks
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "DeepSeek-V3"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_packed_sequences_are_seen_as_before(family, attention, looks):
+    model = tiny(family, attention=attention)
+    plain, packed = run(model), run(model, position_ids=PACKED)
+    assert not torch.equal(plain[0], packed[0])
+    only_masks(model)
+    looks.clear()
+    assert same(run(model), plain)
+    assert not looks
+    assert same(run(model, position_ids=PACKED), packed)
+    assert looks
+    assert same(run(model), plain)
+
+
+@pytest.mark.parametrize("family", sorted(NEVER_LOOKS))
+def test_a_model_that_never_looks_is_as_before(family, looks):
+    model = tiny(family)
+    wanted, packed = run(model), run(model, position_ids=PACKED)
+    only_masks(model)
+    assert same(run(model), wanted)
+    assert same(run(model, position_ids=PACKED), packed)
+    assert not looks
+
+
+def test_positions_count_however_they_are_given(looks):
+    """By place or by name, in a call of the module or of its forward alone."""
+    model = tiny("Qwen3-MoE", attention="sdpa").eval()
+    ids = batch()["input_ids"]
+    wanted = model.model(ids, position_ids=PACKED)[0]
+    only_masks(model)
+    looks.clear()
+    for found in (
+        model.model(ids, None, PACKED),
+        model.model.forward(ids, None, PACKED),
+        model.model.forward(input_ids=ids, position_ids=PACKED),
+    ):
+        assert torch.equal(found[0], wanted)
+    assert len(looks) == 3
+    model.model.forward(ids)
+    assert len(looks) == 3
+
+
+def test_a_padding_mask_is_used_as_before():
+    model = tiny("Qwen3-MoE", attention="sdpa")
+    mask = torch.ones(2, 11, dtype=torch.int64)
+    mask[0, :4] = 0
+    wanted = run(model, attention_mask=mask)
+    assert not torch.equal(wanted[0], run(model)[0])
+    only_masks(model)
+    assert same(run(model, attention_mask=mask), wanted)
+
+
+def test_a_forward_that_failed_leaves_nothing_behind(looks):
+    model = tiny("Qwen3-MoE", attention="sdpa")
+    only_masks(model)
+    with pytest.raises(ValueError, match="exactly one of"):
+        model.model()
+    run(model, position_ids=PACKED)
+    assert looks
+
+
+def test_a_copy_does_not_look_either(looks):
+    model = tiny("Qwen3-MoE", attention="sdpa")
+    wanted = run(model)
+    looks.clear()
+    only_masks(model)
+    other = copy.deepcopy(model)
+    assert same(run(other), wanted)
+    assert not looks
+
+
+class Hiding:
+    """A decorator that does not hold the function in a closure."""
+
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+        self.function = function
+
+    def __get__(self, instance, owner=None):
+        return self if instance is None else functools.partial(self.function, instance)
+
+
+@pytest.mark.parametrize("outermost", [True, False])
+def test_a_decorator_that_hides_its_function_leaves_the_model_alone(outermost, monkeypatch):
+    model = tiny("Qwen3-MoE")
+    hidden = Hiding(type(model.model).forward)
+    if not outermost:
+
+        @functools.wraps(hidden)
+        def decorated(self, *args, **options):
+            return hidden.function(self, *args, **options)
+
+        hidden = decorated
+    monkeypatch.setattr(type(model.model), "forward", hidden)
+    report = pagestash.hf.optimize(model)
+    assert not [each for each in report.replaced if each.part == "masks"]
+    left = [each.why for each in report.left if each.part == "masks"]
+    assert left == ([] if outermost else ["its decorators do not say which function they call"])
+    assert run(model)[0].isfinite()

@@ -223,3 +223,28 @@ def test_a_graphed_step_under_the_example_policy_has_the_bits_of_an_eager_one_wi
             assert step.reruns == 0
     assert same(found[1], found[0])
     assert same(found[2], found[0])
+
+
+def test_a_step_of_an_optimised_model_never_waits_for_the_device():
+    pytest.importorskip("transformers", minversion="5.7")
+    from support.hf_gpu import qwen
+
+    import pagestash as ps
+    import pagestash.hf
+
+    model = qwen("pagestash")
+    ids = torch.randint(3, 96, (2, 128), device=CUDA)
+    plain, packed = {"input_ids": ids, "labels": ids}, torch.arange(64, device=CUDA).repeat(2, 2)
+    assert ps.profile(model, plain, repeats=1).host_waits, "transformers looks for packed sequences"
+    pagestash.hf.optimize(model)
+    assert not ps.profile(model, plain, repeats=1).host_waits
+    assert ps.profile(model, {**plain, "position_ids": packed}, repeats=1).host_waits
+    keeper = ps.Keeper(ps.Policy([ps.Rule("model.layers.*", "recompute")])).attach(model)
+    for number in range(4):
+        if number == 3:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            with keeper.step():
+                model(**plain).loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -95,3 +95,27 @@ def test_the_link_is_measured_and_a_policy_judged_by_it():
     assert whole.moved_bytes + whole.staying_bytes > 0.9 * found.region("layers.0").total_bytes * 3
     slow = ps.profile(model, batch, repeats=1, link=1e6)
     assert not slow.fits("layers.**").fits
+
+
+@pytest.mark.parametrize("reads", ["nothing", "in forward", "in backward"])
+def test_a_step_that_makes_the_host_wait_is_found(reads):
+    model, batch = make(layers=1)
+    assert not ps.profile(model, batch, repeats=1).host_waits
+
+    def read(tensor):
+        return tensor if tensor.sum().item() is not None else None
+
+    with_read = {
+        "nothing": lambda output: sum(output),
+        "in forward": lambda output: read(sum(output)),
+        "in backward": lambda output: _hooked(sum(output), read),
+    }
+    before = torch.cuda.get_sync_debug_mode()
+    found = ps.profile(model, batch, repeats=1, loss=with_read[reads])
+    assert found.host_waits == (reads != "nothing")
+    assert torch.cuda.get_sync_debug_mode() == before
+
+
+def _hooked(loss, read):
+    loss.register_hook(read)
+    return loss

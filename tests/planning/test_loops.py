@@ -53,7 +53,7 @@ def test_a_loop_that_the_host_bounds_does_not_make_the_device_slower(loop):
     device, host = (
         sum(getattr(segment, name) for segment in profile.segments) for name in ("seconds", "host_seconds")
     )
-    lanes = Lanes.of(replace(profile, loop_seconds=loop * host), ahead=True)
+    lanes = Lanes.of(replace(profile, loop_seconds=loop * host), loops=True)
     assert sum(lanes.device) == pytest.approx(device, rel=2e-3)
     assert whole(lanes) == pytest.approx(loop * host)
 
@@ -227,3 +227,29 @@ def test_a_loop_may_take_longer_than_both_lanes_where_the_host_is_busy(busy):
     if busy:
         scaled = step.with_overhead(step.overhead.scaled(factor))
         assert _predict(scaled, plan.policy).seconds == pytest.approx(longer.measured_seconds, rel=2e-3)
+
+
+def test_a_step_that_waits_by_itself_is_planned_level_for_what_its_loop_takes(tmp_path):
+    profile = replace(on_gpu(launched(0.8, layers=4)), loop_seconds=0.9)
+    waiting = replace(profile, host_waits=True)
+    waiting.save(tmp_path / "profile.json")
+    assert ps.Profile.load(tmp_path / "profile.json") == waiting
+    assert predict(waiting, ps.Policy()).seconds == pytest.approx(0.9)
+    assert predict(profile, ps.Policy()).seconds == pytest.approx(0.9)
+    assert predict(waiting, ps.Policy(), waits=True).seconds == pytest.approx(profile.plain_seconds)
+    level = replace(profile, plain_seconds=0.9)
+    for policy in POLICIES.values():
+        assert predict(waiting, policy) == predict(level, policy, waits=True)
+    found = plan_profile(waiting, budget=0.5, host="1GiB")
+    assert found.policy == plan_profile(level, budget=0.5, host="1GiB", waits=True).policy
+    assert found.waits
+    assert "makes the host wait for the device" in str(found)
+    assert "makes the host wait" not in str(plan_profile(profile, budget=0.5, host="1GiB"))
+
+
+def test_predictions_of_a_step_that_waits_by_itself_follow_its_loop():
+    step = MeasuredStep(replace(on_gpu(launched(0.5)), loop_seconds=0.9, host_waits=True), ahead=True).taking(
+        1.1
+    )
+    assert _predict(step, ps.Policy()).seconds == pytest.approx(1.1)
+    assert (step.ahead, step.loops, step.waits, step.sees_copies) == (False, True, True, True)

@@ -1,5 +1,6 @@
 """Measured steps start from one state: gradients in place or none, and the caller's are put back."""
 
+import warnings
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -76,6 +77,29 @@ def test_the_time_of_a_loop_is_the_mean_after_a_period_of_load(monkeypatch, one,
     step = repeated_step(Watching(), torch.randn(2, WIDTH))
     assert step.time_loop(nullcontext, one, periods) == pytest.approx(1.2)
     assert asked == [settle + count]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_that_makes_the_host_wait_is_known_by_the_warning(monkeypatch, waits, fails):
+    """(Of torch, on a GPU: `test_profile_gpu.py`.)"""
+    modes = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    class Warning(Watching):
+        def forward(self, x):
+            warnings.warn("something else", stacklevel=2)
+            if waits:
+                warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=2)
+            if fails:
+                raise KeyError("forward failed")
+            return super().forward(x)
+
+    step = repeated_step(Warning(), torch.randn(2, WIDTH))
+    with step.gradients(), pytest.raises(KeyError) if fails else nullcontext():
+        assert step.waits_within() == waits
+    assert modes == [0, "warn", 0]
 
 
 @pytest.mark.parametrize("gradients", ["held", "fresh"])

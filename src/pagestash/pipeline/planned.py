@@ -23,7 +23,7 @@ from pathlib import Path
 from pagestash.pipeline.costs import LayerCost
 from pagestash.pipeline.cut import WholeModel
 from pagestash.pipeline.stages import Partition, at_costs, partition
-from pagestash.planning.budget import missing, parse_budget, parse_host
+from pagestash.planning.budget import notes_on, parse_budget, parse_host
 from pagestash.planning.choose import choose, find_candidates
 from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.planning.rank import RankPredictor, RankStep, unbeaten
@@ -212,7 +212,7 @@ class _Solver:
                 unplanned=own.unplanned,
                 budget_bytes=limit,
                 turn=own.step.turn,
-                notes=missing(own.step.profile),
+                notes=notes_on(own.step.profile),
             )
         try:
             return choose(own.step, own.unplanned, limit, self.host_bytes, self.candidates(own))

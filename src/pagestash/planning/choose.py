@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pagestash.planning.budget import missing
+from pagestash.planning.budget import notes_on
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
@@ -74,7 +74,7 @@ def choose(
     one = step.one if isinstance(step, RankStep) else step
     profile = one.profile
     policy = policy_of(best.rules, profile.regions)
-    notes = missing(profile)
+    notes = notes_on(profile)
     if isinstance(step, RankStep):
         notes.append("bytes and times of regions are those of one microbatch")
     expected = None

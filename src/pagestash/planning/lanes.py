@@ -3,7 +3,8 @@
 Steps follow each other, and the host waits for none of them (`ahead`): it launches one while the device runs the
 one before. Then a step takes what the slower lane takes, device or host. A loop that waits for the device before
 each step, such as one that reads the loss, begins it with both lanes level: there, a host that is slow in forward
-costs time, even if it would catch up in backward.
+costs time, even if it would catch up in backward. So does a step in which the model itself makes the host wait: it
+is taken to begin where that ends.
 
 A host is not always as fast as when it was measured: others use its processor. On the machine of an H200 the same
 forward was launched now in 16 ms, now in 25. A step that the device bounds does not notice, until a policy's work
@@ -42,13 +43,15 @@ class Lanes:
     """Whether the host launches a step while the device runs the one before."""
 
     @classmethod
-    def of(cls, profile: ProfiledStep, *, ahead: bool = False) -> "Lanes":
-        """The lanes whose step takes what the unobserved one took."""
-        if not ahead:
-            return cls._level(profile)
+    def of(cls, profile: ProfiledStep, *, loops: bool = False) -> "Lanes":
+        """The lanes whose step takes what the unobserved one took, by itself or in a loop (`loops`)."""
+        if not loops:
+            return cls._level(profile, profile.plain_seconds)
         whole = profile.loop_seconds
+        if profile.host_waits:
+            return cls._level(profile, whole or profile.plain_seconds)
         if not whole:  # a file of an earlier version
-            return replace(cls._level(profile), ahead=True)
+            return replace(cls._level(profile, profile.plain_seconds), ahead=True)
         device = [segment.seconds for segment in profile.segments]
         host = [segment.host_seconds or 0.0 for segment in profile.segments]
         # The slower one takes what the loop took: a device is slower when it is hot, a host when it is in use.
@@ -59,15 +62,15 @@ class Lanes:
         return cls([scales[0] * own for own in device], [scales[1] * own for own in host], ahead=True)
 
     @classmethod
-    def _level(cls, profile: ProfiledStep) -> "Lanes":
-        """Those of a step that begins when the device is idle.
+    def _level(cls, profile: ProfiledStep, plain: float) -> "Lanes":
+        """Those of a step that begins when the device is idle, and takes `plain`.
 
         Observing costs time on a CPU. On a GPU the device runs by itself in an observed step, and cooler: it is
         slower where the step is bound by it. If the host alone takes longer than the step did, both are scaled.
         """
         device = [segment.seconds for segment in profile.segments]
         host = [segment.host_seconds or 0.0 for segment in profile.segments]
-        whole, plain = sum(cls(device, host).seconds()), profile.plain_seconds
+        whole = sum(cls(device, host).seconds())
         if not (whole > 0 and plain > 0):
             return cls(device, host)
         if sum(host) < plain and whole < plain:
@@ -99,7 +102,7 @@ class Lanes:
         device = [segment.seconds for segment in profile.segments]
         host = [segment.host_seconds or 0.0 for segment in profile.segments]
         if sum(host) <= HOST_BOUND * sum(device):
-            device = cls.of(profile, ahead=True).device
+            device = cls.of(profile, loops=True).device
         return cls(device, [0.0] * len(device))
 
     @property

@@ -41,13 +41,16 @@ class MeasuredStep:
     def __init__(
         self, profile: ProfiledStep, base_bytes: int = 0, *, graphed: bool = False, ahead: bool = False
     ) -> None:
-        """`ahead`: the host waits for no step before it launches the next (`lanes.py`)."""
+        """`ahead`: the loop has the host wait for no step before it launches the next (`lanes.py`)."""
         check(profile)
         cuda = profile.device.startswith("cuda")
         # (On a CPU a `GraphedStep` runs eagerly, and there is no device to be ahead of.)
         self.graphed = graphed and cuda
         """Whether it will run as a CUDA graph, in which the host launches nothing."""
-        self.ahead = ahead and cuda and not graphed
+        self.loops = ahead and cuda and not graphed
+        """Whether steps follow each other, and the loop waits for none."""
+        self.ahead = self.loops and not profile.host_waits
+        """Whether the host is ahead of the device then: a step may wait by itself."""
         self.waits = cuda and not (self.graphed or self.ahead)
         self.sees_copies = not (self.graphed or self.ahead)
         """Whether a keeper sees that a copy out is over: not while a graph is captured, nor ahead of the device."""
@@ -55,7 +58,7 @@ class MeasuredStep:
         self.base_bytes = base_bytes
         self.count = len(profile.segments)
         self.turn = sum(segment.way == "forward" for segment in profile.segments)
-        self.lanes = Lanes.of_graph(profile) if self.graphed else Lanes.of(profile, ahead=self.ahead)
+        self.lanes = Lanes.of_graph(profile) if self.graphed else Lanes.of(profile, loops=self.loops)
         self.seconds = self.lanes.seconds()
         """Of each segment of the unobserved step."""
         self.overhead = Overhead() if self.graphed else profile.overhead or Overhead()
@@ -111,9 +114,9 @@ class MeasuredStep:
             found.__dict__.pop(name, None)
         profile = self.profile
         found.profile = (
-            replace(profile, loop_seconds=seconds) if self.ahead else replace(profile, plain_seconds=seconds)
+            replace(profile, loop_seconds=seconds) if self.loops else replace(profile, plain_seconds=seconds)
         )
-        found.lanes = Lanes.of(found.profile, ahead=self.ahead)
+        found.lanes = Lanes.of(found.profile, loops=self.loops)
         found.seconds = found.lanes.seconds()
         return found
 

@@ -13,7 +13,7 @@ from pagestash.garbage import collector_paused
 from pagestash.planning.alternatives import alternatives
 from pagestash.planning.budget import (
     base_bytes,
-    missing,
+    notes_on,
     optimizer_state,
     parse_budget,
     parse_host,
@@ -243,7 +243,7 @@ def _measure(step: MeasuredStep, check: RepeatedStep | None, around: ExitStack) 
         if not ready:  # once for all: gradients of a large model are copied aside for seconds
             around.enter_context(check.gradients())
             ready = True
-        found = measure_under(check, policy, opened, timed=not step.graphed, waits=step.waits)
+        found = measure_under(check, policy, opened, timed=not step.graphed, waits=not step.loops)
         more = _more_in_graph(step, policy) if step.graphed else 0
         return replace(found, peak_bytes=step.base_bytes + found.peak_bytes + more)
 
@@ -282,7 +282,7 @@ def _plan_step(step: MeasuredStep, budget: str | float, host: str | int, measure
             unplanned=unplanned,
             budget_bytes=limit,
             turn=step.turn,
-            notes=missing(profile),
+            notes=notes_on(profile),
             alternatives=beside,
             graphed=step.graphed,
             waits=step.waits,

@@ -157,9 +157,9 @@ def _measure(
         else:
             times.append(watched(HostClock()))
     # A slow moment of the machine is no property of the step. In a loop it is hidden.
-    alone, loop = min(plain), None
+    alone, loop, waits = min(plain), None, False
     if device.type == "cuda":
-        loop = step.time_loop(nullcontext, alone, repeats)
+        loop, waits = step.time_loop(nullcontext, alone, repeats), step.waits_within()
     tell("measuring the link and the keeper", 2 * repeats + 2)
     memory = [(None, None)] * len(order.paths) if meter is None else meter.readings
     seconds = [statistics.median(own) for own in zip(*times)]
@@ -184,6 +184,7 @@ def _measure(
         segments=segments,
         plain_seconds=alone,
         loop_seconds=loop,
+        host_waits=waits,
         allocated_bytes=recorder.allocated_bytes,
         policy=policy,
         model_bytes=_bytes((*model.parameters(), *model.buffers()), device),

@@ -33,6 +33,8 @@ class ProfiledStep:
     loop_seconds: float | None = None
     """On a GPU: the same, if steps follow each other and the host waits for none; None in a file of an earlier
     version."""
+    host_waits: bool = False
+    """On a GPU: whether the step itself makes the host wait for the device, so that it is never a step ahead."""
     allocated_bytes: int | None = None
     """On a GPU: the bytes that forward left allocated, without the model's output."""
     policy: Policy | None = None
@@ -119,6 +121,7 @@ class ProfiledStep:
             "backward_seconds": self.backward_seconds,
             "plain_seconds": self.plain_seconds,
             "loop_seconds": self.loop_seconds,
+            "host_waits": self.host_waits,
             "model_bytes": self.model_bytes,
             "gradient_bytes": self.gradient_bytes,
             "parameter_bytes": self.parameter_bytes,
@@ -154,6 +157,7 @@ class ProfiledStep:
                 segments=[Segment(**_tuples(item)) for item in data["segments"]],
                 plain_seconds=data["plain_seconds"],
                 loop_seconds=data.get("loop_seconds"),
+                host_waits=data.get("host_waits", False),
                 allocated_bytes=data["allocated_bytes"],
                 policy=None if policy is None else Policy.from_dict(tomllib.loads(policy)),
                 model_bytes=data.get("model_bytes"),

@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ rest steps are up to 4 % faster than later, then some are 20 % slower, and so on
 timed after one such period, for whole ones, and its mean counts."""
 MOST_IN_PERIOD, LEAST_TIMED = 40, 5
 """Steps: of small ones no more are run, however short they are, and of large ones no fewer are timed."""
+
+WAITED = "called a synchronizing CUDA operation"
+"""What torch says of one, if it is asked to warn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,18 @@ class RepeatedStep:
                 self._run(around())
                 marks.append(clock.mark())
             return clock.between(marks)
+
+    def waits_within(self) -> bool:
+        """Run once; whether the host waits for the device in it, as far as torch sees that."""
+        before = torch.cuda.get_sync_debug_mode()
+        with self._state(), warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                self._run(nullcontext())
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        return any(WAITED in str(warning.message) for warning in seen)
 
     def _run(self, around: AbstractContextManager[Any]) -> None:
         with around:

@@ -8,10 +8,10 @@ GPU lowers its clock about once a second. A round's time is the mean of its step
 counts. The peak is the allocator's.
 
 A few of the same steps are timed with a wait for the device before and after each; the fastest round counts,
-because a slow moment of the host is no property of a policy. Some models also run under a plan for such steps, and
-as CUDA graphs, without a policy and under plans for a graph. A graph has gradients of its own, which only a second
-microbatch finds in place. So a graphed step runs eight microbatches and an optimizer (SGD). Its time is given by
-microbatch, without that of the optimizer alone.
+because a slow moment of the host is no property of a policy. One model also runs under a plan for such steps, and
+some as CUDA graphs, without a policy and under plans for a graph. A graph has gradients of its own, which only a
+second microbatch finds in place. So a graphed step runs eight microbatches and an optimizer (SGD). Its time is
+given by microbatch, without that of the optimizer alone.
 
 Without a GPU, or quick, a tiny preset runs, and memory is counted by live storages.
 """
@@ -220,8 +220,9 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
         }
         for (row, _), found in zip(policies, seen)
     ]
-    if case.graphed:
+    if case.waiting:
         rows += waiting(case, bench, profile, rounds=rounds, repeats=repeats)
+    if case.graphed:
         rows += graphed(case, bench, profile, repeats)
     del bench
     gc.collect()
@@ -234,6 +235,7 @@ def waiting(
     """The step under a plan for half of the bytes in a loop that waits for each."""
     held = base_bytes(profile, 0)
     row: dict[str, Any] = {"case": case.name, "way": WAITING_WAY, "part": 0.5, "held_bytes": held}
+    bench.model.zero_grad()  # a plan restores them, and that takes seconds
     try:
         plan = ps.plan(bench.model, bench.batch, budget=0.5, profile=profile, waits=True)
     except NothingFits as error:
@@ -262,7 +264,7 @@ def waiting(
 def graphed(case: Case, bench: Bench, profile: ps.Profile, repeats: int) -> list[dict[str, Any]]:
     """The step as a CUDA graph, without a policy and under plans for a graph."""
     held = base_bytes(profile, 0)
-    bench.model.zero_grad()  # a plan restores them, and that takes seconds
+    bench.model.zero_grad()
     base: dict[str, Any] = {"case": case.name, "way": GRAPHED_WAYS[0], "held_bytes": held}
     keep = predict(profile, ps.Policy(), base_bytes=held, graphed=True)
     policies = [(base | predicted(keep), ps.Policy())]

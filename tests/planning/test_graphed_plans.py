@@ -121,7 +121,7 @@ def test_what_a_graph_takes_more_counts_in_the_check(monkeypatch, over):
         predict(profile, policy, **way).peak_bytes for way in ({"waits": True}, {"graphed": True})
     )
 
-    def measure_under(*given, timed, waits):
+    def measure_under(*given, timed, **more):
         assert not timed
         return checked.Measured(eager + over)
 

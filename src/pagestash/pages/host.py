@@ -2,8 +2,12 @@
 
 import mmap
 import weakref
+from collections.abc import Callable
 
 import torch
+
+MakeSlab = Callable[[int, torch.device], torch.Tensor]
+"""Makes a slab, as `host_slab` does."""
 
 _MAPPED_AND_PORTABLE = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
@@ -15,25 +19,56 @@ def host_slab(size: int, device: torch.device) -> torch.Tensor:
     ordinary pages and registers them, which copies just as fast. They are unregistered when the tensor's memory
     is freed.
     """
-    if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
+    return _tensor_in(_mapped(size, device)) if size else torch.empty(0, dtype=torch.uint8)
+
+
+def _tensor_in(memory: mmap.mmap | memoryview) -> torch.Tensor:
+    """All of it. The tensor's storage keeps it alive."""
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _mapped(size: int, device: torch.device) -> mmap.mmap:
     # An anonymous map and not malloc: it starts at a page boundary, so registering it pins no other memory.
     try:
         memory = mmap.mmap(-1, size)
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryError(f"host pages: cannot map {size:,} bytes of host memory ({error})") from error
-    slab = torch.frombuffer(memory, dtype=torch.uint8, count=size)
     if device.type == "cuda":
-        cudart = torch.cuda.cudart()
-        status = cudart.cudaHostRegister(slab.data_ptr(), size, _MAPPED_AND_PORTABLE)
+        address = _tensor_in(memory).data_ptr()
+        status = torch.cuda.cudart().cudaHostRegister(address, size, _MAPPED_AND_PORTABLE)
         if int(status) != 0:
             raise MemoryError(
                 f"host pages: the driver refused to pin {size:,} bytes (cudaHostRegister: {status}); "
                 "ask for fewer host pages, or raise the locked-memory limit (ulimit -l)"
             )
-        # The storage keeps the map alive. The finalizer runs when the last view is gone, before the map is closed.
-        weakref.finalize(memory, _unregister, slab.data_ptr())
-    return slab
+        # It runs when the last tensor in the map is gone, before that is closed.
+        weakref.finalize(memory, _unregister, address)
+    return memory
+
+
+class SpareSlab:
+    """Makes slabs for one user after another: the next gets the memory of the one before, if that is gone.
+
+    To pin memory takes about a second for a few GiB.
+    """
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._given: weakref.ref[memoryview] | None = None
+        """Alive as long as a tensor in it is."""
+
+    def __call__(self, size: int, device: torch.device) -> torch.Tensor:
+        in_use = self._given is not None and self._given() is not None
+        if device.type != "cuda" or in_use or not size:
+            return host_slab(size, device)
+        if self._memory is None or len(self._memory) < size:
+            self._memory = None  # before there is another
+            self._memory = _mapped(size, device)
+        else:
+            torch.cuda.synchronize(device)  # copies of the one before, if an error ended it, may still run
+        given = memoryview(self._memory)[:size]
+        self._given = weakref.ref(given)
+        return _tensor_in(given)
 
 
 def _unregister(address: int) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from pagestash.pages.host import host_slab
+from pagestash.pages.host import MakeSlab, host_slab
 
 ALIGNMENT = 512
 PIECE = 1 << 20
@@ -80,8 +80,9 @@ class HostSlabs:
     A tensor that does not fit is refused and counted: `wanted` is the size that would have sufficed.
     """
 
-    def __init__(self, device: torch.device, limit: int) -> None:
+    def __init__(self, device: torch.device, limit: int, make_slab: MakeSlab = host_slab) -> None:
         self.device = device
+        self._make_slab = make_slab
         self.limit = limit
         self.used = 0
         self.wanted = 0
@@ -243,7 +244,7 @@ class HostSlabs:
             self._blocks.clear()
             self._rows.clear()
         if size > self.size:
-            more = host_slab(size - self.size, self.device)
+            more = self._make_slab(size - self.size, self.device)
             self._free.append(Extent(len(self._slabs), 0, more.numel()))
             self._slabs.append(more)
 

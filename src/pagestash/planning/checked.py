@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pagestash.pages.host import MakeSlab, host_slab
 from pagestash.planning.result import NothingFits, Plan
 from pagestash.policy import Policy
 from pagestash.profiling.memory import MemoryMeter
@@ -116,12 +117,14 @@ def measure_under(
     *,
     timed: bool = True,
     waits: bool = False,
+    make_slab: MakeSlab = host_slab,
 ) -> Measured:
     """Steady steps under a policy, inside `step.gradients()`; the peak is above what is there before them.
 
     `regions` are those of the step that are no modules. Buffers and random state are restored. Steps are timed in a
     loop, whose peak counts, too: a host that is ahead of the device does not see that copies are over. `waits`: it
-    waits for each of them. With `timed=False` only the peak of one that waits is measured.
+    waits for each of them. With `timed=False` only the peak of one that waits is measured. `make_slab` makes the
+    keeper's host memory.
     """
     for parameter in () if step.held else step.model.parameters():
         parameter.grad = None  # of a measurement before
@@ -130,7 +133,7 @@ def measure_under(
     meter = MemoryMeter(step.device)
     cuda = step.device.type == "cuda"
     before = meter.mark().now + step.buffer_bytes  # a run has copies of buffers beside them
-    keeper = Keeper(policy, quiet=True).attach(step.model, regions)
+    keeper = Keeper(policy, quiet=True, make_slab=make_slab).attach(step.model, regions)
     try:
         for number in range(WARM + 1):
             steady = number == WARM

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pagestash.garbage import collector_paused
+from pagestash.garbage import collector_paused, old_objects_aside
+from pagestash.pages.host import SpareSlab
 from pagestash.planning.alternatives import alternatives
 from pagestash.planning.budget import (
     base_bytes,
@@ -237,13 +238,17 @@ def _measure(step: MeasuredStep, check: RepeatedStep | None, around: ExitStack) 
     modules = named_modules(check.model)
     opened = [region.name for region in step.profile.regions if region.name and region.name not in modules]
     ready = False
+    spare = SpareSlab()
 
     def measure(policy: Policy) -> Measured:
         nonlocal ready
         if not ready:  # once for all: gradients of a large model are copied aside for seconds
             around.enter_context(check.gradients())
+            around.enter_context(old_objects_aside())
             ready = True
-        found = measure_under(check, policy, opened, timed=not step.graphed, waits=not step.loops)
+        found = measure_under(
+            check, policy, opened, timed=not step.graphed, waits=not step.loops, make_slab=spare
+        )
         more = _more_in_graph(step, policy) if step.graphed else 0
         return replace(found, peak_bytes=step.base_bytes + found.peak_bytes + more)
 

@@ -9,6 +9,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from pagestash.pages.host import MakeSlab, host_slab
 from pagestash.pages.pool import PagePool
 from pagestash.policy import HOMES, HomeName, Policy
 from pagestash.saved.attached import Attached
@@ -36,9 +37,15 @@ class Keeper:
     """A keeper for a given policy. Users have `ps.Keeper`, which documents it and also takes a budget."""
 
     def __init__(
-        self, policy: Policy, *, backend: str = "auto", check: bool | None = None, quiet: bool = False
+        self,
+        policy: Policy,
+        *,
+        backend: str = "auto",
+        check: bool | None = None,
+        quiet: bool = False,
+        make_slab: MakeSlab = host_slab,
     ) -> None:
-        """`quiet`: say nothing of rules that move nothing."""
+        """`quiet`: say nothing of rules that move nothing. `make_slab` makes the host memory of `offload`."""
         self.policy = policy
         self._moves = any(rule.moves for rule in policy.rules)
         self._backend = backend
@@ -48,7 +55,7 @@ class Keeper:
         self._stash = stash = Stash(policy, self._keep, backend)
         # No home may refer to the keeper: in a cycle, a dropped keeper's pool would wait for the garbage collector.
         self._recompute.checks.overflow = lambda: None if stash.pool is None else stash.pool.overflow
-        self._offload = Offload(policy, self._keep, stash, partial(_memory_of, ref(self)), backend)
+        self._offload = Offload(policy, self._keep, stash, partial(_memory_of, ref(self)), backend, make_slab)
         moving: dict[HomeName, TakesGroups] = {"stash": self._stash, "offload": self._offload}
         # In the order in which they settle: offload before stash, because it gives back pages, too.
         self._homes: tuple[Home, ...] = (self._keep, self._recompute, self._offload, self._stash)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pagestash.pages.host import MakeSlab, host_slab
 from pagestash.pages.slabs import HostSlabs
 from pagestash.policy import HomeName, Policy
 from pagestash.saved.homes import Home, Keep, Tally
@@ -43,6 +44,7 @@ class Offload(Home):
         stash: Stash,
         read_memory: Callable[[], Reading | None],
         backend: str = "auto",
+        make_slab: MakeSlab = host_slab,
     ) -> None:
         super().__init__()
         self.order = StepOrder()
@@ -52,6 +54,7 @@ class Offload(Home):
         self._stash = stash
         self._read_memory = read_memory
         self._backend = backend
+        self._make_slab = make_slab
         self.measure()
 
     def measure(self) -> None:
@@ -113,7 +116,7 @@ class Offload(Home):
 
     def begin(self, outlook: Outlook, device: torch.device) -> None:
         """From here on move by a plan."""
-        slabs = HostSlabs(device, self._policy.offload_bytes)
+        slabs = HostSlabs(device, self._policy.offload_bytes, self._make_slab)
         slabs.fit(outlook.host_bytes)
         self.moving = Moving(
             device,

@@ -54,7 +54,7 @@ class Lanes:
             return replace(cls._level(profile, profile.plain_seconds), ahead=True)
         device = [segment.seconds for segment in profile.segments]
         host = [segment.host_seconds or 0.0 for segment in profile.segments]
-        # The slower one takes what the loop took: a device is slower when it is hot, a host when it is in use.
+        # The slower one takes what the loop took: a device is slower at its power limit, a host when it is in use.
         slower = max(sum(device), sum(host), 1e-12)
         scales = [
             whole / slower if sum(own) == slower else min(1.0, whole / slower) for own in (device, host)

@@ -7,8 +7,9 @@ made again. In a loop that the device bounds, the cost makes no difference to th
 with which the host takes what it took to launch a step. If it takes nearly as long as the device, it is not always
 ahead, because it is now quicker, now slower: then the loop takes longer than both, and the factor is larger.
 
-A device is not always as fast, either: it is slower when it is hot. If a plan's steps do not take what was
-predicted, steps without a policy are timed beside them, and predictions are for a device on which they take that.
+A device is not always as fast, either: at its power limit it lowers its clock. If a plan's steps do not take what
+was predicted, steps without a policy are timed beside them, and predictions are for a device on which they take
+that.
 
 A plan that goes by that cost may give up too much for it: the host may have time to spare where a prediction says
 that it has none. So one that is made as if a keeper cost the host nothing is tried, too. Of all that were tried the

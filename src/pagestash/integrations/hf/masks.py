@@ -2,13 +2,13 @@
 
 A model of transformers that gets no `attention_mask` looks whether its positions are those of packed sequences. To
 see the answer the host waits for the device, once in each forward, and launches nothing meanwhile. But a forward
-that was given no positions counts them itself, and has packed nothing. An instance gets a copy of its class's
-`forward`, which does not look then. With positions or a mask that it is given, all is as before.
+that was given no positions counts them itself, and has packed nothing. For such calls an instance has a copy of its
+class's `forward` that does not look. All others run the class's own.
 """
 
 import inspect
 from collections.abc import Callable
-from contextvars import ContextVar
+from functools import wraps
 from types import CellType, FunctionType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from pagestash.integrations.hf.copies import copy_with
 from pagestash.integrations.hf.report import Report, patched_already
 
-MASKS = "transformers.masking_utils"
+MODELS, MASKS = "transformers.models.", "transformers.masking_utils"
 POSITIONS = "position_ids"
 
 
@@ -31,23 +31,29 @@ def replace_masks(modules: list[tuple[str, nn.Module]], report: Report) -> None:
         if not makers:
             continue
         why = patched_already(module)
-        counts: ContextVar[bool] = ContextVar("counts", default=False)
-        found = copy_with(inner, {each: _without_look(maker, counts) for each, maker in makers.items()})
+        if why is not None:
+            report.leave("masks", name, module, why)
+            continue
+        found = copy_with(inner, {each: _without_positions(maker) for each, maker in makers.items()})
         ours = _decorated(theirs, inner, found)
-        if why is None and ours is None:
-            why = "its decorators do not say which function they call"
-        if why is not None or ours is None:
-            report.leave("masks", name, module, why or "")
+        if ours is None:
+            report.leave("masks", name, module, "its decorators do not say which function they call")
             continue
         report.replace("masks", name, module, "no wait for the device where it counts positions itself")
-        report.put_forward(module, _noting(ours, list(inspect.signature(inner).parameters)[1:], counts))
+        report.put_forward(module, _by_positions(theirs, ours, list(inspect.signature(inner).parameters)[1:]))
 
 
 def _makers(forward: Any) -> dict[str, Callable[..., Any]]:
-    """The functions that make masks from positions, by the names by which `forward` finds them."""
-    if not isinstance(forward, FunctionType) or POSITIONS not in inspect.signature(forward).parameters:
+    """The functions that make masks from positions, by the names by which `forward` finds them.
+
+    None for code that is not transformers' own: it may make other positions than 0, 1, 2 and so on.
+    """
+    if not isinstance(forward, FunctionType) or not forward.__module__.startswith(MODELS):
         return {}
-    found = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
+    names = forward.__code__.co_names
+    if "arange" not in names or POSITIONS not in inspect.signature(forward).parameters:
+        return {}
+    found = {name: forward.__globals__.get(name) for name in names}
     return {
         name: value
         for name, value in found.items()
@@ -57,29 +63,27 @@ def _makers(forward: Any) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _without_look(maker: Callable[..., Any], counts: ContextVar[bool]) -> Callable[..., Any]:
+def _without_positions(maker: Callable[..., Any]) -> Callable[..., Any]:
     def make_mask(*args: Any, **options: Any) -> Any:
-        if not torch.compiler.is_compiling() and POSITIONS in options and counts.get():
-            options[POSITIONS] = None
+        options.pop(POSITIONS, None)
         return maker(*args, **options)
 
     return make_mask
 
 
-def _noting(ours: Callable[..., Any], names: list[str], counts: ContextVar[bool]) -> FunctionType:
-    """`ours`, which notes for its masks whether it is given no positions."""
+def _by_positions(
+    theirs: Callable[..., Any], ours: Callable[..., Any], names: list[str]
+) -> Callable[..., Any]:
+    """`ours` where no positions are given, else `theirs`; a compiler gets theirs, which does not look there."""
 
+    @wraps(theirs)
     def forward(self: Any, *args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return ours(self, *args, **options)
         given = dict(zip(names, args)) | options
-        before = counts.set(given.get(POSITIONS) is None)
-        try:
-            return ours(self, *args, **options)
-        finally:
-            counts.reset(before)
+        counts = given.get(POSITIONS) is None and not torch.compiler.is_compiling()
+        return (ours if counts else theirs)(self, *args, **options)
 
-    return forward  # type: ignore[return-value]
+    forward.__module__ = __name__
+    return forward
 
 
 def _decorated(theirs: Any, inner: Any, ours: FunctionType) -> Any:
@@ -89,10 +93,17 @@ def _decorated(theirs: Any, inner: Any, ours: FunctionType) -> Any:
     within = theirs.__wrapped__
     copied = _decorated(within, inner, ours)
     closure = theirs.__closure__ or () if isinstance(theirs, FunctionType) else ()
-    if copied is None or sum(cell.cell_contents is within for cell in closure) != 1:
+    if copied is None or sum(_holds(cell, within) for cell in closure) != 1:
         return None
-    cells = tuple(CellType(copied) if cell.cell_contents is within else cell for cell in closure)
+    cells = tuple(CellType(copied) if _holds(cell, within) else cell for cell in closure)
     found = FunctionType(theirs.__code__, theirs.__globals__, theirs.__name__, theirs.__defaults__, cells)
     found.__kwdefaults__, found.__doc__ = theirs.__kwdefaults__, theirs.__doc__
     found.__dict__.update(theirs.__dict__ | {"__wrapped__": copied})
     return found
+
+
+def _holds(cell: CellType, function: Any) -> bool:
+    try:
+        return cell.cell_contents is function
+    except ValueError:  # it is empty
+        return False

@@ -62,12 +62,12 @@ def optimize(
             replace_norms(modules, report)
         if rope or attention:
             replace_attention(modules, report, rope=rope, core=attention)
-        if attention:
-            replace_masks(modules, report)
         if any(each.part == "attention" for each in report.replaced):
             refuse_padding_in_graphs(causal, report)
         if head:
             replace_head(causal, report)
+        if attention:
+            replace_masks(modules, report)
     except BaseException:
         report.undo()
         raise

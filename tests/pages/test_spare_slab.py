@@ -1,5 +1,6 @@
 """One user after another gets the same pinned memory, and never two at once."""
 
+import ctypes
 import mmap
 
 import pytest
@@ -31,8 +32,8 @@ def test_the_next_gets_the_memory_of_the_one_before(made):
     first = spare(4096, CUDA)
     at = first.data_ptr()
     del first
-    second = spare(1024, CUDA)
-    assert (second.data_ptr(), second.numel()) == (at, 1024)
+    second = spare(2048, CUDA)
+    assert (second.data_ptr(), second.numel()) == (at, 2048)
     assert made == [4096, "wait"]
 
 
@@ -53,7 +54,31 @@ def test_a_larger_one_is_made_when_the_last_is_gone(made):
     spare(1024, CUDA)
     assert spare(4096, CUDA).numel() == 4096
     assert spare(2048, CUDA).numel() == 2048
-    assert made == [1024, 4096, "wait"]
+    assert made == [1024, "wait", 4096, "wait"]
+    assert spare(2047, CUDA).numel() == 2047
+    assert made[-2:] == ["wait", 2047], "most of it would be pinned for nobody"
+
+
+def test_pinned_memory_is_let_go_while_it_is_mapped(monkeypatch):
+    """Afterwards its pages may be those of another map that is pinned."""
+    calls = []
+
+    class Driver:
+        def cudaHostRegister(self, address, size, flags):
+            calls.append(("pin", address))
+            return 0
+
+        def cudaHostUnregister(self, address):
+            calls.append(("unpin", address, ctypes.string_at(address, 4)))
+
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    slab = host.host_slab(4096, CUDA)
+    slab[:4] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
+    part, at = slab[1:], slab.data_ptr()
+    del slab
+    assert calls == [("pin", at)]
+    del part
+    assert calls[1:] == [("unpin", at, bytes([1, 2, 3, 4]))]
 
 
 def test_memory_of_a_cpu_is_made_anew(made):
@@ -72,6 +97,9 @@ def test_slabs_that_grow_take_it_again(made):
     assert one.size == 8192
     assert made == [4096, 4096]
     one.give(block)
+    at = block.pieces[0].data_ptr()
+    del block
     one.fit(2048)
     assert one.size == 2048
-    assert one.take(2048).pieces[0].numel() == 2048
+    assert one.take(2048).pieces[0].data_ptr() == at
+    assert made == [4096, 4096, "wait"]

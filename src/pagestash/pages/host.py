@@ -1,6 +1,7 @@
 """Pinned host memory of exactly the requested size."""
 
 import mmap
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -27,10 +28,10 @@ def _tensor_in(memory: mmap.mmap | memoryview) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _mapped(size: int, device: torch.device) -> mmap.mmap:
+def _mapped(size: int, device: torch.device) -> "_Map":
     # An anonymous map and not malloc: it starts at a page boundary, so registering it pins no other memory.
     try:
-        memory = mmap.mmap(-1, size)
+        memory = _Map(-1, size)
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryError(f"host pages: cannot map {size:,} bytes of host memory ({error})") from error
     if device.type == "cuda":
@@ -41,19 +42,31 @@ def _mapped(size: int, device: torch.device) -> mmap.mmap:
                 f"host pages: the driver refused to pin {size:,} bytes (cudaHostRegister: {status}); "
                 "ask for fewer host pages, or raise the locked-memory limit (ulimit -l)"
             )
-        # It runs when the last tensor in the map is gone, before that is closed.
-        weakref.finalize(memory, _unregister, address)
+        memory.address = address
     return memory
+
+
+class _Map(mmap.mmap):
+    """An anonymous map, which the driver may have pinned."""
+
+    address: int | None = None
+    """Where it is, if it is pinned."""
+
+    def __del__(self) -> None:
+        # The last tensor in it is gone. (A finalizer would run when its pages may be somebody else's by now.)
+        if self.address is not None and not sys.is_finalizing():
+            torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 class SpareSlab:
     """Makes slabs for one user after another: the next gets the memory of the one before, if that is gone.
 
-    To pin memory takes about a second for a few GiB.
+    To pin memory takes about a second for a few GiB. Of memory that is more than twice as large as the next slab,
+    too much would stay pinned: it is freed.
     """
 
     def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
+        self._memory: _Map | None = None
         self._given: weakref.ref[memoryview] | None = None
         """Alive as long as a tensor in it is."""
 
@@ -61,15 +74,11 @@ class SpareSlab:
         in_use = self._given is not None and self._given() is not None
         if device.type != "cuda" or in_use or not size:
             return host_slab(size, device)
-        if self._memory is None or len(self._memory) < size:
+        if self._memory is not None:
+            torch.cuda.synchronize(device)  # copies of the one before, if an error ended it, may still run
+        if self._memory is None or not size <= len(self._memory) <= 2 * size:
             self._memory = None  # before there is another
             self._memory = _mapped(size, device)
-        else:
-            torch.cuda.synchronize(device)  # copies of the one before, if an error ended it, may still run
         given = memoryview(self._memory)[:size]
         self._given = weakref.ref(given)
         return _tensor_in(given)
-
-
-def _unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)

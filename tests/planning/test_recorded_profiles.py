@@ -34,7 +34,7 @@ def load(name, folder):
 def searched(name, folder, graphed=True):
     """The profile, the step without a policy, and what a plan for some bytes is predicted to take."""
     profile = load(name, folder)
-    step = MeasuredStep(profile, base_bytes(profile, 0), graphed=graphed, ahead=True)
+    step = MeasuredStep(profile, base_bytes(profile, 0), graphed=graphed, loops=True)
     unplanned = predictor_of(step).predict(RuleTable({}, ps.PoolConfig()))
     found = find_candidates(step, HOST)
 
@@ -80,7 +80,7 @@ def test_parts_of_the_bytes_cost_little_more_where_steps_follow_each_other(folde
 def test_a_cost_that_was_measured_much_too_high_costs_half_of_the_bytes_nothing(folder):
     """On that host a keeper was measured to cost three times what it did: it had a slow moment."""
     profile = load("qwen3-30b-a3b-slow-host", folder)
-    step = MeasuredStep(profile, base_bytes(profile, 0), ahead=True)
+    step = MeasuredStep(profile, base_bytes(profile, 0), loops=True)
     first = plan_step(step, budget=0.5, host=HOST)
     plan = plan_step(step, budget=0.5, host=HOST, measure=Machine(step, 0.3))
     assert plan.measured_seconds < 0.98 * first.predicted.seconds

@@ -110,7 +110,7 @@ def test_a_time_that_no_host_explains_leaves_the_prediction_as_it_is(step, longe
 def test_a_device_that_is_slower_than_in_the_profile_is_slower_in_predictions(step, drift, ahead):
     """It is found by steps without a policy, and only if the plan's own are not as predicted."""
     if ahead:
-        step = MeasuredStep(replace(step.profile, device="cuda:0"), ahead=True)
+        step = MeasuredStep(replace(step.profile, device="cuda:0"), loops=True)
     before = plan_step(step, budget=0.6, host="1GiB")
     machine = Machine(step, longer=drift)
     plan = planned(step, machine)

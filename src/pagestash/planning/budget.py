@@ -126,8 +126,8 @@ def _state_bytes(state: dict[str, Any]) -> int:
     return sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor) and v.numel() > 1)
 
 
-def notes_on(profile: ProfiledStep) -> list[str]:
-    """What a profile of an earlier version, or of a compiled model, does not say; and what slows its step down."""
+def notes_on(profile: ProfiledStep, *, loops: bool = False) -> list[str]:
+    """What a profile of an earlier version, or of a compiled model, does not say; and what slows its loop down."""
     found = []
     if profile.model_bytes is None:
         found.append("weights are not in this profile: the budget is for the step alone")
@@ -135,7 +135,7 @@ def notes_on(profile: ProfiledStep) -> list[str]:
         found.append("workspace and gradients are not in this profile: the peak is that of saved tensors")
     if profile.overhead is None and profile.device.startswith("cuda"):
         found.append("what a keeper costs the host is not in this profile: times are those of the device")
-    if profile.host_waits:
+    if loops and profile.host_waits:
         found.append(
             "the step makes the host wait for the device, so that no step is launched ahead; "
             'torch.cuda.set_sync_debug_mode("warn") says where'

@@ -74,7 +74,7 @@ def choose(
     one = step.one if isinstance(step, RankStep) else step
     profile = one.profile
     policy = policy_of(best.rules, profile.regions)
-    notes = notes_on(profile)
+    notes = notes_on(profile, loops=step.loops)
     if isinstance(step, RankStep):
         notes.append("bytes and times of regions are those of one microbatch")
     expected = None

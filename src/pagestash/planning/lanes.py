@@ -3,8 +3,8 @@
 Steps follow each other, and the host waits for none of them (`ahead`): it launches one while the device runs the
 one before. Then a step takes what the slower lane takes, device or host. A loop that waits for the device before
 each step, such as one that reads the loss, begins it with both lanes level: there, a host that is slow in forward
-costs time, even if it would catch up in backward. So does a step in which the model itself makes the host wait: it
-is taken to begin where that ends.
+costs time, even if it would catch up in backward. The same holds if the model itself makes the host wait in each
+step, wherever it does.
 
 A host is not always as fast as when it was measured: others use its processor. On the machine of an H200 the same
 forward was launched now in 16 ms, now in 25. A step that the device bounds does not notice, until a policy's work

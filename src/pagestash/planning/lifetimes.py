@@ -39,19 +39,20 @@ class MeasuredStep:
     """The measured step without a policy. See `predict.py` for `extra` and `floor`."""
 
     def __init__(
-        self, profile: ProfiledStep, base_bytes: int = 0, *, graphed: bool = False, ahead: bool = False
+        self, profile: ProfiledStep, base_bytes: int = 0, *, graphed: bool = False, loops: bool = False
     ) -> None:
-        """`ahead`: the loop has the host wait for no step before it launches the next (`lanes.py`)."""
+        """`loops`: steps follow each other, and the loop waits for none (`lanes.py`)."""
         check(profile)
         cuda = profile.device.startswith("cuda")
         # (On a CPU a `GraphedStep` runs eagerly, and there is no device to be ahead of.)
         self.graphed = graphed and cuda
         """Whether it will run as a CUDA graph, in which the host launches nothing."""
-        self.loops = ahead and cuda and not graphed
+        self.loops = loops and cuda and not graphed
         """Whether steps follow each other, and the loop waits for none."""
         self.ahead = self.loops and not profile.host_waits
         """Whether the host is ahead of the device then: a step may wait by itself."""
-        self.waits = cuda and not (self.graphed or self.ahead)
+        self.waits = cuda and not (self.graphed or self.loops)
+        """Whether the loop waits for each."""
         self.sees_copies = not (self.graphed or self.ahead)
         """Whether a keeper sees that a copy out is over: not while a graph is captured, nor ahead of the device."""
         self.profile = profile

@@ -176,7 +176,7 @@ def plan_profile(
     _check_graphed(graphed, schedule)
     if schedule is None:
         base = base_bytes(profile, optimizer_bytes)
-        step = MeasuredStep(profile, base, graphed=graphed, ahead=not waits)
+        step = MeasuredStep(profile, base, graphed=graphed, loops=not waits)
         if step.graphed:
             step.base_bytes += GRAPH_BYTES
         step.skew = None if rows is None else Skew.of(rows, step.rows, overflow)
@@ -287,7 +287,7 @@ def _plan_step(step: MeasuredStep, budget: str | float, host: str | int, measure
             unplanned=unplanned,
             budget_bytes=limit,
             turn=step.turn,
-            notes=notes_on(profile),
+            notes=notes_on(profile, loops=step.loops),
             alternatives=beside,
             graphed=step.graphed,
             waits=step.waits,

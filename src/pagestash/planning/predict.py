@@ -43,7 +43,7 @@ def predict(
     `graphed`: as a CUDA graph. `waits`: in a loop that waits for the device before each step.
     """
     policy.check(region.name for region in profile.regions)
-    step = MeasuredStep(profile, base_bytes, graphed=graphed, ahead=not waits)
+    step = MeasuredStep(profile, base_bytes, graphed=graphed, loops=not waits)
     return Predictor(step).predict(RuleTable.of(policy, profile.regions))
 
 

@@ -25,7 +25,7 @@ class RankStep(MeasuredStep):
         _check(self.stages, plan)
         unrolled = Unrolled(self.stages, plan.actions, renamed=True, messages=True)
         super().__init__(unrolled.profile(), base_bytes)
-        self.waits = False  # there is no host in it
+        self.waits = self.loops = False  # there is no host in it
         self.positions = unrolled.positions
         self.halves = unrolled.halves
         self.at_once = immediate_backwards(plan)

@@ -95,7 +95,7 @@ def timed(
     if best.fits != 1.0:
         fitted = _scaled(fitted, best.fits)
         notes.append(
-            f"in these steps a keeper costs the host {best.fits:.2f} times what it does in small regions"
+            f"times are predicted as if a keeper cost the host {best.fits:.2f} times what it does in small regions"
         )
     if fitted is step and best.made == 1.0:
         return best.plan, step
@@ -169,7 +169,7 @@ class _Trials:
         if len(self._tried) > 1:
             for trial in self._about_as_fast(RIVALS)[:2]:  # in turn
                 self.run_again(trial)
-        close = CLOSE_IN_LOOP if self.step.ahead else CLOSE
+        close = CLOSE_IN_LOOP if self.step.loops else CLOSE
         return max(self._about_as_fast(close), key=lambda trial: trial.made)
 
     def _about_as_fast(self, part: float) -> list[_Trial]:
@@ -202,7 +202,10 @@ def fit(step: MeasuredStep, plan: Plan, launched: float | None = None) -> float:
     if _is_close(predicted(found).seconds, plan):
         return found
     if step.ahead and launched is not None:
-        found = low = min(1.0, _fit_launches(step, plan.policy, launched), key=off)
+        by_launches = _fit_launches(step, plan.policy, launched)
+        if off(by_launches) < off(1.0):
+            found = by_launches
+        low = found
         fitted = predicted(found)
         if _is_close(fitted.seconds, plan) or fitted.launch_seconds <= HOST_BOUND * measured:
             return found

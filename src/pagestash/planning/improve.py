@@ -24,6 +24,9 @@ from pagestash.planning.layers import Choice, Group, toggled
 MOST, SIZE = 720, 571
 """Predictions of a search: `MOST × (SIZE / size)²`, and at most `MOST`, where a step's size is the number of its
 segments and saved tensors. A prediction takes longer the larger the step, and so does the search between two."""
+MOST_OF_LAYERS = 18_000
+"""Predictions times layers, or other units that repeat: each has copies of its own to play. 64 layers are planned
+in about 2 s of a core."""
 LEVELS = tuple(part / 20 for part in (19, 17, 15, 13, 11, 10, 9, 8, 7, 6, 5))
 """Memory levels, as parts of the saved bytes at the unplanned peak: closer where a byte costs more."""
 BLOCKS = 8
@@ -83,9 +86,9 @@ class _Change(NamedTuple):
     seconds: float
 
 
-def predictions_for(size: int) -> int:
-    """How many predictions a search is worth in a step with so many segments and tensors."""
-    return min(MOST, MOST * SIZE**2 // max(1, size) ** 2)
+def predictions_for(size: int, layers: int) -> int:
+    """How many predictions a search is worth in a step with so many segments and tensors, and layers."""
+    return min(MOST, MOST * SIZE**2 // max(1, size) ** 2, MOST_OF_LAYERS // max(1, layers))
 
 
 class Search:

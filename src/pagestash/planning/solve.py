@@ -95,10 +95,10 @@ class _Pool:
         return len(self._by_key)
 
     @property
-    def size(self) -> int:
-        """Segments and saved tensors of the step that is predicted."""
+    def worth(self) -> int:
+        """How many predictions a search is worth."""
         step = self.predictor.step
-        return step.count + len(step.profile.tensors)
+        return predictions_for(step.count + len(step.profile.tensors), len(self.problem.units))
 
     def known(self) -> Sequence[tuple[Assignment, Prediction]]:
         return self._known
@@ -152,7 +152,7 @@ def candidates(problem: Problem) -> list[Candidate]:
         for assignment in product(*(group.choices for group in problem.groups for _ in group.units)):
             pool.predict(assignment)
     else:
-        few = predictions_for(pool.size) < FEW
+        few = pool.worth < FEW
         each, levels = (1, COARSE_GRID) if few else (4, GRID)
         counted = _by_counts(problem, levels, mixes=problem.host_bytes > 0 and not few)
         for assignment in (*counted, *_mixed(problem, each)):
@@ -193,7 +193,7 @@ def _improve(problem: Problem, pool: _Pool) -> None:
         search = Search(
             problem.groups, pool, byte_seconds=1 / link.out + 1 / link.back, cost=attrgetter(cost)
         )
-        search.run(levels, predictions_for(pool.size) // share // len(costs))
+        search.run(levels, pool.worth // share // len(costs))
 
 
 def _alike(problem: Problem, *, moving: bool) -> Iterator[Assignment]:

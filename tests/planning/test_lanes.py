@@ -110,6 +110,7 @@ def test_more_memory_never_makes_a_plan_slower_on_average(part):
     assert means == sorted(means, reverse=True)
 
 
+@pytest.mark.whole_search
 @pytest.mark.parametrize("budget", [0.75, 0.5])
 def test_a_plan_is_the_fastest_on_average_and_not_on_a_quick_host(monkeypatch, budget):
     profile = launched(0.45)

@@ -112,6 +112,7 @@ def test_a_host_that_is_ahead_sees_no_copy_end():
     assert all(more >= less for more, less in zip(ahead, waits))
 
 
+@pytest.mark.whole_search
 @pytest.mark.parametrize("budget", [0.75, 0.5])
 def test_a_plan_for_a_loop_is_as_fast_there_as_one_for_steps_that_wait(budget):
     profile = on_gpu(launched(0.6, layers=4))

@@ -67,6 +67,7 @@ def test_the_prediction_is_fitted_to_steps_on_a_slower_or_faster_host(step, fact
     assert plan.predicted.seconds == pytest.approx(plan.measured_seconds, rel=CLOSE)
 
 
+@pytest.mark.whole_search
 @pytest.mark.parametrize("budget", [0.75, 0.5, 0.35])
 def test_on_a_slower_host_the_plan_is_as_fast_as_one_that_knew(step, budget):
     machine = Machine(step, 2.5)

@@ -36,12 +36,11 @@ from pagestash.planning.budget import base_bytes
 from pagestash.planning.prediction import Prediction
 from pagestash.profiling.measure import default_loss
 from pagestash.profiling.memory import MemoryMeter
+from pagestash.profiling.steps import PERIOD
 
 PARTS = (0.75, 0.5, 0.35)
 ROUNDS, WARM, REPEATS = 3, 3, 5
 WARM_GRAPHED, MICROBATCHES = 2, 8
-PERIOD = 1.0
-"""Seconds of a loop before it is timed, and of one that is."""
 CLOSE = 1.05
 """By so much slower than the best in the first round, a policy by hand may still be the best."""
 

@@ -14,7 +14,7 @@ from tiny import FAMILIES, NEWER, batch, gradients, tiny  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 import pagestash.hf  # noqa: E402
-from pagestash.integrations.hf.masks import replace_masks  # noqa: E402
+from pagestash.integrations.hf import masks  # noqa: E402
 from pagestash.integrations.hf.report import Report  # noqa: E402
 from pagestash.kernels import backend as backends  # noqa: E402
 
@@ -48,7 +48,7 @@ def run(model, **more):
 
 def only_masks(model):
     report = Report()
-    replace_masks(list(model.named_modules()), report)
+    masks.replace_masks(list(model.named_modules()), report)
     assert [each.part for each in report.replaced] == ["masks"]
     return report
 
@@ -60,8 +60,9 @@ NEVER_LOOKS = {"gpt-oss", "gpt-oss, other limits"}
 def test_a_model_that_counts_positions_itself_does_not_look(family, looks):
     model = tiny(family, attention="eager")
     wanted = run(model)
-    if not looks:
-        pytest.skip("this version never looks in it")
+    if family == "DeepSeek-V4" and not looks:
+        pytest.skip("transformers 5.12 never looks in DeepSeek-V4")
+    assert looks
     looks.clear()
     report = only_masks(model)
     assert same(run(model), wanted)
@@ -157,12 +158,12 @@ def test_the_forward_has_its_signature():
 
 
 def test_a_model_with_its_head_in_one_class_keeps_the_fused_head(monkeypatch):
-    """And says that its masks are as before."""
-    model = tiny("Qwen3-MoE")
-    monkeypatch.setattr("pagestash.integrations.hf.masks._makers", lambda forward: {"torch": len})
-    report = Report()
-    report.put_forward(model, type(model).forward)
-    replace_masks([("", model)], report)
+    """And says that its masks are as before. (As if the class with the head made them.)"""
+    model = tiny("Qwen3-MoE", experts="pagestash")
+    own = inspect.unwrap(type(model).forward)
+    monkeypatch.setattr(masks, "_makers", lambda forward: {"torch": len} if forward is own else {})
+    report = pagestash.hf.optimize(model)
+    assert [each.name for each in report.replaced if each.part == "head"] == ["(the model)"]
     assert [(each.part, each.why) for each in report.left] == [("masks", "optimised already")]
 
 

@@ -10,9 +10,9 @@ A host is not always as fast as when it was measured: others use its processor. 
 forward was launched now in 16 ms, now in 25. A step that the device bounds does not notice, until a policy's work
 for the host takes up the host's lead. So policies are compared by what a step takes on average if the host takes
 half as long again in half of all steps: one with little work for the host is preferred to another that would be as
-fast on a quick host. A host that is ahead makes up in one step for what it lost in another. There it takes so much
-longer for seconds at a time: loops of a second or more, in which the host launched steps just in time, took up to a
-tenth longer in one round than in another.
+fast on a quick host. A host that is ahead makes up in one step for what it lost in another, so there it is slower
+by less, but for seconds at a time: loops of a second or more, in which the host launched steps just in time, took
+up to a tenth longer in one round than in another.
 
 The link to the host is not always as fast, either. Copies that were measured at 55 GB/s ran at 48 in whole steps,
 and at 55 again in other runs, under every load that was tried. So in the slow steps the link is slower, too: a plan

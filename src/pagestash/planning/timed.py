@@ -16,10 +16,10 @@ that it has none. So one that is made as if a keeper cost the host nothing is tr
 the first one's launches show that it costs. Of all that were tried the fastest is taken; of those that are as fast,
 the one that was made for the highest cost.
 
-In a loop the fastest is the one that takes the least on average, if the host is slow in some steps (`lanes.py`): a
-plan whose steps the host launches just in time was timed in a quick moment. (On the machine of an H200 such plans
-took a tenth longer in three of twelve rounds, and others did not.) How long the host takes to launch its steps is
-measured, so that tells what it takes in a slow one.
+In a loop the fastest is the one that takes the least on average, if host and link are slow at times (`lanes.py`). A
+plan whose steps the host launches just in time may have been timed in a quick moment: on the machine of an H200
+such plans took a tenth longer in some rounds, and others did not. How long the host takes to launch a plan's steps
+is measured, and tells what it takes when it is slow.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ CLOSE = 0.02
 CLOSE_IN_LOOP = 0.005
 """The same of steps in a loop: in one of them the host makes up for what it lost in another."""
 SHOWN = 1.1
-"""A plan is made for the cost that launches show, if it is other than measured by this factor."""
+"""A plan is made for the cost that launches show, if that differs by this factor from what was measured."""
 NEAR = 1.5
 """For a factor up to this, or down to its inverse, searches for others have found a plan about as good as any."""
 RIVALS = 0.1
@@ -63,7 +63,7 @@ class _Trial:
     shown: float = 1.0
     """The factor that its launches show; where they were not timed, the one with which it fits."""
     slow_seconds: float = 0.0
-    """What a step of a loop takes longer on average, because the host is slow in some."""
+    """What a step of a loop takes longer on average, because host and link are slow at times."""
     failed: bool = False
     """Whether it found no memory in a further round."""
 

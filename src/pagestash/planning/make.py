@@ -100,8 +100,8 @@ def plan(
     plan keeps its budget where a prediction is wrong. On a GPU they are timed, too. If they take another time than
     predicted, in a second round as well, steps without a policy are timed beside them, what a keeper costs the host
     is fitted to them, and the plan is made again; and one is tried as if a keeper cost the host nothing. The
-    fastest is returned. The table says what was measured. With several ranks of `torch.distributed` no such steps
-    run: one rank may need more of them than another.
+    fastest is returned, on average over quick and slow hosts. The table says what was measured. With several ranks
+    of `torch.distributed` no such steps run: one rank may need more of them than another.
 
     `rows` says how the rows vary that a stash holds: a `RowDistribution`, a path of Megatron's tokens per expert,
     the max/mean of a log-normal, or `"measured"`. The pool is then sized so that a step overflows it with a

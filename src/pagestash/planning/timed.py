@@ -12,9 +12,9 @@ was predicted, steps without a policy are timed beside them, and predictions are
 that.
 
 A plan that goes by that cost may give up too much for it: the host may have time to spare where a prediction says
-that it has none. So one that is made as if a keeper cost the host nothing is tried, too, and in a loop one for what
-the first one's launches show that it costs. Of all that were tried the fastest is taken; of those that are as fast,
-the one that was made for the highest cost.
+that it has none. So one that is made as if a keeper cost the host nothing is tried, too. In a loop, if the first
+one takes what was predicted and its launches do not, so is one for the cost that they show. Of all that were tried
+the fastest is taken; of those that are as fast, the one that was made for the highest cost.
 
 In a loop the fastest is the one that takes the least on average, if host and link are slow at times (`lanes.py`). A
 plan whose steps the host launches just in time may have been timed in a quick moment: on the machine of an H200
@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pagestash.planning.checked import Steps
-from pagestash.planning.lanes import HOST_BOUND
+from pagestash.planning.lanes import HOST_BOUND, SLOW_STEPS
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
@@ -61,20 +61,25 @@ class _Trial:
     fits: float = 1.0
     """The factor with which it is predicted to take what it took."""
     shown: float = 1.0
-    """The factor that its launches show; where they were not timed, the one with which it fits."""
+    """The factor that its launches show, in a loop whose host is ahead; else the one with which it fits."""
     slow_seconds: float = 0.0
-    """What a step of a loop takes longer on average, because host and link are slow at times."""
+    """What a step of such a loop takes where host and link are slow."""
     failed: bool = False
     """Whether it found no memory in a further round."""
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """The least is the best: the fastest within the budget, and if none is, the nearest to it."""
+        """The least is the best: the fastest within the budget on average, and if none is, the nearest to it."""
         plan = self.plan
         above = self.failed or (plan.measured_bytes is not None and plan.measured_bytes > plan.budget_bytes)
         if above:
             return above, plan.measured_bytes or 0.0
-        return above, (plan.measured_seconds or 0.0) + self.slow_seconds
+        return above, self.seconds + SLOW_STEPS * max(0.0, self.slow_seconds - self.seconds)
+
+    @property
+    def seconds(self) -> float:
+        """What a step took."""
+        return self.plan.measured_seconds or 0.0
 
 
 PlanOn = Callable[[MeasuredStep], Plan]
@@ -84,7 +89,7 @@ PlanOn = Callable[[MeasuredStep], Plan]
 def timed(
     plan: Plan, step: MeasuredStep, search_on: PlanOn, choose_on: PlanOn, steps: Steps | None
 ) -> tuple[Plan, MeasuredStep]:
-    """The plan whose steps took the least, and the step that was fitted to them.
+    """The plan whose steps take the least, and the step that was fitted to them.
 
     `plan` was found by `search_on`; `choose_on` chooses among what searches have found. All are checked by `steps`.
     The fitted step is `step` itself where its prediction is close, or where nothing explains the times.
@@ -102,10 +107,15 @@ def timed(
         )
         trials.fit_again(first)
     trials.make(0.0, search_on)
-    factor = first.fits if first.fits != 1.0 else first.shown
-    if first.fits != 1.0 or not 1 / SHOWN <= factor <= SHOWN:
+    factor = first.fits if first.fits != 1.0 or not trials.shows_other_launches(first) else first.shown
+    if factor != 1.0:
         trials.make(factor, choose_on if 1 / NEAR <= factor <= NEAR else search_on)
     best = trials.best()
+    if (fastest := trials.fastest()).rank > best.rank:
+        notes.append(
+            f"a plan whose steps took {1e3 * fastest.seconds:.2f} ms was not taken: on average it takes longer, "
+            "with a host or a link that is slow at times"
+        )
     fitted = trials.step
     if best.fits != 1.0:
         fitted = _scaled(fitted, best.fits)
@@ -113,7 +123,7 @@ def timed(
             f"times are predicted as if a keeper cost the host {best.fits:.2f} times what it does in small regions"
         )
     if fitted is step and best.made == 1.0:
-        return best.plan, step
+        return replace(best.plan, notes=[*best.plan.notes, *notes]), step
     return replace(_predicted_on(fitted, best.plan), notes=[*best.plan.notes, *notes]), fitted
 
 
@@ -154,7 +164,15 @@ class _Trials:
             if launched is not None:
                 trial.shown = _fit_launches(self.step, trial.plan.policy, launched)
             found = _predict(_scaled(self.step, trial.shown), trial.plan.policy)
-            trial.slow_seconds = found.mean_seconds - found.seconds
+            trial.slow_seconds = max(found.slow_host_seconds, found.slower_host * (launched or 0.0))
+
+    def shows_other_launches(self, trial: _Trial) -> bool:
+        """Whether the host took another time to launch its steps than is predicted, by enough to plan for."""
+        launched = self._steps(trial.plan.policy).launch_seconds
+        if launched is None or 1 / SHOWN <= trial.shown <= SHOWN:
+            return False
+        predicted = _predict(self.step, trial.plan.policy).launch_seconds
+        return abs(launched - predicted) > CLOSE * trial.seconds
 
     def make(self, factor: float, plan_on: PlanOn) -> None:
         """Try a plan for this factor, if there is one that was not tried before."""
@@ -190,6 +208,13 @@ class _Trials:
                 self.run_again(trial)
         close = CLOSE_IN_LOOP if self.step.loops else CLOSE
         return max(self._about_as_fast(close), key=lambda trial: trial.made)
+
+    def fastest(self) -> _Trial:
+        """Of those as near to the budget as the best, the one whose steps took the least."""
+        above = min(trial.rank for trial in self._tried)[0]
+        return min(
+            (trial for trial in self._tried if trial.rank[0] == above), key=lambda trial: trial.seconds
+        )
 
     def _about_as_fast(self, part: float) -> list[_Trial]:
         """As the best, which is the first: those that are slower by no more than this part."""

@@ -133,13 +133,18 @@ def test_more_memory_never_makes_a_plan_for_a_loop_slower():
     assert means == sorted(means, reverse=True)
 
 
+def aware_and_free(step):
+    """The plan for half of the bytes, and the one as if a keeper cost the host nothing."""
+    found = [plan_step(own, budget=0.5, host="1GiB") for own in (step, step.with_overhead(Overhead()))]
+    assert found[0].policy != found[1].policy
+    return found
+
+
 @pytest.mark.parametrize("faster", [CLOSE_IN_LOOP / 2, (CLOSE + CLOSE_IN_LOOP) / 2])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_smaller_differences_of_time_decide_in_a_loop(faster, ahead):
     step = MeasuredStep(on_gpu(launched(0.75)), loops=ahead)
-    aware = plan_step(step, budget=0.5, host="1GiB")
-    free = plan_step(step.with_overhead(Overhead()), budget=0.5, host="1GiB")
-    assert aware.policy != free.policy
+    aware, free = aware_and_free(step)
 
     def measure(policy):
         share = 1 - faster if policy == free.policy else 1
@@ -154,9 +159,7 @@ def test_smaller_differences_of_time_decide_in_a_loop(faster, ahead):
 def test_a_plan_that_is_launched_just_in_time_is_not_taken_for_a_little_speed(part, is_taken):
     """By two hundredths it is faster, as long as the host is as quick as when that was measured."""
     step = MeasuredStep(on_gpu(launched(0.5)), loops=True)
-    aware = plan_step(step, budget=0.5, host="1GiB")
-    free = plan_step(step.with_overhead(Overhead()), budget=0.5, host="1GiB")
-    assert aware.policy != free.policy
+    aware, free = aware_and_free(step)
 
     def measure(policy):
         share, busy = (0.98, part) if policy == free.policy else (1.0, 0.5)
@@ -192,8 +195,7 @@ def test_a_plan_for_the_cost_that_launches_show_is_tried_though_the_first_took_w
             ran.append(policy)
         return machine(policy)
 
-    first = plan_step(step, budget=0.5, host="1GiB")
-    free = plan_step(step.with_overhead(Overhead()), budget=0.5, host="1GiB")
+    first, free = aware_and_free(step)
     assert machine(first.policy).seconds == pytest.approx(first.predicted.seconds, rel=CLOSE)
     plan_step(step, budget=0.5, host="1GiB", measure=measure)
     others = [policy for policy in ran if policy not in (first.policy, free.policy)]

@@ -107,7 +107,9 @@ def timed(
         )
         trials.fit_again(first)
     trials.make(0.0, search_on)
-    factor = first.fits if first.fits != 1.0 or not trials.shows_other_launches(first) else first.shown
+    factor = first.fits
+    if factor == 1.0 and trials.shows_other_launches(first):
+        factor = first.shown
     if factor != 1.0:
         trials.make(factor, choose_on if 1 / NEAR <= factor <= NEAR else search_on)
     best = trials.best()

@@ -199,7 +199,9 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
             # Without what the plan's own steps have corrected.
             "unfitted_seconds": predict(profile, plan.policy, base_bytes=held).seconds,
             "rules": [f"{rule.match} {rule.home} {rule.fraction:g}" for rule in plan.policy.rules],
+            "notes": list(plan.notes),
         }
+        print(plan, flush=True)
         policies.append((row, plan.policy))
     seen: list[list[dict[str, Any]]] = [[] for _ in policies]
     for turn in range(rounds):

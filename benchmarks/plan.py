@@ -7,6 +7,10 @@ for none. Each round has a loop of a second and more that is not timed, and anot
 GPU lowers its clock about once a second. A round's time is the mean of its steps; of several rounds the median
 counts. The peak is the allocator's.
 
+Python's garbage collector has old objects put aside (`gc.freeze`), as in many trainers: it looks through all of
+them once in a hundred steps or so, and that takes longer than a step. One round would have it in it, and another
+would not.
+
 A few of the same steps are timed with a wait for the device before and after each; the fastest round counts,
 because a slow moment of the host is no property of a policy. One model also runs under a plan for such steps, and
 some as CUDA graphs, without a policy and under plans for a graph. A graph has gradients of its own, which only a
@@ -31,6 +35,7 @@ import pagestash as ps
 from benchmarks.harness import begun, write
 from benchmarks.plan_cases import CASES, QUICK, Case, by_hand
 from benchmarks.plan_claims import GRAPHED_WAYS, WAITING_WAY, claims_of
+from pagestash.garbage import old_objects_aside
 from pagestash.planning import NothingFits, predict
 from pagestash.planning.budget import base_bytes
 from pagestash.planning.prediction import Prediction
@@ -203,13 +208,18 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
         }
         print(plan, flush=True)
         policies.append((row, plan.policy))
+    begun = time.perf_counter()
+    gc.collect()
+    took = time.perf_counter() - begun
+    print(f"the garbage collector takes {took:.3f} s for {len(gc.get_objects())} objects", flush=True)
     seen: list[list[dict[str, Any]]] = [[] for _ in policies]
-    for turn in range(rounds):
-        wanted = contenders([row for row, _ in policies], seen) if turn else range(len(policies))
-        for index in wanted:
-            row, policy = policies[index]
-            seen[index].append(bench.measure(policy, repeats))
-            show(row, seen[index][-1], f"round {turn + 1} of {rounds}")
+    with old_objects_aside():
+        for turn in range(rounds):
+            wanted = contenders([row for row, _ in policies], seen) if turn else range(len(policies))
+            for index in wanted:
+                row, policy = policies[index]
+                seen[index].append(bench.measure(policy, repeats))
+                show(row, seen[index][-1], f"round {turn + 1} of {rounds}")
     rows = [
         row
         | {
@@ -248,10 +258,11 @@ def waiting(
     }
     row["rules"] = [f"{rule.match} {rule.home} {rule.fraction:g}" for rule in plan.policy.rules]
     found = []
-    for turn in range(rounds):
-        found.append(bench.measure(plan.policy, repeats))
-        ms = 1000 * found[-1]["alone_seconds"]
-        print(f"{case.name}, {WAITING_WAY}: {ms:.1f} ms, round {turn + 1} of {rounds}", flush=True)
+    with old_objects_aside():
+        for turn in range(rounds):
+            found.append(bench.measure(plan.policy, repeats))
+            ms = 1000 * found[-1]["alone_seconds"]
+            print(f"{case.name}, {WAITING_WAY}: {ms:.1f} ms, round {turn + 1} of {rounds}", flush=True)
     return [
         row
         | {

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +54,17 @@ def test_a_step_that_the_host_bounds_takes_in_a_graph_what_the_device_was_seen_t
     device = sum(segment.seconds for segment in profile.segments)
     profile = replace(profile, plain_seconds=plain * 1.5 * device)
     assert predict(profile, ps.Policy(), graphed=True).seconds == pytest.approx(device)
+
+
+def test_the_nearer_the_host_is_to_the_device_the_less_the_unobserved_step_tells():
+    """A host that is a little slower makes a little difference."""
+    device = sum(segment.seconds for segment in launched(1.0).segments)
+    found = []
+    for part in range(60, 111):
+        profile = replace(on_gpu(launched(part / 100)), loop_seconds=1.2 * device)
+        found.append(predict(profile, ps.Policy(), graphed=True).seconds)
+    assert (found[0], found[-1]) == pytest.approx((1.2 * device, device))
+    assert all(0 <= before - after <= 0.01 * device for before, after in pairwise(found))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

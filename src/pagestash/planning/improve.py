@@ -16,10 +16,11 @@ How many predictions that takes is given by the size of the step, and not by a c
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from pagestash.planning.layers import Choice, Group, toggled
+from pagestash.planning.prediction import Cost
 
 MOST, SIZE = 720, 571
 """Predictions of a search: `MOST × (SIZE / size)²`, and at most `MOST`, where a step's size is the number of its
@@ -46,6 +47,7 @@ hide, and where compute waits for some."""
 
 Assignment = tuple[Choice, ...]
 """A choice for every unit, in the order of groups."""
+_NOTHING = Cost(0, 0, 0.0, 0)
 Kind = tuple[int, object, bool]
 """Of a change: its group, what is changed, and whether a choice gets longer."""
 
@@ -75,15 +77,12 @@ class Pool(Protocol):
 
 
 class _Change(NamedTuple):
-    """Units that take another choice, and what that should bring by its sums: more or fewer bytes that are kept and
-    moved, and seconds."""
+    """Units that take another choice, and what that should bring: by how much their sums differ."""
 
     kind: Kind
     units: range
     choices: Sequence[Choice]
-    bytes: int
-    moved_bytes: int
-    seconds: float
+    more: Cost
 
 
 def predictions_for(size: int, layers: int) -> int:
@@ -101,10 +100,13 @@ class Search:
         *,
         byte_seconds: float,
         cost: Callable[[Any], float] = attrgetter("seconds"),
+        longer: Callable[[Any, Cost], float] = lambda found, more: more.seconds,
     ) -> None:
         self.groups, self.pool = groups, pool
         self.cost = cost
         """Of a prediction: its seconds, or another time that is to be short."""
+        self.longer = longer
+        """How much longer that is with so much more, by sums."""
         self.byte_seconds = byte_seconds
         """Of a byte over the link and back."""
         self.blocks = [list(_blocks(group, first)) for group, first in zip(groups, _firsts(groups))]
@@ -181,9 +183,10 @@ class Search:
         link = (WAITED if found.is_waiting else COPIED) * self.byte_seconds
 
         def worse(change: _Change) -> float:
-            over = max(0, change.bytes - spare) - max(0, -spare)
+            more = change.more
+            over = max(0, more.kept_bytes - spare) - max(0, -spare)
             doubt = DOUBT * self.failed.get(change.kind, 0) * self.cost(found)
-            return change.seconds + link * change.moved_bytes + price * over + doubt
+            return self.longer(found, more) + link * more.moved_bytes + price * over + doubt
 
         return sorted(self._changes(current), key=worse)
 
@@ -217,22 +220,16 @@ class Search:
     ) -> _Change:
         """The change of a block, with its sums."""
         cost = self.groups[number].cost
-        size, moved, seconds = 0, 0, 0.0
         before: Choice | None = None
         after: Choice | None = None
-        more_bytes, more_moved, more_seconds = 0, 0, 0.0
+        one, total = _NOTHING, _NOTHING
         for at, choice in zip(block, choices):
             if current[at] != before or choice != after:  # neighbours mostly change alike
                 before, after = current[at], choice
-                old, new = cost(before), cost(after)
-                more_bytes = new.kept_bytes - old.kept_bytes
-                more_moved = new.moved_bytes - old.moved_bytes
-                more_seconds = new.seconds - old.seconds
-            size += more_bytes
-            moved += more_moved
-            seconds += more_seconds
+                one = cost(after).less(cost(before))
+            total = Cost(*map(add, total, one)) if total is not _NOTHING else one
         is_longer = len(choices[0]) > len(current[block[0]])
-        return _Change((number, what, is_longer), block, choices, size, moved, seconds)
+        return _Change((number, what, is_longer), block, choices, total)
 
 
 def _homes(assignment: Assignment) -> frozenset[tuple[str, str, float]]:

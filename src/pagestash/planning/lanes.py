@@ -100,13 +100,15 @@ class Lanes:
         """Those of the same step as a CUDA graph: the host launches all of it at once.
 
         Where the device bounds the unobserved step, it takes as long in a graph. Where the host does, that step
-        does not tell how fast the device is, and it takes what was observed.
+        does not tell how fast the device is, and it takes what was observed. In between it is in between.
         """
         device = [segment.seconds for segment in profile.segments]
         host = [segment.host_seconds or 0.0 for segment in profile.segments]
-        if sum(host) <= HOST_BOUND * sum(device):
-            device = cls.of(profile, loops=True).device
-        return cls(device, [0.0] * len(device))
+        part = sum(host) / max(sum(device), 1e-12)
+        tells = min(1.0, max(0.0, (1 - part) / (1 - HOST_BOUND)))
+        unobserved = cls.of(profile, loops=True).device
+        found = [tells * one + (1 - tells) * other for one, other in zip(unobserved, device)]
+        return cls(found, [0.0] * len(found))
 
     @property
     def slower(self) -> float:

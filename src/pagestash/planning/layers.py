@@ -326,8 +326,8 @@ def _unbeaten(order: Sequence[Choice], known: dict[Choice, Cost], measures: int)
     front: list[Choice] = []
     before: list[tuple[int, float, int]] = []
     for choice in order:
-        _, moved, seconds, recomputed = known[choice]
-        if measures < len(Cost._fields):
+        _, moved, seconds, recomputed, *_ = known[choice]
+        if measures < 4:
             recomputed = 0
         for less_moved, less_seconds, less_recomputed in before:
             if less_seconds <= seconds and less_moved <= moved and less_recomputed <= recomputed:
@@ -342,7 +342,7 @@ def _hull(front: Sequence[Choice], known: dict[Choice, Cost], price: float) -> l
     """The lower convex hull of seconds over kept bytes, where a moved byte costs `price` seconds."""
     points: list[tuple[int, float, int]] = []
     for at, choice in enumerate(front):
-        kept, moved, seconds, _ = known[choice]
+        kept, moved, seconds, *_ = known[choice]
         points.append((kept, seconds + price * moved, at))
     hull: list[tuple[int, float, int]] = []
     for x, y, at in sorted(points):

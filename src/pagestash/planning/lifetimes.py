@@ -111,7 +111,7 @@ class MeasuredStep:
     def taking(self, seconds: float) -> "MeasuredStep":
         """The same step, if it takes so long without a policy."""
         found = copy(self)
-        for name in ("exposed_overhead", "segments", "timeline"):
+        for name in ("exposed_overhead", "exposed_launches", "segments", "timeline"):
             found.__dict__.pop(name, None)
         profile = self.profile
         found.profile = (
@@ -160,16 +160,21 @@ class MeasuredStep:
     @cached_property
     def exposed_overhead(self) -> float:
         """Seconds that a recomputed region costs on average, where the step waits for the host, quick or slow."""
-        found = 0.0
-        cost, forward, backward = self.overhead, slice(self.turn), slice(self.turn, None)
-        ways = [(cost.record, forward), (cost.replay, backward)]
-        if self.ahead:  # what is lost in one of them can be made up for in the other
-            ways = [(cost.record + cost.replay, slice(None))]
-        for slower, part in ((1.0, 1 - SLOW_STEPS), (self.lanes.slower, SLOW_STEPS)):
-            for seconds, way in ways:
-                if slower * sum(self.lanes.host[way]) > HOST_BOUND * sum(self.lanes.device[way]):
-                    found += part * slower * seconds
-        return found
+        cost = self.overhead
+        return cost.record * self._exposed(slice(self.turn)) + cost.replay * self._exposed(
+            slice(self.turn, None)
+        )
+
+    @cached_property
+    def exposed_launches(self) -> float:
+        """The same of a second of a host that is ahead: what it loses in forward it can make up for in backward."""
+        return self._exposed(slice(None))
+
+    def _exposed(self, way: slice) -> float:
+        """By how much a second of the host makes the step longer on average, where it takes about as long."""
+        host, device = sum(self.lanes.host[way]), sum(self.lanes.device[way])
+        steps = ((1.0, 1 - SLOW_STEPS), (self.lanes.slower, SLOW_STEPS))
+        return sum(part * slower for slower, part in steps if slower * host > HOST_BOUND * device)
 
     def record_seconds(self, name: str) -> float:
         """What a recomputed region costs the host in forward."""

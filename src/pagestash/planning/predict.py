@@ -11,11 +11,10 @@ memory in s under a policy is `base + extra(s) + bytes of each home(s)`, and mor
 (`replays.py`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from pagestash.planning.home_bytes import HomeBytes
-from pagestash.planning.lanes import Lanes
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.offloaded import Offloaded
 from pagestash.planning.prediction import Cost, Prediction, RuleTable
@@ -109,15 +108,9 @@ class _Playing:
         for replay in replays:
             lanes.add(replay.first, device=replay.device_seconds, host=replay.host_seconds)
         stash_seconds, pool = Stashed(step, self.rules, self.homes, self.when_saved).count(lanes, held)
-        moves = moves_of(
-            self.rules,
-            step.profile.tensors,
-            self.when_saved,
-            step.timeline,
-            step.positions,
-            self.replays.inputs(replays),
-        )
-        self._hooks(lanes, replays, moves)
+        moves = self._moves(replays)
+        for at, host in self._hooks(replays, moves):
+            lanes.host[at] += host
         seconds = lanes.seconds()
         held_bytes = self._keep(held)
         spikes = [self.replays.come_back(replay, held) for replay in replays]
@@ -144,6 +137,7 @@ class _Playing:
             seconds=lanes.takes(seconds) + waited,
             slow_host_seconds=slow.takes(slow_seconds) + slow_waited,
             slower_host=lanes.slower,
+            device_seconds=sum(lanes.device),
             launch_seconds=sum(lanes.host),
             recompute_seconds=sum(replay.seconds for replay in replays),
             stash_seconds=stash_seconds,
@@ -184,13 +178,29 @@ class _Playing:
             held["keep"] += sum(move.kept_bytes for move in moves)
         unsaved = sum(size for _, size, _, _ in self._unsaved_inputs())
         replays = self.replays.find()
+        device = sum(replay.seconds for replay in replays) + 2 * held["stash"] / self.step.profile.link.copy
+        launches = 0.0
+        if self.step.ahead:
+            launches = Stashed(self.step, self.rules, self.homes, self.when_saved).host_seconds
+            launches += sum(replay.host_seconds for replay in replays)
+            launches += sum(host for _, host in self._hooks(replays, self._moves(replays)))
+            waits = self.step.exposed_launches * launches
+        else:
+            waits = len(replays) * self.step.exposed_overhead
         return Cost(
             kept_bytes=held["keep"] + unsaved + int(self.rules.pool.headroom * held["stash"]),
             moved_bytes=sum(moved.values()),
-            seconds=sum(replay.seconds for replay in replays)
-            + len(replays) * self.step.exposed_overhead
-            + 2 * held["stash"] / self.step.profile.link.copy,
+            seconds=device + waits,
             recomputed_bytes=max((replay.back_bytes for replay in replays), default=0),
+            device_seconds=device,
+            launch_seconds=launches,
+        )
+
+    def _moves(self, replays: Sequence[Replay]) -> list[Move]:
+        """What is offloaded together."""
+        step, inputs = self.step, self.replays.inputs(replays)
+        return moves_of(
+            self.rules, step.profile.tensors, self.when_saved, step.timeline, step.positions, inputs
         )
 
     def _homes(self) -> dict[int, HomeName]:
@@ -234,25 +244,26 @@ class _Playing:
                     seen.add(storage)
                     yield storage, size, *span
 
-    def _hooks(self, lanes: Lanes, replays: Sequence[Replay], moves: Sequence[Move]) -> None:
-        """The host's time of the keeper: for tensors that it sees, regions that it records, groups it moves."""
+    def _hooks(self, replays: Sequence[Replay], moves: Sequence[Move]) -> Iterator[tuple[int, float]]:
+        """Segments, and the host's time of the keeper in them: for tensors that it sees, regions that it records,
+        groups it moves."""
         cost = self.step.overhead
         if not self.rules.rules:
             return
         seen = seen_tensors(self.step, self.rules, self.recomputing, self.when_saved)
         for tensor in seen if cost.pack or cost.unpack else ():
-            lanes.host[tensor.saved_at] += cost.pack
-            lanes.host[tensor.needed_at] += cost.unpack
+            yield tensor.saved_at, cost.pack
+            yield tensor.needed_at, cost.unpack
         for region in self.recomputing.regions.values():
             for at in self.step.forward_of(region.within)[:1]:
-                lanes.add(at, host=self.step.record_seconds(region.name))
+                yield at, self.step.record_seconds(region.name)
         for replay in replays:
             # A replay saves its tensors again.
             own = self.step.replay_seconds(replay.region.name)
-            lanes.add(replay.first, host=own + len(replay.storages) * cost.pack)
+            yield replay.first, own + len(replay.storages) * cost.pack
         for move in moves:
-            lanes.add(move.put_at - 1, host=cost.put)
-            lanes.add(move.asked_at[0], host=cost.get)
+            yield move.put_at - 1, cost.put
+            yield move.asked_at[0], cost.get
 
     def _memory(
         self, held: HomeBytes, spikes: Sequence[Spike], pool: int

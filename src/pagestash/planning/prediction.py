@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import sub
 from typing import NamedTuple
 
 from pagestash.planning.lanes import SLOW_STEPS
@@ -22,6 +23,8 @@ class Prediction:
     """On one that takes longer for all that it does, and whose link is slower (`lanes.py`)."""
     slower_host: float
     """How many times as long that one takes."""
+    device_seconds: float
+    """What of it the device computes for."""
     launch_seconds: float
     """What of it the host takes to launch the step; 0 in a graph, and where the host computes."""
     recompute_seconds: float
@@ -66,6 +69,18 @@ class Prediction:
         """Whether compute waits for copies, on a quick host or a slow one."""
         return self.wait_seconds > 0 or self.slow_wait_seconds > 0
 
+    def longer(self, more: "Cost", slow_steps: float) -> float:
+        """How much longer a step of a loop takes with this more, by sums, if host and link are slow in so many.
+
+        The host launches a step while the device runs the one before: it takes what the slower of both takes.
+        """
+        found = 0.0
+        for slower, part in ((1.0, 1 - slow_steps), (self.slower_host, slow_steps)):
+            device, host = self.device_seconds, slower * self.launch_seconds
+            after = max(device + more.device_seconds, host + slower * more.launch_seconds)
+            found += part * (after - max(device, host))
+        return found
+
     def at_peak(self) -> dict[str, int]:
         """Device bytes by what holds them, where memory peaks."""
         return {name: sizes[self.peak_at] for name, sizes in self.memory.items()}
@@ -79,9 +94,17 @@ class Cost(NamedTuple):
     moved_bytes: int
     """Over the link, each way."""
     seconds: float
-    """Of replays and copies on the device."""
+    """Of replays and copies on the device, and what the step waits for the host on average."""
     recomputed_bytes: int
     """The most that one replay brings back."""
+    device_seconds: float = 0.0
+    """Of replays and copies on the device alone."""
+    launch_seconds: float = 0.0
+    """Of a host that is ahead of the device: it launches replays, and runs the keeper."""
+
+    def less(self, other: "Cost") -> "Cost":
+        """How much more this is."""
+        return Cost(*map(sub, self, other))
 
 
 class RuleTable:

@@ -16,15 +16,28 @@ layers of group g that take choice c,
 where recomputed and moved bytes are back at moments of g's own backward. Moments are the model's head and the
 backward of the last and the first layer of each group; share(g) is the part of g's layers whose forward comes
 before that moment's layer. All of this is linear and only proposes.
+
+Where steps follow each other and the host is ahead (`lanes.py`), a step takes what the slower of device and host
+takes, and a slow host takes longer. There the program minimises
+
+    (quick + slow) / 2
+    such that   quick, slow  >=  the device's seconds + sum of n(g, c) × its seconds(c)  +  wait out  +  wait back
+                quick        >=  what the host takes to launch the step + sum of n(g, c) × what it takes for c
+                slow         >=  `lanes.slower` × that
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from pagestash.planning.lanes import SLOW_STEPS
 from pagestash.planning.layers import Group, Unit
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.prediction import Prediction
+
+LITTLE, WORK = 1e-3, 0.1
+"""What time on the link counts that is hidden, and the work of device and host where the other one is slower: a
+prediction finds what a sum does not see, and then the slower one may be the other."""
 
 Counts = tuple[tuple[int, ...], ...]
 """For each group, how many of its units take each of its choices."""
@@ -171,7 +184,8 @@ class Program:
             self.exact = False
             return self._greedy(target, rate)
         flat = [cost for group in self.groups for cost in group.costs]
-        columns = len(flat) + 2
+        ahead = self.step.ahead
+        columns = len(flat) + (4 if ahead else 2)
         out, back = (max(1.0, rate * of) for of in (self.link.out, self.link.back))
         rows: list[list[float]] = []
         lower: list[float] = []
@@ -192,7 +206,7 @@ class Program:
             add([weight / 2**20 for weight in weights], -float("inf"), (target - moment.fixed_bytes) / 2**20)
         # Milliseconds and MiB: numbers of like size are solved best.
         add([1e3 * c.moved_bytes / out for c in flat] + [-1.0], -float("inf"), 1e3 * self.forward)
-        late = [1e3 * (c.moved_bytes / back - c.seconds) for c in flat]
+        late = [1e3 * (c.moved_bytes / back - c.device_seconds) for c in flat]
         add([*late, 0.0, -1.0], -float("inf"), 1e3 * self.backward)
         host = self.host_bytes if rate else 0
         held = [1 + others for others, group in zip(self.others, self.groups) for _ in group.costs]
@@ -202,9 +216,21 @@ class Program:
             add([0.0] * start + [float(c.moved_bytes > 0) for c in group.costs], 0.0, far)
             start += len(group.costs)
         # Of plans that take the same time, the one that moves less.
-        least = [1e3 * (c.seconds + 1e-3 * c.moved_bytes / self.link.out) for c in flat]
+        moving = [1e3 * LITTLE * c.moved_bytes / self.link.out for c in flat]
+        if ahead:
+            lanes = self.step.lanes
+            device, launch = [1e3 * c.device_seconds for c in flat], [1e3 * c.launch_seconds for c in flat]
+            ran, launched = 1e3 * sum(lanes.device), 1e3 * sum(lanes.host)
+            for slower, takes in ((1.0, (-1.0, 0.0)), (lanes.slower, (0.0, -1.0))):
+                add([*device, 1.0, 1.0, *takes], -float("inf"), -ran)
+                add([*(slower * own for own in launch), 0.0, 0.0, *takes], -float("inf"), -slower * launched)
+            # And of those, the one with the least work.
+            work = [little + WORK * (one + other) for little, one, other in zip(moving, device, launch)]
+            least = [*work, 0.0, 0.0, 1 - SLOW_STEPS, SLOW_STEPS]
+        else:
+            least = [*(1e3 * c.seconds + little for c, little in zip(flat, moving)), 1.0, 1.0]
         found = milp(
-            [*least, 1.0, 1.0],
+            least,
             constraints=LinearConstraint(rows, lower, upper),
             bounds=Bounds(0, [float("inf")] * columns),
         )

@@ -13,12 +13,14 @@ those that recompute most; the last ones keep, because their backward comes firs
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from math import prod
 from operator import attrgetter
 
 from pagestash.planning.alternatives import by_hand
 from pagestash.planning.improve import LEVELS, Assignment, Search, predictions_for
+from pagestash.planning.lanes import SLOW_STEPS
 from pagestash.planning.layers import Choice, Group, Unit, find_groups, least_bytes_of, rules_of, with_mixes
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.pairs import likely_pairs
@@ -185,14 +187,16 @@ def _improve(problem: Problem, pool: _Pool) -> None:
     levels = [unplanned.peak_bytes - round((1 - part) * saved) for part in LEVELS]
     # A rank of a pipeline is planned many times, once for each way to place layers.
     share = 1 if pool.predictor.step.count == problem.step.count else 4
-    # What is fast on average is found sooner from what is fast on a quick host.
+    # What is fast on average is found sooner from what is fast on a quick host, unless the sums know of the host.
     step = pool.predictor.step
     varies = any(step.lanes.host) or (problem.host_bytes > 0 and step.slow_link != link)
-    costs = ["seconds", "mean_seconds"] if varies else ["seconds"]
-    for cost in costs:
+    costs = {"seconds": 0.0, "mean_seconds": SLOW_STEPS} if varies else {"seconds": 0.0}
+    for cost in reversed(costs) if step.ahead else costs:
         search = Search(
             problem.groups, pool, byte_seconds=1 / link.out + 1 / link.back, cost=attrgetter(cost)
         )
+        if step.ahead:
+            search.longer = partial(Prediction.longer, slow_steps=costs[cost])
         search.run(levels, pool.worth // share // len(costs))
 
 

@@ -25,6 +25,12 @@ class Stashed:
         self._step, self._rules, self._homes = step, rules, homes
         self._storages = self._find(when_saved)
 
+    @property
+    def host_seconds(self) -> float:
+        """What the host takes for all copies."""
+        cost = self._step.overhead
+        return len(self._storages) * (cost.put + cost.get)
+
     def count(self, lanes: Lanes, held: HomeBytes) -> tuple[float, PoolSize]:
         """Seconds that copies on the device take, which are added to the segments, and the pool."""
         pages = [0] * (self._step.count + 1)

@@ -1,0 +1,92 @@
+"""Plans where the host is ahead of the device: sums count its launches, and proposals and searches go by them."""
+
+from dataclasses import replace
+
+import pytest
+from test_graphed_plans import on_gpu
+from test_lanes import COSTLY, launched
+
+import pagestash as ps
+from pagestash.planning.layers import Group
+from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.predict import Predictor
+from pagestash.planning.prediction import Cost, RuleTable
+from pagestash.planning.program import Program
+from pagestash.planning.solve import Problem
+
+RULES = {
+    "recompute": [ps.Rule("layers.*.a", "recompute")],
+    "offload": [ps.Rule("layers.{0-4}.b", "offload", prefetch_bytes=0)],
+    "stash": [ps.Rule("layers.*.b", "stash")],
+}
+RULES["all"] = [*RULES["recompute"], *RULES["offload"]]
+
+
+def ahead(part):
+    """A step of a loop whose host takes this part of the device's time."""
+    step = MeasuredStep(on_gpu(launched(part)), loops=True)
+    assert step.ahead
+    return step
+
+
+def table(step, rules):
+    return RuleTable.of(ps.Policy(rules), step.profile.regions)
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_sums_count_what_a_prediction_counts(rules):
+    step = ahead(0.9)
+    predictor = Predictor(step)
+    cost, found = predictor.cost(table(step, RULES[rules])), predictor.predict(table(step, RULES[rules]))
+    plain = predictor.predict(table(step, []))
+    assert cost.launch_seconds == pytest.approx(found.launch_seconds - plain.launch_seconds)
+    assert cost.device_seconds == pytest.approx(found.device_seconds - plain.device_seconds)
+    assert cost.launch_seconds > 8 * min(COSTLY.put, COSTLY.record)
+
+
+@pytest.mark.parametrize("part", [0.2, 0.8, 1.5])
+def test_what_layers_take_longer_follows_from_their_sums(part):
+    """On a host that the device waits for, on one that it waits for at times, and on one that is always ahead."""
+    step = ahead(part)
+    predictor = Predictor(step)
+    policies = [
+        table(step, []),
+        table(step, [ps.Rule("layers.{0-3}.a", "recompute")]),
+        table(step, RULES["recompute"]),
+    ]
+    for one, other in ((0, 1), (1, 2), (0, 2), (2, 0)):
+        before, after = (predictor.predict(policies[number]) for number in (one, other))
+        more = predictor.cost(policies[other]).less(predictor.cost(policies[one]))
+        assert before.longer(more, 0.0) == pytest.approx(after.seconds - before.seconds)
+        assert before.longer(more, 0.5) == pytest.approx(after.mean_seconds - before.mean_seconds)
+
+
+@pytest.mark.parametrize(("part", "chosen"), [(0.2, 1), (1.0, 2)])
+def test_the_program_spares_the_host_where_the_step_waits_for_it(part, chosen):
+    """Of two choices that free the same, one is cheap for the device, the other for the host."""
+    step = ahead(part)
+    layers = max(Problem(step, 0).groups, key=lambda group: len(group.units))
+    free = Cost(8, 0, 0.0, 0)
+    one = Cost(0, 0, 0.0, 0, device_seconds=1e-4, launch_seconds=1e-3)
+    other = Cost(0, 0, 0.0, 0, device_seconds=5e-4, launch_seconds=1e-5)
+    choices = [(), (("a", "recompute", 1.0),), (("b", "recompute", 1.0),)]
+    group = Group(layers.units, choices=choices, costs=[free, one, other])
+    plain = Predictor(step).predict(table(step, []))
+    program = Program(step, [group], 0, lambda unit: 0, plain)
+    ((none, *counts),) = program.solve(program.level(((0, 8, 0),)))
+    assert none == 0
+    assert counts[chosen - 1] == 8
+
+
+def test_a_busy_host_counts_before_the_choices_of_a_layer_are_combined():
+    """`seconds` has what the step waits for the host on average, nothing where it never does."""
+    quick, busy = (Predictor(ahead(part)).cost(table(ahead(part), RULES["all"])) for part in (0.2, 1.0))
+    assert quick.seconds == quick.device_seconds
+    assert busy.seconds > busy.device_seconds + 0.5 * busy.launch_seconds
+
+
+def test_steps_that_wait_have_no_launches_of_their_own():
+    step = MeasuredStep(replace(on_gpu(launched(0.9)), host_waits=True), loops=True)
+    cost = Predictor(step).cost(table(step, RULES["all"]))
+    assert cost.launch_seconds == 0
+    assert cost.seconds > cost.device_seconds

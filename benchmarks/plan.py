@@ -4,18 +4,17 @@ For each model a step (forward and backward, adding to gradients that are there)
 parts of its saved bytes. Then it runs under each plan, and under each policy by hand, in several rounds; after the
 first without policies by hand that are far from the best. Steps follow each other, as in training: the host waits
 for none. Each round has a loop of a second and more that is not timed, and another one that is: under full load a
-GPU lowers its clock about once a second. A round's time is the mean of its steps; of several rounds the median
-counts. The peak is the allocator's.
+GPU lowers its clock about once a second. A round's time is the mean of its steps. The peak is the allocator's.
 
-Python's garbage collector has old objects put aside (`gc.freeze`), as in many trainers: it looks through all of
-them once in a hundred steps or so, and that takes longer than a step. One round would have it in it, and another
-would not.
+The fastest round counts, because a slow moment of the host is no property of a policy. A virtual machine shares its
+cores with others: in one process the same steps were launched now in 61 ms, now in 88. So rounds go on until the
+two fastest of a policy agree, or there are `MOST_ROUNDS`; all are in the results. Python's garbage collector has
+old objects put aside (`gc.freeze`): looking through all of them takes a quarter of a second, once in a while.
 
-A few of the same steps are timed with a wait for the device before and after each; the fastest round counts,
-because a slow moment of the host is no property of a policy. One model also runs under a plan for such steps, and
-some as CUDA graphs, without a policy and under plans for a graph. A graph has gradients of its own, which only a
-second microbatch finds in place. So a graphed step runs eight microbatches and an optimizer (SGD). Its time is
-given by microbatch, without that of the optimizer alone.
+A few of the same steps are timed with a wait for the device before and after each; there, too, the fastest round
+counts. One model also runs under a plan for such steps, and some as CUDA graphs, without a policy and under plans
+for a graph. A graph has gradients of its own, which only a second microbatch finds in place. So a graphed step runs
+eight microbatches and an optimizer (SGD). Its time is given by microbatch, without that of the optimizer alone.
 
 Without a GPU, or quick, a tiny preset runs, and memory is counted by live storages.
 """
@@ -26,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,10 @@ from pagestash.profiling.memory import MemoryMeter
 from pagestash.profiling.steps import PERIOD
 
 PARTS = (0.75, 0.5, 0.35)
-ROUNDS, WARM, REPEATS = 3, 3, 5
+ROUNDS, MOST_ROUNDS = 3, 8
+AGREE = 0.01
+"""Rounds that differ by this part are the same."""
+WARM, REPEATS = 3, 5
 WARM_GRAPHED, MICROBATCHES = 2, 8
 CLOSE = 1.05
 """By so much slower than the best in the first round, a policy by hand may still be the best."""
@@ -175,8 +178,10 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
 
-def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> list[dict[str, Any]]:
-    """One row for each plan and each policy by hand."""
+def compare(
+    case: Case, device: torch.device, *, rounds: tuple[int, int], repeats: int
+) -> list[dict[str, Any]]:
+    """One row for each plan and each policy by hand; `rounds` are the fewest and the most."""
     bench = Bench(case, device)
     profile = ps.profile(bench.model, bench.batch)
     held = base_bytes(profile, 0)
@@ -212,18 +217,12 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
     gc.collect()
     took = time.perf_counter() - begun
     print(f"the garbage collector takes {took:.3f} s for {len(gc.get_objects())} objects", flush=True)
-    seen: list[list[dict[str, Any]]] = [[] for _ in policies]
     with old_objects_aside():
-        for turn in range(rounds):
-            wanted = contenders([row for row, _ in policies], seen) if turn else range(len(policies))
-            for index in wanted:
-                row, policy = policies[index]
-                seen[index].append(bench.measure(policy, repeats))
-                show(row, seen[index][-1], f"round {turn + 1} of {rounds}")
+        seen = in_rounds(policies, partial(bench.measure, repeats=repeats), *rounds)
     rows = [
         row
         | {
-            "seconds": statistics.median(each["seconds"] for each in found),
+            "seconds": min(each["seconds"] for each in found),
             "round_seconds": [each["seconds"] for each in found],
             "alone_seconds": min(each["alone_seconds"] for each in found),
             "peak_bytes": max(each["peak_bytes"] for each in found),
@@ -232,7 +231,7 @@ def compare(case: Case, device: torch.device, *, rounds: int, repeats: int) -> l
         for (row, _), found in zip(policies, seen)
     ]
     if case.waiting:
-        rows += waiting(case, bench, profile, rounds=rounds, repeats=repeats)
+        rows += waiting(case, bench, profile, rounds=rounds[0], repeats=repeats)
     if case.graphed:
         rows += graphed(case, bench, profile, repeats)
     del bench
@@ -305,9 +304,27 @@ def graphed(case: Case, bench: Bench, profile: ps.Profile, repeats: int) -> list
     return rows
 
 
+def in_rounds(
+    policies: list[tuple[dict[str, Any], ps.Policy]],
+    measure: Callable[[ps.Policy], dict[str, Any]],
+    least: int,
+    most: int,
+) -> list[list[dict[str, Any]]]:
+    """What was measured in each round, of each policy beside its row."""
+    seen: list[list[dict[str, Any]]] = [[] for _ in policies]
+    for turn in range(most):
+        wanted = contenders([row for row, _ in policies], seen) if turn else range(len(policies))
+        for index in wanted:
+            row, policy = policies[index]
+            if turn < least or not agree(seen[index]):
+                seen[index].append(measure(policy))
+                show(row, seen[index][-1], f"round {turn + 1}")
+    return seen
+
+
 def contenders(rows: list[dict[str, Any]], seen: list[list[dict[str, Any]]]) -> list[int]:
     """The rows that claims depend on: plans, keep, and what may be the fastest by hand within a plan's budget."""
-    seconds = [statistics.median(each["seconds"] for each in found) for found in seen]
+    seconds = [min(each["seconds"] for each in found) for found in seen]
     hand = [index for index, row in enumerate(rows) if row["way"] != "plan"]
     found = {index for index, row in enumerate(rows) if row["way"] in ("plan", "keep")}
     for budget in [row["budget_bytes"] for row in rows if row["way"] == "plan"]:
@@ -315,6 +332,12 @@ def contenders(rows: list[dict[str, Any]], seen: list[list[dict[str, Any]]]) -> 
         best = min((seconds[index] for index in fitting), default=0.0)
         found |= {index for index in fitting if seconds[index] <= CLOSE * best}
     return sorted(found)
+
+
+def agree(found: list[dict[str, Any]]) -> bool:
+    """Whether the two fastest rounds took the same."""
+    fastest, *others = sorted(each["seconds"] for each in found)
+    return bool(others) and others[0] <= (1 + AGREE) * fastest
 
 
 def predicted(prediction: Prediction) -> dict[str, Any]:
@@ -335,7 +358,7 @@ def run(out: Path | None = None, quick: bool = False, resume: bool = False) -> P
     cuda = torch.cuda.is_available()
     cases = CASES if cuda and not quick else QUICK
     device = torch.device("cuda" if cuda else "cpu")
-    rounds, repeats = (1, 1) if quick else (ROUNDS, REPEATS)
+    rounds, repeats = ((1, 1), 1) if quick else ((ROUNDS, MOST_ROUNDS), REPEATS)
     config = {"parts": PARTS, "warm": WARM, "rounds": rounds, "repeats": repeats, "quick": quick}
     rows = begun("plan", config=config, out=out) if resume else []
     measured = {row["case"] for row in rows}

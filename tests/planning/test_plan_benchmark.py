@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import pagestash as ps
 from benchmarks import plan as B
 
 
@@ -55,6 +56,26 @@ def test_a_second_round_is_for_plans_and_for_what_they_are_compared_with():
     assert B.contenders(rows, seen) == [0, 2, 3, 4]
     seen[3][0]["seconds"] = 1.4
     assert B.contenders(rows, seen) == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("times", "count"),
+    [([2.0, 2.0, 2.0], 3), ([3.0, 2.5, 2.0, 2.2, 2.015], 5), ([3.0, 2.0, 2.5] + 9 * [2.1], 6)],
+)
+def test_rounds_go_on_until_the_two_fastest_agree(times, count, capsys):
+    """A host that is slow for seconds at a time makes a policy slow, which is no property of it."""
+    left = iter(times)
+    plan = ps.Policy([ps.Rule("layers.*", "recompute")])
+    base = {"case": "made up", "held_bytes": 0, "predicted_seconds": 2.0, "predicted_peak_bytes": 9}
+    policies = [(base | {"way": "keep"}, ps.Policy()), (base | {"way": "plan", "budget_bytes": 9}, plan)]
+
+    def measure(policy):
+        return {"seconds": next(left) if policy.rules else 1.0, "peak_bytes": 9}
+
+    keep, found = B.in_rounds(policies, measure, 3, 6)
+    assert [each["seconds"] for each in found] == times[:count]
+    assert len(keep) == 3
+    assert capsys.readouterr().out.count("plan") == count
 
 
 def test_graphs_and_steps_that_wait_are_compared_with_their_like_without_a_policy():

@@ -156,7 +156,8 @@ def test_smaller_differences_of_time_decide_in_a_loop(faster, ahead):
 
 
 @pytest.mark.parametrize(
-    ("parts", "is_taken"), [([0.6, 0.6], True), ([0.98, 0.98], False), ([0.98, 0.6], True), ([1.5, 0.6], True)]
+    ("parts", "is_taken"),
+    [([0.6, 0.6], True), ([0.98, 0.98], False), ([0.98, 0.6], True), ([1.5, 0.6], True)],
 )
 def test_a_plan_that_is_launched_just_in_time_is_not_taken_for_a_little_speed(parts, is_taken):
     """By two hundredths it is faster, as long as the host is as quick as when that was measured.

@@ -8,8 +8,9 @@ GPU lowers its clock about once a second. A round's time is the mean of its step
 
 The fastest round counts, because a slow moment of the host is no property of a policy. A virtual machine shares its
 cores with others: in one process the same steps were launched now in 61 ms, now in 88. So rounds go on until the
-two fastest of a policy agree, or there are `MOST_ROUNDS`; all are in the results. Python's garbage collector has
-old objects put aside (`gc.freeze`): looking through all of them takes a quarter of a second, once in a while.
+two fastest agree, of a plan and of what it is compared with, or there are `MOST_ROUNDS`; all are in the results.
+(They may agree on a slow host.) Meanwhile Python's garbage collector has old objects put aside (`gc.freeze`):
+looking through all of them takes a quarter of a second, once in a while.
 
 A few of the same steps are timed with a wait for the device before and after each; there, too, the fastest round
 counts. One model also runs under a plan for such steps, and some as CUDA graphs, without a policy and under plans
@@ -50,7 +51,7 @@ AGREE = 0.01
 WARM, REPEATS = 3, 5
 WARM_GRAPHED, MICROBATCHES = 2, 8
 CLOSE = 1.05
-"""By so much slower than the best in the first round, a policy by hand may still be the best."""
+"""By so much slower than the best so far, a policy by hand may still be the best."""
 
 
 class Bench:
@@ -213,9 +214,9 @@ def compare(
         }
         print(plan, flush=True)
         policies.append((row, plan.policy))
-    begun = time.perf_counter()
+    start = time.perf_counter()
     gc.collect()
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - start
     print(f"the garbage collector takes {took:.3f} s for {len(gc.get_objects())} objects", flush=True)
     with old_objects_aside():
         seen = in_rounds(policies, partial(bench.measure, repeats=repeats), *rounds)
@@ -310,28 +311,48 @@ def in_rounds(
     least: int,
     most: int,
 ) -> list[list[dict[str, Any]]]:
-    """What was measured in each round, of each policy beside its row."""
+    """What was measured in each round, of each policy beside its row.
+
+    A plan and what it is compared with run equally often: until the two fastest rounds of each agree.
+    """
+    rows = [row for row, _ in policies]
     seen: list[list[dict[str, Any]]] = [[] for _ in policies]
     for turn in range(most):
-        wanted = contenders([row for row, _ in policies], seen) if turn else range(len(policies))
-        for index in wanted:
+        wanted = set(range(len(policies)))
+        if turn:
+            groups = comparisons(rows, seen)
+            wanted = {
+                index
+                for group in groups
+                if turn < least or not all(agree(seen[index]) for index in group)
+                for index in group
+            }
+        for index in sorted(wanted):
             row, policy = policies[index]
-            if turn < least or not agree(seen[index]):
-                seen[index].append(measure(policy))
-                show(row, seen[index][-1], f"round {turn + 1}")
+            seen[index].append(measure(policy))
+            show(row, seen[index][-1], f"round {turn + 1}")
     return seen
 
 
-def contenders(rows: list[dict[str, Any]], seen: list[list[dict[str, Any]]]) -> list[int]:
-    """The rows that claims depend on: plans, keep, and what may be the fastest by hand within a plan's budget."""
-    seconds = [min(each["seconds"] for each in found) for found in seen]
-    hand = [index for index, row in enumerate(rows) if row["way"] != "plan"]
-    found = {index for index, row in enumerate(rows) if row["way"] in ("plan", "keep")}
-    for budget in [row["budget_bytes"] for row in rows if row["way"] == "plan"]:
-        fitting = [index for index in hand if seen[index][0]["peak_bytes"] <= budget]
-        best = min((seconds[index] for index in fitting), default=0.0)
-        found |= {index for index in fitting if seconds[index] <= CLOSE * best}
-    return sorted(found)
+def comparisons(rows: list[dict[str, Any]], seen: list[list[dict[str, Any]]]) -> list[set[int]]:
+    """Rows that claims compare: keep, and each plan with what may be the fastest by hand within its budget.
+
+    By its prediction, too: a host may have been slow in all rounds so far.
+    """
+    seconds = [
+        min(row["predicted_seconds"], *(each["seconds"] for each in found)) for row, found in zip(rows, seen)
+    ]
+    found = [{index} for index, row in enumerate(rows) if row["way"] == "keep"]
+    for index, row in enumerate(rows):
+        if row["way"] == "plan":
+            fitting = [
+                at
+                for at, other in enumerate(rows)
+                if other["way"] != "plan" and seen[at][0]["peak_bytes"] <= row["budget_bytes"]
+            ]
+            best = min((seconds[at] for at in fitting), default=0.0)
+            found.append({index, *(at for at in fitting if seconds[at] <= CLOSE * best)})
+    return found
 
 
 def agree(found: list[dict[str, Any]]) -> bool:

@@ -166,7 +166,7 @@ def _plan_line(row: dict[str, Any]) -> str:
     times = [ms("seconds"), ms("predicted_seconds"), ms("alone_seconds")]
     rounds = [1000 * each for each in row.get("round_seconds", ())]
     if rounds and max(rounds) > 1.02 * min(rounds):
-        times[0] += f" ({min(rounds):.1f} to {max(rounds):.1f})"
+        times[0] += f" (rounds {min(rounds):.1f} to {max(rounds):.1f})"
     if "predicted_alone_seconds" in row:
         times[2] += f" (predicted {ms('predicted_alone_seconds')})"
     cells = [*times, above("peak_bytes"), above("predicted_peak_bytes")]

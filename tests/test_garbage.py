@@ -38,9 +38,11 @@ def test_what_python_itself_has_put_aside_is_nobodys(monkeypatch):
 
 
 def test_what_somebody_else_has_put_aside_stays_there():
+    """(What is put aside is freed all the same when nobody refers to it.)"""
     gc.freeze()
     before = gc.get_freeze_count()
+    new = [[] for _ in range(5000)]
     with old_objects_aside():
-        assert gc.get_freeze_count() == before
-    assert gc.get_freeze_count() == before
+        assert gc.get_freeze_count() <= before
+    assert before - len(new) < gc.get_freeze_count() <= before
     gc.unfreeze()

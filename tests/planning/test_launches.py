@@ -1,12 +1,16 @@
 """Plans where the host is ahead of the device: sums count its launches, and proposals and searches go by them."""
 
+import re
 from dataclasses import replace
 
 import pytest
 from test_graphed_plans import on_gpu
 from test_lanes import COSTLY, launched
+from test_plans import MB
 
 import pagestash as ps
+from pagestash.planning import improve, solve
+from pagestash.planning.improve import Search
 from pagestash.planning.layers import Group
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
@@ -45,8 +49,8 @@ def test_sums_count_what_a_prediction_counts(rules):
 
 
 @pytest.mark.parametrize("part", [0.2, 0.8, 1.5])
-def test_what_layers_take_longer_follows_from_their_sums(part):
-    """On a host that the device waits for, on one that it waits for at times, and on one that is always ahead."""
+def test_what_a_policy_takes_longer_follows_from_its_sums(part):
+    """On a host that is always ahead, on one that the device waits for at times, and on one that it waits for."""
     step = ahead(part)
     predictor = Predictor(step)
     policies = [
@@ -56,7 +60,7 @@ def test_what_layers_take_longer_follows_from_their_sums(part):
     ]
     for one, other in ((0, 1), (1, 2), (0, 2), (2, 0)):
         before, after = (predictor.predict(policies[number]) for number in (one, other))
-        more = predictor.cost(policies[other]).less(predictor.cost(policies[one]))
+        more = predictor.cost(policies[other]).minus(predictor.cost(policies[one]))
         assert before.longer(more, 0.0) == pytest.approx(after.seconds - before.seconds)
         assert before.longer(more, 0.5) == pytest.approx(after.mean_seconds - before.mean_seconds)
 
@@ -66,7 +70,7 @@ def test_the_program_spares_the_host_where_the_step_waits_for_it(part, chosen):
     """Of two choices that free the same, one is cheap for the device, the other for the host."""
     step = ahead(part)
     layers = max(Problem(step, 0).groups, key=lambda group: len(group.units))
-    free = Cost(8, 0, 0.0, 0)
+    free = Cost(8 * MB, 0, 0.0, 0)
     one = Cost(0, 0, 0.0, 0, device_seconds=1e-4, launch_seconds=1e-3)
     other = Cost(0, 0, 0.0, 0, device_seconds=5e-4, launch_seconds=1e-5)
     choices = [(), (("a", "recompute", 1.0),), (("b", "recompute", 1.0),)]
@@ -90,3 +94,38 @@ def test_steps_that_wait_have_no_launches_of_their_own():
     cost = Predictor(step).cost(table(step, RULES["all"]))
     assert cost.launch_seconds == 0
     assert cost.seconds > cost.device_seconds
+
+
+@pytest.mark.parametrize(("part", "counts"), [(0.2, False), (1.5, True)])
+def test_a_search_tries_what_spares_a_busy_host_first(monkeypatch, part, counts):
+    """By its sums a change that costs the host time makes a step longer where the host is the slower one."""
+    found = []
+
+    class Watched(Search):
+        def __init__(self, *args, longer, **rest):
+            super().__init__(*args, longer=longer, **rest)
+            found.append((longer, self.pool.known()[0][1]))
+
+    monkeypatch.setattr(solve, "Search", Watched)
+    monkeypatch.setattr(improve, "MOST", 20)
+    solve.candidates(Problem(ahead(part), 1 << 30))
+    assert len(found) == 2
+    for longer, keep in found:
+        assert (longer(keep, Cost(0, 0, 0.0, 0, launch_seconds=1e-3)) > 0) == counts
+        assert (longer(keep, Cost(0, 0, 0.0, 0, device_seconds=1e-3)) > 0) != counts
+
+
+def test_layers_that_are_alike_but_for_their_times_cost_the_device_as_much_more():
+    step = ahead(0.9)
+    slow = re.compile(r"layers[.][4-7]")
+    regions = [
+        replace(own, forward_seconds=5 * own.forward_seconds) if slow.match(own.name) else own
+        for own in step.profile.regions
+    ]
+    step.profile = replace(step.profile, regions=regions)
+    quick, slower = (group for group in Problem(step, 1 << 30).groups if len(group.units) == 4)
+    assert any(cost.device_seconds for cost in quick.costs)
+    for one, other in zip(quick.costs, slower.costs):
+        assert other.device_seconds == pytest.approx(5 * one.device_seconds)
+        assert other.seconds - one.seconds == pytest.approx(4 * one.device_seconds)
+        assert other.launch_seconds == one.launch_seconds

@@ -47,35 +47,47 @@ def test_a_run_that_was_cut_off_goes_on_behind_what_it_has_measured(tmp_path, mo
     assert ran[3:] == ["first", "second"]
 
 
-def test_a_second_round_is_for_plans_and_for_what_they_are_compared_with():
-    rows = [{"way": way} for way in ("keep", "norms", "layers", "offload")] + [
-        {"way": "plan", "budget_bytes": 10}
-    ]
-    measured = [(1.0, 20), (1.1, 12), (1.30, 8), (1.36, 9), (1.2, 9)]  # seconds, peak
-    seen = [[{"seconds": seconds, "peak_bytes": peak}] for seconds, peak in measured]
-    assert B.contenders(rows, seen) == [0, 2, 3, 4]
-    seen[3][0]["seconds"] = 1.4
-    assert B.contenders(rows, seen) == [0, 2, 4]
+def made_up_rows(*measured):
+    """Rows and rounds: a way, predicted seconds, measured ones, and a peak."""
+    base = {"case": "made up", "held_bytes": 0, "predicted_peak_bytes": 9, "budget_bytes": 10}
+    rows = [base | {"way": way, "predicted_seconds": predicted} for way, predicted, _, _ in measured]
+    return rows, [[{"seconds": seconds, "peak_bytes": peak}] for _, _, seconds, peak in measured]
+
+
+def test_further_rounds_are_for_plans_and_for_what_they_are_compared_with():
+    rows, seen = made_up_rows(
+        ("keep", 1.0, 1.0, 20),
+        ("norms", 1.1, 1.1, 12),
+        ("layers", 1.3, 1.30, 8),
+        ("offload", 1.36, 1.36, 9),
+        ("plan", 1.2, 1.2, 9),
+    )
+    assert B.comparisons(rows, seen) == [{0}, {2, 3, 4}]
+    rows[3]["predicted_seconds"] = seen[3][0]["seconds"] = 1.4
+    assert B.comparisons(rows, seen) == [{0}, {2, 4}]
+    rows[3]["predicted_seconds"] = 1.2  # in a slow moment it took 1.4
+    assert B.comparisons(rows, seen) == [{0}, {3, 4}]
 
 
 @pytest.mark.parametrize(
     ("times", "count"),
     [([2.0, 2.0, 2.0], 3), ([3.0, 2.5, 2.0, 2.2, 2.015], 5), ([3.0, 2.0, 2.5] + 9 * [2.1], 6)],
 )
-def test_rounds_go_on_until_the_two_fastest_agree(times, count, capsys):
+def test_rounds_of_a_plan_and_its_rival_go_on_until_the_two_fastest_agree(times, count, capsys):
     """A host that is slow for seconds at a time makes a policy slow, which is no property of it."""
     left = iter(times)
-    plan = ps.Policy([ps.Rule("layers.*", "recompute")])
-    base = {"case": "made up", "held_bytes": 0, "predicted_seconds": 2.0, "predicted_peak_bytes": 9}
-    policies = [(base | {"way": "keep"}, ps.Policy()), (base | {"way": "plan", "budget_bytes": 9}, plan)]
+    rows, _ = made_up_rows(("keep", 1.0, 1.0, 20), ("layers", 2.1, 2.1, 9), ("plan", 2.0, 2.0, 9))
+    policies = [(row, ps.Policy([ps.Rule(row["way"], "recompute")])) for row in rows]
 
     def measure(policy):
-        return {"seconds": next(left) if policy.rules else 1.0, "peak_bytes": 9}
+        way = policy.rules[0].match
+        return {"seconds": next(left) if way == "plan" else 2.1, "peak_bytes": 20 if way == "keep" else 9}
 
-    keep, found = B.in_rounds(policies, measure, 3, 6)
-    assert [each["seconds"] for each in found] == times[:count]
+    keep, layers, plan = B.in_rounds(policies, measure, 3, 6)
+    assert [each["seconds"] for each in plan] == times[:count]
     assert len(keep) == 3
-    assert capsys.readouterr().out.count("plan") == count
+    assert len(layers) == count
+    assert capsys.readouterr().out.count("made up, plan") == count
 
 
 def test_graphs_and_steps_that_wait_are_compared_with_their_like_without_a_policy():

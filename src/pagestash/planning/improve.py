@@ -90,6 +90,11 @@ def predictions_for(size: int, layers: int) -> int:
     return min(MOST, MOST * SIZE**2 // max(1, size) ** 2, MOST_OF_LAYERS // max(1, layers))
 
 
+def by_seconds(found: object, more: Cost) -> float:
+    """How much longer a step takes with so much more."""
+    return more.seconds
+
+
 class Search:
     """Looks for better candidates than a pool has."""
 
@@ -100,7 +105,7 @@ class Search:
         *,
         byte_seconds: float,
         cost: Callable[[Any], float] = attrgetter("seconds"),
-        longer: Callable[[Any, Cost], float] = lambda found, more: more.seconds,
+        longer: Callable[[Any, Cost], float] = by_seconds,
     ) -> None:
         self.groups, self.pool = groups, pool
         self.cost = cost
@@ -226,7 +231,7 @@ class Search:
         for at, choice in zip(block, choices):
             if current[at] != before or choice != after:  # neighbours mostly change alike
                 before, after = current[at], choice
-                one = cost(after).less(cost(before))
+                one = cost(after).minus(cost(before))
             total = Cost(*map(add, total, one)) if total is not _NOTHING else one
         is_longer = len(choices[0]) > len(current[block[0]])
         return _Change((number, what, is_longer), block, choices, total)

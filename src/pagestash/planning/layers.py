@@ -94,8 +94,14 @@ def find_groups(step: MeasuredStep, *, host: bool, least_bytes: int) -> list[Gro
             ratio = group.seconds / first.seconds if first.seconds else 1.0
             group.choices, group.mixes, group.steps = first.choices, first.mixes, first.steps
             group.cost = first.cost
-            group.costs = [cost._replace(seconds=ratio * cost.seconds) for cost in first.costs]
+            group.costs = [_slower(cost, ratio) for cost in first.costs]
     return [group for alike in found.values() for group in alike if len(group.choices) > 1]
+
+
+def _slower(cost: Cost, ratio: float) -> Cost:
+    """The same on layers whose forward takes so many times as long on the device; the host's time stays."""
+    more = (ratio - 1) * cost.device_seconds
+    return cost._replace(seconds=cost.seconds + more, device_seconds=cost.device_seconds + more)
 
 
 def least_bytes_of(profile: ProfiledStep) -> int:

@@ -167,11 +167,17 @@ class MeasuredStep:
 
     @cached_property
     def exposed_launches(self) -> float:
-        """The same of a second of a host that is ahead: what it loses in forward it can make up for in backward."""
+        """By how much a second more of a host that is ahead makes the step longer on average.
+
+        What it loses in forward it can make up for in backward.
+        """
         return self._exposed(slice(None))
 
     def _exposed(self, way: slice) -> float:
-        """By how much a second of the host makes the step longer on average, where it takes about as long."""
+        """By how much a second more of the host makes the step longer on average, in forward or backward.
+
+        Nothing where the host takes less than `HOST_BOUND` of the device's time.
+        """
         host, device = sum(self.lanes.host[way]), sum(self.lanes.device[way])
         steps = ((1.0, 1 - SLOW_STEPS), (self.lanes.slower, SLOW_STEPS))
         return sum(part * slower for slower, part in steps if slower * host > HOST_BOUND * device)

@@ -98,12 +98,12 @@ class Cost(NamedTuple):
     recomputed_bytes: int
     """The most that one replay brings back."""
     device_seconds: float = 0.0
-    """Of replays and copies on the device alone."""
+    """The same without what the step waits for the keeper's own work."""
     launch_seconds: float = 0.0
     """Of a host that is ahead of the device: it launches replays, and runs the keeper."""
 
-    def less(self, other: "Cost") -> "Cost":
-        """How much more this is."""
+    def minus(self, other: "Cost") -> "Cost":
+        """How much more each sum is. (`recomputed_bytes` is no sum, and nobody reads it of a difference.)"""
         return Cost(*map(sub, self, other))
 
 

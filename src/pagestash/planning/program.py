@@ -20,7 +20,7 @@ before that moment's layer. All of this is linear and only proposes.
 Where steps follow each other and the host is ahead (`lanes.py`), a step takes what the slower of device and host
 takes, and a slow host takes longer. There the program minimises
 
-    (quick + slow) / 2
+    (quick + slow) / 2  +  WORK × sum of n(g, c) × seconds(c), of device and host
     such that   quick, slow  >=  the device's seconds + sum of n(g, c) × its seconds(c)  +  wait out  +  wait back
                 quick        >=  what the host takes to launch the step + sum of n(g, c) × what it takes for c
                 slow         >=  `lanes.slower` × that
@@ -35,9 +35,11 @@ from pagestash.planning.layers import Group, Unit
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.prediction import Prediction
 
-LITTLE, WORK = 1e-3, 0.1
-"""What time on the link counts that is hidden, and the work of device and host where the other one is slower: a
-prediction finds what a sum does not see, and then the slower one may be the other."""
+LITTLE = 1e-3
+"""What a second on the link counts that is hidden: of plans that take the same time, the one that moves less."""
+WORK = 0.1
+"""What a second of device or host counts beside the step's, so that the one that is hidden counts, too: predictions
+see more than these sums, and then the slower lane may be the other one."""
 
 Counts = tuple[tuple[int, ...], ...]
 """For each group, how many of its units take each of its choices."""
@@ -215,7 +217,6 @@ class Program:
         for group, far in zip(self.groups, self.far):
             add([0.0] * start + [float(c.moved_bytes > 0) for c in group.costs], 0.0, far)
             start += len(group.costs)
-        # Of plans that take the same time, the one that moves less.
         moving = [1e3 * LITTLE * c.moved_bytes / self.link.out for c in flat]
         if ahead:
             lanes = self.step.lanes
@@ -224,7 +225,6 @@ class Program:
             for slower, takes in ((1.0, (-1.0, 0.0)), (lanes.slower, (0.0, -1.0))):
                 add([*device, 1.0, 1.0, *takes], -float("inf"), -ran)
                 add([*(slower * own for own in launch), 0.0, 0.0, *takes], -float("inf"), -slower * launched)
-            # And of those, the one with the least work.
             work = [little + WORK * (one + other) for little, one, other in zip(moving, device, launch)]
             least = [*work, 0.0, 0.0, 1 - SLOW_STEPS, SLOW_STEPS]
         else:
@@ -245,7 +245,7 @@ class Program:
     def _greedy(self, target: float, rate: float) -> Counts | None:
         """Without a solver: change one unit after the other, by the least seconds for a byte."""
         counts = [list(own) for own in uniform(self.groups, [0] * len(self.groups))]
-        moved, spent = 0, 0.0
+        moved, spent, replayed = 0, 0.0, 0.0
         while (level := self.level(tuple(map(tuple, counts)))) > target:
             best: tuple[float, int, int, int] | None = None
             for number, group in enumerate(self.groups):
@@ -264,7 +264,14 @@ class Program:
                     ):
                         continue
                     seconds = spent + after.seconds - before.seconds
-                    price = (self._seconds(moves, seconds, rate) - self._seconds(moved, spent, rate)) / freed
+                    replays = replayed + after.device_seconds - before.device_seconds
+                    price = (
+                        seconds
+                        + self._waits(moves, replays, rate)
+                        - spent
+                        - self._waits(moved, replayed, rate)
+                    )
+                    price /= freed
                     if best is None or (price, -freed) < best[:2]:
                         best = price, -freed, number, old * len(group.costs) + new
             if best is None:
@@ -275,6 +282,7 @@ class Program:
             costs = self.groups[number].costs
             moved += costs[new].moved_bytes - costs[old].moved_bytes
             spent += costs[new].seconds - costs[old].seconds
+            replayed += costs[new].device_seconds - costs[old].device_seconds
             if self.level(tuple(map(tuple, counts))) > level:
                 return None
         return tuple(map(tuple, counts))
@@ -284,8 +292,7 @@ class Program:
         costs = self.groups[number].costs
         return sum(own for own, cost in zip(counts[number], costs) if cost.moved_bytes)
 
-    def _seconds(self, moved: int, spent: float, rate: float) -> float:
-        """Time of replays and of waits for copies."""
+    def _waits(self, moved: int, replayed: float, rate: float) -> float:
+        """Time of waits for copies, some of which hide behind replays."""
         out, back = (max(1.0, rate * of) for of in (self.link.out, self.link.back))
-        waits = max(0.0, moved / out - self.forward) + max(0.0, moved / back - self.backward - spent)
-        return spent + waits
+        return max(0.0, moved / out - self.forward) + max(0.0, moved / back - self.backward - replayed)

@@ -19,7 +19,7 @@ from math import prod
 from operator import attrgetter
 
 from pagestash.planning.alternatives import by_hand
-from pagestash.planning.improve import LEVELS, Assignment, Search, predictions_for
+from pagestash.planning.improve import LEVELS, Assignment, Search, by_seconds, predictions_for
 from pagestash.planning.lanes import SLOW_STEPS
 from pagestash.planning.layers import Choice, Group, Unit, find_groups, least_bytes_of, rules_of, with_mixes
 from pagestash.planning.lifetimes import MeasuredStep
@@ -190,14 +190,16 @@ def _improve(problem: Problem, pool: _Pool) -> None:
     # What is fast on average is found sooner from what is fast on a quick host, unless the sums know of the host.
     step = pool.predictor.step
     varies = any(step.lanes.host) or (problem.host_bytes > 0 and step.slow_link != link)
-    costs = {"seconds": 0.0, "mean_seconds": SLOW_STEPS} if varies else {"seconds": 0.0}
-    for cost in reversed(costs) if step.ahead else costs:
+    slow_steps = {"seconds": 0.0, "mean_seconds": SLOW_STEPS} if varies else {"seconds": 0.0}
+    for cost in reversed(slow_steps) if step.ahead else slow_steps:
         search = Search(
-            problem.groups, pool, byte_seconds=1 / link.out + 1 / link.back, cost=attrgetter(cost)
+            problem.groups,
+            pool,
+            byte_seconds=1 / link.out + 1 / link.back,
+            cost=attrgetter(cost),
+            longer=partial(Prediction.longer, slow_steps=slow_steps[cost]) if step.ahead else by_seconds,
         )
-        if step.ahead:
-            search.longer = partial(Prediction.longer, slow_steps=costs[cost])
-        search.run(levels, pool.worth // share // len(costs))
+        search.run(levels, pool.worth // share // len(slow_steps))
 
 
 def _alike(problem: Problem, *, moving: bool) -> Iterator[Assignment]:

@@ -207,7 +207,8 @@ class _Trials:
     def best(self) -> _Trial:
         if len(self._tried) > 1:
             rivals, fastest = self._about_as_fast(RIVALS)[:2], self.fastest()
-            if all(trial is not fastest for trial in rivals):  # it may have been launched in a slow moment
+            is_known = any(trial is fastest for trial in rivals)
+            if not is_known and not fastest.rank[0]:  # it may have been launched in a slow moment
                 rivals.append(fastest)
             for trial in rivals:  # in turn
                 self.run_again(trial)
@@ -215,7 +216,7 @@ class _Trials:
         return max(self._about_as_fast(close), key=lambda trial: trial.made)
 
     def fastest(self) -> _Trial:
-        """Of those as near to the budget as the best, the one whose steps took the least."""
+        """The one whose steps took the least; of those within the budget, if there are any."""
         above = min(trial.rank for trial in self._tried)[0]
         return min(
             (trial for trial in self._tried if trial.rank[0] == above), key=lambda trial: trial.seconds

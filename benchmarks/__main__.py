@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -69,7 +69,7 @@ def report(path: Path) -> bool:
     return all(claim["holds"] for claim in claims)
 
 
-def run_one(name: str, out: Path | None, quick: bool, **options: bool) -> None:
+def run_one(name: str, out: Path | None, quick: bool, **options: Any) -> None:
     module = load(name)
     if isinstance(module, str):
         print(f"{name}: cannot run, {module}")
@@ -109,9 +109,12 @@ def plan(
     resume: Annotated[
         bool, typer.Option(help="Go on behind the models that this commit has measured.")
     ] = False,
+    models: Annotated[
+        int | None, typer.Option(min=1, help="Measure so many at most, and leave others for --resume.")
+    ] = None,
 ) -> None:
     """Plans: what is predicted against what is measured, and against policies by hand."""
-    run_one("plan", out, quick, resume=resume)
+    run_one("plan", out, quick, resume=resume, models=models)
 
 
 for _name in [name for name in BENCHMARKS if name not in ("pool", "plan")]:

@@ -43,7 +43,9 @@ def test_a_run_that_was_cut_off_goes_on_behind_what_it_has_measured(tmp_path, mo
     assert ran == ["first", "second", "second"]
     assert [row["case"] for row in json.loads(path.read_text())["rows"]] == [case.name for case in cases]
     monkeypatch.setenv("PAGESTASH_COMMIT", "another")
-    B.run(tmp_path, quick=True, resume=True)
+    path = B.run(tmp_path, quick=True, resume=True, models=1)
+    assert [row["case"] for row in json.loads(path.read_text())["rows"]] == [cases[0].name]
+    B.run(tmp_path, quick=True, resume=True, models=1)
     assert ran[3:] == ["first", "second"]
 
 

@@ -6,9 +6,9 @@ first without policies by hand that are far from the best. Steps follow each oth
 for none. Each round has a loop of a second and more that is not timed, and another one that is: under full load a
 GPU lowers its clock about once a second. A round's time is the mean of its steps. The peak is the allocator's.
 
-The fastest round counts, because a slow moment of the host is no property of a policy. A virtual machine shares its
-cores with others: in one process the same steps were launched now in 61 ms, now in 88. So rounds go on until the
-two fastest agree, of a plan and of what it is compared with, or there are `MOST_ROUNDS`; all are in the results.
+The fastest round counts, because a slow moment of the host is no property of a policy. The cores of a virtual
+machine may be shared: in one process the same steps were launched now in 61 ms, now in 88. So rounds go on until
+the two fastest agree, of a plan and of what it is compared with, or there are `MOST_ROUNDS`; the results have all.
 (They may agree on a slow host.) Meanwhile Python's garbage collector has old objects put aside (`gc.freeze`):
 looking through all of them takes a quarter of a second, once in a while.
 

@@ -214,10 +214,6 @@ def compare(
         }
         print(plan, flush=True)
         policies.append((row, plan.policy))
-    start = time.perf_counter()
-    gc.collect()
-    took = time.perf_counter() - start
-    print(f"the garbage collector takes {took:.3f} s for {len(gc.get_objects())} objects", flush=True)
     with old_objects_aside():
         seen = in_rounds(policies, partial(bench.measure, repeats=repeats), *rounds)
     rows = [

@@ -16,7 +16,7 @@ How many predictions that takes is given by the size of the step, and not by a c
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from operator import add, attrgetter
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from pagestash.planning.layers import Choice, Group, toggled
@@ -47,7 +47,6 @@ hide, and where compute waits for some."""
 
 Assignment = tuple[Choice, ...]
 """A choice for every unit, in the order of groups."""
-_NOTHING = Cost(0, 0, 0.0, 0)
 Kind = tuple[int, object, bool]
 """Of a change: its group, what is changed, and whether a choice gets longer."""
 
@@ -227,12 +226,12 @@ class Search:
         cost = self.groups[number].cost
         before: Choice | None = None
         after: Choice | None = None
-        one, total = _NOTHING, _NOTHING
+        each: list[Cost] = []
         for at, choice in zip(block, choices):
-            if current[at] != before or choice != after:  # neighbours mostly change alike
-                before, after = current[at], choice
-                one = cost(after).minus(cost(before))
-            total = Cost(*map(add, total, one)) if total is not _NOTHING else one
+            is_alike = current[at] == before and choice == after  # as neighbours mostly are
+            before, after = current[at], choice
+            each.append(each[-1] if is_alike else cost(after).minus(cost(before)))
+        total = each[0] if len(each) == 1 else Cost(*map(sum, zip(*each)))
         is_longer = len(choices[0]) > len(current[block[0]])
         return _Change((number, what, is_longer), block, choices, total)
 

@@ -6,7 +6,7 @@ each step, such as one that reads the loss, begins it with both lanes level: the
 costs time, even if it would catch up in backward. The same holds if the model itself makes the host wait in each
 step, wherever it does.
 
-A host is not always as fast as when it was measured: others use its processor. On the machine of an H200 the same
+A host is not always as fast as when it was measured: its cores may be shared. On the machine of an H200 the same
 forward was launched now in 16 ms, now in 25. A step that the device bounds does not notice, until a policy's work
 for the host takes up the host's lead. So policies are compared by what a step takes on average if the host takes
 half as long again in half of all steps: one with little work for the host is preferred to another that would be as
@@ -100,7 +100,7 @@ class Lanes:
         """Those of the same step as a CUDA graph: the host launches all of it at once.
 
         Where the device bounds the unobserved step, it takes as long in a graph. Where the host does, that step
-        does not tell how fast the device is, and it takes what was observed. In between it is in between.
+        does not tell how fast the device is, and it takes what was observed. In between both count in part.
         """
         device = [segment.seconds for segment in profile.segments]
         host = [segment.host_seconds or 0.0 for segment in profile.segments]

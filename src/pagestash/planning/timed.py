@@ -19,7 +19,8 @@ the fastest is taken; of those that are as fast, the one that was made for the h
 In a loop the fastest is the one that takes the least on average, if host and link are slow at times (`lanes.py`). A
 plan whose steps the host launches just in time may have been timed in a quick moment: on the machine of an H200
 such plans took a tenth longer in some rounds, and others did not. How long the host takes to launch a plan's steps
-is measured, and tells what it takes when it is slow.
+is measured, and tells what it takes when it is slow. Before a faster plan is passed over, its launches are timed
+again: they may have been in a slow moment.
 """
 
 from collections.abc import Callable

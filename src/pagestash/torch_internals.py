@@ -304,6 +304,14 @@ def set_scaler_state(scaler: GradScaler, state: ScalerState) -> None:
         setattr(scaler, name, value)
 
 
+# --- process groups ---
+
+
+def drop_groups(mesh: Any) -> None:
+    """Let a device mesh forget its process groups; in older torch it knows them by name alone."""
+    getattr(mesh, "_pg_registry", {}).clear()
+
+
 # --- torch.distributed.pipelining: loaded on first use, which takes a second ---
 
 

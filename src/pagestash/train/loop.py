@@ -52,6 +52,12 @@ def train(plan: RunPlan, listeners: Sequence[StepListener] = (), *, backend: str
         stack.enter_context(_deterministic(plan.config.deterministic and plan.device.type == "cuda"))
         ranks = RunRanks(plan.world, plan.device, shard=plan.config.shard)
         stack.callback(ranks.close)
+        return _train_on(ranks, plan, listeners, backend)
+
+
+def _train_on(ranks: RunRanks, plan: RunPlan, listeners: Sequence[StepListener], backend: str) -> TrainResult:
+    """The whole run: when this has returned, nothing of it refers to the process groups."""
+    with ExitStack() as stack:
         ranks.any(False)  # every rank has read the folder before the first one writes to it
         ranks.lead(lambda: _begin(plan, stack))
         run = _Run(plan, ranks, backend)

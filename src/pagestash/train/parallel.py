@@ -7,6 +7,7 @@ ranks that hold the same experts, and all other parameters over the peers. With 
 there instead, and their gradients averaged after backward.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from pagestash.moe.parallel.allgather import AllGather
 from pagestash.moe.parallel.alltoall import AllToAll
 from pagestash.moe.parallel.dispatch import Dispatch
 from pagestash.moe.parts import ExpertLinear
-from pagestash.torch_internals import foreach_div_, foreach_mul_, foreach_norm
+from pagestash.torch_internals import drop_groups, foreach_div_, foreach_mul_, foreach_norm
 from pagestash.train.config import TrainConfig
 from pagestash.train.folder import RunError, reason
 
@@ -115,8 +116,19 @@ class RunRanks:
         self.experts = self._expert_mesh.get_group("experts")
 
     def close(self) -> None:
-        if self._mine:
-            dist.destroy_process_group()
+        """End the groups that were made here, and their threads. By then nothing else may use them.
+
+        A thread of gloo drops a collective's tensors some time after the collective is done. If Python has ended
+        by then, it aborts the process. Freeing a group waits for its threads, but `destroy_process_group` frees
+        no group that something still refers to: sharded parameters, in circles, and meshes, which DTensor caches.
+        """
+        if not self._mine:
+            return
+        for mesh in (self._mesh, self._expert_mesh):
+            drop_groups(mesh)
+        self.everyone = self.peers = self.experts = self.pipeline = self._mesh = self._expert_mesh = None
+        dist.destroy_process_group()
+        gc.collect()
 
     def shard(self, model: Decoder) -> None:
         """Shard the model, or one stage of it, over the ranks that hold it (FSDP2)."""

@@ -96,6 +96,42 @@ def test_what_differs_from_the_best_may_lead_further():
     assert best == (tuple(sorted({*wide, *OTHER})),) * 4
 
 
+class Halves(Pool):
+    """Fast if the first half moves and the last recomputes; each change of a few layers makes either worse."""
+
+    def predict(self, assignment):
+        half = len(assignment) // 2
+        first, last = assignment[:half], assignment[half:]
+        is_first, is_last = set(first) == {MOVE}, set(last) == {RECOMPUTE}
+        seconds = {0: 20.0, 1: 10.0, 2: 1.0}[is_first + is_last]
+        self.found[assignment] = Found(seconds, 90)
+        return self.found[assignment]
+
+
+@pytest.mark.parametrize("count", [2, 8, 9])
+def test_the_first_layers_of_one_candidate_are_joined_to_the_last_of_another(count):
+    half = count // 2
+    one = (MOVE,) * count
+    other = ((),) * half + (RECOMPUTE,) * (count - half)
+    pool = Halves([((),) * count, one, other], all_at_once=0.0)
+    group = Group([Unit(f"layers.{at}") for at in range(count)])
+    group.cost = lambda choice: Cost(10 - len(choice), 0, 0.0, 0)
+    begun = pool.count
+    Search([group], pool, byte_seconds=0.01).cross([80], 2 * count * count)
+    assert min(pool.known(), key=lambda item: item[1])[0] == (MOVE,) * half + (RECOMPUTE,) * (count - half)
+    assert pool.count > begun
+
+
+@pytest.mark.parametrize("most", [0, 1, 5])
+def test_candidates_are_crossed_with_so_many_predictions(most):
+    begun = [((),) * 8, (MOVE,) * 8, (RECOMPUTE,) * 8]
+    pool = Pool(begun, all_at_once=1.0)
+    group = Group([Unit(f"layers.{at}") for at in range(8)])
+    group.cost = lambda choice: Cost(10 - len(choice), 0, 0.0, 0)
+    Search([group], pool, byte_seconds=0.01).cross([95, 90], most)
+    assert pool.count == len(begun) + most
+
+
 def test_mixes_are_choices_of_the_program_unless_another_beats_them():
     group = Group(
         [Unit("layers.0")], choices=[(), RECOMPUTE], costs=[Cost(10, 0, 0.0, 0), Cost(4, 0, 1.0, 0)]

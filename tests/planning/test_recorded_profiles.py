@@ -66,9 +66,10 @@ def test_parts_of_the_bytes_cost_little(folder, name):
 
 LOOP_BARS = {
     "qwen3-30b-a3b": {0.75: 1.02, 0.5: 1.07, 0.35: 1.18},
-    "hf-qwen3-30b-a3b": {0.75: 1.02, 0.5: 1.07, 0.35: 1.13},
+    "hf-qwen3-30b-a3b": {0.75: 1.02, 0.5: 1.07, 0.35: 1.095, 0.3: 1.115},
 }
-"""Of steps that follow each other. Their host is busy: it takes half of the device's time without a policy."""
+"""Of steps that follow each other. Their host is busy: it takes half of the device's time without a policy. Where
+candidates are not crossed, the last two are 1.102 and 1.133."""
 
 
 @pytest.mark.parametrize("name", LOOP_BARS)

@@ -11,18 +11,21 @@ smaller. Every change is predicted, and everything that was predicted is a candi
 levels nor what is tried depend on the budget, and more memory never makes a plan slower. Changes are tried in the
 order of what they should bring by the sums of their layers, those of a kind that brought nothing later.
 
+Such steps end where each one makes it worse. So good candidates are also *crossed*: the first layers of one are
+joined to the last layers of another, for each layer at which they can be cut.
+
 How many predictions that takes is given by the size of the step, and not by a clock: a plan is the same each time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
-from operator import attrgetter
+from itertools import accumulate, pairwise, product
+from operator import attrgetter, ne
 from typing import Any, NamedTuple, Protocol
 
 from pagestash.planning.layers import Choice, Group, toggled
 from pagestash.planning.prediction import Cost
 
-MOST, SIZE = 720, 571
+MOST, SIZE = 1_440, 571
 """Predictions of a search: `MOST × (SIZE / size)²`, and at most `MOST`, where a step's size is the number of its
 segments and saved tensors. A prediction takes longer the larger the step, and so does the search between two."""
 MOST_OF_LAYERS = 18_000
@@ -41,6 +44,8 @@ PRICE = 2.0
 """Of a byte too much, in times of what a byte costs from the fastest to the smallest candidate."""
 DOUBT = 2e-4
 """Part of the step's time: how much better a change must look for each time that its kind brought nothing."""
+PARENTS, NEAR = 3, 2
+"""Of the best at a level, so many are crossed with each other, and with the best of so many levels beside it."""
 COPIED, WAITED = 0.1, 0.3
 """Part of its time on the link that a byte is taken to cost, to say which changes are tried first: where all copies
 hide, and where compute waits for some."""
@@ -118,39 +123,92 @@ class Search:
         self.failed: dict[Kind, int] = {}
 
     def run(self, levels: Sequence[int], predictions: int) -> None:
-        """Change what is best at each level, from the largest to the smallest and back."""
+        """Change what is best at each level."""
+        self._sweep(levels, predictions, self._improve)
+
+    def cross(self, levels: Sequence[int], predictions: int) -> None:
+        """Join the first layers of what is good at a level to the last layers of what is good there or near it."""
+        self._sweep(levels, predictions, self._cross)
+
+    def _sweep(
+        self, levels: Sequence[int], predictions: int, visit: Callable[[Sequence[int], int, float, int], None]
+    ) -> None:
+        """Visit each level below the fastest candidate's peak, from the largest to the smallest and back.
+
+        `visit` takes these levels, which of them it is for, what a byte too much costs, and how many predictions.
+        """
         known = [found for _, found in self.pool.known()]
         fastest = min(known, key=lambda item: (self.cost(item), item.peak_bytes))
         smallest = min(known, key=lambda item: (item.peak_bytes, self.cost(item)))
         freed = max(1, fastest.peak_bytes - smallest.peak_bytes)
         price = PRICE * max(1e-6, self.cost(smallest) - self.cost(fastest)) / freed
-        sweep = [level for level in levels if level < fastest.peak_bytes]
-        rounds = [*sweep, *reversed(sweep)]
-        left = predictions
-        for number, level in enumerate(rounds):
-            most = left // (len(rounds) - number)
-            left -= self._improve(level, price, most) if most else 0
+        below = [level for level in levels if level < fastest.peak_bytes]
+        rounds = [*range(len(below)), *reversed(range(len(below)))]
+        begun = self.pool.count
+        for number, at in enumerate(rounds):
+            most = (predictions - (self.pool.count - begun)) // (len(rounds) - number)
+            if most > 0:
+                visit(below, at, price, most)
 
-    def _improve(self, level: int, price: float, most: int) -> int:
-        """Change what is best at a level, and then the best of what differs from it, which may lead further.
-
-        Returns how many predictions that took.
-        """
+    def _score(self, level: int, price: float) -> Callable[[Predicted], float]:
+        """What is to be small at a level."""
 
         def score(found: Predicted) -> float:
             return self.cost(found) + price * max(0, found.peak_bytes - level)
 
-        def ranked() -> list[tuple[Assignment, Predicted]]:
-            return sorted(self.pool.known(), key=lambda item: (score(item[1]), item[1].peak_bytes))
+        return score
 
+    def _ranked(self, score: Callable[[Predicted], float]) -> list[tuple[Assignment, Predicted]]:
+        return sorted(self.pool.known(), key=lambda item: (score(item[1]), item[1].peak_bytes))
+
+    def _cross(self, levels: Sequence[int], at: int, price: float, most: int) -> None:
+        """Cross what is best at a level, also with what is best at those beside it."""
+        level = levels[at]
+        near = [*levels[max(0, at - NEAR) : at], *levels[at + 1 : at + 1 + NEAR]]
+        score = self._score(level, price)
+        best, *others = self._ranked(score)
+        parents = [best]
+        for item in others:
+            if len(parents) == PARENTS:
+                break
+            # What differs in one unit is a change of one block, which the search has tried.
+            if all(sum(map(ne, item[0], one)) > 1 for one, _ in parents):
+                parents.append(item)
+        partners = [*parents, *(self._ranked(self._score(other, price))[0] for other in near)]
+        children: dict[Assignment, float] = {}
+        for (one, found), (other, _) in product(parents, partners):
+            for child, more in self._crossed(one, other):
+                expected = score(found) + self._worse(found, more, level, price)
+                children[child] = min(expected, children.get(child, expected))
         begun = self.pool.count
-        self._climb(ranked()[0], score, level, price, round(FIRST * most))
-        best, *others = ranked()
+        for child in sorted(children, key=children.__getitem__):
+            if self.pool.count - begun >= most:
+                break
+            self.pool.predict(child)
+
+    def _crossed(self, one: Assignment, other: Assignment) -> Iterator[tuple[Assignment, Cost]]:
+        """All that begins as one of them and ends as the other, and by what its sums differ from the first's."""
+        if one == other:
+            return
+        costs = [group.cost for group in self.groups for _ in group.units]
+        each = [cost(new).minus(cost(old)) for cost, old, new in zip(costs, one, other)]
+        total = Cost(*map(sum, zip(*each)))
+        for at, before in enumerate(accumulate(each[:-1], Cost.plus), start=1):
+            if one[at - 1] != other[at - 1]:  # else as with the cut before
+                yield (*other[:at], *one[at:]), before
+                yield (*one[:at], *other[at:]), total.minus(before)
+
+    def _improve(self, levels: Sequence[int], at: int, price: float, most: int) -> None:
+        """Change what is best at a level, and then the best of what differs from it, which may lead further."""
+        level = levels[at]
+        score = self._score(level, price)
+        begun = self.pool.count
+        self._climb(self._ranked(score)[0], score, level, price, round(FIRST * most))
+        best, *others = self._ranked(score)
         homes = _homes(best[0])
         other = next((item for item in others if len(_homes(item[0]) ^ homes) >= APART), None)
         if other is not None:
             self._climb(other, score, level, price, most - (self.pool.count - begun))
-        return self.pool.count - begun
 
     def _climb(
         self,
@@ -183,16 +241,19 @@ class Search:
 
     def _likeliest(self, current: Assignment, found: Predicted, level: int, price: float) -> list[_Change]:
         """All changes, what should bring most first."""
-        spare = level - found.peak_bytes
-        link = (WAITED if found.is_waiting else COPIED) * self.byte_seconds
 
         def worse(change: _Change) -> float:
-            more = change.more
-            over = max(0, more.kept_bytes - spare) - max(0, -spare)
             doubt = DOUBT * self.failed.get(change.kind, 0) * self.cost(found)
-            return self.longer(found, more) + link * more.moved_bytes + price * over + doubt
+            return self._worse(found, change.more, level, price) + doubt
 
         return sorted(self._changes(current), key=worse)
+
+    def _worse(self, found: Predicted, more: Cost, level: int, price: float) -> float:
+        """How much a score should grow with so much more, by sums."""
+        spare = level - found.peak_bytes
+        over = max(0, more.kept_bytes - spare) - max(0, -spare)
+        link = (WAITED if found.is_waiting else COPIED) * self.byte_seconds
+        return self.longer(found, more) + link * more.moved_bytes + price * over
 
     def _changes(self, current: Assignment) -> Iterator[_Change]:
         for number, (group, blocks) in enumerate(zip(self.groups, self.blocks)):

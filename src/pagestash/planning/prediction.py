@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import sub
+from operator import add, sub
 from typing import NamedTuple
 
 from pagestash.planning.lanes import SLOW_STEPS
@@ -101,6 +101,9 @@ class Cost(NamedTuple):
     """The same without what the step waits for the keeper's own work."""
     launch_seconds: float = 0.0
     """Of a host that is ahead of the device: it launches replays, and runs the keeper."""
+
+    def plus(self, other: "Cost") -> "Cost":
+        return Cost(*map(add, self, other))
 
     def minus(self, other: "Cost") -> "Cost":
         """How much more each sum is. (`recomputed_bytes` is no sum, and nobody reads it of a difference.)"""

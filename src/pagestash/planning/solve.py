@@ -38,7 +38,7 @@ holds few groups, and the last layers' come back at once. With 0 nothing is move
 MIXED_RATES = (1.0, 0.7, 0.4)
 """The same of choices that offload some regions beside recomputed ones."""
 EXHAUSTIVE = 900
-FEW = 100
+FEW = 200
 """Predictions: where a search may take no more, fewer levels, pairs of choices, and choices for all layers are
 tried, too."""
 
@@ -191,15 +191,22 @@ def _improve(problem: Problem, pool: _Pool) -> None:
     step = pool.predictor.step
     varies = any(step.lanes.host) or (problem.host_bytes > 0 and step.slow_link != link)
     slow_steps = {"seconds": 0.0, "mean_seconds": SLOW_STEPS} if varies else {"seconds": 0.0}
-    for cost in reversed(slow_steps) if step.ahead else slow_steps:
-        search = Search(
+
+    def search(cost: str) -> Search:
+        return Search(
             problem.groups,
             pool,
             byte_seconds=1 / link.out + 1 / link.back,
             cost=attrgetter(cost),
             longer=partial(Prediction.longer, slow_steps=slow_steps[cost]) if step.ahead else by_seconds,
         )
-        search.run(levels, pool.worth // share // len(slow_steps))
+
+    each = pool.worth // share // (len(slow_steps) + 2)
+    for cost in reversed(slow_steps) if step.ahead else slow_steps:
+        search(cost).run(levels, each)
+    *_, average = slow_steps  # the last one
+    search(average).cross(levels, each)
+    search(average).run(levels, each)
 
 
 def _alike(problem: Problem, *, moving: bool) -> Iterator[Assignment]:

@@ -2,7 +2,7 @@ import pytest
 
 from pagestash.planning import improve
 
-THOROUGH = ("test_plans", "test_recorded_profiles")
+THOROUGH = ("test_recorded_profiles",)
 """Files that compare plans with the best there is, or with figures."""
 
 
@@ -16,4 +16,4 @@ def reference_kernels(monkeypatch):
 def quick_search(request, monkeypatch):
     """Searches with less effort, where it does not matter how good a plan is: that takes minutes less."""
     if request.path.stem not in THOROUGH and "whole_search" not in request.keywords:
-        monkeypatch.setattr(improve, "MOST", 150)
+        monkeypatch.setattr(improve, "MOST", 300)

@@ -154,6 +154,7 @@ def all_policies(profile, layers, homes=HOMES):
 sizes = st.tuples(st.integers(1, 20).map(lambda n: n * MB), st.integers(1, 12))
 
 
+@pytest.mark.whole_search
 @QUICK
 @given(sizes, sizes, st.sampled_from([2e8, 1e9, 2e10]), st.sampled_from([0.35, 0.6, 0.8]))
 def test_a_plan_is_as_good_as_the_best_of_all_policies(first, second, link, part):
@@ -168,6 +169,7 @@ def test_a_plan_is_as_good_as_the_best_of_all_policies(first, second, link, part
         assert plan_profile(profile, budget=part).predicted.seconds <= fastest * (1 + 1e-9)
 
 
+@pytest.mark.whole_search
 @QUICK
 @given(sizes, sizes, st.sampled_from([2e8, 1e9, 2e10]), st.sampled_from([0.35, 0.6, 0.8]))
 def test_a_plan_is_as_good_as_the_best_of_all_policies_with_fractions(first, second, link, part):
@@ -281,6 +283,7 @@ def test_no_plan_is_slower_than_what_one_would_write_by_hand(first, second, coun
         assert other.peak_bytes > found.budget_bytes or other.seconds >= found.predicted.seconds - 1e-12
 
 
+@pytest.mark.whole_search
 def test_one_choice_for_all_layers_is_always_a_candidate():
     """The program may take it for too large, and a search from what it gives instead may never come there."""
     profile = made_up(12, (8 * MB, 20), (5 * MB, 6), link=1e9)
@@ -397,6 +400,7 @@ def test_a_profile_that_is_none_is_refused(tmp_path):
         ps.Profile.load(tmp_path / "none.json")
 
 
+@pytest.mark.whole_search
 def test_64_layers_need_few_predictions():
     profile = made_up(64, (8 * MB, 2), (5 * MB, 6), link=5e8)
     step = MeasuredStep(profile)

@@ -12,6 +12,7 @@ import pytest
 from test_loops import Machine
 
 import pagestash as ps
+from pagestash.planning import improve
 from pagestash.planning.budget import base_bytes, parse_budget
 from pagestash.planning.choose import choose, find_candidates, predictor_of
 from pagestash.planning.lifetimes import MeasuredStep
@@ -92,6 +93,13 @@ def test_a_host_that_has_no_time_to_spare_gets_plans_with_few_launches(folder):
         assert plan.predicted.mean_seconds <= bar * unplanned.mean_seconds
 
 
+@pytest.fixture
+def less_effort(monkeypatch):
+    """Of each of several searches, where a bar is not for how good a search is."""
+    monkeypatch.setattr(improve, "MOST", 500)
+
+
+@pytest.mark.usefixtures("less_effort")
 def test_a_cost_that_was_measured_much_too_high_costs_half_of_the_bytes_nothing(folder):
     """On that host a keeper was measured to cost three times what it did: it had a slow moment."""
     profile = load("qwen3-30b-a3b-slow-host", folder)
@@ -103,6 +111,7 @@ def test_a_cost_that_was_measured_much_too_high_costs_half_of_the_bytes_nothing(
     assert plan.predicted.seconds == pytest.approx(plan.measured_seconds, rel=CLOSE)
 
 
+@pytest.mark.usefixtures("less_effort")
 @pytest.mark.parametrize(("name", "factor"), [("hf-qwen3-30b-a3b", 1.0), ("qwen3-30b-a3b-slow-host", 0.6)])
 def test_a_host_that_is_slower_by_a_tenth_does_not_make_half_of_the_bytes_slower(folder, name, factor):
     """A plan that the host launches just in time may be the fastest in the moment in which it is checked."""

@@ -26,8 +26,9 @@ from pagestash.planning.layers import Choice, Group, toggled
 from pagestash.planning.prediction import Cost
 
 MOST, SIZE = 1_440, 571
-"""Predictions of a search: `MOST × (SIZE / size)²`, and at most `MOST`, where a step's size is the number of its
-segments and saved tensors. A prediction takes longer the larger the step, and so does the search between two."""
+"""Predictions of all searches for a step: `MOST × (SIZE / size)²`, and at most `MOST`, where a step's size is the
+number of its segments and saved tensors. A prediction takes longer the larger the step, and so does the search
+between two."""
 MOST_OF_LAYERS = 18_000
 """Predictions times layers, or other units that repeat: each has copies of its own to play. 64 layers are planned
 in about 2 s of a core."""
@@ -171,7 +172,7 @@ class Search:
         for item in others:
             if len(parents) == PARENTS:
                 break
-            # What differs in one unit is a change of one block, which the search has tried.
+            # (Two that differ in one unit alone cannot be joined to anything else.)
             if all(sum(map(ne, item[0], one)) > 1 for one, _ in parents):
                 parents.append(item)
         partners = [*parents, *(self._ranked(self._score(other, price))[0] for other in near)]

@@ -52,7 +52,10 @@ def train(plan: RunPlan, listeners: Sequence[StepListener] = (), *, backend: str
         stack.enter_context(_deterministic(plan.config.deterministic and plan.device.type == "cuda"))
         ranks = RunRanks(plan.world, plan.device, shard=plan.config.shard)
         stack.callback(ranks.close)
-        return _train_on(ranks, plan, listeners, backend)
+        result = _train_on(ranks, plan, listeners, backend)
+    # Not after an error: a thread may then wait for a rank that is gone.
+    ranks.end_threads()
+    return result
 
 
 def _train_on(ranks: RunRanks, plan: RunPlan, listeners: Sequence[StepListener], backend: str) -> TrainResult:

@@ -116,7 +116,11 @@ class RunRanks:
         self.experts = self._expert_mesh.get_group("experts")
 
     def close(self) -> None:
-        """End the groups that were made here, and their threads. By then nothing else may use them.
+        if self._mine:
+            dist.destroy_process_group()
+
+    def end_threads(self) -> None:
+        """After `close`: end the threads of groups that were made here. By then the run's model must be gone.
 
         A thread of gloo drops a collective's tensors some time after the collective is done. If Python has ended
         by then, it aborts the process. Freeing a group waits for its threads, but `destroy_process_group` frees
@@ -127,7 +131,6 @@ class RunRanks:
         for mesh in (self._mesh, self._expert_mesh):
             drop_groups(mesh)
         self.everyone = self.peers = self.experts = self.pipeline = self._mesh = self._expert_mesh = None
-        dist.destroy_process_group()
         gc.collect()
 
     def shard(self, model: Decoder) -> None:

@@ -116,10 +116,44 @@ def test_the_first_layers_of_one_candidate_are_joined_to_the_last_of_another(cou
     pool = Halves([((),) * count, one, other], all_at_once=0.0)
     group = Group([Unit(f"layers.{at}") for at in range(count)])
     group.cost = lambda choice: Cost(10 - len(choice), 0, 0.0, 0)
-    begun = pool.count
     Search([group], pool, byte_seconds=0.01).cross([80], 2 * count * count)
     assert min(pool.known(), key=lambda item: item[1])[0] == (MOVE,) * half + (RECOMPUTE,) * (count - half)
-    assert pool.count > begun
+
+
+def test_the_sums_of_what_is_joined_are_those_of_its_layers():
+    layers, others = (Group([Unit(f"{name}.{at}") for at in range(3)]) for name in ("layers", "others"))
+    layers.cost = lambda choice: Cost(10 - len(choice), 3 * len(choice), 0.5 * len(choice), 0)
+    others.cost = lambda choice: Cost(70 - 5 * len(choice), 0, 0.25 * len(choice), 0)
+    one, other = (MOVE, (), MOVE, (), RECOMPUTE, MOVE), ((), (), RECOMPUTE, MOVE, (), MOVE)
+    search = Search([layers, others], Pool([one, other], all_at_once=1.0), byte_seconds=0.01)
+
+    def total(assignment):
+        costs = [layers.cost(choice) for choice in assignment[:3]]
+        return Cost(*map(sum, zip(*costs, *map(others.cost, assignment[3:]))))
+
+    crossed = list(search._crossed(one, other))
+    for child, more in crossed:
+        assert more == total(child).minus(total(one))
+    wanted = {(*a[:at], *b[at:]) for a, b in ((one, other), (other, one)) for at in range(1, 6)}
+    assert {child for child, _ in crossed} | {one, other} == wanted | {one, other}
+
+
+def test_what_is_best_is_crossed_with_what_is_best_at_a_level_beside_it():
+    """At a level of 89 what keeps is best, and then its likes; what is best at 75 is not among them."""
+    keeps = [(OTHER,) * at + ((),) * (4 - at) for at in range(5)]
+
+    class Levels(Pool):
+        def predict(self, assignment):
+            moving = sum(choice == MOVE for choice in assignment)
+            beside = sum(choice == OTHER for choice in assignment)
+            self.found[assignment] = Found(5.0 + 0.1 * beside + 10 * moving, 90 - 4 * moving)
+            return self.found[assignment]
+
+    group = Group([Unit(f"layers.{at}") for at in range(4)])
+    group.cost = lambda choice: Cost(10 - len(choice), 0, 0.0, 0)
+    pool = Levels([*keeps, (MOVE,) * 4], all_at_once=0.0)
+    Search([group], pool, byte_seconds=0.01)._cross([89, 75], 0, 4.0, 100)
+    assert (MOVE, (), (), ()) in pool.found or ((), (), (), MOVE) in pool.found
 
 
 @pytest.mark.parametrize("most", [0, 1, 5])

@@ -115,9 +115,9 @@ def test_more_memory_never_makes_a_plan_slower_on_average(part):
 def test_a_plan_is_the_fastest_on_average_and_not_on_a_quick_host(monkeypatch, budget):
     profile = launched(0.45)
     plan = plan_profile(profile, budget=budget, host="1GiB")
-    monkeypatch.setattr(prediction, "SLOW_STEPS", 0.0)
-    quick = plan_profile(profile, budget=budget, host="1GiB")
-    monkeypatch.undo()
+    with monkeypatch.context() as quick_hosts:
+        quick_hosts.setattr(prediction, "SLOW_STEPS", 0.0)
+        quick = plan_profile(profile, budget=budget, host="1GiB")
     assert quick.predicted.seconds <= plan.predicted.seconds
     assert plan.predicted.mean_seconds < quick.predicted.mean_seconds
     assert plan.predicted.slow_host_seconds < 0.99 * quick.predicted.slow_host_seconds

@@ -95,7 +95,7 @@ def test_a_host_that_has_no_time_to_spare_gets_plans_with_few_launches(folder):
 
 @pytest.fixture
 def less_effort(monkeypatch):
-    """Of each of several searches, where a bar is not for how good a search is."""
+    """These tests search several times, and their bars do not depend on how good a search is."""
     monkeypatch.setattr(improve, "MOST", 500)
 
 

@@ -12,7 +12,7 @@ levels nor what is tried depend on the budget, and more memory never makes a pla
 order of what they should bring by the sums of their layers, those of a kind that brought nothing later.
 
 Such steps end where each one makes it worse. So good candidates are also *crossed*: the first layers of one are
-joined to the last layers of another, for each layer at which they can be cut.
+joined to the last layers of another, for each layer at which they can be cut. (Layers are in the order of groups.)
 
 How many predictions that takes is given by the size of the step, and not by a clock: a plan is the same each time.
 """
@@ -91,7 +91,7 @@ class _Change(NamedTuple):
 
 
 def predictions_for(size: int, layers: int) -> int:
-    """How many predictions a search is worth in a step with so many segments and tensors, and layers."""
+    """How many predictions searches are worth in a step with so many segments and tensors, and layers."""
     return min(MOST, MOST * SIZE**2 // max(1, size) ** 2, MOST_OF_LAYERS // max(1, layers))
 
 

@@ -38,8 +38,8 @@ holds few groups, and the last layers' come back at once. With 0 nothing is move
 MIXED_RATES = (1.0, 0.7, 0.4)
 """The same of choices that offload some regions beside recomputed ones."""
 EXHAUSTIVE = 900
-FEW = 200
-"""Predictions: where a search may take no more, fewer levels, pairs of choices, and choices for all layers are
+FEW = 180
+"""Predictions: where searches take fewer, fewer levels, pairs of choices, and choices for all layers are
 tried, too."""
 
 
@@ -98,7 +98,7 @@ class _Pool:
 
     @property
     def worth(self) -> int:
-        """How many predictions a search is worth."""
+        """How many predictions searches are worth."""
         step = self.predictor.step
         return predictions_for(step.count + len(step.profile.tensors), len(self.problem.units))
 

@@ -59,7 +59,7 @@ def train(plan: RunPlan, listeners: Sequence[StepListener] = (), *, backend: str
 
 
 def _train_on(ranks: RunRanks, plan: RunPlan, listeners: Sequence[StepListener], backend: str) -> TrainResult:
-    """The whole run: when this has returned, nothing of it refers to the process groups."""
+    """The whole run, in a frame of its own: then only cycles and caches still refer to its process groups."""
     with ExitStack() as stack:
         ranks.any(False)  # every rank has read the folder before the first one writes to it
         ranks.lead(lambda: _begin(plan, stack))

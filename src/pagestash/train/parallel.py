@@ -124,7 +124,7 @@ class RunRanks:
 
         A thread of gloo drops a collective's tensors some time after the collective is done. If Python has ended
         by then, it aborts the process. Freeing a group waits for its threads, but `destroy_process_group` frees
-        no group that something still refers to: sharded parameters, in circles, and meshes, which DTensor caches.
+        no group that something still refers to: sharded parameters, in cycles, and meshes, which DTensor caches.
         """
         if not self._mine:
             return

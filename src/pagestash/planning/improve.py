@@ -172,7 +172,7 @@ class Search:
         for item in others:
             if len(parents) == PARENTS:
                 break
-            # (Two that differ in one unit alone cannot be joined to anything else.)
+            # Two that differ in one unit alone give nothing new.
             if all(sum(map(ne, item[0], one)) > 1 for one, _ in parents):
                 parents.append(item)
         partners = [*parents, *(self._ranked(self._score(other, price))[0] for other in near)]

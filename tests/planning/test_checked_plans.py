@@ -124,7 +124,18 @@ def test_a_plan_whose_step_takes_more_than_predicted_is_made_again_for_less(deco
     assert plan.predicted.peak_bytes <= plan.planned_for
     assert plan.measured_bytes <= plan.budget_bytes
     assert plan.policy != first.policy
-    assert "since a plan for the budget took more" in str(plan)
+    assert "since a plan for the budget left too little free" in str(plan)
+
+
+def test_a_plan_leaves_a_thousandth_of_the_budget_free(decoder, more):
+    first = planned(decoder)
+    budget = first.budget_bytes
+    more(
+        budget - budget // 2000 - first.measured_bytes
+    )  # of the first plan: within the budget, but only just
+    plan = planned(decoder)
+    assert plan.policy != first.policy
+    assert plan.measured_bytes <= budget - budget // 1024
 
 
 def test_where_no_plan_keeps_the_budget_the_nearest_is_given_and_says_so(decoder, more):

@@ -106,7 +106,7 @@ class Plan:
     waits: bool = False
     """Whether it is for a loop that waits for the GPU before each step."""
     planned_for: int | None = None
-    """The budget that its prediction keeps: less than `budget_bytes`, if a plan for that took more in a step."""
+    """The budget that its prediction keeps: less than `budget_bytes`, if a plan for that takes too much."""
 
     expected_rows: int | None = None
     """Where rows vary and are stashed: `MoEConfig(expected_rows=...)` that keeps most of them out of the pool, and
@@ -207,7 +207,8 @@ class Plan:
             over = format_bytes(self.measured_bytes - self.budget_bytes)
             return f"{found}, {over} above the budget; no plan that is predicted to take less was found"
         if self.planned_for is not None and self.planned_for < self.budget_bytes:
-            found += f"; planned for {format_bytes(self.planned_for)}, since a plan for the budget took more"
+            less = format_bytes(self.planned_for)
+            found += f"; planned for {less}, since a plan for the budget left too little free"
         return found
 
     def _pool_line(self) -> list[str]:

@@ -116,7 +116,8 @@ class Lanes:
         return SLOWER_IN_LOOP if self.ahead else SLOWER
 
     def on_slow_host(self) -> "Lanes":
-        return Lanes(self.device, [self.slower * own for own in self.host], self.ahead)
+        slower = self.slower
+        return Lanes(self.device, [slower * own for own in self.host], self.ahead)
 
     def takes(self, seconds: Sequence[float]) -> float:
         """The whole step, whose `seconds()` these are."""

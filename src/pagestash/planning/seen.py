@@ -22,9 +22,15 @@ def seen_tensors(
     if recomputing.regions:
         last_in: dict[str, int] = {}
         """Of each recomputed region, the last tensor that was saved in it."""
+        within: dict[tuple[str, ...], list[str]] = {}
+        """Of each path, the recomputed regions in it."""
         for at, (tensor, home) in enumerate(zip(tensors, when_saved)):
             if seen[at]:
-                last_in.update((name, at) for name in tensor.path if name in recomputing.regions)
+                path = tensor.path
+                if path not in within:
+                    within[path] = [name for name in path if name in recomputing.regions]
+                for name in within[path]:
+                    last_in[name] = at
             elif home == "recompute" and tensor.storage in recomputing.makers:
                 since = last_in.get(recomputing.makers[tensor.storage].name, at)
                 seen[since : at + 1] = [True] * (at + 1 - since)

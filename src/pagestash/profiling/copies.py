@@ -14,6 +14,7 @@ depends on the link. While a graph is captured it never does, nor where the host
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import itemgetter
 from typing import Literal
 
 from pagestash.profiling.groups import Move
@@ -183,4 +184,5 @@ def _events(moves: Sequence[Move]) -> list[tuple[int, Literal["put", "get", "dro
     for move in as_asked(moves):
         found += [(at, 2, "get", move) for at in move.asked_at if at < move.dropped_at]
         found.append((move.dropped_at, 1, "drop", move))
-    return [(at, kind, move) for at, _, kind, move in sorted(found, key=lambda event: event[:2])]
+    found.sort(key=itemgetter(0, 1))
+    return [(at, kind, move) for at, _, kind, move in found]

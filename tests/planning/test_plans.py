@@ -17,11 +17,11 @@ from pagestash.models import Decoder, preset
 from pagestash.planning import NothingFits, plan_profile, predict
 from pagestash.planning.alternatives import alternatives
 from pagestash.planning.budget import optimizer_state, parse_budget, parse_host
-from pagestash.planning.improve import predictions_for
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import RuleTable
-from pagestash.planning.solve import Problem, candidates, main_group
+from pagestash.planning.problem import Problem
+from pagestash.planning.solve import candidates, main_group
 from pagestash.profiling import HomeEstimate, Link, Region, SavedTensor, Segment
 
 MB, MS = 10**6, 1e-3
@@ -398,17 +398,6 @@ def test_a_profile_that_is_none_is_refused(tmp_path):
     (tmp_path / "none.json").write_text(json.dumps({"format": 1}))
     with pytest.raises(ValueError, match=r"none\.json: "):
         ps.Profile.load(tmp_path / "none.json")
-
-
-@pytest.mark.whole_search
-def test_64_layers_need_few_predictions():
-    profile = made_up(64, (8 * MB, 2), (5 * MB, 6), link=5e8)
-    step = MeasuredStep(profile)
-    problem = Problem(step, 1 << 40, predictor=(predictor := Predictor(step)))
-    candidates(problem)
-    assert len(problem.groups) == 2
-    assert predictions_for(step.count + len(profile.tensors), 64) < 300
-    assert predictor.count <= 400
 
 
 # --- a model ---

@@ -26,9 +26,9 @@ from pagestash.pipeline.stages import Partition, at_costs, partition
 from pagestash.planning.budget import notes_on, parse_budget, parse_host
 from pagestash.planning.choose import choose, find_candidates
 from pagestash.planning.prediction import Prediction, RuleTable
+from pagestash.planning.problem import Candidate
 from pagestash.planning.rank import RankPredictor, RankStep, unbeaten
 from pagestash.planning.result import NothingFits, Plan
-from pagestash.planning.solve import Candidate
 from pagestash.policy import Policy, PoolConfig
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.schedules.plan import Action, plans, schedule_name, stages_a_rank

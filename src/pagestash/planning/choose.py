@@ -7,9 +7,10 @@ from pagestash.planning.budget import notes_on
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
+from pagestash.planning.problem import Candidate, Problem
 from pagestash.planning.rank import RankPredictor, RankStep, rank_candidates
 from pagestash.planning.result import NothingFits, Plan, policy_of, rows_of
-from pagestash.planning.solve import Candidate, Problem, candidates
+from pagestash.planning.solve import candidates
 from pagestash.policy import PoolConfig, Rule
 from pagestash.sizes import format_bytes
 

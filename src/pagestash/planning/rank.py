@@ -6,7 +6,8 @@ from dataclasses import replace
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
-from pagestash.planning.solve import Candidate, Problem, candidates
+from pagestash.planning.problem import Candidate, Problem
+from pagestash.planning.solve import candidates
 from pagestash.planning.steady import shortened
 from pagestash.planning.unrolled import StageStep, Unrolled, joined
 from pagestash.policy import PoolConfig

@@ -10,7 +10,7 @@ from support import same
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
-from pagestash.planning import checked, make, plan_profile
+from pagestash.planning import NothingFits, checked, make, plan_profile
 from pagestash.profiling import Link
 from pagestash.profiling.memory import MemoryMeter
 
@@ -124,18 +124,52 @@ def test_a_plan_whose_step_takes_more_than_predicted_is_made_again_for_less(deco
     assert plan.predicted.peak_bytes <= plan.planned_for
     assert plan.measured_bytes <= plan.budget_bytes
     assert plan.policy != first.policy
-    assert "since a plan for the budget left too little free" in str(plan)
+    assert "since a plan for the budget takes too much" in str(plan)
 
 
 def test_a_plan_leaves_a_thousandth_of_the_budget_free(decoder, more):
     first = planned(decoder)
     budget = first.budget_bytes
-    more(
-        budget - budget // 2000 - first.measured_bytes
-    )  # of the first plan: within the budget, but only just
+    # That of the first plan is within the budget, but only just.
+    more(budget - budget // 2000 - first.measured_bytes)
     plan = planned(decoder)
     assert plan.policy != first.policy
     assert plan.measured_bytes <= budget - budget // 1024
+
+
+def a_plan(limit, peak):
+    """One that is predicted to have this peak."""
+    policy = ps.Policy([ps.Rule("*", "offload", min_bytes=peak)])
+    unplanned = plan_profile(profiled()[1], budget=1.0)
+    return replace(
+        unplanned, policy=policy, budget_bytes=limit, predicted=replace(unplanned.predicted, peak_bytes=peak)
+    )
+
+
+@pytest.mark.parametrize(("more_bytes", "checks"), [(0, 1), (200, 1), (300, 2), (40_000, 2)])
+def test_few_checks_find_the_plan_that_leaves_the_reserve_free(more_bytes, checks):
+    """If every step takes so many bytes more than predicted; plans are 1,000 bytes apart."""
+    limit = 10_000_000
+    most, seen = limit - limit // checked.RESERVE, []
+
+    def measure(policy):
+        seen.append(policy.rules[0].min_bytes + more_bytes)
+        return checked.Measured(seen[-1])
+
+    plan = checked.checked(a_plan(limit, limit), measure, lambda aim: a_plan(aim, aim // 1000 * 1000))
+    assert most - 2000 < plan.measured_bytes <= most
+    assert plan.measured_bytes == seen[-1]
+    assert len(seen) == checks
+    assert plan.budget_bytes == limit
+
+
+def test_a_plan_within_the_reserve_is_taken_where_nothing_smaller_fits():
+    def nothing(aim):
+        raise NothingFits(aim, a_plan(aim, aim).predicted, "the head", without_host=False, largest=None)
+
+    plan = checked.checked(a_plan(10_000_000, 9_999_000), lambda policy: checked.Measured(9_999_500), nothing)
+    assert plan.measured_bytes == 9_999_500
+    assert plan.planned_for == plan.budget_bytes
 
 
 def test_where_no_plan_keeps_the_budget_the_nearest_is_given_and_says_so(decoder, more):

@@ -1,7 +1,7 @@
 """A plan is checked by steps under it: a prediction may be wrong, and a budget must not be.
 
-If the peak of such a step exceeds the budget, of which a little is left free, the next plan is for as much less; if
-the device has no memory for it, for a twentieth less.
+If the peak of such a step exceeds the budget, of which a little is left free, the next plan is for less: by what
+the step took above its prediction; or, if the device has no memory for it, by a twentieth.
 """
 
 import gc
@@ -23,7 +23,7 @@ from pagestash.sizes import format_bytes
 RESERVE = 1024
 """One part in so many of the budget is left free: the same steps may hold a little more in another loop. A block
 of the CUDA allocator may be up to 1 MiB larger than the tensor in it, and which block a tensor gets depends on what
-ran before. Loops held up to 8 MiB of 22 GiB more than those that are measured here, and up to 11 MiB of 80 GiB."""
+ran before. Loops held up to 8 MiB of 22 GiB more than those that are measured here, and up to 12 MiB of 80 GiB."""
 TRIES = 3
 """Plans that are tried after the first."""
 WARM = 2
@@ -76,10 +76,14 @@ class Steps:
 def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan]) -> Plan:
     """The first of some plans whose measured peak is within the budget of `plan`; else the one that is nearest.
 
-    Each further plan is for the last one's budget, less what that exceeded it by: twice that from the second on.
+    Each further plan is for the budget, less its reserve and what the last one took more than predicted: twice that
+    from the second on.
     """
     limit = aim = plan.budget_bytes
     most = limit - limit // RESERVE
+    if plan.predicted.peak_bytes > most:
+        with suppress(NothingFits):
+            plan, aim = plan_for(most), most
     tried: list[Plan] = []
     for number in range(TRIES + 1):
         found = None
@@ -96,7 +100,10 @@ def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan]) -> Pl
         if peak is not None and peak <= most:
             return plan
         tried.append(plan)
-        aim -= limit // 20 if peak is None else min(2, number + 1) * (peak - most)
+        if peak is None:
+            aim -= limit // 20
+        else:
+            aim = min(aim, most - min(2, number + 1) * max(0, peak - plan.predicted.peak_bytes))
         try:
             while (plan := plan_for(aim)).policy in [other.policy for other in tried]:
                 aim = plan.predicted.peak_bytes - 1

@@ -15,7 +15,6 @@ without mixes, and the other levels are solved with what was best there.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import inf
 
@@ -27,22 +26,25 @@ from pagestash.planning.problem import CandidatePool, Problem
 from pagestash.planning.program import Counts, Program, uniform
 from pagestash.policy import PoolConfig
 
-LEVELS, FEW_LEVELS = 12, 6
+GRID, COARSE_GRID = 12, 6
 """Memory levels; fewer in a large step, where a prediction takes long. All of the fewer are among the others."""
 RATES = (1.0, 0.4, 0.0)
 """Parts of the link's rates. With 0 nothing is moved."""
 MIXED_RATES = (1.0, 0.7, 0.4)
 """The same of choices that offload some regions beside recomputed ones."""
-MANY_LEVELS = 16
-"""Levels of a group of many layers."""
+PROBED_GRID = 16
+"""Levels, where some are probed."""
 FIRST_RATE, OTHER_RATES = 0.85, (1.0, 0.7, 0.55)
 """Where a level is probed: with the first, with and without mixes; with the others, what was faster of these."""
-PROBES = {3: range(6), 8: range(6, MANY_LEVELS)}
+PROBES = {3: range(6), 8: range(6, PROBED_GRID)}
 """Levels that are probed, and those that are then solved with what was best there."""
 
 
-def predict_counts(problem: Problem, pool: CandidatePool, *, few: bool, least: bool) -> None:
-    """Predict what the program proposes; less of it with `few` predictions, and of many layers with the `least`."""
+def predict_counts(problem: Problem, pool: CandidatePool, *, few: bool, probed: bool, alone: bool) -> None:
+    """Predict what the program proposes; less of it with `few` predictions.
+
+    `probed`: a group has many layers. `alone`: nothing else is tried, and of blocks only what moves nothing.
+    """
     groups = problem.groups
     smallest = [min(range(len(g.costs)), key=lambda at: g.costs[at].kept_bytes) for g in groups]
     # Recomputing may be smaller than it looks by what is kept: it moves nothing, and has no window.
@@ -52,18 +54,17 @@ def predict_counts(problem: Problem, pool: CandidatePool, *, few: bool, least: b
     ]
     for chosen in ([0] * len(groups), smallest, still):
         pool.predict(assigned(groups, uniform(groups, chosen)))
-    many = has_many(groups)
     unplanned = _unplanned(problem)
-    plain, mixed = _Proposals.of(problem, groups, unplanned), None
-    if problem.host_bytes > 0 and (many or not few):
-        mixed = _Proposals.of(problem, [with_mixes(group) for group in groups], unplanned)
-    if not least:
-        for each, rates in ((plain, RATES), (mixed, MIXED_RATES)):
-            for assignment in () if each is None else each.all(FEW_LEVELS if few else LEVELS, rates):
-                pool.predict(assignment)
-    if many:
-        _probe(pool, [plain] if mixed is None else [plain, mixed])
-    problem.exact &= all(each is None or each.program.exact for each in (plain, mixed))
+    proposals = [_Proposals(problem, groups, RATES, unplanned)]
+    if problem.host_bytes > 0 and (probed or not few):
+        mixed = [with_mixes(group) for group in groups]
+        proposals.append(_Proposals(problem, mixed, MIXED_RATES, unplanned))
+    for each in proposals:
+        for assignment in each.in_blocks(COARSE_GRID if few else GRID, still=alone):
+            pool.predict(assignment)
+    if probed:
+        _probe(pool, proposals)
+    problem.exact &= all(each.program.exact for each in proposals)
 
 
 def has_many(groups: Sequence[Group]) -> bool:
@@ -79,47 +80,41 @@ def _unplanned(problem: Problem) -> Prediction:
     return own.predict(RuleTable({}, PoolConfig()))
 
 
-@dataclass(frozen=True, slots=True)
 class _Proposals:
     """What a program proposes for groups, with or without their mixes."""
 
-    groups: Sequence[Group]
-    program: Program
-    least: Counts
-    low: float
-    high: float
+    def __init__(
+        self, problem: Problem, groups: Sequence[Group], rates: Sequence[float], unplanned: Prediction
+    ) -> None:
+        self.groups, self.rates = groups, rates
+        self.program = Program(problem.step, groups, problem.host_bytes, problem.others, unplanned)
+        self.least = self.program.least()
+        self.low = self.program.level(self.least)
+        self.high = self.program.level(uniform(groups, [0] * len(groups)))
 
-    @classmethod
-    def of(cls, problem: Problem, groups: Sequence[Group], unplanned: Prediction) -> "_Proposals":
-        program = Program(problem.step, groups, problem.host_bytes, problem.others, unplanned)
-        least = program.least()
-        high = program.level(uniform(groups, [0] * len(groups)))
-        return cls(groups, program, least, program.level(least), high)
+    def in_blocks(self, levels: int, *, still: bool) -> Iterator[Assignment]:
+        """For all levels and rates, and the smallest; `still`: only with the rate at which nothing is moved."""
+        yield assigned(self.groups, self.least)
+        for number, rate in product(range(levels), self.rates):
+            counts = self._solve(number, levels, rate) if not (still and rate) else None
+            if counts is not None:
+                yield assigned(self.groups, counts)
 
-    def smallest(self) -> Assignment:
-        return assigned(self.groups, self.least)
+    def spread(self, number: int, rate: float) -> Assignment | None:
+        """For one of the levels of `PROBED_GRID`; None if there is nothing for it."""
+        counts = self._solve(number, PROBED_GRID, rate)
+        return None if counts is None else assigned(self.groups, counts, spread=True)
 
-    def at(self, part: float, rate: float, *, spread: bool = False) -> Assignment | None:
-        """For a level that is so far from the smallest to the unplanned one; None if there is nothing for it."""
-        counts = self.program.solve(self.low + (self.high - self.low) * part, rate)
-        return None if counts is None else assigned(self.groups, counts, spread=spread)
-
-    def all(self, levels: int, rates: Sequence[float]) -> Iterator[Assignment]:
-        yield self.smallest()
-        for number, rate in product(range(levels), rates):
-            found = self.at(number / levels, rate)
-            if found is not None:
-                yield found
+    def _solve(self, number: int, levels: int, rate: float) -> Counts | None:
+        return self.program.solve(self.low + (self.high - self.low) * number / levels, rate)
 
 
 def _probe(pool: CandidatePool, proposals: Sequence[_Proposals]) -> None:
     """Predict two levels with some parts of the rates, and the others with what was best there."""
-    for each in proposals:
-        pool.predict(each.smallest())
     price = _price(pool)
 
     def score(level: int, proposal: _Proposals, rate: float) -> float:
-        assignment = proposal.at(level / MANY_LEVELS, rate, spread=True)
+        assignment = proposal.spread(level, rate)
         found = None if assignment is None else pool.predict_alone(assignment)
         return inf if found is None else found.mean_seconds + price * found.peak_bytes
 
@@ -129,7 +124,7 @@ def _probe(pool: CandidatePool, proposals: Sequence[_Proposals]) -> None:
         by_rate = {FIRST_RATE: min(scores)} | {rate: score(probe, best, rate) for rate in OTHER_RATES}
         rate = min(by_rate, key=by_rate.__getitem__)
         for level in levels:
-            assignment = best.at(level / MANY_LEVELS, rate, spread=True)
+            assignment = best.spread(level, rate)
             if assignment is not None:
                 pool.predict(assignment)
 
@@ -150,16 +145,17 @@ def _price(pool: CandidatePool) -> float:
 
 
 def assigned(groups: Sequence[Group], counts: Counts, *, spread: bool = False) -> Assignment:
-    """The choice of each unit, by counts."""
+    """The choice of each unit, by counts; `spread`: those of large groups."""
     chosen: list[Choice] = []
     for group, own in zip(groups, counts):
         order = sorted(
             (at for at in range(len(own)) if own[at]),
             key=lambda at: (-group.costs[at].moved_bytes, -group.costs[at].recomputed_bytes, at),
         )
-        # (The n-th of a choice's m layers comes at n / m of the way through them.)
+        spreads = spread and len(group.units) > BLOCKS
+        # (Each of a choice's layers comes in the middle of its share of all.)
         places = sorted(
-            ((number + 0.5) / own[at] if spread else 0.0, place)
+            ((number + 0.5) / own[at] if spreads else 0.0, place)
             for place, at in enumerate(order)
             for number in range(own[at])
         )

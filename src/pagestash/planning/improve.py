@@ -29,9 +29,9 @@ MOST, SIZE = 1_440, 571
 """Predictions of all searches for a step: `MOST × (SIZE / size)²`, and at most `MOST`, where a step's size is the
 number of its segments and saved tensors. A prediction takes longer the larger the step, and so does the search
 between two."""
-MOST_OF_LAYERS = 720_000
-"""Predictions times the square of layers, or of other units that repeat: each has copies of its own to play, and
-changes of its own to try."""
+MOST_OF_LAYERS, MOST_OF_ALIKE = 18_000, 720_000
+"""Predictions times layers, or other units that repeat: each has copies of its own to play. And times the square of
+those that are alike: each has changes of its own to try."""
 LEVELS = tuple(part / 20 for part in (19, 17, 15, 13, 11, 10, 9, 8, 7, 6, 5))
 """Memory levels, as parts of the saved bytes at the unplanned peak: closer where a byte costs more."""
 BLOCKS = 8
@@ -90,9 +90,14 @@ class _Change(NamedTuple):
     more: Cost
 
 
-def predictions_for(size: int, layers: int) -> int:
-    """How many predictions searches are worth in a step with so many segments and tensors, and layers."""
-    return min(MOST, MOST * SIZE**2 // max(1, size) ** 2, MOST_OF_LAYERS // max(1, layers) ** 2)
+def predictions_for(size: int, layers: int, alike: int) -> int:
+    """How many predictions searches are worth in a step of this size, with so many layers, and alike ones."""
+    return min(
+        MOST,
+        MOST * SIZE**2 // max(1, size) ** 2,
+        MOST_OF_LAYERS // max(1, layers),
+        MOST_OF_ALIKE // max(1, alike) ** 2,
+    )
 
 
 def by_seconds(found: object, more: Cost) -> float:

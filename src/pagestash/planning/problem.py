@@ -67,8 +67,9 @@ class CandidatePool:
     @property
     def worth(self) -> int:
         """How many predictions searches are worth."""
-        step = self.predictor.step
-        return predictions_for(step.count + len(step.profile.tensors), len(self.problem.units))
+        step, problem = self.predictor.step, self.problem
+        alike = max((len(group.units) for group in problem.groups), default=0)
+        return predictions_for(step.count + len(step.profile.tensors), len(problem.units), alike)
 
     def known(self) -> Sequence[tuple[Assignment, Prediction]]:
         return self._known
@@ -83,7 +84,7 @@ class CandidatePool:
         return found
 
     def predict_alone(self, assignment: Assignment) -> Prediction | None:
-        """The same, and nothing that follows from it."""
+        """The same, without a second prediction of what has no rules that move nothing."""
         rules = self.problem.rules(assignment)
         key = frozenset(f"{name} {rule.home} {rule.fraction}" for name, rule in rules.items())
         if key in self._by_key:

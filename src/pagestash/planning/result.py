@@ -208,7 +208,7 @@ class Plan:
             return f"{found}, {over} above the budget; no plan that is predicted to take less was found"
         if self.planned_for is not None and self.planned_for < self.budget_bytes:
             less = format_bytes(self.planned_for)
-            found += f"; planned for {less}, since a plan for the budget left too little free"
+            found += f"; planned for {less}, since a plan for the budget takes too much"
         return found
 
     def _pool_line(self) -> list[str]:

@@ -3,7 +3,8 @@
 Counts are proposed by a linear program (`counts.py`). Every candidate is predicted (`predict.py`), and a plan is
 chosen by what is predicted. The candidates do not depend on the budget, so more memory never makes a plan slower.
 Beside the counts, candidates are pairs of choices (`pairs.py`), what a search finds from there (`improve.py`), and
-each choice for all layers. If there are at most `EXHAUSTIVE` ways to give each layer a choice, all are candidates.
+each choice for all layers; not so in steps of many layers that take long to predict. If there are at most
+`EXHAUSTIVE` ways to give each layer a choice, all are candidates.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,8 +25,8 @@ from pagestash.policy import HOMES
 
 EXHAUSTIVE = 900
 FEW, LEAST = 180, 40
-"""Predictions: where a search is worth fewer, less is tried beside it. Where that is less than the least, of many
-layers nothing is tried but counts of the program."""
+"""Predictions: where a search is worth fewer, fewer counts, pairs, and choices for all layers are tried beside it.
+Where it is worth less than the least, of many layers only counts are tried, and what one writes by hand."""
 
 
 def candidates(problem: Problem) -> list[Candidate]:
@@ -37,9 +38,11 @@ def candidates(problem: Problem) -> list[Candidate]:
         for assignment in product(*(group.choices for group in problem.groups for _ in group.units)):
             pool.predict(assignment)
     else:
-        few, least = pool.worth < FEW, pool.worth < LEAST and has_many(problem.groups)
-        predict_counts(problem, pool, few=few, least=least)
-        if not least:
+        few = pool.worth < FEW
+        probed = problem.host_bytes > 0 and has_many(problem.groups)
+        alone = probed and pool.worth < LEAST
+        predict_counts(problem, pool, few=few, probed=probed, alone=alone)
+        if not (alone and problem.exact):
             for assignment in _mixed(problem, 1 if few else 4):
                 pool.predict(assignment)
             _improve(problem, pool)

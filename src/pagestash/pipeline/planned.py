@@ -26,8 +26,8 @@ from pagestash.pipeline.stages import Partition, at_costs, partition
 from pagestash.planning.budget import notes_on, parse_budget, parse_host
 from pagestash.planning.choose import choose, find_candidates
 from pagestash.planning.prediction import Prediction, RuleTable
-from pagestash.planning.problem import Candidate
-from pagestash.planning.rank import RankPredictor, RankStep, unbeaten
+from pagestash.planning.problem import Candidate, unbeaten
+from pagestash.planning.rank import RankPredictor, RankStep
 from pagestash.planning.result import NothingFits, Plan
 from pagestash.policy import Policy, PoolConfig
 from pagestash.profiling.profiled import ProfiledStep

@@ -7,7 +7,7 @@ from pagestash.planning.budget import notes_on
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
-from pagestash.planning.problem import Candidate, Problem
+from pagestash.planning.problem import Candidate, Problem, unbeaten
 from pagestash.planning.rank import RankPredictor, RankStep, rank_candidates
 from pagestash.planning.result import NothingFits, Plan, policy_of, rows_of
 from pagestash.planning.solve import candidates
@@ -43,7 +43,7 @@ def predicted_again(step: MeasuredStep, searched: Sequence[Candidates], limit: i
     likely: dict[frozenset[tuple[str, Rule]], dict[str, Rule]] = {}
     for found, _ in searched:
         fitting = [item for item in found if item.predicted.peak_bytes <= limit]
-        for item in (*fitting[:LIKELY], *_unbeaten(found)):
+        for item in (*fitting[:LIKELY], *unbeaten(found)):
             likely.setdefault(frozenset(item.rules.items()), item.rules)
     again = [Candidate(rules, predictor.predict(RuleTable(rules, PoolConfig()))) for rules in likely.values()]
     again.sort(key=lambda item: (item.predicted.mean_seconds, item.predicted.peak_bytes))
@@ -120,13 +120,4 @@ def _limit(best: Prediction, found: list[Candidate], budget: int) -> str:
 
 def _curve(found: list[Candidate]) -> list[tuple[int, float]]:
     """Peaks and seconds, from the fastest to the smallest."""
-    return [(item.predicted.peak_bytes, item.predicted.seconds) for item in _unbeaten(found)]
-
-
-def _unbeaten(found: list[Candidate]) -> list[Candidate]:
-    """Of candidates, the fastest first, those that no faster one is smaller than."""
-    unbeaten: list[Candidate] = []
-    for item in found:
-        if not unbeaten or item.predicted.peak_bytes < unbeaten[-1].predicted.peak_bytes:
-            unbeaten.append(item)
-    return unbeaten
+    return [(item.predicted.peak_bytes, item.predicted.seconds) for item in unbeaten(found)]

@@ -19,6 +19,15 @@ class Candidate:
     predicted: Prediction
 
 
+def unbeaten(found: Sequence[Candidate]) -> list[Candidate]:
+    """Of candidates, the fastest first, those that take less memory than all faster ones."""
+    front: list[Candidate] = []
+    for item in found:
+        if not front or item.predicted.peak_bytes < front[-1].predicted.peak_bytes:
+            front.append(item)
+    return front
+
+
 @dataclass(slots=True)
 class Problem:
     """A measured step, its groups, and the host memory that offload may take."""

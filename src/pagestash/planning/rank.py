@@ -1,12 +1,12 @@
 """The step of a pipeline rank: all microbatches of its stages, in the order of the schedule's actions."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
-from pagestash.planning.problem import Candidate, Problem
+from pagestash.planning.problem import Candidate, Problem, unbeaten
 from pagestash.planning.solve import candidates
 from pagestash.planning.steady import shortened
 from pagestash.planning.unrolled import StageStep, Unrolled, joined
@@ -120,15 +120,6 @@ def rank_candidates(step: RankStep, host_bytes: int) -> tuple[list[Candidate], b
             key=lambda item: (item.predicted.mean_seconds, item.predicted.peak_bytes),
         )
     return found, problem.exact
-
-
-def unbeaten(found: Sequence[Candidate]) -> list[Candidate]:
-    """Of candidates, the fastest first, those that take less memory than all faster ones."""
-    front: list[Candidate] = []
-    for item in found:
-        if not front or item.predicted.peak_bytes < front[-1].predicted.peak_bytes:
-            front.append(item)
-    return front
 
 
 def _check(stages: Mapping[int, StageStep], plan: Plan) -> None:

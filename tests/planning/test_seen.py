@@ -40,7 +40,9 @@ def batch():
 
 @pytest.fixture(scope="module")
 def profile(model, batch):
-    return ps.profile(model, batch)
+    with pytest.MonkeyPatch.context() as patch:  # as for each test; this is for the module, and runs before
+        patch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+        return ps.profile(model, batch, repeats=1)
 
 
 @pytest.mark.parametrize("name", POLICIES)

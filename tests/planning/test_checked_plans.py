@@ -124,7 +124,7 @@ def test_a_plan_whose_step_takes_more_than_predicted_is_made_again_for_less(deco
     assert plan.predicted.peak_bytes <= plan.planned_for
     assert plan.measured_bytes <= plan.budget_bytes
     assert plan.policy != first.policy
-    assert "since a plan for the budget takes too much" in str(plan)
+    assert "less than the budget, to keep it" in str(plan)
 
 
 def test_a_plan_leaves_a_thousandth_of_the_budget_free(decoder, more):

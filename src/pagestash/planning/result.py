@@ -207,8 +207,8 @@ class Plan:
             over = format_bytes(self.measured_bytes - self.budget_bytes)
             return f"{found}, {over} above the budget; no plan that is predicted to take less was found"
         if self.planned_for is not None and self.planned_for < self.budget_bytes:
-            less = format_bytes(self.planned_for)
-            found += f"; planned for {less}, since a plan for the budget takes too much"
+            less = format_bytes(self.budget_bytes - self.planned_for)
+            found += f"; planned for {less} less than the budget, to keep it"
         return found
 
     def _pool_line(self) -> list[str]:

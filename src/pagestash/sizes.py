@@ -14,26 +14,34 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | 
 }
 
 
-def parse_bytes(text: str | int, what: str = "size") -> int:
-    """Bytes of `"64KiB"`, `"1.5 GiB"`, `"2GB"` or a plain number.
+WITH_UNIT = "a number with a unit, like '64KiB', '8GiB' or '2GB'"
+
+
+def parse_bytes(text: str | int, what: str = "size", expected: str = WITH_UNIT) -> int:
+    """Bytes of `"64KiB"`, `"1.5 GiB"`, `"2GB"` or a plain number; else an error that says what is expected.
 
     >>> parse_bytes("64KiB")
     65536
     """
-    refusal = ValueError(f"{what}={text!r}: expected a number with a unit, like '64KiB', '8GiB' or '2GB'")
+    refusal = ValueError(f"{what}={text!r}: expected {expected}")
     value: Any = text
     if isinstance(text, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
         if not found or found[2] not in _UNITS:
             raise refusal
         amount = float(found[1]) * _UNITS[found[2]]
+        if _UNITS[found[2]] == 1 and not amount.is_integer():
+            raise refusal  # a part of a byte
         size = round(amount) if math.isfinite(amount) else MOST_BYTES + 1
     elif isinstance(value, float) and value.is_integer():
         size = int(value)
-    elif isinstance(value, bool) or not hasattr(value, "__index__"):
+    elif isinstance(value, bool):
         raise refusal
     else:
-        size = operator.index(value)
+        try:
+            size = operator.index(value)
+        except TypeError:
+            raise refusal from None
     if size < 0:
         raise ValueError(f"{what}={text!r}: expected 0 or more")
     if size > MOST_BYTES:

@@ -1,8 +1,10 @@
 """`pagestash plan`, as a user types it."""
 
 import importlib
+import json
 
 import pytest
+from test_plans import MB, made_up
 from typer.testing import CliRunner
 
 import pagestash as ps
@@ -76,7 +78,16 @@ def test_a_picture_without_matplotlib_is_refused_before_the_work(option, tmp_pat
     ("words", "says"),
     [
         (("--budget", "-1"), "budget='-1'"),
-        (("--budget", "lots"), "expected a number with a unit"),
+        (("--budget", "lots"), "expected a part from 0 to 1"),
+        (("--budget", "1.5"), "expected a part from 0 to 1"),
+        (("--budget", "1GiB", "--host", "0.5"), "host='0.5': expected a number with a unit"),
+        (("--budget", "1GiB", "--schedule", "GPipe"), "--schedule is for a pipeline: pass --ranks, too"),
+        (("--budget", "1GiB", "--overflow", "0.1"), "--overflow 0.1: pass --rows or --skew, too"),
+        (("--budget", "1GiB", "--zero", "3"), "--zero is for a model on a cluster: pass --cluster, too"),
+        (
+            ("--cluster", "h100:8", "--skew", "1.5"),
+            "--repeats is for a measured step: no --cluster beside it",
+        ),
         (("--budget", "1GiB", "--optimizer", "adan"), "--optimizer adan: expected one of"),
         (("--budget", "1GiB", "--out", "/nowhere/policy.toml"), "expected a file in a folder that exists"),
         (("--budget", "1GiB", "--profile", "none.json"), "none.json: No such file"),
@@ -98,3 +109,55 @@ def test_what_makes_no_sense_is_one_line(words, says, tmp_path, monkeypatch):
     assert done.exit_code == 2
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def profile_file(tmp_path):
+    path = tmp_path / "profile.json"
+    made_up(3, (8 * MB, 20), (5 * MB, 20)).save(path)
+    return path
+
+
+def test_a_saved_profile_is_planned_for_another_link(profile_file):
+    """At 10 MB/s copies would take seconds, so nothing leaves."""
+    quick, slow = (
+        run("--profile", str(profile_file), "--budget", "0.8", *link) for link in ((), ("--link", "10MB"))
+    )
+    assert quick.exit_code == slow.exit_code == 0
+    assert "link       0 B each way" not in quick.output
+    assert "link       0 B each way" in slow.output
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--link", "0"), "--link 0: expected bytes per second"),
+        (("--link", "fast"), "--link='fast': expected"),
+        (("--gradients", "fresh"), "--profile has the measured step: pass no --gradients beside it"),
+        (("--layers", "3"), "pass no --layers beside it"),
+        (("--batch", "99"), "pass no --batch beside it"),
+        (("--device", "cuda"), "pass no --device beside it"),
+        (("--repeats", "1"), "pass no --repeats beside it"),
+    ],
+)
+def test_options_that_a_saved_profile_does_not_take_are_refused(profile_file, words, says):
+    done = run("--profile", str(profile_file), "--budget", "0.5", *words)
+    assert done.exit_code == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_optimizer_needs_a_profile_that_knows_gradients(profile_file, tmp_path):
+    data = json.loads(profile_file.read_text())
+    (tmp_path / "old.json").write_text(json.dumps(data | {"gradient_bytes": None}))
+    done = run("--profile", str(tmp_path / "old.json"), "--budget", "0.5", "--optimizer", "adamw")
+    assert done.exit_code == 2
+    assert "does not say how large gradients are" in done.stderr
+
+
+def test_a_function_that_takes_arguments_is_no_model(tmp_path, monkeypatch):
+    (tmp_path / "with_arguments.py").write_text("def make(width):\n    raise AssertionError\n")
+    monkeypatch.chdir(tmp_path)
+    done = run("--module", "with_arguments:make", "--budget", "0.5")
+    assert done.exit_code == 2
+    assert "missing a required argument: 'width'; expected a function without" in done.stderr

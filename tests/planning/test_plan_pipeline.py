@@ -419,3 +419,8 @@ def test_peaks_of_a_split_backward_count_gradients_that_wait_and_both_replays(ra
         for title, (predicted, measured) in found[name].items():
             bound = 0.03 if title == "nothing" else 0.09
             assert 0 <= predicted - measured < bound * measured, (rank, title)
+
+
+def test_a_stage_without_a_schedule_is_refused():
+    with pytest.raises(ValueError, match="stage=0: pass the schedule of the pipeline, too"):
+        plan_profile(made_up(2, (8 * MB, 2), (5 * MB, 6)), budget=0.5, stage=0)

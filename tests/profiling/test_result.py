@@ -1,5 +1,6 @@
 """What a profile is good for afterwards: JSON, tables, a picture; and what it refuses to measure."""
 
+import copy
 import io
 import json
 import sys
@@ -234,3 +235,61 @@ def test_progress_is_told():
     assert {steps for _, _, steps in told} == {7}
     assert told[0][0] == "warming up"
     assert told[-1][0] == "done"
+
+
+JUNK = (None, -1, 10**9, 10**30, "x", [], [[]], {}, True, 1.5, float("nan"), float("inf"), ["x"], [1])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda data: data.pop("link"), "this profile has no 'link'"),
+        (lambda data: data["link"].update(out=[]), r"link\.out: expected a number, found \[\]"),
+        (lambda data: data.update(model_bytes="x"), "model_bytes: expected a whole number, found 'x'"),
+        (lambda data: data.update(model_bytes=-1), "model_bytes=-1: expected 0 or more"),
+        (lambda data: data.update(plain_seconds=-5), "plain_seconds=-5: expected 0 or more"),
+        (lambda data: data.update(gradients="some"), "gradients: expected one of held, fresh, found 'some'"),
+        (lambda data: data.update(tensors=5), "tensors: expected a list, found 5"),
+        (lambda data: data["tensors"].insert(0, 5), r"tensors\[0\]: expected its fields by name, found 5"),
+        (lambda data: data["tensors"][1].pop("bytes"), r"tensors\[1\] has no 'bytes'"),
+        (lambda data: data["tensors"][1].update(colour=1), r"tensors\[1\] has an unknown field 'colour'"),
+        (
+            lambda data: data["tensors"][0].update(needed_at=None),
+            r"tensors\[0\]\.needed_at: expected a whole",
+        ),
+        (lambda data: data["segments"][1].update(seconds="x"), r"segments\[1\]\.seconds: expected a number"),
+        (lambda data: data["regions"][1]["homes"].clear(), r"regions\[1\]\.homes has no 'keep'"),
+    ],
+)
+def test_a_field_that_is_none_is_named(found, tmp_path, change, says):
+    data = json.loads(found.to_json())
+    change(data)
+    (tmp_path / "p.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=rf"p\.json: {says}"):
+        ps.Profile.load(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize(
+    "where", [(), ("link",), ("tensors", 1), ("segments", 1), ("regions", 1), ("regions", 1, "homes")]
+)
+def test_whatever_is_wrong_with_a_file_is_a_value_error(found, tmp_path, where):
+    """A profile is read, or refused in a sentence: nothing else is raised."""
+    data = json.loads(found.to_json())
+    data |= {name: data[name][:2] for name in ("tensors", "segments", "regions")}
+    path, refused = tmp_path / "p.json", 0
+    for key in _at(data, where):
+        for value in JUNK:
+            changed = copy.deepcopy(data)
+            _at(changed, where)[key] = value
+            path.write_text(json.dumps(changed))
+            try:
+                ps.Profile.load(path)
+            except ValueError:
+                refused += 1
+    assert refused > len(_at(data, where))
+
+
+def _at(data, where):
+    for step in where:
+        data = data[step]
+    return data

@@ -13,6 +13,24 @@ if TYPE_CHECKING:
     from pagestash.commands.step import StepOptions
 
 
+CLUSTER = {"global_batch", "microbatch", "precision", "zero", "profiled_on"}
+CLUSTER_TOO = {"cluster", "preset", "layers", "seq", "profile", "out"}
+"""Options of `plan`: those that only --cluster takes, and those that it takes, too."""
+
+
+def _given(context: typer.Context) -> set[str]:
+    """The options that stand on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
+def _refuse(names: set[str], why: str) -> None:
+    """Refuse options that would change nothing; the first in the alphabet is named."""
+    for name in sorted(names):
+        typer.echo(f"error: --{name.replace('_', '-')} {why}", err=True)
+        raise typer.Exit(2)
+
+
 def _step(context: typer.Context) -> "StepOptions":
     """The options of a step to measure, among those that the command was given."""
     from pagestash.commands.step import StepOptions
@@ -106,12 +124,15 @@ def plan(
         float | None, typer.Option(help="Received rows are log-normal, with this max/mean over 64 layers.")
     ] = None,
     overflow: Annotated[
-        float, typer.Option(help="With --rows or --skew: how often a step may overflow the pool.")
-    ] = 1e-3,
+        float | None,
+        typer.Option(help="With --rows or --skew: how often a step may overflow the pool.  [default: 0.001]"),
+    ] = None,
     ranks: Annotated[
         int | None, typer.Option(help="Plan a pipeline of so many ranks; the step is one microbatch.")
     ] = None,
-    schedule: Annotated[str, typer.Option(help=f"Of the pipeline: {SCHEDULE_NAMES}.")] = "1F1B",
+    schedule: Annotated[
+        str | None, typer.Option(help=f"Of the pipeline: {SCHEDULE_NAMES}.  [default: 1F1B]")
+    ] = None,
     microbatches: Annotated[
         int | None, typer.Option(help="Of the pipeline, per step.  [default: twice the stages]")
     ] = None,
@@ -145,6 +166,7 @@ def plan(
 
     With --cluster, find the fastest layout of a model on devices that are not at hand, and a policy for each rank.
     """
+    given = _given(context)
     if cluster is not None:
         from pagestash.commands.plan_cluster import ClusterPlanOptions
         from pagestash.commands.plan_cluster import run as run_cluster
@@ -152,10 +174,7 @@ def plan(
         if budget is not None or module is not None:
             typer.echo("error: --cluster has its own memory: no --budget or --module", err=True)
             raise typer.Exit(2)
-        if graphed or waits:
-            name = "--graphed" if graphed else "--waits"
-            typer.echo(f"error: {name} is for a measured step: no --cluster beside it", err=True)
-            raise typer.Exit(2)
+        _refuse(given - CLUSTER - CLUSTER_TOO, "is for a measured step: no --cluster beside it")
         wanted = ClusterPlanOptions(
             model=preset or "deepseek-v3",
             cluster=cluster,
@@ -170,6 +189,7 @@ def plan(
             out=out,
         )
         raise typer.Exit(run_cluster(wanted))
+    _refuse(given & CLUSTER, "is for a model on a cluster: pass --cluster, too")
     if budget is None:
         typer.echo("error: --budget is missing: how much memory may the step take, like 40GiB?", err=True)
         raise typer.Exit(2)

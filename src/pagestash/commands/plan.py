@@ -1,6 +1,6 @@
 """`pagestash plan`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from pagestash.commands.partition import MOST_ACTIONS
@@ -10,6 +10,7 @@ from pagestash.commands.step import (
     check_numbers,
     check_picture,
     exit_code,
+    given_link,
     measure,
 )
 from pagestash.pipeline.planned import PipelinePlan, plan_pipeline
@@ -24,6 +25,7 @@ from pagestash.schedules.plan import schedule_name
 
 OPTIMIZERS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
 """State tensors of each parameter, of its dtype."""
+SCHEDULE = "1F1B"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +42,9 @@ class PlanOptions:
     rows: str | None = None
     expert: int = 1
     skew: float | None = None
-    overflow: float = OVERFLOW
+    overflow: float | None = None
     ranks: int | None = None
-    schedule: str = "1F1B"
+    schedule: str | None = None
     microbatches: int | None = None
     out: Path | None = None
     curve: Path | None = None
@@ -61,8 +63,9 @@ def _run(options: PlanOptions) -> None:
         if options.out is not None:
             pipeline.save(options.out)
         return
-    if options.microbatches is not None:
-        raise ValueError("--microbatches is for a pipeline: pass --ranks, too")
+    for name in ("microbatches", "schedule"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} is for a pipeline: pass --ranks, too")
     found = _plan(options)
     print(found)
     if options.out is not None:
@@ -74,7 +77,7 @@ def _run(options: PlanOptions) -> None:
 
 
 def _plan_pipeline(options: PlanOptions) -> PipelinePlan:
-    for name in ("rows", "skew", "curve", "plot"):
+    for name in ("rows", "skew", "overflow", "curve", "plot"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name} is for a plan of one rank: pass no --ranks beside it")
     if options.out is not None and options.out.exists() and not options.out.is_dir():
@@ -87,12 +90,13 @@ def _plan_pipeline(options: PlanOptions) -> PipelinePlan:
         raise ValueError(
             f"--microbatches {options.microbatches}: expected at most {MOST_ACTIONS // options.ranks}"
         )
-    schedule_name(options.schedule)  # refuses what is none before anything is measured
+    schedule = options.schedule or SCHEDULE
+    schedule_name(schedule)  # refuses what is none before anything is measured
     state = _state(options)
     profile, _ = _profile(options)
     return plan_pipeline(
         profile,
-        schedule=options.schedule,
+        schedule=schedule,
         ranks=options.ranks,
         microbatches=options.microbatches,
         budget=_budget(options),
@@ -124,7 +128,7 @@ def _plan(options: PlanOptions) -> Plan:
         host=options.host,
         optimizer_bytes=state * (profile.gradient_bytes or 0),
         rows=rows,
-        overflow=options.overflow,
+        overflow=OVERFLOW if options.overflow is None else options.overflow,
         check=step,
         graphed=options.graphed,
         waits=options.waits,
@@ -134,6 +138,10 @@ def _plan(options: PlanOptions) -> Plan:
 def _rows(options: PlanOptions) -> Rows | None:
     if options.rows is not None and options.skew is not None:
         raise ValueError("--rows and --skew both say how rows vary: expected one of them")
+    if options.overflow is not None and options.rows is None and options.skew is None:
+        raise ValueError(
+            f"--overflow {options.overflow:g}: pass --rows or --skew, too, which say how rows vary"
+        )
     if options.rows not in (None, "measured"):
         return read_tokens_per_expert(options.rows, ep=options.expert)
     if options.expert != 1:
@@ -147,6 +155,16 @@ def _profile(options: PlanOptions) -> tuple[Profile, RepeatedStep | None]:
     """The profile, and the step if it was measured now."""
     if options.profile is None:
         return measure(options.step)
-    if options.step.preset is not None or options.step.module is not None:
-        raise ValueError("--profile has the measured step: pass no --preset or --module beside it")
-    return Profile.load(options.profile), None
+    for each in fields(options.step):
+        if each.name != "link" and getattr(options.step, each.name) != each.default:
+            raise ValueError(f"--profile has the measured step: pass no --{each.name} beside it")
+    rate = given_link(options.step)
+    profile = Profile.load(options.profile)
+    if rate is not None:
+        profile = replace(profile, link=replace(profile.link, out=rate, back=rate, measured=False))
+    if profile.gradient_bytes is None and _state(options):
+        raise ValueError(
+            f"--optimizer {options.optimizer}: {options.profile} does not say how large gradients are, "
+            "by which an optimizer's state is known; measure the step again"
+        )
+    return profile, None

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,9 +89,7 @@ def measure(options: StepOptions, policy: Policy | None = None) -> tuple[Profile
     """Profile what the options name; the profile has the policy's homes. Also the step that was profiled."""
     _check(options)
     device = find_device(options.device, f"--device {options.device}")
-    link = None if options.link is None else float(parse_bytes(options.link, "--link"))
-    if link == 0:
-        raise ValueError(f"--link {options.link}: expected bytes per second, more than 0")
+    link = given_link(options)
     text = 8 * options.batch * (options.seq + 1)
     if text > device_memory(device):
         raise ValueError(
@@ -122,6 +121,14 @@ def measure(options: StepOptions, policy: Policy | None = None) -> tuple[Profile
         return found, repeated_step(model, batch, autocast=autocast, gradients=gradients)
 
 
+def given_link(options: StepOptions) -> float | None:
+    """Bytes per second to the host, if the options say."""
+    rate = None if options.link is None else float(parse_bytes(options.link, "--link"))
+    if rate == 0:
+        raise ValueError(f"--link {options.link}: expected bytes per second, more than 0")
+    return rate
+
+
 def _check(options: StepOptions) -> None:
     """Check the options before a model is built."""
     if options.preset is not None and options.module is not None:
@@ -149,7 +156,12 @@ def _from_preset(options: StepOptions, device: torch.device) -> tuple[nn.Module,
 
 def _from_module(options: StepOptions, device: torch.device) -> tuple[nn.Module, Any]:
     """The model that `pkg:name` returns, with the batch that it returns or random tokens."""
-    made = _function(options.module or "")()
+    make = _function(options.module or "")
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise ValueError(f"--module {options.module}: {error}; expected a function without") from error
+    made = make()
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ValueError(

@@ -15,6 +15,8 @@ from pagestash.sizes import format_bytes, machine_memory, parse_bytes
 SPARE = 0.03
 """Part of the device that `"auto"` leaves free: the allocator cannot use every byte."""
 
+EXPECTED = "a part from 0 to 1 like 0.5, bytes like '40GiB', or 'auto'"
+
 HELD_BY = {
     "base": "weights, optimizer and held gradients",
     "other": "workspace and new gradients",
@@ -39,8 +41,8 @@ def parse_budget(budget: str | float, unplanned: Prediction, device: str) -> int
         saved = sum(unplanned.at_peak()[home] for home in HOMES)
         return unplanned.peak_bytes - int((1 - part) * saved)
     if isinstance(budget, float):
-        raise ValueError(f"budget={budget!r}: expected a part from 0 to 1, bytes like '40GiB', or 'auto'")
-    size = parse_bytes(budget, "budget")
+        raise ValueError(f"budget={budget!r}: expected {EXPECTED}")
+    size = parse_bytes(budget, "budget", EXPECTED)
     if not size:
         raise ValueError(f"budget={budget!r}: a step takes more than 0 bytes")
     return size

@@ -114,7 +114,7 @@ def plan(
     Raises `NothingFits` (a ValueError) if no policy does.
     """
     # What is wrong is refused before anything is measured.
-    _check_graphed(graphed, schedule)
+    _check_pipeline(graphed, schedule, stage)
     if rows is not None and rows != "measured":
         rows = row_distribution(rows)
     if schedule is not None and stage is None:
@@ -173,7 +173,7 @@ def plan_profile(
     `schedule`, as for `plan`, the profile is of one microbatch of a stage. `result_bytes` is the size of its
     result; by default that of its input, and in the last stage nothing.
     """
-    _check_graphed(graphed, schedule)
+    _check_pipeline(graphed, schedule, stage)
     if schedule is None:
         base = base_bytes(profile, optimizer_bytes)
         step = MeasuredStep(profile, base, graphed=graphed, loops=not waits)
@@ -199,7 +199,9 @@ def plan_profile(
     )
 
 
-def _check_graphed(graphed: bool, schedule: Any) -> None:
+def _check_pipeline(graphed: bool, schedule: Any, stage: int | None) -> None:
+    if stage is not None and schedule is None:
+        raise ValueError(f"stage={stage}: pass the schedule of the pipeline, too")
     if graphed and schedule is not None:
         raise ValueError("graphed=True: a pipeline's rank does not run as one CUDA graph; plan it without")
 

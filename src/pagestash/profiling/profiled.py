@@ -2,20 +2,37 @@
 
 import json
 import tomllib
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 from pagestash.policy import HOMES, HomeName, Policy, Rule
 from pagestash.profiling.assign import Recomputing, TensorIndex, assign, assign_when_saved
 from pagestash.profiling.fit import Fit, fit
+from pagestash.profiling.from_json import convert, read_list
 from pagestash.profiling.link import Link
 from pagestash.profiling.overhead import Overhead
-from pagestash.profiling.records import Gradients, HomeEstimate, Kind, Region, SavedTensor, Segment
+from pagestash.profiling.records import Gradients, Kind, Region, SavedTensor, Segment
 
 FORMAT = 1
 """Version of the JSON format; other versions are refused."""
+REQUIRED = ("device", "link", "tensors", "regions", "segments", "plain_seconds", "allocated_bytes", "policy")
+"""What files of all versions have."""
+PLAIN_FIELDS = (
+    "device",
+    "link",
+    "plain_seconds",
+    "loop_seconds",
+    "host_waits",
+    "allocated_bytes",
+    "model_bytes",
+    "gradient_bytes",
+    "parameter_bytes",
+    "gradients",
+    "other_bytes",
+    "overhead",
+)
+"""Fields that need no more than their type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,43 +163,35 @@ class ProfiledStep:
         """Read what `save` wrote."""
         try:
             data = json.loads(Path(path).read_text())
-            if not isinstance(data, dict) or data.get("format") != FORMAT:
-                raise ValueError("this is no profile that this version can read")
-            policy = data["policy"]
-            return cls(
-                device=data["device"],
-                link=Link(**data["link"]),
-                tensors=[SavedTensor(**_tuples(item, leave="home")) for item in data["tensors"]],
-                regions=[_region(item) for item in data["regions"]],
-                segments=[Segment(**_tuples(item)) for item in data["segments"]],
-                plain_seconds=data["plain_seconds"],
-                loop_seconds=data.get("loop_seconds"),
-                host_waits=data.get("host_waits", False),
-                allocated_bytes=data["allocated_bytes"],
-                policy=None if policy is None else Policy.from_dict(tomllib.loads(policy)),
-                model_bytes=data.get("model_bytes"),
-                gradient_bytes=data.get("gradient_bytes"),
-                parameter_bytes=data.get("parameter_bytes"),
-                gradients=data.get("gradients", "fresh"),
-                other_bytes=data.get("other_bytes"),
-                overhead=Overhead(**data["overhead"]) if data.get("overhead") else None,
-            )
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}") from error
-        except (ValueError, TypeError, KeyError) as error:
+        except ValueError as error:  # bytes that are no text, too
+            raise ValueError(f"{path}: this is no JSON ({error})") from error
+        try:
+            return cls._of(data)
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
-
-def _tuples(item: Mapping[str, Any], leave: str = "") -> dict[str, Any]:
-    return {
-        key: tuple(value) if isinstance(value, list) else value for key, value in item.items() if key != leave
-    }
-
-
-def _region(item: Mapping[str, Any]) -> Region:
-    homes = {name: HomeEstimate(**values) for name, values in item["homes"].items()}
-    unsaved = {
-        name: tuple((storage, size) for storage, size in item.get(name, ()))
-        for name in ("unsaved_inputs", "unsaved_outputs")
-    }
-    return Region(**{**_tuples(item), "homes": homes, **unsaved})
+    @classmethod
+    def _of(cls, data: Any) -> Self:
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError("this is no profile that this version can read")
+        missing = [name for name in REQUIRED if name not in data]
+        if missing:
+            raise ValueError(f"this profile has no {missing[0]!r}")
+        given = {"gradients": "fresh", **data}  # a file of an earlier version does not say
+        hints = get_type_hints(ProfiledStep)
+        plain = {name: convert(hints[name], given[name], name) for name in PLAIN_FIELDS if name in given}
+        policy = convert(str | None, data["policy"], "policy")
+        regions = read_list(Region, data["regions"], "regions")
+        for at, region in enumerate(regions):
+            for home in ("keep", "stash", "offload"):
+                if home not in region.homes:
+                    raise ValueError(f"regions[{at}].homes has no {home!r}")
+        return cls(
+            **plain,
+            policy=None if policy is None else Policy.from_dict(tomllib.loads(policy)),
+            tensors=read_list(SavedTensor, data["tensors"], "tensors", leave="home"),
+            regions=regions,
+            segments=read_list(Segment, data["segments"], "segments"),
+        )

@@ -1,0 +1,85 @@
+"""Records of a profile from JSON: every field has its type, or the error names it."""
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+RELATIVE = {"end_bytes", "peak_bytes", "beside_bytes"}
+"""Relative to the start of the step: what that held may be freed in it."""
+SIGNED = RELATIVE | {"saved_bytes"}
+"""The only numbers that may be below 0. (A home may take more than it saves.)"""
+
+Record = TypeVar("Record")
+
+
+def read(kind: type[Record], item: Any, where: str, *, leave: str = "") -> Record:
+    """A dataclass from a dict of its fields; those with a default may be missing, and `leave` is left out."""
+    if not isinstance(item, Mapping):
+        raise ValueError(f"{where}: expected its fields by name, found {_short(item)}")
+    hints = _hints(cast(Hashable, kind))
+    unknown = item.keys() - hints.keys() - {leave}
+    if unknown:
+        raise ValueError(f"{where} has an unknown field {min(unknown)!r}")
+    values = {}
+    for each in fields(kind):  # type: ignore[arg-type]
+        if each.name in item:
+            values[each.name] = convert(hints[each.name], item[each.name], f"{where}.{each.name}")
+        elif each.default is MISSING and each.default_factory is MISSING:
+            raise ValueError(f"{where} has no {each.name!r}")
+    return kind(**values)
+
+
+def read_list(kind: type[Record], items: Any, where: str, *, leave: str = "") -> list[Record]:
+    if not isinstance(items, list):
+        raise ValueError(f"{where}: expected a list, found {_short(items)}")
+    return [read(kind, item, f"{where}[{at}]", leave=leave) for at, item in enumerate(items)]
+
+
+def convert(kind: Any, value: Any, where: str) -> Any:
+    """The value as a field of this type has it: lists become tuples."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        if value is None:
+            return None
+        (kind,) = (each for each in inner if each is not NoneType)
+        return convert(kind, value, where)
+    if origin is tuple and isinstance(value, list | tuple):
+        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
+        if len(kinds) == len(value):
+            return tuple([convert(own, each, where) for own, each in zip(kinds, value)])
+    elif origin is dict and isinstance(value, Mapping):
+        return {name: convert(inner[1], each, f"{where}.{name}") for name, each in value.items()}
+    elif origin is Literal:
+        if value in inner:
+            return value
+        raise ValueError(f"{where}: expected one of {', '.join(inner)}, found {_short(value)}")
+    elif is_dataclass(kind):
+        return read(kind, value, where)  # type: ignore[arg-type]
+    elif kind in (str, bool) and type(value) is kind:
+        return value
+    elif kind in (int, float) and type(value) in (int, kind) and math.isfinite(value):
+        if value >= 0 or where.rpartition(".")[2] in SIGNED:
+            return value
+        raise ValueError(f"{where}={value}: expected 0 or more")
+    raise ValueError(f"{where}: expected {_words(kind)}, found {_short(value)}")
+
+
+@cache
+def _hints(kind: Hashable) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _words(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        return "a list" if get_args(kind)[-1] is Ellipsis else f"a list of {len(get_args(kind))}"
+    return {str: "text", bool: "true or false", int: "a whole number", float: "a number"}.get(
+        kind, "an object"
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"

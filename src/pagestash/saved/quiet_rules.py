@@ -36,6 +36,8 @@ class _Seen:
     """What happened to the tensors under one rule."""
 
     moved: bool = False
+    apart: bool = False
+    """Whether something moved that is not in an entry of another rule, which saved the same memory before."""
     offloaded: bool = False
     coded: bool = False
     saved: int = 0
@@ -77,6 +79,7 @@ class QuietRules:
         seen.coded |= tensor.dtype is torch.uint8
         if packed.moved:
             seen.moved = True
+            seen.apart |= not isinstance(packed, Handle) or packed.entry.rule == rule
             seen.offloaded |= owner.rule is not None and owner.rule.home == "offload"
             seen.coded |= isinstance(packed, Handle) and packed.entry.dtype is not None
             seen.dtypes.add(tensor.dtype)
@@ -123,7 +126,7 @@ class QuietRules:
                 log.warning(_NOT_CODED, rule.match, STEPS, rule.least_bytes, dtypes)
             if rule.home == "keep":
                 continue
-            why = self._window(rule, offload) if rule.home == "offload" and seen.moved else None
+            why = self._window(rule, offload) if rule.home == "offload" and seen.apart else None
             if why is None and not seen.moved:
                 why = _reason(rule, seen, mine)
             if why is not None:

@@ -1,6 +1,6 @@
 import pytest
 
-from pagestash.planning import improve
+from pagestash.planning import improve, solve
 
 THOROUGH = ("test_recorded_profiles",)
 """Files that compare plans with the best there is, or with figures."""
@@ -17,3 +17,4 @@ def quick_search(request, monkeypatch):
     """Searches with less effort, where it does not matter how good a plan is: that takes minutes less."""
     if request.path.stem not in THOROUGH and "whole_search" not in request.keywords:
         monkeypatch.setattr(improve, "MOST", 300)
+        monkeypatch.setattr(solve, "EXHAUSTIVE", solve.EXHAUSTIVE_ON_A_RANK)

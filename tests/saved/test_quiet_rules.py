@@ -249,7 +249,7 @@ def test_a_fraction_of_expected_rows_that_offloads_nothing(told, lone_rank, expe
 
 
 def test_a_rule_whose_tensors_move_under_another_is_not_mentioned(told):
-    """`exp` saves its result, and the product after it the same memory as its input: the first rule has moved it."""
+    """`exp` saves its result, and the product after it saves that as its input: the first rule has moved it."""
     layers = nn.Sequential(*(nn.Sequential(Shifted(), nn.Linear(16, 16)) for _ in range(4)))
     both = [ps.Rule(f"*.{part}", "offload", min_bytes=0, prefetch_bytes=0) for part in (0, 1)]
     train(layers, *both)

@@ -91,7 +91,12 @@ def choose(
         unplanned=unplanned,
         budget_bytes=limit,
         turn=step.turn,
-        rows=rows_of(policy, profile, sum(one.seconds) / measured if measured else 1.0),
+        rows=rows_of(
+            policy,
+            profile,
+            sum(one.seconds) / measured if measured else 1.0,
+            None if isinstance(step, RankStep) else best.predicted.leaving,
+        ),
         limit=_limit(best.predicted, found, limit),
         notes=notes,
         curve=_curve(found),

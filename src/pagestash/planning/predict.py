@@ -154,6 +154,9 @@ class _Playing:
             memory=memory,
             staying=frozenset(str(move.key[-2]) for move in moves if move.key in plan.stays)
             - {str(move.key[-2]) for move in moves if move.key not in plan.stays},
+            leaving=frozenset(
+                storage for move in moves if move.key not in plan.stays for storage in move.leaving
+            ),
             held_bytes=held_bytes,
             groups=offloaded.groups,
             headroom=plan.headroom,

@@ -1,7 +1,7 @@
 """`Plan`: a policy for a budget, what it is predicted to take, and why."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def _named(largest: SavedTensor | None, smallest: Prediction) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """A rule of a plan: how many layers it is for, what they save, and the time of their replays."""
+    """A rule of a plan: how many layers it is for, what it takes off the device, and the time of their replays."""
 
     match: str
     home: HomeName
@@ -272,13 +272,16 @@ def number_ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[1]}" for part in parts)
 
 
-def rows_of(policy: Policy, profile: ProfiledStep, scale: float) -> list[PlanRow]:
-    """What each rule of the policy is for."""
+def rows_of(
+    policy: Policy, profile: ProfiledStep, scale: float, leaving: Collection[int] | None = None
+) -> list[PlanRow]:
+    """What each rule of the policy is for. `leaving`: the storages that leave the device, or None: all may."""
     moved: dict[Rule, int] = {}
     table = RuleTable.of(policy, profile.regions)
     for tensor, home in zip(profile.tensors, assign(table, profile.tensors, profile.regions)):
         rule, _ = rule_of(table, tensor.path)
-        if rule is not None and rule.home == home:
+        stays = home == "offload" and leaving is not None and tensor.storage not in leaving
+        if rule is not None and rule.home == home and not stays:
             moved[rule] = moved.get(rule, 0) + tensor.counted
     rows = []
     for rule in policy.rules:

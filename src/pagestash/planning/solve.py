@@ -4,7 +4,7 @@ Counts are proposed by a linear program (`counts.py`). Every candidate is predic
 chosen by what is predicted. The candidates do not depend on the budget, so more memory never makes a plan slower.
 Beside the counts, candidates are pairs of choices (`pairs.py`), what a search finds from there (`improve.py`), and
 each choice for all layers; not so in steps of many layers that take long to predict. If there are at most
-`EXHAUSTIVE` ways to give each layer a choice, all are candidates.
+`EXHAUSTIVE` ways to give each layer a choice, all are candidates: three layers of two regions, say.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,8 @@ from pagestash.planning.prediction import Prediction
 from pagestash.planning.problem import Candidate, CandidatePool, Problem
 from pagestash.policy import HOMES
 
-EXHAUSTIVE = 900
+EXHAUSTIVE, EXHAUSTIVE_ON_A_RANK = 2_000, 900
+"""So many ways to give each layer a choice are all predicted. A rank of a pipeline is planned many times."""
 FEW, LEAST = 180, 40
 """Predictions: where a search is worth fewer, fewer counts, pairs, and choices for all layers are tried beside it.
 Where it is worth less than the least, of many layers only counts are tried, and what one writes by hand."""
@@ -34,7 +35,8 @@ def candidates(problem: Problem) -> list[Candidate]:
     pool = CandidatePool(problem)
     for assignment in _by_hand(problem):  # the first one keeps
         pool.predict(assignment)
-    if prod(len(group.choices) ** len(group.units) for group in problem.groups) <= EXHAUSTIVE:
+    most = EXHAUSTIVE if _is_one_step(problem, pool) else EXHAUSTIVE_ON_A_RANK
+    if prod(len(group.choices) ** len(group.units) for group in problem.groups) <= most:
         for assignment in product(*(group.choices for group in problem.groups for _ in group.units)):
             pool.predict(assignment)
     else:
@@ -49,6 +51,11 @@ def candidates(problem: Problem) -> list[Candidate]:
             for assignment in _alike(problem, moving=not few):
                 pool.predict(assignment)
     return sorted(pool.candidates, key=lambda item: (item.predicted.mean_seconds, item.predicted.peak_bytes))
+
+
+def _is_one_step(problem: Problem, pool: CandidatePool) -> bool:
+    """Whether a prediction is of one forward and backward, and not of all microbatches of a rank."""
+    return pool.predictor.step.count == problem.step.count
 
 
 def _by_hand(problem: Problem) -> Iterator[Assignment]:
@@ -72,7 +79,7 @@ def _improve(problem: Problem, pool: CandidatePool) -> None:
     saved = sum(unplanned.at_peak()[home] for home in HOMES)
     levels = [unplanned.peak_bytes - round((1 - part) * saved) for part in LEVELS]
     # A rank of a pipeline is planned many times, once for each way to place layers.
-    share = 1 if pool.predictor.step.count == problem.step.count else 4
+    share = 1 if _is_one_step(problem, pool) else 4
     # What is fast on average is found sooner from what is fast on a quick host, unless the sums know of the host.
     step = pool.predictor.step
     varies = any(step.lanes.host) or (problem.host_bytes > 0 and step.slow_link != link)

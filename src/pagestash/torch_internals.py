@@ -144,6 +144,10 @@ event_wait: Callable[[torch.cuda.Event, torch.cuda.Stream], None] = internal_if_
 event_query: Callable[[torch.cuda.Event], bool] = internal_if_called(_event, "query")
 
 
+is_zero_tensor: Callable[[torch.Tensor], bool] = internal(torch.Tensor, "_is_zerotensor")
+"""Whether a tensor is all zeros, without memory: forward-mode AD makes such ones."""
+
+
 def coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices and values of a sparse COO tensor, which unlike for the public ones need not be coalesced."""
     return internal(tensor, "_indices")(), internal(tensor, "_values")()

@@ -30,7 +30,7 @@ from pagestash.saved.streams import OneStream
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.saved.valid_rows.marks import Marks
 from pagestash.saved.watch import Place, Watch
-from pagestash.torch_internals import LOCAL_PART, current_transform, storage_key
+from pagestash.torch_internals import LOCAL_PART, current_transform, is_zero_tensor, storage_key
 
 T = TypeVar("T")
 
@@ -224,7 +224,7 @@ class SavedTensorHooks:
         last = first + size if tensor.is_contiguous() else byte_range(tensor, size)[1]
         # An expanded view is as small as what it repeats. Or there are no bytes to move, or they are not the
         # tensor's values as they stand.
-        plain = not tensor.is_neg() and (
+        plain = not (tensor.is_neg() or is_zero_tensor(tensor)) and (
             tensor.dtype in _FLOATS or not (tensor.is_quantized or tensor.is_conj())
         )
         if last - first < least or not size or not plain:

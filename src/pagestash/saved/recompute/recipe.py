@@ -117,6 +117,7 @@ class Recipe:
 
     def close(self) -> None:
         """The forward is over: refuse if it has changed what a replay must find unchanged."""
+        self.attributes.close()
         self.rng_and_buffers.close()
         self.weights.close()
         if self._objects is not None:

@@ -29,7 +29,7 @@ from pagestash.saved.recompute.rng import (
 from pagestash.saved.recompute.trees import map_leaves, tensors_of
 from pagestash.saved.recompute.value_checks import summary_of
 from pagestash.saved.region import Recording, Region, frames, set_frames
-from pagestash.saved.storage import byte_range, checksum, plain_storage
+from pagestash.saved.storage import STRIDED, byte_range, checksum, plain_storage
 from pagestash.torch_internals import StorageWeakRef
 
 
@@ -79,9 +79,9 @@ class RecordedForward(Recording):
     def home_of(self, tensor: torch.Tensor, key: int | None) -> Region | None:
         """The region whose home takes a tensor saved in this one: None if it is discarded.
 
-        An input is held in any case; what is below `min_bytes` stays.
+        An input is held in any case; what is below `min_bytes` stays, and so does a sparse tensor.
         """
-        if tensor.nbytes < self._least_bytes:
+        if tensor.layout is not STRIDED or tensor.nbytes < self._least_bytes:
             return self._outer
         held = None if key is None else self._held.get(key)
         if held is None:

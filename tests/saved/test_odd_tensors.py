@@ -1,0 +1,67 @@
+"""Tensors without plain memory of their own that operations save: they stay as they are, under every home."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+import pagestash as ps
+
+HOMES = ("stash", "offload", "recompute")
+
+
+def gradients(model, steps, *, home=None, around=None):
+    """Of each of some steps of `around(model, x)`, under a rule of this home for the model's second part."""
+    keeper = None
+    if home is not None:
+        rules = [ps.Rule("1", home, min_bytes=0)]
+        keeper = ps.Keeper(ps.Policy(rules), backend="torch").attach(model)
+    found = []
+    for number in range(steps):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
+        if keeper is None:
+            around(model, x).backward()
+        else:
+            with keeper.step():
+                around(model, x).backward()
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+    if keeper is not None:
+        keeper.detach()
+    return found
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return torch.sparse.mm(torch.eye(4).to_sparse(), self.linear(x)).tanh()
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_sparse_tensor_stays(home):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Sparse(), nn.Linear(16, 16))
+
+    def step(model, x):
+        return model(x).square().mean()
+
+    plain = gradients(model, 3, around=step)
+    assert all(map(torch.equal, plain, gradients(model, 3, home=home, around=step)))
+
+
+@pytest.mark.parametrize("home", ["stash", "offload"])
+def test_a_zero_tensor_of_forward_mode_ad_stays(home):
+    """It has no memory, and copying from there ended the process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.Tanh(), nn.Linear(16, 16)))
+
+    def step(model, x):
+        with forward_ad.dual_level():
+            primal, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.flip(0))))
+            return primal.square().mean() + 0.01 * tangent.square().mean()
+
+    plain = gradients(model, 3, around=step)
+    assert all(map(torch.equal, plain, gradients(model, 3, home=home, around=step)))

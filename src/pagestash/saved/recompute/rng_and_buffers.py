@@ -35,8 +35,8 @@ SMALL_BUFFER = 65536
 (`F.batch_norm` writes its statistics without raising a version)."""
 
 _NOTHING = nullcontext()
-ChangesBuffers = WeakKeyDictionary[nn.Module, dict[str, bool]]
-"""For each large buffer of a module that was seen: whether a forward ever changed it."""
+ChangesBuffers = WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]]
+"""For each large buffer of a module that was seen, in training and not: whether a forward ever changed it."""
 
 
 class DrawsInPython:
@@ -147,7 +147,9 @@ class RngAndBuffers:
 
     def _before(self, owner: nn.Module, name: str, buffer: torch.Tensor) -> _Buffer:
         # A large buffer that is seen for the first time may be one that forward changes.
-        may_change = buffer.nbytes <= SMALL_BUFFER or self._changes.get(owner, {}).get(name, True)
+        may_change = buffer.nbytes <= SMALL_BUFFER or self._changes.get(owner, {}).get(
+            (name, owner.training), True
+        )
         copy = buffer.detach().clone() if may_change else None
         return _Buffer(owner, name, buffer, buffer._version, buffer.untyped_storage(), copy)
 
@@ -177,12 +179,13 @@ class RngAndBuffers:
     def _learn(self, buffer: _Buffer) -> bool:
         """Whether the value before forward is still there, if forward has changed it."""
         seen = self._changes.setdefault(buffer.owner, {})
+        key = buffer.name, buffer.owner.training
         replaced = buffers_of(buffer.owner).get(buffer.name) is not buffer.tensor
         changed = buffer.tensor._version != buffer.version
-        if buffer.name not in seen:
+        if key not in seen:
             changed = changed or not buffer.same_content()
-        seen[buffer.name] = seen.get(buffer.name, False) or changed
-        if not seen[buffer.name]:
+        seen[key] = seen.get(key, False) or changed
+        if not seen[key]:
             buffer.copy = buffer.tensor if replaced else None
         return buffer.copy is not None or not changed
 

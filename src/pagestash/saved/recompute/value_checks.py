@@ -1,8 +1,9 @@
 """Whether recomputed tensors have the values of the first forward.
 
 Versions and shapes do not tell that a forward read something else, or drew other numbers. Values do, and a check
-costs as much as reading them. So every forward of a region is checked in the first step that it is in, where the
-host waits for the answer. From then on one forward in `EVERY` is checked; a later forward reads the answer.
+costs as much as reading them. So every forward of a region is checked in the first step that it is in, and in the
+first one after `train()` or `eval()`; there the host waits for the answer. From then on one forward in `EVERY` is
+checked; a later forward reads the answer.
 
 Indices and masks must be the same. Floating-point values are the same on the same machine, except where a kernel
 adds in any order (atomics). They are compared by sums over groups of elements, and refused where a sum is further
@@ -11,7 +12,7 @@ off than rounding explains.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from weakref import WeakKeyDictionary
 
@@ -55,9 +56,11 @@ class _Pending:
 
 @dataclass(slots=True, eq=False)
 class _Forwards:
-    """Forwards of one module so far, and whether this is the first step that it is in."""
+    """Forwards of one module so far, and whether this is the first step that it is in, training or not."""
 
     count: int
+    modes: set[bool] = field(default_factory=set)
+    """Values of `training` that it had in a forward. (In another mode it may draw, or change a buffer.)"""
     new: bool = True
 
 
@@ -80,6 +83,9 @@ class Checks:
         forwards = self._forwards.get(module)
         if forwards is None:
             forwards = self._forwards[module] = _Forwards(len(self._forwards) * _SPREAD % EVERY)
+        if module.training not in forwards.modes:
+            forwards.modes.add(module.training)
+            forwards.new = True
             self._new.append(forwards)
         if forwards.new:
             return When.AT_ONCE

@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers", minversion="5.7")
 
 from tiny import batch, tiny  # noqa: E402
 
+import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
 from pagestash.kernels import backend as backends  # noqa: E402
 from pagestash.moe.ops import cross_entropy  # noqa: E402
@@ -141,3 +142,10 @@ def test_labels_that_are_none_or_no_token_give_what_the_page_says(model):
     assert nothing == 0
     nothing.backward()
     assert model(input_ids=ids, labels=torch.full_like(ids, 96)).loss.isnan()
+
+
+def test_recomputing_a_fused_head_is_refused(model):
+    """A replay is no call of the model's, and would compute logits."""
+    keeper = ps.Keeper(ps.Policy([ps.Rule("lm_head", "recompute", min_bytes=0)])).attach(model)
+    with pytest.raises(RuntimeError, match="region 'lm_head'.* did something else"), keeper.step():
+        model(**batch()).loss.backward()

@@ -254,3 +254,19 @@ def test_a_rule_whose_tensors_move_under_another_is_not_mentioned(told):
     both = [ps.Rule(f"*.{part}", "offload", min_bytes=0, prefetch_bytes=0) for part in (0, 1)]
     train(layers, *both)
     assert told() == []
+
+
+def test_a_step_that_is_larger_than_those_before_is_nothing_to_warn_of(told):
+    """There is host memory for the first step's size in the second, and for all of it from the third on."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), Shifted()) for _ in range(4)))
+    rules = [ps.Rule(f"{number}.1", "offload", min_bytes=0, prefetch_bytes=1) for number in range(3)]
+    keeper = ps.Keeper(ps.Policy(rules), backend="torch").attach(layers)
+    refused = []
+    for rows in (8, 640, 640, 640):
+        with keeper.step():
+            layers(torch.randn(rows, 16)).sum().backward()
+        found = keeper.stats().offload
+        refused.append(0 if found is None else found.refused_peak)
+    assert refused[1] > 0
+    assert refused[3] == 0
+    assert told() == []

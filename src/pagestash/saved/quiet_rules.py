@@ -141,6 +141,8 @@ class QuietRules:
         if not rule.fraction:
             return "its fraction is 0"
         if moving.refused.peak:
+            if moving.slabs.wanted <= moving.slabs.limit:
+                return None  # the step was larger than those before; there will be room in the next
             return f"there is no host memory for it: [pool] host allows {format_bytes(moving.slabs.limit)}"
         return (
             "all that it saves is within the window of what backward asks for next, which stays on the device: it "

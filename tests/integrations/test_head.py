@@ -147,5 +147,5 @@ def test_labels_that_are_none_or_no_token_give_what_the_page_says(model):
 def test_recomputing_a_fused_head_is_refused(model):
     """A replay is no call of the model's, and would compute logits."""
     keeper = ps.Keeper(ps.Policy([ps.Rule("lm_head", "recompute", min_bytes=0)])).attach(model)
-    with pytest.raises(RuntimeError, match="region 'lm_head'.* did something else"), keeper.step():
+    with pytest.raises(RuntimeError, match=r"region 'lm_head'.* did something else"), keeper.step():
         model(**batch()).loss.backward()

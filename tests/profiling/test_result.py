@@ -237,7 +237,7 @@ def test_progress_is_told():
     assert told[-1][0] == "done"
 
 
-JUNK = (None, -1, 10**9, 10**30, "x", [], [[]], {}, True, 1.5, float("nan"), float("inf"), ["x"], [1])
+JUNK = (None, -1, 10**9, 10**400, "x", [], [[]], {}, True, 1.5, float("nan"), float("inf"), ["x"], [1])
 
 
 @pytest.mark.parametrize(

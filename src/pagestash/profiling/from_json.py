@@ -7,10 +7,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-RELATIVE = {"end_bytes", "peak_bytes", "beside_bytes"}
-"""Relative to the start of the step: what that held may be freed in it."""
-SIGNED = RELATIVE | {"saved_bytes"}
-"""The only numbers that may be below 0. (A home may take more than it saves.)"""
+SIGNED = {"end_bytes", "peak_bytes", "beside_bytes", "saved_bytes"}
+"""The only numbers that may be below 0: memory relative to the start of a step, and what a home saves."""
 
 Record = TypeVar("Record")
 
@@ -60,7 +58,7 @@ def convert(kind: Any, value: Any, where: str) -> Any:
         return read(kind, value, where)  # type: ignore[arg-type]
     elif kind in (str, bool) and type(value) is kind:
         return value
-    elif kind in (int, float) and type(value) in (int, kind) and math.isfinite(value):
+    elif kind in (int, float) and (type(value) is int or (type(value) is kind and math.isfinite(value))):
         if value >= 0 or where.rpartition(".")[2] in SIGNED:
             return value
         raise ValueError(f"{where}={value}: expected 0 or more")

@@ -18,21 +18,6 @@ FORMAT = 1
 """Version of the JSON format; other versions are refused."""
 REQUIRED = ("device", "link", "tensors", "regions", "segments", "plain_seconds", "allocated_bytes", "policy")
 """What files of all versions have."""
-PLAIN_FIELDS = (
-    "device",
-    "link",
-    "plain_seconds",
-    "loop_seconds",
-    "host_waits",
-    "allocated_bytes",
-    "model_bytes",
-    "gradient_bytes",
-    "parameter_bytes",
-    "gradients",
-    "other_bytes",
-    "overhead",
-)
-"""Fields that need no more than their type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +166,8 @@ class ProfiledStep:
             raise ValueError(f"this profile has no {missing[0]!r}")
         given = {"gradients": "fresh", **data}  # a file of an earlier version does not say
         hints = get_type_hints(ProfiledStep)
-        plain = {name: convert(hints[name], given[name], name) for name in PLAIN_FIELDS if name in given}
+        others = given.keys() & hints.keys() - {"policy", "tensors", "regions", "segments"}
+        plain = {name: convert(hints[name], given[name], name) for name in sorted(others)}
         policy = convert(str | None, data["policy"], "policy")
         regions = read_list(Region, data["regions"], "regions")
         for at, region in enumerate(regions):

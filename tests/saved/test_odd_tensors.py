@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import pagestash as ps
 
@@ -50,6 +51,27 @@ def test_a_sparse_tensor_stays(home):
 
     plain = gradients(model, 3, around=step)
     assert all(map(torch.equal, plain, gradients(model, 3, home=home, around=step)))
+
+
+def test_a_jagged_tensor_is_recomputed():
+    """Its values have plain memory."""
+
+    seen = []
+
+    class Activation(nn.Module):
+        def forward(self, x):
+            inner = x.sin()
+            seen.append(StorageWeakRef(inner.values().untyped_storage()))
+            return torch.nn.functional.silu(inner)
+
+    model = nn.Sequential(nn.Linear(16, 16), Activation())
+    keeper = ps.Keeper(ps.Policy([ps.Rule("1", "recompute", min_bytes=0)]), backend="torch").attach(model)
+    for _ in range(2):
+        parts = [torch.randn(rows, 16) for rows in (3, 5)]
+        with keeper.step():
+            loss = model(torch.nested.nested_tensor(parts, layout=torch.jagged)).values().sum()
+            assert seen[-1].expired()
+            loss.backward()
 
 
 @pytest.mark.parametrize("home", ["stash", "offload"])

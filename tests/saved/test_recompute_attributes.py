@@ -66,6 +66,53 @@ class Grown(nn.Module):
         return (x / before).exp()
 
 
+class Sorting(nn.Module):
+    """Leaves an order behind for the module around it, decided once."""
+
+    def forward(self, x):
+        def choose():
+            self.order = x.detach().argsort(-1)
+            return self.order
+
+        ps.once(choose)
+
+
+class Sorted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sorting = Sorting()
+
+    def forward(self, x):
+        self.sorting(x)
+        return x.gather(-1, self.sorting.order).exp()
+
+
+class Registering(nn.Module):
+    """Makes its weight in the first forward, from a tensor or from nothing."""
+
+    def __init__(self, start) -> None:
+        super().__init__()
+        self.weight = start
+
+    def forward(self, x):
+        if not isinstance(self.weight, nn.Parameter):
+            self.weight = nn.Parameter(torch.full((16,), 0.5) if self.weight is None else self.weight)
+        return (x * self.weight).exp()
+
+
+class Remembering(nn.Module):
+    """Has a history that is longer than what is held, and one that is a list in itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history, self.itself = [0.5] * 100, []
+        self.itself.append(self.itself)
+
+    def forward(self, x):
+        self.history, self.itself = [*self.history, 0.5], [self.itself]
+        return (x * 0.5).exp()
+
+
 KINDS = {
     "recurrent": Stateful,
     "counter that forward makes": Counting,
@@ -73,6 +120,10 @@ KINDS = {
     "numpy": lambda: Annealed(np.float64(0.5)),
     "tuple": lambda: Annealed((0.5,)),
     "int that becomes a tensor": Grown,
+    "set in once": Sorted,
+    "tensor that becomes a parameter": lambda: Registering(torch.full((16,), 0.5)),
+    "None that becomes a parameter": lambda: Registering(None),
+    "long and endless lists": Remembering,
 }
 LENGTHS = (3, 8, 3, 9, 4, 2)
 

@@ -12,7 +12,7 @@ from torch import nn
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.packed import Packed
 from pagestash.saved.recompute.argument_objects import ArgumentObjects
-from pagestash.saved.recompute.module_attributes import AttributesOfClasses, ModuleAttributes
+from pagestash.saved.recompute.module_attributes import AttributesOfClasses, ModuleAttributes, SetAttribute
 from pagestash.saved.recompute.rng import PythonRng, TorchRng
 from pagestash.saved.recompute.rng_and_buffers import ChangesBuffers, DrawsInPython, RngAndBuffers
 from pagestash.saved.recompute.trees import map_leaves
@@ -41,11 +41,12 @@ class HeldTensor:
 
 
 class OnceResult(NamedTuple):
-    """What a call of `once` returned, and the RNG states after it where it drew."""
+    """What a call of `once` returned, the RNG states after it where it drew, and the attributes that it set."""
 
     value: Any
     torch_rng: TorchRng | None
     python_rng: PythonRng | None
+    attributes: Sequence[SetAttribute] = ()
 
 
 class Layout(NamedTuple):

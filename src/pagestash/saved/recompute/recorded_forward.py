@@ -29,8 +29,11 @@ from pagestash.saved.recompute.rng import (
 from pagestash.saved.recompute.trees import map_leaves, tensors_of
 from pagestash.saved.recompute.value_checks import summary_of
 from pagestash.saved.region import Recording, Region, frames, set_frames
-from pagestash.saved.storage import STRIDED, byte_range, checksum, plain_storage
+from pagestash.saved.storage import byte_range, checksum, plain_storage
 from pagestash.torch_internals import StorageWeakRef
+
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+"""Layouts that have no bytes to count."""
 
 
 class RecordedForward(Recording):
@@ -81,7 +84,7 @@ class RecordedForward(Recording):
 
         An input is held in any case; what is below `min_bytes` stays, and so does a sparse tensor.
         """
-        if tensor.layout is not STRIDED or tensor.nbytes < self._least_bytes:
+        if tensor.layout in _SPARSE or tensor.nbytes < self._least_bytes:
             return self._outer
         held = None if key is None else self._held.get(key)
         if held is None:
@@ -119,7 +122,8 @@ class RecordedForward(Recording):
         python_rng = python_rng_state() if recipe.rng_and_buffers.watches_python_rng() else None
         set_frames((*current[:start], region))
         try:
-            result = once(fn)  # a forward recorded around this one may have to hold it, too
+            # (A forward recorded around this one may have to hold the result, too.)
+            result, attributes = recipe.attributes.set_by(lambda: once(fn))
             drew = torch_rng_drawn(recipe.device, torch_rng)
             drew_in_python = python_rng is not None and python_rng_drawn(python_rng)
             recipe.once_results.append(
@@ -127,6 +131,7 @@ class RecordedForward(Recording):
                     self._hold(result, region, note=region is not inner),
                     torch_rng_state(recipe.device) if drew else None,
                     python_rng_state() if drew_in_python else None,
+                    attributes,
                 )
             )
             return result

@@ -93,6 +93,8 @@ class _Buffer:
     version: int
     storage: torch.UntypedStorage  # held, so that no other storage gets its key
     copy: torch.Tensor | None
+    training: bool
+    """Whether its module was in training before forward."""
 
     @property
     def small(self) -> bool:
@@ -151,7 +153,7 @@ class RngAndBuffers:
             (name, owner.training), True
         )
         copy = buffer.detach().clone() if may_change else None
-        return _Buffer(owner, name, buffer, buffer._version, buffer.untyped_storage(), copy)
+        return _Buffer(owner, name, buffer, buffer._version, buffer.untyped_storage(), copy, owner.training)
 
     def watches_python_rng(self) -> bool:
         """Whether forward may draw from Python's or NumPy's generator, as far as is known."""
@@ -179,7 +181,7 @@ class RngAndBuffers:
     def _learn(self, buffer: _Buffer) -> bool:
         """Whether the value before forward is still there, if forward has changed it."""
         seen = self._changes.setdefault(buffer.owner, {})
-        key = buffer.name, buffer.owner.training
+        key = buffer.name, buffer.training
         replaced = buffers_of(buffer.owner).get(buffer.name) is not buffer.tensor
         changed = buffer.tensor._version != buffer.version
         if key not in seen:

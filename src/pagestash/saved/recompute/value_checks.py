@@ -1,9 +1,9 @@
 """Whether recomputed tensors have the values of the first forward.
 
 Versions and shapes do not tell that a forward read something else, or drew other numbers. Values do, and a check
-costs as much as reading them. So every forward of a region is checked in the first step that it is in, and in the
-first one after `train()` or `eval()`; there the host waits for the answer. From then on one forward in `EVERY` is
-checked; a later forward reads the answer.
+costs as much as reading them. So every forward of a region is checked in the first step that it is in, both in
+training and in evaluation; there the host waits for the answer. From then on one forward in `EVERY` is checked; a
+later forward reads the answer.
 
 Indices and masks must be the same. Floating-point values are the same on the same machine, except where a kernel
 adds in any order (atomics). They are compared by sums over groups of elements, and refused where a sum is further

@@ -183,7 +183,8 @@ class _Restored:
 
 def _is_registered(own: dict[str, Any], name: str) -> bool:
     """Whether the attribute is a parameter or a module by now, which torch does not keep among the others."""
-    return name in own["_parameters"] or name in own["_modules"]
+    # (A script module has its own in C++.)
+    return name in own.get("_parameters", ()) or name in own.get("_modules", ())
 
 
 def set_attribute(own: dict[str, Any], name: str, value: Any) -> None:

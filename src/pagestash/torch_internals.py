@@ -148,6 +148,12 @@ is_zero_tensor: Callable[[torch.Tensor], bool] = internal(torch.Tensor, "_is_zer
 """Whether a tensor is all zeros, without memory: forward-mode AD makes such ones."""
 
 
+without_torch_function: Callable[[], AbstractContextManager[None]] = internal(
+    torch._C, "DisableTorchFunctionSubclass"
+)
+"""Inside it, what is read of a tensor's subclass does not call its `__torch_function__`."""
+
+
 def coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices and values of a sparse COO tensor, which unlike for the public ones need not be coalesced."""
     return internal(tensor, "_indices")(), internal(tensor, "_values")()

@@ -16,5 +16,5 @@ def reference_kernels(monkeypatch):
 def quick_search(request, monkeypatch):
     """Searches with less effort, where it does not matter how good a plan is: that takes minutes less."""
     if request.path.stem not in THOROUGH and "whole_search" not in request.keywords:
-        monkeypatch.setattr(improve, "MOST", 300)
+        monkeypatch.setattr(improve, "MOST", 100)
         monkeypatch.setattr(solve, "EXHAUSTIVE", solve.EXHAUSTIVE_ON_A_RANK)

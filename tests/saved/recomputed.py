@@ -12,13 +12,17 @@ F = torch.nn.functional
 WIDTH, ROWS = 16, 8
 
 
+class Log(list):
+    """Counts replays, too: contents of a plain list would be as if there had been none."""
+
+
 class Counted(nn.Module):
     """Counts its forwards, and watches the storages that its operations make."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list = []  # (A plain number would count first forwards alone: what is set again is undone.)
-        self.made: list[StorageWeakRef] = []
+        self.calls = Log()
+        self.made = Log()
 
     @property
     def forwards(self) -> int:

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from recomputed import Log
 from support import same
 from support.steps import loss_and_gradients
 from torch import nn
@@ -330,7 +331,7 @@ class Once(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.up = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
-        self.seen = []
+        self.seen = Log()
 
     def forward(self, x):
         rows = ps.once(lambda: torch.sin(3 * x))

@@ -1,7 +1,13 @@
 """Attributes that the forward of a recomputed module sets: a replay finds what the first forward found."""
 
 import gc
+import warnings
 import weakref
+from collections import deque
+from contextlib import nullcontext
+from dataclasses import dataclass
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -9,6 +15,7 @@ import torch
 from torch import nn
 
 import pagestash as ps
+from pagestash.saved.recompute.module_attributes import LONG
 
 
 class Stateful(nn.Module):
@@ -105,12 +112,152 @@ class Remembering(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.history, self.itself = [0.5] * 100, []
+        self.history, self.itself = [0.5] * (LONG + 1), []
         self.itself.append(self.itself)
 
     def forward(self, x):
         self.history, self.itself = [*self.history, 0.5], [self.itself]
         return (x * 0.5).exp()
+
+
+class Pair(NamedTuple):
+    mean: torch.Tensor
+    steps: int
+
+
+@dataclass
+class Record:
+    mean: torch.Tensor
+
+
+class Carrying(nn.Module):
+    """Carries the mean of its last result, in whatever `wrap` makes of it; none in the first step."""
+
+    def __init__(self, wrap, unwrap) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.wrap, self.unwrap = wrap, unwrap
+        self.state = None
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.state is not None:
+            x = x + self.unwrap(self.state)
+        self.state = self.wrap(x.mean((0, 1)))
+        return x.tanh().exp()
+
+
+class Appending(nn.Module):
+    """Appends to a container that it has: `add` does, and `last` is what was added last."""
+
+    def __init__(self, history, add, last) -> None:
+        super().__init__()
+        self.history, self.add, self.last = history, add, last
+        self.shared = history
+
+    def forward(self, x):
+        scale = self.last(self.shared) if self.history else 0.5
+        self.add(self.history, 0.9 * scale)
+        return (x * scale).exp()
+
+
+class AppendingOnce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.history = [0.5]
+
+    def forward(self, x):
+        ps.once(lambda: self.history.append(0.9 * self.history[-1]))
+        return (x * self.history[-1]).exp()
+
+
+class Averaging(nn.Module):
+    """Changes a running mean in place, which is no buffer; it makes it in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = None
+
+    def forward(self, x):
+        mean = x.detach().abs().mean((0, 1))
+        if self.mean is None:
+            self.mean = mean + 0.5
+        else:
+            self.mean.mul_(0.9).add_(mean, alpha=0.1)
+        return (x / self.mean.clone()).exp()
+
+
+class Seldom(nn.Module):
+    """Replaces a tensor in each third forward, and has another from the second on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.scale = 0, torch.full((16,), 0.5)
+
+    def forward(self, x):
+        self.count += 1
+        if self.count > 1:
+            x = x + getattr(self, "late", torch.zeros(16))
+            self.late = x.detach().mean((0, 1))
+        scale = self.scale
+        if self.count % 3 == 0:
+            self.scale = 0.5 * scale + x.detach().abs().mean((0, 1))
+        return (x * scale).tanh().exp()
+
+
+class Buffered(nn.Module):
+    """Makes a buffer of an attribute in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = None
+
+    def forward(self, x):
+        if self.table is None:
+            del self.table
+            self.register_buffer("table", torch.full((16,), 0.5))
+        return (x * self.table).exp()
+
+
+class Raising(torch.Tensor):
+    """Nothing may be asked of it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise TypeError(func)
+
+
+class Odd(nn.Module):
+    """Has attributes that do not like to be asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gone = Counting()
+        self.__dict__["proxy"] = weakref.proxy(gone)
+        self.__dict__["raising"] = torch.ones(2).as_subclass(Raising)
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.linear(x).exp()
+
+
+class DecidedWithGradient(nn.Module):
+    """What it decides once has a gradient, and it finds it in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        def score():
+            self.scores = self.linear(x).sigmoid()
+
+        ps.once(score)
+        return (x * self.scores).exp()
+
+
+def detached(wrap):
+    return lambda mean: wrap(mean.detach())
 
 
 KINDS = {
@@ -124,28 +271,53 @@ KINDS = {
     "tensor that becomes a parameter": lambda: Registering(torch.full((16,), 0.5)),
     "None that becomes a parameter": lambda: Registering(None),
     "long and endless lists": Remembering,
+    "dict": lambda: Carrying(detached(lambda mean: {"mean": mean}), itemgetter("mean")),
+    "named tuple": lambda: Carrying(detached(lambda mean: Pair(mean, 1)), attrgetter("mean")),
+    "dataclass": lambda: Carrying(detached(Record), attrgetter("mean")),
+    "list in a tuple": lambda: Carrying(detached(lambda mean: ([mean],)), lambda state: state[0][0]),
+    "long list": lambda: Carrying(lambda mean: mean.tolist() * 8, lambda state: torch.tensor(state[:16])),
+    "with a gradient, cut when it is read": lambda: Carrying(lambda mean: mean, torch.Tensor.detach),
+    "with a gradient, in a tuple": lambda: Carrying(lambda mean: (mean, 1), lambda state: state[0].detach()),
+    "list that grows": lambda: Appending([], list.append, itemgetter(-1)),
+    "dict that grows": lambda: Appending(
+        {}, lambda own, value: own.update({len(own): value}), lambda own: own[len(own) - 1]
+    ),
+    "set that grows": lambda: Appending(set(), set.add, min),
+    "deque that grows": lambda: Appending(deque(maxlen=2), deque.append, itemgetter(-1)),
+    "list that grows in once": AppendingOnce,
+    "changed in place": Averaging,
+    "set in some steps": Seldom,
+    "None that becomes a buffer": Buffered,
+    "dead proxy, and a tensor that raises": Odd,
+    "with a gradient, set in once": DecidedWithGradient,
+    "weight norm by a hook": lambda: hooked(nn.utils.weight_norm),
+    "spectral norm by a hook": lambda: hooked(nn.utils.spectral_norm),
 }
 LENGTHS = (3, 8, 3, 9, 4, 2)
 
 
-def trained(make, recompute):
-    """Losses, gradients, and attributes after each of some steps."""
+def hooked(norm):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return norm(nn.Linear(16, 16))
+
+
+def trained(make, recompute, forwards=1):
+    """Losses, gradients, and attributes after each of some steps; from the second on with so many forwards."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), make(), nn.Linear(16, 1))
     keeper = None
     if recompute:
         keeper = ps.Keeper(ps.Policy([ps.Rule("1", "recompute", min_bytes=0)]), backend="torch").attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     found = []
     for number, length in enumerate(LENGTHS):
-        x = torch.randn(4, length, 16, generator=torch.Generator().manual_seed(number))
-        if keeper is None:
-            loss = model(x).square().mean()
+        generator = torch.Generator().manual_seed(number)
+        with nullcontext() if keeper is None else keeper.step():
+            loss = torch.zeros(())
+            for _ in range(forwards if number else 1):
+                loss = loss + model(torch.randn(4, length, 16, generator=generator)).square().mean()
             loss.backward()
-        else:
-            with keeper.step():
-                loss = model(x).square().mean()
-                loss.backward()
         found.append((loss.detach(), *(p.grad.clone() for p in model.parameters()), attributes(model[1])))
         optimizer.step()
         optimizer.zero_grad()
@@ -154,21 +326,29 @@ def trained(make, recompute):
 
 def attributes(module):
     return [
-        value for name in ("state", "count", "scale", "longest") for value in _flat(module.__dict__.get(name))
+        value
+        for name in ("state", "count", "scale", "longest", "history", "mean")
+        for value in _flat(module.__dict__.get(name))
     ]
 
 
 def _flat(value):
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list | set | deque):
         return [each for item in value for each in _flat(item)]
+    if isinstance(value, dict):
+        return _flat(tuple(value.items()))
+    if isinstance(value, Record):
+        return _flat(value.mean)
     return [value.tolist() if isinstance(value, torch.Tensor) else value]
 
 
+@pytest.mark.parametrize("forwards", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_forward_sets_is_there_for_its_replay_as_before_it(kind):
-    plain, ours = trained(KINDS[kind], False), trained(KINDS[kind], True)
+def test_what_a_forward_sets_is_there_for_its_replay_as_before_it(kind, forwards):
+    plain, ours = trained(KINDS[kind], False, forwards), trained(KINDS[kind], True, forwards)
     for (*tensors, left), (*others, right) in zip(plain, ours):
         assert all(map(torch.equal, tensors, others))
+        assert tensors[0].isfinite()
         assert left == right
 
 
@@ -193,3 +373,61 @@ def test_a_result_with_a_graph_is_not_held_for_the_next_step():
         gone = weakref.ref(model[1].last)
         assert gone() is not None
         del loss
+
+
+class ChangesInATuple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = (torch.ones(16),)
+
+    def forward(self, x):
+        self.means[0].mul_(0.9)
+        return (x * self.means[0].clone()).exp()
+
+
+class ChangesWithGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = None
+
+    def forward(self, x):
+        if self.last is not None:
+            with torch.no_grad():
+                self.last.mul_(0.9)
+        scale = 1.0 if self.last is None else self.last.detach().clone()
+        self.last = x.mean(0)
+        return (x * scale).exp()
+
+
+@pytest.mark.parametrize("make", [ChangesInATuple, ChangesWithGradient])
+def test_what_is_changed_in_place_and_has_no_copy_is_refused_by_name(make):
+    model = nn.Sequential(nn.Linear(16, 16), make())
+    keeper = ps.Keeper(ps.Policy([ps.Rule("1", "recompute", min_bytes=0)]), backend="torch").attach(model)
+    name = "means" if make is ChangesInATuple else "last"
+    with pytest.raises(RuntimeError, match=rf"region '1' .*attribute '{name}' was changed in place"):
+        _two_steps(model, keeper)
+
+
+def _two_steps(model, keeper):
+    for _ in range(2):
+        with keeper.step():
+            model(torch.randn(4, 16)).sum().backward()
+
+
+def test_a_buffer_without_a_shape_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.LazyBatchNorm1d(), nn.Tanh()))
+    keeper = ps.Keeper(ps.Policy([ps.Rule("1", "recompute", min_bytes=0)]), backend="torch").attach(model)
+    with (
+        pytest.raises(RuntimeError, match=r"region '1' .*'running_mean' gets its shape in the first forward"),
+        keeper.step(),
+    ):
+        model(torch.randn(4, 16)).sum().backward()
+
+
+@pytest.mark.parametrize("home", ["stash", "offload", "recompute"])
+def test_a_scripted_module_is_refused_by_name(home):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Sequential(torch.jit.script(nn.Linear(16, 16))))
+    with pytest.raises(ValueError, match=r"rule '1' .*'1.0' is compiled by torch.jit"):
+        ps.Keeper(ps.Policy([ps.Rule("1", home, min_bytes=0)]), backend="torch").attach(model)

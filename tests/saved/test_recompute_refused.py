@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from recomputed import MLP, ROWS, WIDTH, Counted, Square, X, empty, keep, step
+from recomputed import MLP, ROWS, WIDTH, Counted, Log, Square, X, empty, keep, step
 from support import same
 from torch import nn
 
@@ -15,7 +15,7 @@ def test_a_region_that_does_something_else_is_refused():
     class Fickle(nn.Module):
         def __init__(self, change):
             super().__init__()
-            self.calls, self.change = [], change
+            self.calls, self.change = Log(), change
 
         def forward(self, x):
             self.calls.append(None)

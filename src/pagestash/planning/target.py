@@ -118,15 +118,18 @@ class _AnyStep:
 
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
-    """Restores what `profile` does not: generators of Python and NumPy, buffers that forward replaces, and plain
-    attributes that it counts in."""
+    """Restores what `profile` does not: generators of Python and NumPy, buffers that forward replaces, and
+    attributes."""
     random = python_rng_state()
-    attributes = ModuleAttributes(list(modules_in(model)), {}, search=True)
+    attributes = ModuleAttributes(list(modules_in(model)), {})
+    copies = [(tensor, tensor.clone()) for _, _, tensor in attributes.tensors]
     buffers = [(module, dict(buffers_of(module))) for module in modules_in(model) if buffers_of(module)]
     try:
         with attributes.restored():
             yield
     finally:
         set_python_rng_state(random)
+        for tensor, copy in copies:
+            tensor.copy_(copy)
         for module, before in buffers:
             buffers_of(module).update(before)

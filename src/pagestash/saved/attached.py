@@ -63,6 +63,7 @@ class Attached:
         ]
         for name, _, rule in found:
             _refuse_checkpointed(names, name, rule)
+            _refuse_scripted(names, name, rule)
         _warn_of_ignored_experts(model)
         own = [
             module
@@ -195,6 +196,20 @@ def _let_recompute(modules: Sequence[Any]) -> None:
         for module in told:
             module.use_recompute(False)
         raise
+
+
+def _refuse_scripted(names: dict[str, nn.Module], name: str, rule: Rule) -> None:
+    """torch allows no such hooks as a region needs: on its module, and on those inside that have weights."""
+    region = names[name]
+    for inner in modules_in(region):
+        if isinstance(inner, torch.jit.ScriptModule) and (
+            inner is region or next(inner.parameters(), None) is not None
+        ):
+            which = next((own for own, module in names.items() if module is inner), name)
+            raise ValueError(
+                f"rule {rule.match!r} names the region {name!r}, and {which!r} is compiled by torch.jit, which "
+                "allows no hooks; attach the model without torch.jit.script, or leave that region out of the policy"
+            )
 
 
 def _refuse_checkpointed(names: dict[str, nn.Module], name: str, rule: Rule) -> None:

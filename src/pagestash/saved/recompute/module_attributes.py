@@ -1,194 +1,348 @@
-"""Attributes of modules that a forward reads or counts in: `training`, other plain values, and what a forward sets.
+"""Attributes of modules: a replay finds them as they were when the first forward began, and what it sets is undone.
 
-A replay finds numbers, strings, flags and None as they were when the first forward began; what it sets is undone.
-The same holds for attributes that a checked forward has set, such as the state of a recurrent module, if they are
-tensors without a gradient, or short tuples and lists of such values. They are held until backward. What requires a
-gradient is not: it is a result, and holding it would keep its graph alive. Other objects are not held, and nothing
-tells of what is changed in place.
+Which attributes a forward reads or sets is not known, so all are noted that are not torch's own:
 
-What a forward sets inside of `once` is set again where a replay comes to that call.
+- Numbers, strings, None, and objects of any class: a reference is held until backward.
+- Tensors, such as the state of a recurrent module: held, too, without their graph. `RngAndBuffers` takes those
+  without a gradient for buffers, since a forward may change them in place. Otherwise such a change is refused: in
+  tuples and lists, and with a gradient.
+- Lists, dicts, sets and deques: their contents are held, and restored in the same object, which others may have.
+
+What is changed inside of other objects is not seen. What a forward sets inside of `once` is set again where a
+replay comes to that call.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from numbers import Number
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import is_, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
 
 from pagestash.saved.recompute.trees import PLAIN
+from pagestash.saved.storage import plain_storage
+from pagestash.torch_internals import without_torch_function
 
-DEEP, LONG = 4, 64
-"""Of tuples and lists that are held: so many in each other, and so many values in one."""
-_NUMBERS = (Number, Enum)  # NumPy's numbers, too
+LONG = 4096
+"""Contents of longer lists and dicts are not held, but which list it is."""
+_TORCHS = frozenset(nn.Module().__dict__) - {"training", "_is_full_backward_hook"}
+"""Attributes that torch keeps in every module, but two: an itemgetter takes two names or more."""
+
 _ABSENT = object()
-_NOT_HELD = object()
+
+Attributes = dict[str, Any]
+"""Of a module: its `__dict__`."""
 
 
-@dataclass(slots=True, frozen=True)
-class KnownAttributes:
-    """Names of attributes that were plain values, or that a forward has set, in modules of one class."""
+class Names:
+    """The names of a module's attributes."""
 
-    names: tuple[str, ...]
-    get: Callable[[dict[str, Any]], tuple[Any, ...]] = field(compare=False)
+    __slots__ = ("get", "names")
 
-    @classmethod
-    def of(cls, names: Iterable[str]) -> "KnownAttributes":
-        # Of more than one name, an itemgetter gives a tuple; every module has these two.
-        names = tuple(dict.fromkeys(("training", "_is_full_backward_hook", *names)))
-        return cls(names, itemgetter(*names))
-
-    def read(self, own: dict[str, Any]) -> tuple[Any, ...]:
-        try:
-            return self.get(own)
-        except KeyError:
-            return tuple(own.get(name, _ABSENT) for name in self.names)
-
-    def held(self, own: dict[str, Any]) -> tuple[Any, ...]:
-        """Their values, where these can be held."""
-        values = self.read(own)
-        if PLAIN.issuperset(map(type, values)):
-            return values
-        return tuple([value if _is_held(value) else _NOT_HELD for value in values])
+    def __init__(self, own: Attributes) -> None:
+        self.names = names = tuple([name for name in own if name not in _TORCHS])
+        self.get: Callable[[Attributes], tuple[Any, ...]]
+        if len(names) > 1:
+            self.get = itemgetter(*names)
+        else:  # a compiled module has none of its own
+            self.get = lambda own: tuple([own[name] for name in names])
 
 
-def _is_held(value: Any, deep: int = 0) -> bool:
-    kind = type(value)
-    if kind in PLAIN or value is _ABSENT:
-        return True
-    if isinstance(value, torch.Tensor):
-        return not value.requires_grad
-    if kind is tuple or kind is list:
-        return deep < DEEP and len(value) <= LONG and all(_is_held(each, deep + 1) for each in value)
-    return isinstance(value, _NUMBERS)
+NamesOfClasses = dict[tuple[type, int], Names]
+"""Of modules of a class, with so many attributes."""
 
 
-AttributesOfClasses = dict[type, KnownAttributes]
-"""Looking through all of a module's attributes takes 2 µs, reading the known ones a tenth of that. They are looked
-through again whenever a region's values are checked."""
+class Set(Protocol):
+    """Something that a call has set, and no replay would."""
 
-SetAttribute = tuple[dict[str, Any], str, Any]
-"""The attributes of a module, the name of one, and its value."""
+    def set_again(self) -> None: ...
 
 
-class _Snapshot:
-    """All attributes of a module at one time: which objects they are, and those that can be held."""
+class SetAttribute(NamedTuple):
+    """An attribute of a module, and what is held of its value."""
 
-    def __init__(self, own: dict[str, Any]) -> None:
-        self._ids = {name: id(value) for name, value in own.items()}
-        self._held = {name: value for name, value in own.items() if _is_held(value)}
+    own: Attributes
+    name: str
+    held: Any
 
-    def changed(self, own: dict[str, Any]) -> list[str]:
-        """Names of attributes that are others by now."""
-        gone = [name for name in self._ids if name not in own]
-        return [name for name, value in own.items() if self._ids.get(name) != id(value)] + gone
+    def set_again(self) -> None:
+        self.own[self.name] = _value(self.held)
 
-    def values(self, names: Sequence[str]) -> tuple[Any, ...]:
-        return tuple(self._held.get(name, _NOT_HELD if name in self._ids else _ABSENT) for name in names)
+
+class TensorAttribute(NamedTuple):
+    """A tensor without a gradient that is an attribute of a module."""
+
+    owner: nn.Module
+    name: str
+    tensor: torch.Tensor
+
+
+class _Held:
+    """What is held for a value, where that is not the value itself."""
+
+    __slots__ = ()
+
+    def value(self) -> Any:
+        raise NotImplementedError
+
+
+class _WithGradient(_Held):
+    """A tensor, or its values if it is gone: its graph is not kept alive."""
+
+    __slots__ = ("_tensor", "_values")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._values = ref(tensor), tensor.detach().requires_grad_()
+
+    def value(self) -> torch.Tensor:
+        tensor = self._tensor()
+        return self._values if tensor is None else tensor
+
+
+def _version(tensor: torch.Tensor) -> int:
+    with without_torch_function():
+        return tensor._version
+
+
+class _Tuple(_Held):
+    """A tuple in which something is not held as it is."""
+
+    __slots__ = ("_items", "_kind")
+
+    def __init__(self, kind: type, items: list[Any]) -> None:
+        self._kind, self._items = kind, items
+
+    def value(self) -> Any:
+        items = map(_value, self._items)
+        return tuple(items) if self._kind is tuple else self._kind._make(items)  # type: ignore[attr-defined]
+
+
+def _value(held: Any) -> Any:
+    # (Not `isinstance`, which asks a proxy for the class of what it stands for.)
+    return held.value() if issubclass(type(held), _Held) else held
+
+
+def _items(own: dict[Any, Any]) -> list[Any]:
+    return [*own.keys(), *own.values()]
+
+
+def _fill_list(own: Any, contents: Sequence[Any]) -> None:
+    own[:] = contents
+
+
+def _fill_dict(own: Any, contents: Sequence[Any]) -> None:
+    half = len(contents) // 2
+    own.clear()
+    own.update(zip(contents[:half], contents[half:]))
+
+
+def _fill_set(own: Any, contents: Sequence[Any]) -> None:
+    own.clear()
+    own.update(contents)
+
+
+def _fill_deque(own: Any, contents: Sequence[Any]) -> None:
+    own.clear()
+    own.extend(contents)
+
+
+_CONTENTS: dict[type, tuple[Callable[[Any], list[Any]], Callable[[Any, Sequence[Any]], None]]] = {
+    list: (list, _fill_list),
+    deque: (list, _fill_deque),
+    set: (list, _fill_set),
+    **dict.fromkeys((dict, OrderedDict, defaultdict), (_items, _fill_dict)),
+}
+"""How the contents of a container are read, and set."""
+
+
+class _Container(NamedTuple):
+    """A list or dict, the attribute it is in, and what is held of its contents."""
+
+    own: Any
+    name: str
+    held: Sequence[Any]
+
+    def now(self) -> list[Any]:
+        return _CONTENTS[type(self.own)][0](self.own)
+
+    def fill(self, contents: Sequence[Any]) -> None:
+        if not _same(contents, self.now()):
+            _CONTENTS[type(self.own)][1](self.own, contents)
+
+    def set_again(self) -> None:
+        self.fill(list(map(_value, self.held)))
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 class _Before(NamedTuple):
-    """A module's attributes, and the known ones of them as they were before forward."""
+    """A module's attributes, how many and which there were before forward, and what was held of them."""
 
-    own: dict[str, Any]
-    known: KnownAttributes
-    values: tuple[Any, ...]
+    own: Attributes
+    length: int
+    names: Names
+    held: tuple[Any, ...]
 
 
 class ModuleAttributes:
-    """Read before a region's first forward; `restored` for each replay."""
+    """Noted before a region's first forward; `restored` for each replay."""
 
-    def __init__(self, modules: Sequence[nn.Module], known: AttributesOfClasses, search: bool) -> None:
-        """`search`: look for attributes that are not known yet, now and in `close`."""
+    def __init__(self, modules: Sequence[nn.Module], known: NamesOfClasses, region: str = "") -> None:
+        self._region = region
         self._known = known
-        self._kinds = [type(module) for module in modules] if search else []
-        self._snapshots = [_Snapshot(module.__dict__) for module in modules] if search else []
-        self._left: set[tuple[int, str]] = set()
-        """Attributes that a replay finds as they are then: the module's (`id` of its attributes), and the name."""
+        self.tensors: list[TensorAttribute] = []
+        """Those that a forward may change in place."""
+        self._containers: dict[int, _Container] = {}
+        self._versions: list[tuple[str, torch.Tensor, int]] = []
+        """Of tensors that must not be changed in place: the attribute, the tensor, and its version."""
         self._before: list[_Before] = []
         for module in modules:
             own = module.__dict__
-            names = known.get(type(module))
-            if names is None or search:
-                found = [name for name, value in own.items() if type(value) in PLAIN]
-                names = known[type(module)] = KnownAttributes.of((*(names.names if names else ()), *found))
-            self._before.append(_Before(own, names, names.held(own)))
+            names, values = self._read(type(module), own)
+            if not PLAIN.issuperset(map(type, values)):
+                values = tuple(
+                    [
+                        value if type(value) in PLAIN else self._hold(value, name, module)
+                        for name, value in zip(names.names, values)
+                    ]
+                )
+            self._before.append(_Before(own, len(own), names, values))
 
-    def close(self) -> None:
-        """The forward is over: what it has set is an attribute to hold, in modules of that class."""
-        for kind, before, snapshot in zip(self._kinds, self._before, self._snapshots):
-            new = [name for name in snapshot.changed(before.own) if not _is_registered(before.own, name)]
-            known = self._known[kind]
-            if not set(new) <= set(known.names):
-                self._known[kind] = KnownAttributes.of((*known.names, *new))
-        for at, (kind, snapshot) in enumerate(zip(self._kinds, self._snapshots)):
-            known, before = self._known[kind], self._before[at]
-            if known is not before.known:
-                self._before[at] = _Before(before.own, known, snapshot.values(known.names))
-        self._kinds, self._snapshots = [], []
+    def _read(self, kind: type, own: Attributes) -> tuple[Names, tuple[Any, ...]]:
+        """The names and values of a module's attributes."""
+        names = self._known.get((kind, len(own)))
+        if names is not None:
+            try:
+                return names, names.get(own)
+            except KeyError:
+                pass  # as many as another of its class has, and others
+        names = self._known[kind, len(own)] = Names(own)
+        return names, names.get(own)
 
-    def set_by(self, call: Callable[[], Any]) -> tuple[Any, list[SetAttribute]]:
-        """The result of `call`, which no replay repeats, and the attributes that it set."""
-        search = bool(self._snapshots)
-        then: list[Any] = [
-            _Snapshot(before.own) if search else before.known.read(before.own) for before in self._before
-        ]
-        result = call()
-        found: list[SetAttribute] = []
-        for before, old in zip(self._before, then):
-            own, known = before.own, before.known
-            if search:
-                names = old.changed(own)
+    def _hold(self, value: Any, name: str, owner: nn.Module | None = None) -> Any:
+        """What is held for a value; `owner`: the module of which it is an attribute."""
+        kind = type(value)
+        if kind in PLAIN:
+            return value
+        if issubclass(kind, torch.Tensor):
+            return self._hold_tensor(value, name, owner)
+        if kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_make")):
+            items = [self._hold(item, name) for item in value]
+            return value if all(map(is_, items, value)) else _Tuple(kind, items)
+        if kind in _CONTENTS and id(value) not in self._containers and len(value) <= LONG:
+            self._hold_contents(value, name)
+        return value
+
+    def _hold_tensor(self, tensor: torch.Tensor, name: str, owner: nn.Module | None) -> Any:
+        with without_torch_function():
+            if tensor.is_inference():
+                return tensor  # outside inference mode nothing changes it
+            if owner is not None and not tensor.requires_grad and plain_storage(tensor) is not None:
+                self.tensors.append(TensorAttribute(owner, name, tensor))
             else:
-                names = [name for name, was, now in zip(known.names, old, known.read(own)) if was is not now]
-            for name in names:
-                value = own.get(name, _ABSENT)
-                if _is_held(value):
-                    found.append((own, name, value))
-                else:
-                    self._left.add((id(own), name))
+                self._versions.append((name, tensor.detach(), tensor._version))
+            return _WithGradient(tensor) if tensor.requires_grad else tensor
+
+    def _hold_contents(self, own: Any, name: str) -> None:
+        contents: list[Any] = []
+        container = self._containers[id(own)] = _Container(
+            own, name, contents
+        )  # before: one may be in itself
+        now = container.now()
+        contents.extend(now if PLAIN.issuperset(map(type, now)) else [self._hold(item, name) for item in now])
+
+    def set_by(self, call: Callable[[], Any]) -> tuple[Any, list[Set]]:
+        """The result of `call`, which no replay repeats, and what it set."""
+        lengths, then = self._now()
+        contents = [(container, container.now()) for container in self._containers.values()]
+        result = call()
+        found: list[Set] = [
+            container._replace(held=[self._hold(item, container.name) for item in container.now()])
+            for container, old in contents
+            if not _same(container.now(), old)
+        ]
+        lengths_now, now = self._now()
+        if lengths != lengths_now or not all(map(is_, chain(*then), chain(*now))):
+            for (own, _, names, _), values in zip(self._before, then):
+                before = dict(zip(names.names, values))
+                found += [
+                    SetAttribute(own, name, self._hold(value, name))
+                    for name, value in own.items()
+                    if name not in _TORCHS and before.get(name, _ABSENT) is not value
+                ]
         return result, found
+
+    def _now(self) -> tuple[list[int], list[tuple[Any, ...]]]:
+        """Of each module: how many attributes there are, and the values of those that there were before forward."""
+        lengths = [len(own) for own, _, _, _ in self._before]
+        try:
+            return lengths, [names.get(own) for own, _, names, _ in self._before]
+        except KeyError:
+            return lengths, [_values(names, own) for own, _, names, _ in self._before]
+
+    def check(self) -> None:
+        """Refuse if a tensor was changed in place that is no buffer to `RngAndBuffers`."""
+        for name, tensor, version in self._versions:
+            if _version(tensor) != version:
+                raise RuntimeError(
+                    f"region {self._region!r} is under recompute, and a tensor in its attribute {name!r} was "
+                    "changed in place, so that its forward cannot be replayed; register the tensor as a buffer, or "
+                    "give the region another home"
+                )
 
     def restored(self) -> "_Restored":
         """As they were before the first forward; what the replay sets is undone."""
-        return _Restored(self._before, self._left)
+        return _Restored(self._before, list(self._containers.values()))
+
+
+def _values(names: Names, own: Attributes) -> tuple[Any, ...]:
+    try:
+        return names.get(own)
+    except KeyError:
+        return tuple([own.get(name, _ABSENT) for name in names.names])
 
 
 class _Restored:
     """The context of one replay. (A class, because a generator's context takes 2 µs.)"""
 
-    def __init__(self, before: list[_Before], left: set[tuple[int, str]]) -> None:
-        self._before, self._left = before, left
-        self._now = [known.read(own) for own, known, _ in before]
+    def __init__(self, before: list[_Before], containers: list[_Container]) -> None:
+        self._before, self._containers = before, containers
+        self._now = [own.copy() for own, _, _, _ in before]
+        self._contents = [container.now() for container in containers]
+        self._set: set[int] = set()
+        """Numbers of modules that have other attributes now than before forward."""
 
     def __enter__(self) -> None:
-        for (own, known, values), there in zip(self._before, self._now):
-            if not all(map(is_, values, there)):
-                for name, value in zip(known.names, values):
-                    if value is not _NOT_HELD and not self._is_left(own, name):
-                        set_attribute(own, name, value)
-
-    def _is_left(self, own: dict[str, Any], name: str) -> bool:
-        return (id(own), name) in self._left or _is_registered(own, name)
+        for number, (own, count, names, held) in enumerate(self._before):
+            if len(own) != count or not all(map(is_, held, _values(names, own))):
+                self._set.add(number)
+                _set_all(own, {name: _value(value) for name, value in zip(names.names, held)}, replay=True)
+        for container in self._containers:
+            container.set_again()
 
     def __exit__(self, *error: object) -> None:
-        for (own, known, _), there in zip(self._before, self._now):
-            if not all(map(is_, there, known.read(own))):
-                for name, value in zip(known.names, there):
-                    set_attribute(own, name, value)
+        for number, ((own, count, names, held), now) in enumerate(zip(self._before, self._now)):
+            if number in self._set or len(own) != count or not all(map(is_, held, _values(names, own))):
+                _set_all(own, now)
+        for container, contents in zip(self._containers, self._contents):
+            container.fill(contents)
 
 
-def _is_registered(own: dict[str, Any], name: str) -> bool:
-    """Whether the attribute is a parameter or a module by now, which torch does not keep among the others."""
+def _set_all(own: Attributes, values: Attributes, *, replay: bool = False) -> None:
+    """Give a module these attributes, and no others beside torch's."""
+    for name in [name for name in own if name not in values and name not in _TORCHS]:
+        del own[name]
+    for name, value in values.items():
+        # What has become a parameter, a buffer or a module is no longer among the others.
+        if name not in _TORCHS and not (replay and _is_registered(own, name)):
+            own[name] = value
+
+
+def _is_registered(own: Attributes, name: str) -> bool:
     # (A script module has its own in C++.)
-    return name in own.get("_parameters", ()) or name in own.get("_modules", ())
-
-
-def set_attribute(own: dict[str, Any], name: str, value: Any) -> None:
-    if value is _ABSENT:
-        own.pop(name, None)
-    else:
-        own[name] = value
+    return any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))

@@ -12,7 +12,7 @@ from torch import nn
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.packed import Packed
 from pagestash.saved.recompute.argument_objects import ArgumentObjects
-from pagestash.saved.recompute.module_attributes import AttributesOfClasses, ModuleAttributes, SetAttribute
+from pagestash.saved.recompute.module_attributes import ModuleAttributes, NamesOfClasses, Set
 from pagestash.saved.recompute.rng import PythonRng, TorchRng
 from pagestash.saved.recompute.rng_and_buffers import ChangesBuffers, DrawsInPython, RngAndBuffers
 from pagestash.saved.recompute.trees import map_leaves
@@ -27,7 +27,7 @@ class Learned:
 
     changes_buffers: ChangesBuffers = field(default_factory=WeakKeyDictionary)
     version_only: VersionOnly = field(default_factory=WeakKeyDictionary)
-    attributes: AttributesOfClasses = field(default_factory=dict)
+    attributes: NamesOfClasses = field(default_factory=dict)
     draws_in_python: DrawsInPython = field(default_factory=DrawsInPython)
 
 
@@ -46,7 +46,7 @@ class OnceResult(NamedTuple):
     value: Any
     torch_rng: TorchRng | None
     python_rng: PythonRng | None
-    attributes: Sequence[SetAttribute] = ()
+    attributes: Sequence[Set] = ()
 
 
 class Layout(NamedTuple):
@@ -102,12 +102,17 @@ class Recipe:
         """Of outputs, by their number."""
         self._objects: ArgumentObjects | None = None
         """Objects among its arguments, where there are any."""
-        search = self.checked
         self.weights = Weights(modules, name, learned.version_only)
         self._checks = checks
-        self.attributes = ModuleAttributes(modules, learned.attributes, search)
+        self.attributes = ModuleAttributes(modules, learned.attributes, name)
         self.rng_and_buffers = RngAndBuffers(
-            modules, name, self.device, learned.changes_buffers, learned.draws_in_python, search=search
+            modules,
+            self.attributes.tensors,
+            name,
+            self.device,
+            learned.changes_buffers,
+            learned.draws_in_python,
+            search=self.checked,
         )
 
     def takes_object(self, leaf: Any) -> None:
@@ -118,7 +123,7 @@ class Recipe:
 
     def close(self) -> None:
         """The forward is over: refuse if it has changed what a replay must find unchanged."""
-        self.attributes.close()
+        self.attributes.check()
         self.rng_and_buffers.close()
         self.weights.close()
         if self._objects is not None:
@@ -130,6 +135,7 @@ class Recipe:
         if self._objects is not None:
             self._objects.check()
         modules = self.weights.check()
+        self.attributes.check()
         self.rng_and_buffers.check()
         return modules
 

@@ -9,7 +9,6 @@ import torch
 
 from pagestash.saved.calls import set_calls, under_way
 from pagestash.saved.compiled import hidden
-from pagestash.saved.recompute.module_attributes import set_attribute
 from pagestash.saved.recompute.recipe import Layout, Recipe
 from pagestash.saved.recompute.rng import set_python_rng_state, set_torch_rng_state
 from pagestash.saved.recompute.trees import tensors_of
@@ -95,7 +94,7 @@ class Replay(Forward):
         if result.python_rng is not None:
             set_python_rng_state(result.python_rng)
         for attribute in result.attributes:
-            set_attribute(*attribute)
+            attribute.set_again()
         return self._recipe.bring_back(result.value)
 
     def note(self, tensor: torch.Tensor) -> None:
@@ -171,7 +170,7 @@ class Replay(Forward):
         return (
             f"region {self._recipe.name!r} is under recompute, and its forward did something else when it was "
             f"replayed: {how}. Forward must do the same each time. It may read its arguments, weights, buffers, "
-            "and attributes that are plain values or that it sets; put what it decides on into "
+            "and attributes; put what it decides on into "
             "pagestash.once(...), or give the region another home"
         )
 

@@ -14,8 +14,10 @@ replay comes to that call.
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -31,6 +33,8 @@ LONG = 4096
 _TORCHS = frozenset(nn.Module().__dict__) - {"training", "_is_full_backward_hook"}
 """Attributes that torch keeps in every module, but two: an itemgetter takes two names or more."""
 
+_AS_THEY_ARE = PLAIN | {FunctionType, BuiltinFunctionType, MethodType, partial, type}
+"""Types of which nothing but a reference is held. (So it is for most others, which takes longer to find out.)"""
 _ABSENT = object()
 
 Attributes = dict[str, Any]
@@ -189,12 +193,15 @@ class _Before(NamedTuple):
     held: tuple[Any, ...]
 
 
+_before: Callable[[tuple[Attributes, int, Names, tuple[Any, ...]]], _Before] = partial(tuple.__new__, _Before)
+"""Makes one of its fields, in a third of the time."""
+
+
 class ModuleAttributes:
     """Noted before a region's first forward; `restored` for each replay."""
 
     def __init__(self, modules: Sequence[nn.Module], known: NamesOfClasses, region: str = "") -> None:
         self._region = region
-        self._known = known
         self.tensors: list[TensorAttribute] = []
         """Those that a forward may change in place."""
         self._containers: dict[int, _Container] = {}
@@ -203,31 +210,25 @@ class ModuleAttributes:
         self._before: list[_Before] = []
         for module in modules:
             own = module.__dict__
-            names, values = self._read(type(module), own)
-            if not PLAIN.issuperset(map(type, values)):
-                values = tuple(
-                    [
-                        value if type(value) in PLAIN else self._hold(value, name, module)
-                        for name, value in zip(names.names, values)
-                    ]
-                )
-            self._before.append(_Before(own, len(own), names, values))
-
-    def _read(self, kind: type, own: Attributes) -> tuple[Names, tuple[Any, ...]]:
-        """The names and values of a module's attributes."""
-        names = self._known.get((kind, len(own)))
-        if names is not None:
+            length = len(own)
             try:
-                return names, names.get(own)
-            except KeyError:
-                pass  # as many as another of its class has, and others
-        names = self._known[kind, len(own)] = Names(own)
-        return names, names.get(own)
+                names = known[type(module), length]
+                values = names.get(own)
+            except KeyError:  # new, or as many as another of its class has, and others
+                names = known[type(module), length] = Names(own)
+                values = names.get(own)
+            if not _AS_THEY_ARE.issuperset(map(type, values)):
+                held = [
+                    value if type(value) in _AS_THEY_ARE else self._hold(value, name, module)
+                    for name, value in zip(names.names, values)
+                ]
+                values = tuple(held)
+            self._before.append(_before((own, length, names, values)))
 
     def _hold(self, value: Any, name: str, owner: nn.Module | None = None) -> Any:
         """What is held for a value; `owner`: the module of which it is an attribute."""
         kind = type(value)
-        if kind in PLAIN:
+        if kind in _AS_THEY_ARE:
             return value
         if issubclass(kind, torch.Tensor):
             return self._hold_tensor(value, name, owner)
@@ -250,11 +251,12 @@ class ModuleAttributes:
 
     def _hold_contents(self, own: Any, name: str) -> None:
         contents: list[Any] = []
-        container = self._containers[id(own)] = _Container(
+        self._containers[id(own)] = container = _Container(
             own, name, contents
-        )  # before: one may be in itself
+        )  # first, as one may be in itself
         now = container.now()
-        contents.extend(now if PLAIN.issuperset(map(type, now)) else [self._hold(item, name) for item in now])
+        is_plain = _AS_THEY_ARE.issuperset(map(type, now))
+        contents.extend(now if is_plain else [self._hold(item, name) for item in now])
 
     def set_by(self, call: Callable[[], Any]) -> tuple[Any, list[Set]]:
         """The result of `call`, which no replay repeats, and what it set."""

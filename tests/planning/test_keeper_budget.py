@@ -658,22 +658,25 @@ def test_gradients_count_all_the_time_where_a_microbatch_finds_them(microbatches
 
 
 class Counting(nn.Module):
-    """Scales by how often it ran, which it counts in a plain attribute."""
+    """Scales by how often it ran, and by a mean; it has both in plain attributes, and a list of the counts."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
-        self.calls = 0
+        self.calls, self.history = 0, []
+        self.mean, self.row = torch.ones(32), torch.ones(1).expand(32)
 
     def forward(self, *args, **kwargs):
         self.calls += 1
-        x = args[0] * kwargs["by"]
+        self.history.append(self.calls)
+        x = args[0] * kwargs["by"] * self.mean.clone() * self.row
+        self.mean.mul_(0.9).add_(x.detach().abs().mean(0), alpha=0.1)
         for layer in self.layers:
             x = layer(x).tanh()
         return x * self.calls
 
 
-def test_a_count_in_an_attribute_and_arguments_of_both_kinds_are_those_without_a_budget():
+def test_attributes_and_arguments_of_both_kinds_are_those_without_a_budget():
     results = []
     for with_budget in (False, True):
         torch.manual_seed(0)
@@ -682,7 +685,8 @@ def test_a_count_in_an_attribute_and_arguments_of_both_kinds_are_those_without_a
         for _ in range(3):
             with nullcontext() if keeper is None else keeper.step():
                 model(x, by=2.0).sum().backward()
-        results.append([model.calls, *(parameter.grad for parameter in model.parameters())])
+        gradients = [parameter.grad for parameter in model.parameters()]
+        results.append([(model.calls, model.history), model.mean, *gradients])
     assert keeper.plan is not None
-    assert results[0][0] == results[1][0] == 3
+    assert results[0][0] == results[1][0] == (3, [1, 2, 3])
     assert same(results[0][1:], results[1][1:])

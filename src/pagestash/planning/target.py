@@ -122,14 +122,15 @@ def _as_before(model: nn.Module) -> Iterator[None]:
     attributes."""
     random = python_rng_state()
     attributes = ModuleAttributes(list(modules_in(model)), {})
-    copies = [(tensor, tensor.clone()) for _, _, tensor in attributes.tensors]
+    copies = [(tensor, tensor.clone(), tensor._version) for _, _, tensor in attributes.tensors]
     buffers = [(module, dict(buffers_of(module))) for module in modules_in(model) if buffers_of(module)]
     try:
         with attributes.restored():
             yield
     finally:
         set_python_rng_state(random)
-        for tensor, copy in copies:
-            tensor.copy_(copy)
+        for tensor, copy, version in copies:
+            if tensor._version != version:
+                tensor.copy_(copy)
         for module, before in buffers:
             buffers_of(module).update(before)

@@ -372,7 +372,7 @@ PREDICTED = {
 
 
 def work(rank, world):
-    improve.MOST = 300  # as in the other tests here: a rank is a process of its own, without fixtures
+    improve.MOST = 100  # as in the other tests here: a rank is a process of its own, without fixtures
     found = {
         name: work_predicted(rank, world, name, PREDICTED[name]) for name in PREDICTED if name in RUN_HERE
     }

@@ -96,7 +96,7 @@ def test_a_host_that_has_no_time_to_spare_gets_plans_with_few_launches(folder):
 @pytest.fixture
 def less_effort(monkeypatch):
     """These tests search several times, and their bars do not depend on how good a search is."""
-    monkeypatch.setattr(improve, "MOST", 500)
+    monkeypatch.setattr(improve, "MOST", 200)
 
 
 @pytest.mark.usefixtures("less_effort")

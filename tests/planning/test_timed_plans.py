@@ -68,7 +68,7 @@ def test_the_prediction_is_fitted_to_steps_on_a_slower_or_faster_host(step, fact
 
 
 @pytest.mark.whole_search
-@pytest.mark.parametrize("budget", [0.75, 0.5, 0.35])
+@pytest.mark.parametrize("budget", [0.75, 0.5])
 def test_on_a_slower_host_the_plan_is_as_fast_as_one_that_knew(step, budget):
     machine = Machine(step, 2.5)
     informed = plan_step(machine.step, budget=budget, host="1GiB")

@@ -3,7 +3,7 @@
 import gc
 import warnings
 import weakref
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import pagestash as ps
-from pagestash.saved.recompute.module_attributes import LONG
+from pagestash.saved.recompute.module_attributes import MANY
 
 
 class Stateful(nn.Module):
@@ -112,7 +112,7 @@ class Remembering(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.history, self.itself = [0.5] * (LONG + 1), []
+        self.history, self.itself = [0.5] * (MANY + 1), []
         self.itself.append(self.itself)
 
     def forward(self, x):
@@ -256,6 +256,24 @@ class DecidedWithGradient(nn.Module):
         return (x * self.scores).exp()
 
 
+def set_and_move(own, value):
+    own["last"] = value
+    own[len(own)] = value
+    if isinstance(own, OrderedDict):
+        own.move_to_end("last", last=False)
+
+
+class Deep(nn.Module):
+    """Has a number in so many tuples in each other that Python could not go through them."""
+
+    def forward(self, x):
+        tuples = (None, 0.5)
+        for _ in range(2000):
+            tuples = (tuples, 0.9 * tuples[1])
+        scale, self.tuples = getattr(self, "tuples", tuples)[1], tuples
+        return (x * scale).exp()
+
+
 def detached(wrap):
     return lambda mean: wrap(mean.detach())
 
@@ -277,15 +295,30 @@ KINDS = {
     "list in a tuple": lambda: Carrying(detached(lambda mean: ([mean],)), lambda state: state[0][0]),
     "long list": lambda: Carrying(lambda mean: mean.tolist() * 8, lambda state: torch.tensor(state[:16])),
     "with a gradient, cut when it is read": lambda: Carrying(lambda mean: mean, torch.Tensor.detach),
+    "with a gradient, in an object": lambda: Carrying(Record, lambda state: state.mean.detach()),
+    "with a gradient, in a result of torch": lambda: Carrying(
+        lambda mean: mean.topk(16), lambda state: state.values.detach()
+    ),
+    "deep in tuples": lambda: Deep(),
     "with a gradient, in a tuple": lambda: Carrying(lambda mean: (mean, 1), lambda state: state[0].detach()),
     "list that grows": lambda: Appending([], list.append, itemgetter(-1)),
     "dict that grows": lambda: Appending(
         {}, lambda own, value: own.update({len(own): value}), lambda own: own[len(own) - 1]
     ),
-    "set that grows": lambda: Appending(set(), set.add, min),
+    "ordered dict that grows": lambda: Appending(OrderedDict(), set_and_move, lambda own: own["last"]),
+    "counter that grows": lambda: Appending(Counter(), set_and_move, lambda own: own["last"]),
+    "long ordered dict that grows": lambda: Appending(
+        OrderedDict.fromkeys([*range(MANY), "last"], 0.5), set_and_move, lambda own: own["last"]
+    ),
+    "long list that grows": lambda: Appending([0.5] * (MANY + 1), list.append, itemgetter(-1)),
+    "long dict that grows": lambda: Appending(
+        dict.fromkeys(range(MANY + 1), 0.5),
+        lambda own, value: own.update({len(own): value}),
+        lambda own: own[len(own) - 1],
+    ),
+    "warns once": lambda: Appending(set(), set.add, lambda own: 0.5),
     "deque that grows": lambda: Appending(deque(maxlen=2), deque.append, itemgetter(-1)),
     "list that grows in once": AppendingOnce,
-    "changed in place": Averaging,
     "set in some steps": Seldom,
     "None that becomes a buffer": Buffered,
     "dead proxy, and a tensor that raises": Odd,
@@ -375,6 +408,20 @@ def test_a_result_with_a_graph_is_not_held_for_the_next_step():
         del loss
 
 
+class Shared(nn.Module):
+    """Two modules have one tensor, which is changed inside of `once`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = torch.ones(16)
+        self.act = nn.Tanh()
+        self.act.space = self.space
+
+    def forward(self, x):
+        ps.once(lambda: self.space.mul_(0.9))
+        return (self.act(x) * self.act.space.clone()).exp()
+
+
 class ChangesInATuple(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -399,23 +446,42 @@ class ChangesWithGradient(nn.Module):
         return (x * scale).exp()
 
 
-@pytest.mark.parametrize("make", [ChangesInATuple, ChangesWithGradient])
-def test_what_is_changed_in_place_and_has_no_copy_is_refused_by_name(make):
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Averaging, "a tensor in its attribute 'mean' was changed in place"),
+        (Shared, "a tensor in its attribute 'space' was changed in place"),
+        (ChangesInATuple, "a tensor in its attribute 'means' was changed in place"),
+        (ChangesWithGradient, "a tensor in its attribute 'last' was changed in place"),
+    ],
+)
+def test_what_is_changed_in_place_and_has_no_copy_is_refused_by_name(make, message):
     model = nn.Sequential(nn.Linear(16, 16), make())
     keeper = ps.Keeper(ps.Policy([ps.Rule("1", "recompute", min_bytes=0)]), backend="torch").attach(model)
-    name = "means" if make is ChangesInATuple else "last"
-    with pytest.raises(RuntimeError, match=rf"region '1' .*attribute '{name}' was changed in place"):
+    with pytest.raises(RuntimeError, match=f"region '1' .*{message}"):
         _two_steps(model, keeper)
 
 
 def _two_steps(model, keeper):
     for _ in range(2):
         with keeper.step():
-            model(torch.randn(4, 16)).sum().backward()
+            model(torch.randn(4, 1, 16)).sum().backward()
+
+
+def test_objects_with_a_graph_are_not_held_where_no_backward_comes():
+    model = nn.Sequential(nn.Linear(16, 16), Carrying(Record, lambda state: state.mean.detach()))
+    keeper = ps.Keeper(ps.Policy([ps.Rule("1", "recompute", min_bytes=0)]), backend="torch").attach(model)
+    seen = []
+    for _ in range(4):
+        with keeper.step():
+            model(torch.randn(4, 1, 16))
+        seen.append(weakref.ref(model[1].state))
+    gc.collect()
+    assert [each() is not None for each in seen] == [False, False, False, True]
 
 
 def test_a_buffer_without_a_shape_is_refused_by_name():
-    model = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.LazyBatchNorm1d(), nn.Tanh()))
+    model = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.Flatten(), nn.LazyBatchNorm1d(), nn.Tanh()))
     keeper = ps.Keeper(ps.Policy([ps.Rule("1", "recompute", min_bytes=0)]), backend="torch").attach(model)
     with (
         pytest.raises(RuntimeError, match=r"region '1' .*'running_mean' gets its shape in the first forward"),

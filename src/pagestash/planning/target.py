@@ -18,6 +18,7 @@ from pagestash.saved.first_call import FirstCall, has_gradients
 from pagestash.saved.names import named_modules
 from pagestash.saved.recompute.module_attributes import ModuleAttributes
 from pagestash.saved.recompute.rng import python_rng_state, set_python_rng_state
+from pagestash.saved.storage import plain_storage
 from pagestash.torch_internals import accumulate_hooks_of, buffers_of, modules_in
 
 TOO_LARGE = (
@@ -122,15 +123,16 @@ def _as_before(model: nn.Module) -> Iterator[None]:
     attributes."""
     random = python_rng_state()
     attributes = ModuleAttributes(list(modules_in(model)), {})
-    copies = [(tensor, tensor.clone(), tensor._version) for _, _, tensor in attributes.tensors]
+    tensors = [each for _, each, _ in attributes.tensors if plain_storage(each) is not None]
+    copies = [(each, each.clone()) for each in tensors if each.is_contiguous() and not each.is_meta]
     buffers = [(module, dict(buffers_of(module))) for module in modules_in(model) if buffers_of(module)]
     try:
         with attributes.restored():
             yield
     finally:
         set_python_rng_state(random)
-        for tensor, copy, version in copies:
-            if tensor._version != version:
+        for tensor, copy in copies:
+            if not torch.equal(tensor, copy):
                 tensor.copy_(copy)
         for module, before in buffers:
             buffers_of(module).update(before)

@@ -1,18 +1,17 @@
 """Attributes of modules: a replay finds them as they were when the first forward began, and what it sets is undone.
 
-Which attributes a forward reads or sets is not known, so all are noted that are not torch's own:
+Which attributes a forward reads or sets is not known, so all are noted that are not torch's own. Until backward,
+a reference is held to each value, so that a replay finds it also if another was set since. Beside that:
 
-- Numbers, strings, None, and objects of any class: a reference is held until backward.
-- Tensors, such as the state of a recurrent module: held, too, without their graph. `RngAndBuffers` takes those
-  without a gradient for buffers, since a forward may change them in place. Otherwise such a change is refused: in
-  tuples and lists, and with a gradient.
-- Lists, dicts, sets and deques: their contents are held, and restored in the same object, which others may have.
+- Of a tensor with a graph, the values are held, and not the graph. A tensor that is changed in place is refused:
+  unlike a buffer, it is not copied before forward.
+- Contents of lists, dicts and deques are held, too, and restored in the same object, which others may have.
+- What is changed inside of other objects is not seen.
 
-What is changed inside of other objects is not seen. What a forward sets inside of `once` is set again where a
-replay comes to that call.
+What a forward sets inside of `once` is set again where a replay comes to that call.
 """
 
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -25,11 +24,12 @@ import torch
 from torch import nn
 
 from pagestash.saved.recompute.trees import PLAIN
-from pagestash.saved.storage import plain_storage
 from pagestash.torch_internals import without_torch_function
 
-LONG = 4096
-"""Contents of longer lists and dicts are not held, but which list it is."""
+MANY = 1024
+"""Entries of all containers in a region that are looked at one by one; of others, references are held."""
+DEEP = 16
+"""Containers and tuples in each other, of which contents are looked at."""
 _TORCHS = frozenset(nn.Module().__dict__) - {"training", "_is_full_backward_hook"}
 """Attributes that torch keeps in every module, but two: an itemgetter takes two names or more."""
 
@@ -76,14 +76,6 @@ class SetAttribute(NamedTuple):
         self.own[self.name] = _value(self.held)
 
 
-class TensorAttribute(NamedTuple):
-    """A tensor without a gradient that is an attribute of a module."""
-
-    owner: nn.Module
-    name: str
-    tensor: torch.Tensor
-
-
 class _Held:
     """What is held for a value, where that is not the value itself."""
 
@@ -93,8 +85,8 @@ class _Held:
         raise NotImplementedError
 
 
-class _WithGradient(_Held):
-    """A tensor, or its values if it is gone: its graph is not kept alive."""
+class _WithGraph(_Held):
+    """A tensor while it lives, and then its values: its graph is not kept alive."""
 
     __slots__ = ("_tensor", "_values")
 
@@ -114,14 +106,41 @@ def _version(tensor: torch.Tensor) -> int:
 class _Tuple(_Held):
     """A tuple in which something is not held as it is."""
 
+    __slots__ = ("_items", "_make")
+
+    def __init__(self, make: Callable[[list[Any]], Any], items: list[Any]) -> None:
+        self._make, self._items = make, items
+
+    def value(self) -> Any:
+        return self._make([_value(item) for item in self._items])
+
+
+class _Object(_Held):
+    """An object with attributes of its own of which one has a graph."""
+
     __slots__ = ("_items", "_kind")
 
-    def __init__(self, kind: type, items: list[Any]) -> None:
+    def __init__(self, kind: type, items: Attributes) -> None:
         self._kind, self._items = kind, items
 
     def value(self) -> Any:
-        items = map(_value, self._items)
-        return tuple(items) if self._kind is tuple else self._kind._make(items)  # type: ignore[attr-defined]
+        made: Any = object.__new__(self._kind)
+        made.__dict__.update((name, _value(item)) for name, item in self._items.items())
+        return made
+
+
+def _maker(kind: type) -> Callable[[list[Any]], Any] | None:
+    """Makes a tuple of this class of its items; None for what is no such class."""
+    if kind is tuple or hasattr(kind, "n_fields"):  # (torch's own, such as the result of `topk`)
+        return kind
+    return getattr(kind, "_make", None)
+
+
+def _has_graph(value: Any) -> bool:
+    if not issubclass(type(value), torch.Tensor):
+        return False
+    with without_torch_function():
+        return value.requires_grad and not value.is_leaf
 
 
 def _value(held: Any) -> Any:
@@ -133,33 +152,23 @@ def _items(own: dict[Any, Any]) -> list[Any]:
     return [*own.keys(), *own.values()]
 
 
-def _fill_list(own: Any, contents: Sequence[Any]) -> None:
-    own[:] = contents
-
-
 def _fill_dict(own: Any, contents: Sequence[Any]) -> None:
     half = len(contents) // 2
     own.clear()
-    own.update(zip(contents[:half], contents[half:]))
+    for key, value in zip(contents[:half], contents[half:]):  # (`update` of a `Counter` adds)
+        own[key] = value
 
 
-def _fill_set(own: Any, contents: Sequence[Any]) -> None:
-    own.clear()
-    own.update(contents)
-
-
-def _fill_deque(own: Any, contents: Sequence[Any]) -> None:
+def _fill_list(own: Any, contents: Sequence[Any]) -> None:
     own.clear()
     own.extend(contents)
 
 
 _CONTENTS: dict[type, tuple[Callable[[Any], list[Any]], Callable[[Any, Sequence[Any]], None]]] = {
-    list: (list, _fill_list),
-    deque: (list, _fill_deque),
-    set: (list, _fill_set),
-    **dict.fromkeys((dict, OrderedDict, defaultdict), (_items, _fill_dict)),
+    **dict.fromkeys((list, deque), (list, _fill_list)),
+    **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), (_items, _fill_dict)),
 }
-"""How the contents of a container are read, and set."""
+"""How the contents of a container are read, and set. (Not of a set, whose order depends on what it had before.)"""
 
 
 class _Container(NamedTuple):
@@ -202,11 +211,13 @@ class ModuleAttributes:
 
     def __init__(self, modules: Sequence[nn.Module], known: NamesOfClasses, region: str = "") -> None:
         self._region = region
-        self.tensors: list[TensorAttribute] = []
-        """Those that a forward may change in place."""
+        self.tensors: list[tuple[str, torch.Tensor, int]] = []
+        """The attribute they are in, and their versions: they must not be changed in place."""
         self._containers: dict[int, _Container] = {}
-        self._versions: list[tuple[str, torch.Tensor, int]] = []
-        """Of tensors that must not be changed in place: the attribute, the tensor, and its version."""
+        self._objects: dict[int, Any] = {}
+        """What is held of other objects, by their `id`: configurations are those of many modules."""
+        self._entries = 0
+        """Of containers, so far."""
         self._before: list[_Before] = []
         for module in modules:
             own = module.__dict__
@@ -219,44 +230,59 @@ class ModuleAttributes:
                 values = names.get(own)
             if not _AS_THEY_ARE.issuperset(map(type, values)):
                 held = [
-                    value if type(value) in _AS_THEY_ARE else self._hold(value, name, module)
+                    value if type(value) in _AS_THEY_ARE else self._hold(value, name)
                     for name, value in zip(names.names, values)
                 ]
                 values = tuple(held)
             self._before.append(_before((own, length, names, values)))
 
-    def _hold(self, value: Any, name: str, owner: nn.Module | None = None) -> Any:
-        """What is held for a value; `owner`: the module of which it is an attribute."""
+    def _hold(self, value: Any, name: str, deep: int = 0) -> Any:
+        """What is held for a value in the attribute `name`."""
         kind = type(value)
-        if kind in _AS_THEY_ARE:
+        if kind in _AS_THEY_ARE or deep == DEEP:
             return value
         if issubclass(kind, torch.Tensor):
-            return self._hold_tensor(value, name, owner)
-        if kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_make")):
-            items = [self._hold(item, name) for item in value]
-            return value if all(map(is_, items, value)) else _Tuple(kind, items)
-        if kind in _CONTENTS and id(value) not in self._containers and len(value) <= LONG:
-            self._hold_contents(value, name)
-        return value
+            return self._hold_tensor(value, name)
+        if kind in _CONTENTS:
+            if id(value) not in self._containers:
+                self._hold_contents(value, name, deep + 1)
+            return value
+        make = _maker(kind) if issubclass(kind, tuple) else None
+        if make is not None:
+            items = [self._hold(item, name, deep + 1) for item in value]
+            return value if all(map(is_, items, value)) else _Tuple(make, items)
+        if id(value) not in self._objects:
+            self._objects[id(value)] = self._hold_object(value, name, deep + 1)
+        return self._objects[id(value)]
 
-    def _hold_tensor(self, tensor: torch.Tensor, name: str, owner: nn.Module | None) -> Any:
+    def _hold_tensor(self, tensor: torch.Tensor, name: str) -> Any:
         with without_torch_function():
             if tensor.is_inference():
                 return tensor  # outside inference mode nothing changes it
-            if owner is not None and not tensor.requires_grad and plain_storage(tensor) is not None:
-                self.tensors.append(TensorAttribute(owner, name, tensor))
-            else:
-                self._versions.append((name, tensor.detach(), tensor._version))
-            return _WithGradient(tensor) if tensor.requires_grad else tensor
+            has_graph = tensor.requires_grad and not tensor.is_leaf
+            self.tensors.append((name, tensor.detach() if has_graph else tensor, tensor._version))
+            return _WithGraph(tensor) if has_graph else tensor
 
-    def _hold_contents(self, own: Any, name: str) -> None:
+    def _hold_contents(self, own: Any, name: str, deep: int) -> None:
         contents: list[Any] = []
         self._containers[id(own)] = container = _Container(
             own, name, contents
         )  # first, as one may be in itself
         now = container.now()
-        is_plain = _AS_THEY_ARE.issuperset(map(type, now))
-        contents.extend(now if is_plain else [self._hold(item, name) for item in now])
+        self._entries += len(now)
+        if self._entries > MANY or _AS_THEY_ARE.issuperset(map(type, now)):
+            contents.extend(now)
+        else:
+            contents.extend([self._hold(item, name, deep) for item in now])
+
+    def _hold_object(self, value: Any, name: str, deep: int) -> Any:
+        try:
+            own = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            return value
+        if isinstance(own, dict) and any(map(_has_graph, own.values())):
+            return _Object(type(value), {each: self._hold(item, name, deep) for each, item in own.items()})
+        return value
 
     def set_by(self, call: Callable[[], Any]) -> tuple[Any, list[Set]]:
         """The result of `call`, which no replay repeats, and what it set."""
@@ -288,14 +314,14 @@ class ModuleAttributes:
             return lengths, [_values(names, own) for own, _, names, _ in self._before]
 
     def check(self) -> None:
-        """Refuse if a tensor was changed in place that is no buffer to `RngAndBuffers`."""
-        for name, tensor, version in self._versions:
-            if _version(tensor) != version:
-                raise RuntimeError(
-                    f"region {self._region!r} is under recompute, and a tensor in its attribute {name!r} was "
-                    "changed in place, so that its forward cannot be replayed; register the tensor as a buffer, or "
-                    "give the region another home"
-                )
+        """Refuse if a tensor was changed in place."""
+        names = [name for name, tensor, version in self.tensors if _version(tensor) != version]
+        if names:
+            raise RuntimeError(
+                f"region {self._region!r} is under recompute, and a tensor in its attribute {names[0]!r} was "
+                "changed in place, so that its forward cannot be replayed; register it as a buffer, which is "
+                "copied, or give the region another home"
+            )
 
     def restored(self) -> "_Restored":
         """As they were before the first forward; what the replay sets is undone."""

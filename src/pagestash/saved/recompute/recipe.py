@@ -106,13 +106,7 @@ class Recipe:
         self._checks = checks
         self.attributes = ModuleAttributes(modules, learned.attributes, name)
         self.rng_and_buffers = RngAndBuffers(
-            modules,
-            self.attributes.tensors,
-            name,
-            self.device,
-            learned.changes_buffers,
-            learned.draws_in_python,
-            search=self.checked,
+            modules, name, self.device, learned.changes_buffers, learned.draws_in_python, search=self.checked
         )
 
     def takes_object(self, leaf: Any) -> None:

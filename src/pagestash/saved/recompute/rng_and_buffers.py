@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pagestash.saved.recompute.module_attributes import TensorAttribute
 from pagestash.saved.recompute.rng import (
     PythonRng,
     TorchRng,
@@ -90,8 +89,6 @@ class _Buffer:
     """A buffer before forward, and a copy of its bytes where forward may change them."""
 
     owner: nn.Module
-    where: dict[str, Any]
-    """Its owner's buffers; or all attributes, for a tensor that is not registered."""
     name: str
     tensor: torch.Tensor
     version: int
@@ -103,10 +100,6 @@ class _Buffer:
     @property
     def small(self) -> bool:
         return self.tensor.nbytes <= SMALL_BUFFER
-
-    def registered_since(self) -> bool:
-        """Whether it was an attribute, and has become a parameter or a buffer."""
-        return self.where is self.owner.__dict__ and self.name not in self.where
 
     def changed(self) -> bool:
         """Whether it has other bytes, as far as its version tells, or other memory."""
@@ -126,7 +119,6 @@ class RngAndBuffers:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        attributes: Sequence[TensorAttribute],
         region: str,
         device: torch.device,
         changes: ChangesBuffers,
@@ -136,7 +128,6 @@ class RngAndBuffers:
     ) -> None:
         """Of the region's module, the first of `modules`, and those inside.
 
-        `attributes`: tensors that are no buffers and may be changed as such.
         `search`: find out whether its forward draws from Python's or NumPy's generator.
         """
         self._module = modules[0]
@@ -145,13 +136,11 @@ class RngAndBuffers:
         self._changes = changes
         self._draws = draws
         self._buffers = [
-            self._before(owner, buffers_of(owner), name, buffer)
+            self._before(owner, name, buffer)
             for owner in modules
             for name, buffer in buffers_of(owner).items()
             if buffer is not None
         ]
-        for owner, name, tensor in attributes:
-            self._buffers.append(self._before(owner, owner.__dict__, name, tensor))
         self._autocast = [_autocast(kind) for kind in _kinds(device)]
         self._attention = _attention_kernels()
         self._torch_rng: TorchRng | None = torch_rng_state(device)
@@ -159,7 +148,7 @@ class RngAndBuffers:
         if search or (draws.any and self._module in draws):
             self._python_rng = python_rng_state()
 
-    def _before(self, owner: nn.Module, where: dict[str, Any], name: str, buffer: torch.Tensor) -> _Buffer:
+    def _before(self, owner: nn.Module, name: str, buffer: torch.Tensor) -> _Buffer:
         if is_lazy(buffer):
             raise RuntimeError(
                 f"region {self._region!r} is under recompute, and its buffer {name!r} gets its shape in the first "
@@ -170,9 +159,7 @@ class RngAndBuffers:
             (name, owner.training), True
         )
         copy = buffer.detach().clone() if may_change else None
-        return _Buffer(
-            owner, where, name, buffer, buffer._version, buffer.untyped_storage(), copy, owner.training
-        )
+        return _Buffer(owner, name, buffer, buffer._version, buffer.untyped_storage(), copy, owner.training)
 
     def watches_python_rng(self) -> bool:
         """Whether forward may draw from Python's or NumPy's generator, as far as is known."""
@@ -201,7 +188,7 @@ class RngAndBuffers:
         """Whether the value before forward is still there, if forward has changed it."""
         seen = self._changes.setdefault(buffer.owner, {})
         key = buffer.name, buffer.training
-        replaced = buffer.where.get(buffer.name) is not buffer.tensor
+        replaced = buffers_of(buffer.owner).get(buffer.name) is not buffer.tensor
         changed = buffer.tensor._version != buffer.version
         if key not in seen:
             changed = changed or not buffer.same_content()
@@ -236,8 +223,10 @@ class RngAndBuffers:
     def _restored(self) -> Iterator[None]:
         with ExitStack() as stack:
             self._restore_modes(stack)
-            buffers = [buffer for buffer in self._buffers if not buffer.registered_since()]
-            buffers_now = [(buffer.where, buffer.name, buffer.where.get(buffer.name)) for buffer in buffers]
+            buffers_now: list[tuple[nn.Module, str, Any]] = [
+                (buffer.owner, buffer.name, buffers_of(buffer.owner).get(buffer.name))
+                for buffer in self._buffers
+            ]
             torch_rng_now = None if self._torch_rng is None else torch_rng_state(self._device)
             python_rng_now = None if self._python_rng is None else python_rng_state()
             try:
@@ -245,14 +234,14 @@ class RngAndBuffers:
                     set_torch_rng_state(self._device, self._torch_rng)
                 if self._python_rng is not None:
                     set_python_rng_state(self._python_rng)
-                for buffer in buffers:
+                for buffer in self._buffers:
                     # (Another may be there by now, such as one that `functional_call` put there.)
                     tensor = buffer.tensor if buffer.copy is None else buffer.copy.clone()
-                    buffer.where[buffer.name] = tensor
+                    buffers_of(buffer.owner)[buffer.name] = tensor
                 yield
             finally:
-                for where, name, value in buffers_now:
-                    where[name] = value
+                for owner, name, value in buffers_now:
+                    buffers_of(owner)[name] = value
                 if torch_rng_now is not None:
                     set_torch_rng_state(self._device, torch_rng_now)
                 if python_rng_now is not None:

@@ -148,6 +148,10 @@ is_zero_tensor: Callable[[torch.Tensor], bool] = internal(torch.Tensor, "_is_zer
 """Whether a tensor is all zeros, without memory: forward-mode AD makes such ones."""
 
 
+TracedModule: type[nn.Module] = internal(torch.jit, "TracedModule")
+"""Of `torch.jit.trace`; torch exports no name for it."""
+
+
 without_torch_function: Callable[[], AbstractContextManager[None]] = internal(
     torch._C, "DisableTorchFunctionSubclass"
 )

@@ -1,6 +1,7 @@
 """`ps.Keeper(budget=)`: the first step is noted, the second begins with measuring, and training keeps its bits."""
 
 import gc
+import math
 import random
 from contextlib import contextmanager, nullcontext
 from unittest.mock import Mock
@@ -665,12 +666,15 @@ class Counting(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
         self.calls, self.history = 0, []
         self.mean, self.row = torch.ones(32), torch.ones(1).expand(32)
+        self.turned, self.unset = torch.ones(32, 2).t(), torch.full((2,), math.nan)
 
     def forward(self, *args, **kwargs):
         self.calls += 1
         self.history.append(self.calls)
         x = args[0] * kwargs["by"] * self.mean.clone() * self.row
         self.mean.mul_(0.9).add_(x.detach().abs().mean(0), alpha=0.1)
+        x = x * self.turned[0].clone()
+        self.turned.mul_(0.9)
         for layer in self.layers:
             x = layer(x).tanh()
         return x * self.calls
@@ -686,7 +690,7 @@ def test_attributes_and_arguments_of_both_kinds_are_those_without_a_budget():
             with nullcontext() if keeper is None else keeper.step():
                 model(x, by=2.0).sum().backward()
         gradients = [parameter.grad for parameter in model.parameters()]
-        results.append([(model.calls, model.history), model.mean, *gradients])
+        results.append([(model.calls, model.history), model.mean, model.turned, *gradients])
     assert keeper.plan is not None
     assert results[0][0] == results[1][0] == (3, [1, 2, 3])
     assert same(results[0][1:], results[1][1:])

@@ -1,6 +1,7 @@
-"""Recompute under FSDP2: regions that are sharded units, hold some, or lie inside one; same bits."""
+"""Recompute under FSDP: regions that are sharded units, hold some, or lie inside one; same bits."""
 
 import os
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,18 +29,34 @@ class Block(nn.Module):
         return x.tanh() + self.down(torch.nn.functional.silu(self.up(self.norm(x))))
 
 
-def _train(rank: int, rules: list[str], reshard: bool, mixed: bool):
+def _sharded(model: nn.Sequential, reshard: bool, mixed: bool) -> nn.Module:
+    """By FSDP2."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(3)))
     narrow = torch.bfloat16 if mixed else None
     inside = MixedPrecisionPolicy(param_dtype=narrow)
     around = MixedPrecisionPolicy(param_dtype=narrow, output_dtype=torch.float32 if mixed else None)
     for block in model:
         fully_shard(block.up, reshard_after_forward=reshard, mp_policy=inside)  # a unit inside another
         fully_shard(block, reshard_after_forward=reshard, mp_policy=around)
-    fully_shard(model, reshard_after_forward=reshard, mp_policy=around)
+    return fully_shard(model, reshard_after_forward=reshard, mp_policy=around)
+
+
+def _sharded_by_fsdp1(model: nn.Sequential) -> nn.Module:
+    """It makes plain attributes of its parameters in forward and backward."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu")
+    )
+
+
+def _train(rank: int, rules: list[str], shard):
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block() for _ in range(3)))
+    forwards = [block.forwards for block in blocks]
+    model = shard(blocks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     keeper = ps.Keeper(ps.Policy([ps.Rule(rule, "recompute") for rule in rules])).attach(model)
     losses = []
@@ -52,9 +69,9 @@ def _train(rank: int, rules: list[str], reshard: bool, mixed: bool):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    weights = [p.to_local().detach().clone() for p in model.parameters()]
+    weights = [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
     left = sum(home.bytes for home in keeper.stats().homes.values())
-    return losses + weights, [len(block.forwards) for block in model], left
+    return losses + weights, [len(each) for each in forwards], left
 
 
 def _rank(rank: int, path: str) -> None:
@@ -62,11 +79,15 @@ def _rank(rank: int, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=WORLD)
     result = []
-    for reshard, mixed in ((True, False), (False, False), (True, True)):
-        plain, forwards, _ = _train(rank, [], reshard, mixed)
+    ways = [
+        partial(_sharded, reshard=reshard, mixed=mixed)
+        for reshard, mixed in ((True, False), (False, False), (True, True))
+    ]
+    for shard in [*ways, _sharded_by_fsdp1]:
+        plain, forwards, _ = _train(rank, [], shard)
         assert forwards == [3, 3, 3]
         for rules in RULES:
-            kept, forwards, left = _train(rank, rules, reshard, mixed)
+            kept, forwards, left = _train(rank, rules, shard)
             equal = same(plain, kept)
             result.append((rules, equal, forwards, left))
     torch.save(result, f"{path}/{rank}.pt")

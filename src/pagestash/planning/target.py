@@ -1,8 +1,9 @@
 """A budget to plan for in the middle of training: a call of the model is measured, and all is left as it was."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from pagestash.profiling.measure import Arguments, Loss, Progress, profile
 from pagestash.saved.compiled import is_compiled, is_wrapper
 from pagestash.saved.first_call import FirstCall, has_gradients
 from pagestash.saved.names import named_modules
-from pagestash.saved.recompute.module_attributes import ModuleAttributes
+from pagestash.saved.recompute.module_attributes import KnownAttributes, ModuleAttributes
 from pagestash.saved.recompute.rng import python_rng_state, set_python_rng_state
 from pagestash.saved.storage import plain_storage
 from pagestash.torch_internals import accumulate_hooks_of, buffers_of, modules_in
@@ -122,17 +123,29 @@ def _as_before(model: nn.Module) -> Iterator[None]:
     """Restores what `profile` does not: generators of Python and NumPy, buffers that forward replaces, and
     attributes."""
     random = python_rng_state()
-    attributes = ModuleAttributes(list(modules_in(model)), {})
-    tensors = [each for _, each, _ in attributes.tensors if plain_storage(each) is not None]
-    copies = [(each, each.clone()) for each in tensors if each.is_contiguous() and not each.is_meta]
+    attributes = ModuleAttributes(list(modules_in(model)), KnownAttributes())
+    copies = _copies(model, [tensor for _, tensor, _ in attributes.tensors])
     buffers = [(module, dict(buffers_of(module))) for module in modules_in(model) if buffers_of(module)]
     try:
         with attributes.restored():
             yield
     finally:
         set_python_rng_state(random)
-        for tensor, copy in copies:
-            if not torch.equal(tensor, copy):
-                tensor.copy_(copy)
+        for memory, copy in copies:
+            if not torch.equal(memory.cpu(), copy):
+                memory.copy_(copy)
         for module, before in buffers:
             buffers_of(module).update(before)
+
+
+def _copies(model: nn.Module, tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The memory of these tensors as bytes, and a copy of it on the host; not of parameters and buffers."""
+    known = {plain_storage(each) for each in chain(model.parameters(), model.buffers())}
+    found = []
+    for tensor in tensors:
+        key = plain_storage(tensor)
+        if key is not None and key not in known and not tensor.is_meta:
+            known.add(key)
+            memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            found.append((memory, memory.cpu().clone()))
+    return found

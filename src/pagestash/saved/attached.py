@@ -14,6 +14,7 @@ from pagestash.saved.names import named_modules, prefixes
 from pagestash.saved.region import no_module
 from pagestash.saved.region_hooks import RegionHooks
 from pagestash.torch_internals import (
+    TracedModule,
     buffers_of,
     children_of,
     modules_in,
@@ -199,16 +200,17 @@ def _let_recompute(modules: Sequence[Any]) -> None:
 
 
 def _refuse_scripted(names: dict[str, nn.Module], name: str, rule: Rule) -> None:
-    """torch allows no such hooks as a region needs: on its module, and on those inside that have weights."""
+    """A scripted module with weights takes no hooks, which a region needs; a traced one has none for a replay."""
     region = names[name]
+    taken = () if rule.home == "recompute" else TracedModule
     for inner in modules_in(region):
-        if isinstance(inner, torch.jit.ScriptModule) and (
-            inner is region or next(inner.parameters(), None) is not None
-        ):
+        if not isinstance(inner, torch.jit.ScriptModule) or isinstance(inner, taken):
+            continue
+        if inner is region or next(inner.parameters(), None) is not None:
             which = next((own for own, module in names.items() if module is inner), name)
             raise ValueError(
                 f"rule {rule.match!r} names the region {name!r}, and {which!r} is compiled by torch.jit, which "
-                "allows no hooks; attach the model without torch.jit.script, or leave that region out of the policy"
+                "hides its weights and takes no hooks; leave it uncompiled, or that region out of the policy"
             )
 
 

@@ -6,7 +6,7 @@ discarded, too: where a later region saves it, the place of that entry is an `Ou
 
 from threading import RLock
 from typing import NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 
@@ -14,6 +14,7 @@ from pagestash.policy import HomeName
 from pagestash.saved.homes import Home
 from pagestash.saved.lost import give_up
 from pagestash.saved.recompute.chain import discards
+from pagestash.saved.recompute.module_attributes import ModuleAttributes
 from pagestash.saved.recompute.packed import Output
 from pagestash.saved.recompute.recipe import Learned
 from pagestash.saved.recompute.recomputed import Recomputed
@@ -41,6 +42,8 @@ class Recompute(Home):
         self.replayed: WeakSet[Recomputed] = WeakSet()
         self.forwards: dict[str, int] = {}
         self._of_step: list[Entry] = []
+        self._attributes: list[ref[ModuleAttributes]] = []
+        """Of modules, in this step's forwards."""
         self._held: dict[tuple[str, int], list[int]] = {}
         """For each region and storage: its bytes, and the tensors in it that wait."""
         self.known: dict[int, _KnownOutput] = {}
@@ -74,6 +77,10 @@ class Recompute(Home):
         """An entry that stands for an output was made in this step."""
         self._of_step.append(entry)
 
+    def note_attributes(self, attributes: ModuleAttributes) -> None:
+        """They are held for a replay until the step is over, if they are not let go of before."""
+        self._attributes.append(ref(attributes))
+
     def prune(self) -> None:
         """Let go of forwards whose outputs are gone: no operation can save them any more."""
         if not self.known:
@@ -93,6 +100,11 @@ class Recompute(Home):
     def settle(self) -> None:
         """The step is over: outputs that are alive now belong to the caller."""
         self._of_step = []
+        for attributes in self._attributes:
+            held = attributes()
+            if held is not None:
+                held.let_go()
+        self._attributes = []
         self.known.clear()
         self.checks.step_over()
 

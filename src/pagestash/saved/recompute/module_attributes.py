@@ -1,30 +1,29 @@
 """Attributes of modules: a replay finds them as they were when the first forward began, and what it sets is undone.
 
-Which attributes a forward reads or sets is not known, so all are noted that are not torch's own. Until backward,
-a reference is held to each value, so that a replay finds it also if another was set since. Beside that:
+Which attributes a forward reads or sets is not known, so all are noted that are not torch's own. A reference to
+each value is held until backward, and at most to the end of the step: a value may have a graph that no backward
+walks, and a graph holds what its regions hold.
 
-- Of a tensor with a graph, the values are held, and not the graph. A tensor that is changed in place is refused:
-  unlike a buffer, it is not copied before forward.
 - Contents of lists, dicts and deques are held, too, and restored in the same object, which others may have.
+- A tensor that is changed in place is refused: unlike a buffer, it is not copied before forward.
 - What is changed inside of other objects is not seen.
 
 What a forward sets inside of `once` is set again where a replay comes to that call.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import chain
 from operator import is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple, Protocol
-from weakref import ref
 
 import torch
 from torch import nn
 
 from pagestash.saved.recompute.trees import PLAIN
-from pagestash.torch_internals import without_torch_function
+from pagestash.saved.storage import plain_storage
+from pagestash.torch_internals import buffers_of, parameters_of, without_torch_function
 
 MANY = 1024
 """Entries of all containers in a region that are looked at one by one; of others, references are held."""
@@ -32,13 +31,12 @@ DEEP = 16
 """Containers and tuples in each other, of which contents are looked at."""
 _TORCHS = frozenset(nn.Module().__dict__) - {"training", "_is_full_backward_hook"}
 """Attributes that torch keeps in every module, but two: an itemgetter takes two names or more."""
-
-_AS_THEY_ARE = PLAIN | {FunctionType, BuiltinFunctionType, MethodType, partial, type}
-"""Types of which nothing but a reference is held. (So it is for most others, which takes longer to find out.)"""
+_REGISTERED = "_parameters", "_buffers", "_modules"
 _ABSENT = object()
 
 Attributes = dict[str, Any]
 """Of a module: its `__dict__`."""
+WeightsOf = Callable[[Attributes], Collection[str]]
 
 
 class Names:
@@ -54,9 +52,21 @@ class Names:
         else:  # a compiled module has none of its own
             self.get = lambda own: tuple([own[name] for name in names])
 
+    def values(self, own: Attributes) -> tuple[Any, ...]:
+        try:
+            return self.get(own)
+        except KeyError:
+            return tuple([own.get(name, _ABSENT) for name in self.names])
 
-NamesOfClasses = dict[tuple[type, int], Names]
-"""Of modules of a class, with so many attributes."""
+
+class KnownAttributes:
+    """What earlier forwards have shown, so that it need not be found out again."""
+
+    def __init__(self) -> None:
+        self.names: dict[tuple[type, int], Names] = {}
+        """Of modules of a class, with so many attributes."""
+        self.plain: set[type] = {*PLAIN, FunctionType, BuiltinFunctionType, MethodType, partial, type}
+        """Types of which nothing but a reference is held."""
 
 
 class Set(Protocol):
@@ -66,86 +76,17 @@ class Set(Protocol):
 
 
 class SetAttribute(NamedTuple):
-    """An attribute of a module, and what is held of its value."""
+    """An attribute of a module, and its value, or `_ABSENT`."""
 
     own: Attributes
     name: str
-    held: Any
+    value: Any
 
     def set_again(self) -> None:
-        self.own[self.name] = _value(self.held)
-
-
-class _Held:
-    """What is held for a value, where that is not the value itself."""
-
-    __slots__ = ()
-
-    def value(self) -> Any:
-        raise NotImplementedError
-
-
-class _WithGraph(_Held):
-    """A tensor while it lives, and then its values: its graph is not kept alive."""
-
-    __slots__ = ("_tensor", "_values")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._values = ref(tensor), tensor.detach().requires_grad_()
-
-    def value(self) -> torch.Tensor:
-        tensor = self._tensor()
-        return self._values if tensor is None else tensor
-
-
-def _version(tensor: torch.Tensor) -> int:
-    with without_torch_function():
-        return tensor._version
-
-
-class _Tuple(_Held):
-    """A tuple in which something is not held as it is."""
-
-    __slots__ = ("_items", "_make")
-
-    def __init__(self, make: Callable[[list[Any]], Any], items: list[Any]) -> None:
-        self._make, self._items = make, items
-
-    def value(self) -> Any:
-        return self._make([_value(item) for item in self._items])
-
-
-class _Object(_Held):
-    """An object with attributes of its own of which one has a graph."""
-
-    __slots__ = ("_items", "_kind")
-
-    def __init__(self, kind: type, items: Attributes) -> None:
-        self._kind, self._items = kind, items
-
-    def value(self) -> Any:
-        made: Any = object.__new__(self._kind)
-        made.__dict__.update((name, _value(item)) for name, item in self._items.items())
-        return made
-
-
-def _maker(kind: type) -> Callable[[list[Any]], Any] | None:
-    """Makes a tuple of this class of its items; None for what is no such class."""
-    if kind is tuple or hasattr(kind, "n_fields"):  # (torch's own, such as the result of `topk`)
-        return kind
-    return getattr(kind, "_make", None)
-
-
-def _has_graph(value: Any) -> bool:
-    if not issubclass(type(value), torch.Tensor):
-        return False
-    with without_torch_function():
-        return value.requires_grad and not value.is_leaf
-
-
-def _value(held: Any) -> Any:
-    # (Not `isinstance`, which asks a proxy for the class of what it stands for.)
-    return held.value() if issubclass(type(held), _Held) else held
+        if self.value is _ABSENT:
+            self.own.pop(self.name, None)
+        else:
+            self.own[self.name] = self.value
 
 
 def _items(own: dict[Any, Any]) -> list[Any]:
@@ -172,205 +113,251 @@ _CONTENTS: dict[type, tuple[Callable[[Any], list[Any]], Callable[[Any, Sequence[
 
 
 class _Container(NamedTuple):
-    """A list or dict, the attribute it is in, and what is held of its contents."""
+    """A list or dict, how its contents are read, the contents, and the attribute it is in."""
 
     own: Any
+    read: Callable[[Any], list[Any]]
+    contents: list[Any]
     name: str
-    held: Sequence[Any]
 
     def now(self) -> list[Any]:
-        return _CONTENTS[type(self.own)][0](self.own)
-
-    def fill(self, contents: Sequence[Any]) -> None:
-        if not _same(contents, self.now()):
-            _CONTENTS[type(self.own)][1](self.own, contents)
+        return self.read(self.own)
 
     def set_again(self) -> None:
-        self.fill(list(map(_value, self.held)))
+        _CONTENTS[type(self.own)][1](self.own, self.contents)
 
 
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+_container: Callable[[tuple[Any, Callable[[Any], list[Any]], list[Any], str]], _Container]
+_container = partial(tuple.__new__, _Container)
+"""Makes one of its fields, in a third of the time. (Adapters have a hundred of them in a layer.)"""
+
+
+def _same(one: Collection[Any], other: Collection[Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
 
 
+def _all_full(containers: Collection[_Container]) -> bool:
+    """Whether all have the same contents as before."""
+    for own, read, contents, _ in containers:
+        if contents or own:
+            now = read(own)
+            if len(now) != len(contents) or not all(map(is_, now, contents)):
+                return False
+    return True
+
+
 class _Before(NamedTuple):
-    """A module's attributes, how many and which there were before forward, and what was held of them."""
+    """A module's attributes, and how many and which there were before forward."""
 
     own: Attributes
     length: int
     names: Names
-    held: tuple[Any, ...]
+    values: tuple[Any, ...]
+
+    def same(self) -> bool:
+        return len(self.own) == self.length and all(map(is_, self.values, self.names.values(self.own)))
+
+    def changed(self) -> list[str]:
+        """Names of attributes that are others now."""
+        return [] if self.same() else _differing(dict(zip(self.names.names, self.values)), self.own)
+
+
+def _differing(one: Attributes, other: Attributes) -> list[str]:
+    """Names of attributes, but torch's, that are not the same in both."""
+    return [
+        name
+        for name in {**one, **other}
+        if name not in _TORCHS and one.get(name, _ABSENT) is not other.get(name, _ABSENT)
+    ]
 
 
 _before: Callable[[tuple[Attributes, int, Names, tuple[Any, ...]]], _Before] = partial(tuple.__new__, _Before)
-"""Makes one of its fields, in a third of the time."""
+
+
+def _all_same(modules: Sequence[_Before]) -> bool:
+    """Whether all have the same attributes as before."""
+    try:
+        for own, length, names, values in modules:
+            if len(own) != length or not all(map(is_, values, names.get(own))):
+                return False
+    except KeyError:
+        return False
+    return True
 
 
 class ModuleAttributes:
     """Noted before a region's first forward; `restored` for each replay."""
 
-    def __init__(self, modules: Sequence[nn.Module], known: NamesOfClasses, region: str = "") -> None:
+    def __init__(self, modules: Sequence[nn.Module], known: KnownAttributes, region: str = "") -> None:
+        self._modules = modules
         self._region = region
+        self._plain = plain = known.plain
         self.tensors: list[tuple[str, torch.Tensor, int]] = []
         """The attribute they are in, and their versions: they must not be changed in place."""
         self._containers: dict[int, _Container] = {}
-        self._objects: dict[int, Any] = {}
-        """What is held of other objects, by their `id`: configurations are those of many modules."""
         self._entries = 0
         """Of containers, so far."""
+        self._set_once: list[list[Set]] = []
+        self._changed: str | None = None
+        """An attribute that was no longer as before forward when all was let go of."""
         self._before: list[_Before] = []
         for module in modules:
             own = module.__dict__
             length = len(own)
             try:
-                names = known[type(module), length]
+                names = known.names[type(module), length]
                 values = names.get(own)
             except KeyError:  # new, or as many as another of its class has, and others
-                names = known[type(module), length] = Names(own)
+                names = known.names[type(module), length] = Names(own)
                 values = names.get(own)
-            if not _AS_THEY_ARE.issuperset(map(type, values)):
-                held = [
-                    value if type(value) in _AS_THEY_ARE else self._hold(value, name)
-                    for name, value in zip(names.names, values)
-                ]
-                values = tuple(held)
+            if not plain.issuperset(map(type, values)):
+                for name, value in zip(names.names, values):
+                    if type(value) not in plain:
+                        self._look_into(value, name)
             self._before.append(_before((own, length, names, values)))
 
-    def _hold(self, value: Any, name: str, deep: int = 0) -> Any:
-        """What is held for a value in the attribute `name`."""
+    def _look_into(self, value: Any, name: str, deep: int = 0) -> None:
+        """Note what can be changed inside of a value in the attribute `name`."""
         kind = type(value)
-        if kind in _AS_THEY_ARE or deep == DEEP:
-            return value
+        if kind in self._plain or deep == DEEP:
+            return
+        # (Not `isinstance`, which asks a proxy for the class of what it stands for.)
         if issubclass(kind, torch.Tensor):
-            return self._hold_tensor(value, name)
-        if kind in _CONTENTS:
+            with without_torch_function():
+                if not value.is_inference():  # outside inference mode nothing changes such a one
+                    self.tensors.append((name, value, value._version))
+        elif kind in _CONTENTS:
             if id(value) not in self._containers:
-                self._hold_contents(value, name, deep + 1)
-            return value
-        make = _maker(kind) if issubclass(kind, tuple) else None
-        if make is not None:
-            items = [self._hold(item, name, deep + 1) for item in value]
-            return value if all(map(is_, items, value)) else _Tuple(make, items)
-        if id(value) not in self._objects:
-            self._objects[id(value)] = self._hold_object(value, name, deep + 1)
-        return self._objects[id(value)]
-
-    def _hold_tensor(self, tensor: torch.Tensor, name: str) -> Any:
-        with without_torch_function():
-            if tensor.is_inference():
-                return tensor  # outside inference mode nothing changes it
-            has_graph = tensor.requires_grad and not tensor.is_leaf
-            self.tensors.append((name, tensor.detach() if has_graph else tensor, tensor._version))
-            return _WithGraph(tensor) if has_graph else tensor
-
-    def _hold_contents(self, own: Any, name: str, deep: int) -> None:
-        contents: list[Any] = []
-        self._containers[id(own)] = container = _Container(
-            own, name, contents
-        )  # first, as one may be in itself
-        now = container.now()
-        self._entries += len(now)
-        if self._entries > MANY or _AS_THEY_ARE.issuperset(map(type, now)):
-            contents.extend(now)
+                read = _CONTENTS[kind][0]
+                contents = read(value)
+                self._containers[id(value)] = _container((value, read, contents, name))
+                self._entries += len(contents)
+                if self._entries <= MANY:  # (it may be in itself)
+                    self._look_into_all(contents, name, deep)
+        elif issubclass(kind, tuple):
+            self._look_into_all(value, name, deep)
         else:
-            contents.extend([self._hold(item, name, deep) for item in now])
+            self._plain.add(kind)
 
-    def _hold_object(self, value: Any, name: str, deep: int) -> Any:
-        try:
-            own = object.__getattribute__(value, "__dict__")
-        except AttributeError:
-            return value
-        if isinstance(own, dict) and any(map(_has_graph, own.values())):
-            return _Object(type(value), {each: self._hold(item, name, deep) for each, item in own.items()})
-        return value
+    def _look_into_all(self, values: Sequence[Any], name: str, deep: int) -> None:
+        if not self._plain.issuperset(map(type, values)):
+            for value in values:
+                self._look_into(value, name, deep + 1)
 
     def set_by(self, call: Callable[[], Any]) -> tuple[Any, list[Set]]:
         """The result of `call`, which no replay repeats, and what it set."""
-        lengths, then = self._now()
+        then = [(before.own, before.own.copy()) for before in self._before]
         contents = [(container, container.now()) for container in self._containers.values()]
         result = call()
         found: list[Set] = [
-            container._replace(held=[self._hold(item, container.name) for item in container.now()])
+            container._replace(contents=container.now())
             for container, old in contents
             if not _same(container.now(), old)
         ]
-        lengths_now, now = self._now()
-        if lengths != lengths_now or not all(map(is_, chain(*then), chain(*now))):
-            for (own, _, names, _), values in zip(self._before, then):
-                before = dict(zip(names.names, values))
-                found += [
-                    SetAttribute(own, name, self._hold(value, name))
-                    for name, value in own.items()
-                    if name not in _TORCHS and before.get(name, _ABSENT) is not value
-                ]
+        for own, old in then:
+            if not _same(old.values(), own.values()):
+                for name in _differing(old, own):
+                    value = own.get(name, _ABSENT)
+                    self._look_into(value, name)
+                    found.append(SetAttribute(own, name, value))
+        self._set_once.append(found)
         return result, found
 
-    def _now(self) -> tuple[list[int], list[tuple[Any, ...]]]:
-        """Of each module: how many attributes there are, and the values of those that there were before forward."""
-        lengths = [len(own) for own, _, _, _ in self._before]
-        try:
-            return lengths, [names.get(own) for own, _, names, _ in self._before]
-        except KeyError:
-            return lengths, [_values(names, own) for own, _, names, _ in self._before]
+    def check(self, *, forward: bool = False) -> None:
+        """Refuse if a tensor was changed in place. `forward`: it is just over."""
+        for name, tensor, version in self.tensors:
+            with without_torch_function():
+                changed = tensor._version != version
+            if changed and not self._registered(tensor):
+                how = "by its forward" if forward else "between forward and backward"
+                raise RuntimeError(
+                    f"region {self._region!r} is under recompute, and a tensor in its attribute {name!r} was "
+                    f"changed in place {how}, so that it cannot be replayed; register the tensor as a buffer, "
+                    "give it a new value instead, or give the region another home"
+                )
 
-    def check(self) -> None:
-        """Refuse if a tensor was changed in place."""
-        names = [name for name, tensor, version in self.tensors if _version(tensor) != version]
-        if names:
+    def _registered(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a buffer or parameter under another name, or a view of one: those are looked after."""
+        key = plain_storage(tensor)
+        return key is not None and any(
+            plain_storage(each) == key
+            for module in self._modules
+            for each in (*buffers_of(module).values(), *parameters_of(module).values())
+            if each is not None
+        )
+
+    def restored(self, weights_of: WeightsOf = lambda own: ()) -> "_Restored":
+        """As they were before the first forward; what the replay sets is undone.
+
+        `weights_of`: names of parameters that forward had, which stay as they are. (FSDP makes plain attributes of
+        them in backward.)
+        """
+        if self._changed is not None:
             raise RuntimeError(
-                f"region {self._region!r} is under recompute, and a tensor in its attribute {names[0]!r} was "
-                "changed in place, so that its forward cannot be replayed; register it as a buffer, which is "
-                "copied, or give the region another home"
+                f"region {self._region!r} is under recompute, and its attribute {self._changed!r} was changed in a "
+                "step that is over, so that its forward cannot be replayed; run backward inside of the step, or "
+                "give the region another home"
             )
+        return _Restored(self._before, list(self._containers.values()), weights_of)
 
-    def restored(self) -> "_Restored":
-        """As they were before the first forward; what the replay sets is undone."""
-        return _Restored(self._before, list(self._containers.values()))
-
-
-def _values(names: Names, own: Attributes) -> tuple[Any, ...]:
-    try:
-        return names.get(own)
-    except KeyError:
-        return tuple([own.get(name, _ABSENT) for name in names.names])
+    def let_go(self) -> None:
+        """The step is over: hold nothing any more."""
+        changed = [name for before in self._before for name in before.changed()]
+        changed += [each.name for each in self._containers.values() if not _same(each.contents, each.now())]
+        self._changed = next(iter(changed), None)
+        self._before, self._containers, self.tensors = [], {}, []
+        for found in self._set_once:
+            found.clear()
 
 
 class _Restored:
     """The context of one replay. (A class, because a generator's context takes 2 µs.)"""
 
-    def __init__(self, before: list[_Before], containers: list[_Container]) -> None:
-        self._before, self._containers = before, containers
-        self._now = [own.copy() for own, _, _, _ in before]
-        self._contents = [container.now() for container in containers]
-        self._set: set[int] = set()
-        """Numbers of modules that have other attributes now than before forward."""
+    def __init__(
+        self,
+        before: list[_Before],
+        containers: list[_Container],
+        weights_of: WeightsOf,
+    ) -> None:
+        self._before, self._containers, self._weights_of = before, containers, weights_of
+        self._set: dict[int, Attributes] = {}
+        """By number of the module: attributes that it has now, where these are others than before forward."""
+        self._filled: dict[int, list[Any]] = {}
+        """The same for contents of containers."""
 
     def __enter__(self) -> None:
-        for number, (own, count, names, held) in enumerate(self._before):
-            if len(own) != count or not all(map(is_, held, _values(names, own))):
-                self._set.add(number)
-                _set_all(own, {name: _value(value) for name, value in zip(names.names, held)}, replay=True)
-        for container in self._containers:
-            container.set_again()
+        if not _all_same(self._before):
+            for number, before in enumerate(self._before):
+                if not before.same():
+                    own, values = before.own, dict(zip(before.names.names, before.values))
+                    self._set[number] = own.copy()
+                    # What has become a parameter, a buffer or a module is no longer among the others.
+                    registered = {name for kind in _REGISTERED for name in own.get(kind, ())}
+                    values = {name: value for name, value in values.items() if name not in registered}
+                    self._set_all(own, values)
+        if not _all_full(self._containers):
+            for number, container in enumerate(self._containers):
+                now = container.now()
+                if not _same(container.contents, now):
+                    self._filled[number] = now
+                    container.set_again()
 
     def __exit__(self, *error: object) -> None:
-        for number, ((own, count, names, held), now) in enumerate(zip(self._before, self._now)):
-            if number in self._set or len(own) != count or not all(map(is_, held, _values(names, own))):
-                _set_all(own, now)
-        for container, contents in zip(self._containers, self._contents):
-            container.fill(contents)
+        if self._set or not _all_same(self._before):
+            for number, before in enumerate(self._before):
+                if number in self._set:
+                    self._set_all(before.own, self._set[number])
+                elif not before.same():
+                    self._set_all(before.own, dict(zip(before.names.names, before.values)))
+        if self._filled or not _all_full(self._containers):
+            for number, container in enumerate(self._containers):
+                contents = self._filled.get(number, container.contents)
+                if not _same(contents, container.now()):
+                    container._replace(contents=contents).set_again()
 
-
-def _set_all(own: Attributes, values: Attributes, *, replay: bool = False) -> None:
-    """Give a module these attributes, and no others beside torch's."""
-    for name in [name for name in own if name not in values and name not in _TORCHS]:
-        del own[name]
-    for name, value in values.items():
-        # What has become a parameter, a buffer or a module is no longer among the others.
-        if name not in _TORCHS and not (replay and _is_registered(own, name)):
-            own[name] = value
-
-
-def _is_registered(own: Attributes, name: str) -> bool:
-    # (A script module has its own in C++.)
-    return any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+    def _set_all(self, own: Attributes, values: Attributes) -> None:
+        """Give a module these attributes, and no others beside torch's and its weights."""
+        stay = {*_TORCHS, *self._weights_of(own)}
+        for name in [name for name in own if name not in values and name not in stay]:
+            del own[name]
+        own.update((name, value) for name, value in values.items() if name not in stay)

@@ -12,7 +12,7 @@ from torch import nn
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.packed import Packed
 from pagestash.saved.recompute.argument_objects import ArgumentObjects
-from pagestash.saved.recompute.module_attributes import ModuleAttributes, NamesOfClasses, Set
+from pagestash.saved.recompute.module_attributes import KnownAttributes, ModuleAttributes, Set
 from pagestash.saved.recompute.rng import PythonRng, TorchRng
 from pagestash.saved.recompute.rng_and_buffers import ChangesBuffers, DrawsInPython, RngAndBuffers
 from pagestash.saved.recompute.trees import map_leaves
@@ -27,7 +27,7 @@ class Learned:
 
     changes_buffers: ChangesBuffers = field(default_factory=WeakKeyDictionary)
     version_only: VersionOnly = field(default_factory=WeakKeyDictionary)
-    attributes: NamesOfClasses = field(default_factory=dict)
+    attributes: KnownAttributes = field(default_factory=KnownAttributes)
     draws_in_python: DrawsInPython = field(default_factory=DrawsInPython)
 
 
@@ -117,7 +117,7 @@ class Recipe:
 
     def close(self) -> None:
         """The forward is over: refuse if it has changed what a replay must find unchanged."""
-        self.attributes.check()
+        self.attributes.check(forward=True)
         self.rng_and_buffers.close()
         self.weights.close()
         if self._objects is not None:

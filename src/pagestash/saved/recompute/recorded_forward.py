@@ -55,6 +55,7 @@ class RecordedForward(Recording):
         `modules`: that module, and all in it.
         """
         self._recipe = Recipe(name, path, modules, hooks, home.checks, home.learned)
+        home.note_attributes(self._recipe.attributes)
         self._recomputed = Recomputed(self._recipe, home)
         self._saved = self._recipe.saved
         self._home = home

@@ -54,7 +54,7 @@ class Replay(Forward):
             # All that the forward read is as it was before it; what the replay changes is undone.
             with (
                 recipe.weights.restored(),
-                recipe.attributes.restored(),
+                recipe.attributes.restored(recipe.weights.names_in),
                 recipe.rng_and_buffers.restored(),
                 torch.enable_grad(),
             ):

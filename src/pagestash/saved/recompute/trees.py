@@ -9,7 +9,7 @@ import torch
 
 from pagestash.torch_internals import tree_map
 
-PLAIN = frozenset(
+PLAIN: frozenset[type] = frozenset(
     (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 )
 """Types whose values cannot be changed."""

@@ -80,6 +80,10 @@ class Weights:
         if others:
             self.storages |= storage_keys(others)
 
+    def names_in(self, own: dict[str, Any]) -> set[str]:
+        """Of the module that has these attributes."""
+        return {weight.name for weight in self._weights if weight.owner.__dict__ is own}
+
     def close(self) -> None:
         """Forward is over: where it raised a version, backward must find the raised one."""
         for number, weight in enumerate(self._weights):

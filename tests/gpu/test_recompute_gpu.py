@@ -2,6 +2,7 @@
 
 import gc
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -214,10 +215,10 @@ class Reads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mlp, self.scale = MLP(), [torch.ones(WIDTH, device="cuda")]
+        self.mlp, self.scale = MLP(), SimpleNamespace(now=torch.ones(WIDTH, device="cuda"))
 
     def forward(self, x):
-        return self.mlp(torch.tanh(x * self.scale[0]))
+        return self.mlp(torch.tanh(x * self.scale.now))
 
 
 def reading():
@@ -250,7 +251,7 @@ def test_other_values_are_found_in_a_later_step(monkeypatch):
         for _ in range(count):
             with keeper.step():
                 loss = model(x).square().mean()
-                model[0].scale[0] = model[0].scale[0] * factor
+                model[0].scale.now = model[0].scale.now * factor
                 loss.backward()
             torch.cuda.synchronize()
 

@@ -157,6 +157,26 @@ def test_a_fraction_is_of_bytes():
         assert fraction * total - largest - last <= moved <= fraction * total + largest
 
 
+@pytest.mark.parametrize("rules", ["layers.*", "layers.{}"])
+@pytest.mark.parametrize("fraction", [0.3, 0.5, 0.7])
+def test_the_same_tensors_of_each_microbatch_leave(rules, fraction):
+    model, x = MLP(depth=3), torch.randn(32, 64)
+    names = dict.fromkeys(rules.format(number) for number in range(3))
+    keeper = keeper_for(
+        model, *[ps.Rule(name, "offload", fraction=fraction, prefetch_bytes=0, **RULE) for name in names]
+    )
+    for step in range(3):
+        moved = []
+        with keeper.step():
+            for _ in range(4):
+                loss = model(x)
+                moved.append(keeper.stats().homes["offload"].bytes)
+                loss.backward()
+        assert moved[0] > 0
+        assert len(set(moved)) == 1 or step == 0  # the first step is measured
+    nothing_left(keeper)
+
+
 def test_small_tensors_stay():
     model, x = MLP(depth=3), torch.randn(32, 64)
     keeper = keeper_for(model, ps.Rule("layers.*", "offload"))

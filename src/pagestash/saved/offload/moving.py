@@ -152,6 +152,8 @@ class Moving:
         rule, region = first.rule, first.region
         assert rule is not None
         key = self._order.key(region)
+        if key in self._order.later_microbatches:
+            self._split.start()
         lengths = tuple([entry.last - entry.first for entry in entries])
         shares = self._split.shares(rule, entries, lengths)
         all_whole = shares is lengths

@@ -39,6 +39,10 @@ class StepOrder:
         """Where in the step we are. A schedule that is followed sets (stage, microbatch)."""
         self.immediate_backwards: frozenset[Key] = frozenset()
         """Positions whose backward follows their forward at once."""
+        self.later_microbatches: set[Key] = set()
+        """The first group of each microbatch but the first: of each forward that follows a backward. (Where a
+        schedule is followed there are none: its microbatches are one plan.)"""
+        self._in_backward = False
         self._counts: dict[Key, int] = {}
         self._asked: set[Key] = set()
 
@@ -47,7 +51,11 @@ class StepOrder:
         where = (*self.position, region)
         index = self._counts.get(where, 0)
         self._counts[where] = index + 1
-        return (*where, index)
+        key = (*where, index)
+        if self._in_backward and not self.position:
+            self.later_microbatches.add(key)
+        self._in_backward = False
+        return key
 
     def put(self, key: Key, group: GroupBytes) -> None:
         self.groups[key] = group
@@ -58,6 +66,7 @@ class StepOrder:
         if key in self.groups and key not in self._asked:
             self._asked.add(key)
             self.events.append(("get", key))
+            self._in_backward = True
 
     def drop(self, key: Key) -> None:
         if key in self.groups:
@@ -66,6 +75,7 @@ class StepOrder:
     def start(self) -> None:
         """A new step."""
         self.events, self.groups, self._counts, self._asked = [], {}, {}, set()
+        self.later_microbatches, self._in_backward = set(), False
 
 
 @dataclass(slots=True)

@@ -43,7 +43,8 @@ class RowSplit:
         self._owed: dict[str, float] = {}
 
     def start(self) -> None:
-        """A new step, which decides as the last one did."""
+        """A new step or microbatch, which decides as the last one did: else a part that leaves in one microbatch
+        would stay in the next, and memory peak there."""
         self._owed.clear()
 
     def mostly_valid(self, rule: Rule, shape: EntryShape) -> bool:

@@ -1,4 +1,4 @@
-"""What is held of attributes for a replay is let go of after it, and at the end of the step in any case."""
+"""What is held of attributes for a replay is let go of after it; what may have a graph, at the end of the step."""
 
 import gc
 import weakref
@@ -155,31 +155,144 @@ def test_the_result_of_the_last_step_is_held_until_the_regions_backward():
         del loss
 
 
-class Counting(nn.Module):
+class Reading(nn.Module):
+    """Reads attributes of many kinds, and sets some."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.linear, self.noise = nn.Linear(16, 16), nn.RReLU()
+        self.scale, self.shift = 1.0, torch.ones(16)
+        self.scaling, self.order = {"default": 1.0}, [1.0, (torch.ones(16), 2.0)]
+        self.count, self.state, self.box = 0, None, Box(1.0)
+        self.temporary = None
 
     def forward(self, x):
+        def choose():
+            self.temporary = [0.5]
+
+        ps.once(choose)
         self.count += 1
-        return (x * self.count).tanh().exp()
+        x = self.linear(x) * self.scale * self.scaling["default"] + self.shift * self.count
+        x = x * self.order[0] * self.order[1][0] * self.box.value * self.temporary[0]
+        if self.state is not None:
+            x = x + self.state
+        self.state, self.temporary = x.detach().mean(0), None
+        return self.noise(x * 0.1).tanh().exp()
 
 
-@pytest.mark.parametrize(("make", "changes"), [(Counting, True), (nn.Tanh, False)])
-def test_a_backward_after_its_step_is_refused_where_forward_has_set_an_attribute(make, changes):
+def set_scale(module):
+    module.scale *= 0.5
+
+
+def set_shift(module):
+    module.shift = module.shift * 0.5
+
+
+def set_entry(module):
+    module.scaling["default"] *= 0.5
+
+
+def set_order(module):
+    module.order[1] = (module.order[1][0] * 0.5, 2.0)
+
+
+def set_new(module):
+    module.extra = 1.0
+
+
+LATE = {
+    "nothing": lambda module: None,
+    "number": set_scale,
+    "tensor": set_shift,
+    "entry of a dict": set_entry,
+    "tuple in a list": set_order,
+    "another attribute": set_new,
+    "evaluation": nn.Module.eval,
+}
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_a_backward_after_its_step_finds_attributes_as_its_forward_did(late):
     found = []
     for on in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 16), make(), nn.Linear(16, 1))
+        model = nn.Sequential(nn.Linear(16, 16), Reading(), nn.Linear(16, 1))
         keeper = keep(model) if on else None
-        with nullcontext() if keeper is None else keeper.step():
-            loss = model(torch.randn(4, 16)).square().mean()
-        if on and changes:
-            with pytest.raises(
-                RuntimeError, match=r"region '1' .*'count' was changed in a step that is over"
-            ):
-                loss.backward()
-            return
+        for step in range(4):
+            model.train()
+            with nullcontext() if keeper is None else keeper.step():
+                loss = model(torch.randn(4, 16)).square().mean()
+            if step:  # values are compared in the first one
+                LATE[late](model[1])
+            loss.backward()
+            found.append([loss.detach(), *[p.grad.clone() for p in model.parameters()]])
+    assert all(all(map(torch.equal, *pair)) for pair in zip(found[:4], found[4:]))
+
+
+def replaced(module):
+    module.box = Box(0.5)
+
+
+class ReadingOnce(nn.Module):
+    """Leaves a result with a graph behind inside of `once`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(16, 16), None
+
+    def forward(self, x):
+        def decide():
+            self.gate = self.linear(x).sigmoid()
+
+        ps.once(decide)
+        y = (x * self.gate).exp()
+        self.gate = None
+        return y
+
+
+class Gathering(Reading):
+    """Adds its result to a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results = []
+
+    def forward(self, x):
+        self.results.append(super().forward(x))
+        return self.results[-1]
+
+
+class Carrying(nn.Module):
+    """Carries its result to the next forward, with its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = None
+
+    def forward(self, x):
+        self.last = x.exp() if self.last is None else (x + self.last.detach()).exp()
+        return self.last.sin()
+
+
+@pytest.mark.parametrize(
+    ("make", "late", "name"),
+    [
+        (Reading, replaced, "box"),
+        (ReadingOnce, LATE["nothing"], "gate"),
+        (Gathering, LATE["nothing"], "results"),
+        (Carrying, LATE["nothing"], "last"),
+    ],
+)
+def test_a_backward_after_its_step_is_refused_where_what_may_have_a_graph_was_replaced(make, late, name):
+    model = nn.Sequential(nn.Linear(16, 16), make(), nn.Linear(16, 1))
+    keeper = keep(model)
+    for _ in range(2):
+        with keeper.step():
+            model(torch.randn(4, 16)).square().mean().backward()
+    with keeper.step():
+        loss = model(torch.randn(4, 16)).square().mean()
+    late(model[1])
+    with pytest.raises(
+        RuntimeError, match=rf"region '1' .*{name!r} has changed since its forward, whose step is over"
+    ):
         loss.backward()
-        found.append([p.grad for p in model.parameters()])
-    assert all(map(torch.equal, *found))

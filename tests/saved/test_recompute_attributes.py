@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import pagestash as ps
-from pagestash.saved.recompute.module_attributes import MANY
+from pagestash.saved.recompute.attribute_values import MANY
 
 
 class Stateful(nn.Module):

@@ -210,7 +210,7 @@ def _refuse_scripted(names: dict[str, nn.Module], name: str, rule: Rule) -> None
             which = next((own for own, module in names.items() if module is inner), name)
             raise ValueError(
                 f"rule {rule.match!r} names the region {name!r}, and {which!r} is compiled by torch.jit, which "
-                "hides its weights and takes no hooks; leave it uncompiled, or that region out of the policy"
+                f"{rule.home!r} cannot see into; leave it uncompiled, or that region out of the policy"
             )
 
 

@@ -39,9 +39,9 @@ class StepOrder:
         """Where in the step we are. A schedule that is followed sets (stage, microbatch)."""
         self.immediate_backwards: frozenset[Key] = frozenset()
         """Positions whose backward follows their forward at once."""
-        self.later_microbatches: set[Key] = set()
-        """The first group of each microbatch but the first: of each forward that follows a backward. (Where a
-        schedule is followed there are none: its microbatches are one plan.)"""
+        self.after_backward: set[Key] = set()
+        """Groups that were put when a backward had been there since the one before: as a rule, the first of each
+        microbatch but the first. (Where a schedule is followed there are none: its microbatches are one plan.)"""
         self._in_backward = False
         self._counts: dict[Key, int] = {}
         self._asked: set[Key] = set()
@@ -53,7 +53,7 @@ class StepOrder:
         self._counts[where] = index + 1
         key = (*where, index)
         if self._in_backward and not self.position:
-            self.later_microbatches.add(key)
+            self.after_backward.add(key)
         self._in_backward = False
         return key
 
@@ -75,7 +75,7 @@ class StepOrder:
     def start(self) -> None:
         """A new step."""
         self.events, self.groups, self._counts, self._asked = [], {}, {}, set()
-        self.later_microbatches, self._in_backward = set(), False
+        self.after_backward, self._in_backward = set(), False
 
 
 @dataclass(slots=True)

@@ -35,7 +35,10 @@ def mean_rows(found: Mapping[tuple[str, int], Sequence[int]]) -> dict[tuple[str,
 
 
 class RowSplit:
-    """Decides on one entry after the other, so that `fraction` of a rule's bytes leave, to within one tensor."""
+    """Decides on one entry after the other, so that `fraction` of a rule's bytes leave, to within one tensor.
+
+    (Of the bytes that are put between two backwards.)
+    """
 
     def __init__(self, expected: Mapping[tuple[str, int], float]) -> None:
         self.expected = expected
@@ -43,7 +46,7 @@ class RowSplit:
         self._owed: dict[str, float] = {}
 
     def start(self) -> None:
-        """A new step or microbatch, which decides as the last one did: else a part that leaves in one microbatch
+        """A step or a microbatch begins. It decides as the last one did: else a part that leaves in one microbatch
         would stay in the next, and memory peak there."""
         self._owed.clear()
 

@@ -1,8 +1,8 @@
 """Attributes of modules: a replay finds them as they were when the first forward began, and what it sets is undone.
 
 Which attributes a forward reads or sets is not known, so all are noted that are not torch's own. A reference to
-each value is held until backward, and at most to the end of the step: a value may have a graph that no backward
-walks, and a graph holds what its regions hold.
+each value is held until backward. What may have a graph is let go of at the end of the step: no backward may walk
+that graph, and it holds what its regions hold. A backward after its step is refused where it was replaced.
 
 - Contents of lists, dicts and deques are held, too, and restored in the same object, which others may have.
 - A tensor that is changed in place is refused: unlike a buffer, it is not copied before forward.
@@ -11,7 +11,6 @@ walks, and a graph holds what its regions hold.
 What a forward sets inside of `once` is set again where a replay comes to that call.
 """
 
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from operator import is_, itemgetter
@@ -21,18 +20,26 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from pagestash.saved.recompute.attribute_values import (
+    ABSENT,
+    CONTENTS,
+    DEEP,
+    MANY,
+    Container,
+    Gone,
+    container_of,
+    has_no_graph,
+    same,
+    same_contents,
+)
 from pagestash.saved.recompute.trees import PLAIN
 from pagestash.saved.storage import plain_storage
 from pagestash.torch_internals import buffers_of, parameters_of, without_torch_function
 
-MANY = 1024
-"""Entries of all containers in a region that are looked at one by one; of others, references are held."""
-DEEP = 16
-"""Containers and tuples in each other, of which contents are looked at."""
 _TORCHS = frozenset(nn.Module().__dict__) - {"training", "_is_full_backward_hook"}
 """Attributes that torch keeps in every module, but two: an itemgetter takes two names or more."""
 _REGISTERED = "_parameters", "_buffers", "_modules"
-_ABSENT = object()
+
 
 Attributes = dict[str, Any]
 """Of a module: its `__dict__`."""
@@ -56,7 +63,7 @@ class Names:
         try:
             return self.get(own)
         except KeyError:
-            return tuple([own.get(name, _ABSENT) for name in self.names])
+            return tuple([own.get(name, ABSENT) for name in self.names])
 
 
 class KnownAttributes:
@@ -72,78 +79,29 @@ class KnownAttributes:
 class Set(Protocol):
     """Something that a call has set, and no replay would."""
 
+    @property
+    def name(self) -> str: ...
+
     def set_again(self) -> None: ...
+
+    def has_no_graph(self) -> bool: ...
 
 
 class SetAttribute(NamedTuple):
-    """An attribute of a module, and its value, or `_ABSENT`."""
+    """An attribute of a module, and its value, or `ABSENT`."""
 
     own: Attributes
     name: str
     value: Any
 
     def set_again(self) -> None:
-        if self.value is _ABSENT:
+        if self.value is ABSENT:
             self.own.pop(self.name, None)
         else:
             self.own[self.name] = self.value
 
-
-def _items(own: dict[Any, Any]) -> list[Any]:
-    return [*own.keys(), *own.values()]
-
-
-def _fill_dict(own: Any, contents: Sequence[Any]) -> None:
-    half = len(contents) // 2
-    own.clear()
-    for key, value in zip(contents[:half], contents[half:]):  # (`update` of a `Counter` adds)
-        own[key] = value
-
-
-def _fill_list(own: Any, contents: Sequence[Any]) -> None:
-    own.clear()
-    own.extend(contents)
-
-
-_CONTENTS: dict[type, tuple[Callable[[Any], list[Any]], Callable[[Any, Sequence[Any]], None]]] = {
-    **dict.fromkeys((list, deque), (list, _fill_list)),
-    **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), (_items, _fill_dict)),
-}
-"""How the contents of a container are read, and set. (Not of a set, whose order depends on what it had before.)"""
-
-
-class _Container(NamedTuple):
-    """A list or dict, how its contents are read, the contents, and the attribute it is in."""
-
-    own: Any
-    read: Callable[[Any], list[Any]]
-    contents: list[Any]
-    name: str
-
-    def now(self) -> list[Any]:
-        return self.read(self.own)
-
-    def set_again(self) -> None:
-        _CONTENTS[type(self.own)][1](self.own, self.contents)
-
-
-_container: Callable[[tuple[Any, Callable[[Any], list[Any]], list[Any], str]], _Container]
-_container = partial(tuple.__new__, _Container)
-"""Makes one of its fields, in a third of the time. (Adapters have a hundred of them in a layer.)"""
-
-
-def _same(one: Collection[Any], other: Collection[Any]) -> bool:
-    return len(one) == len(other) and all(map(is_, one, other))
-
-
-def _all_full(containers: Collection[_Container]) -> bool:
-    """Whether all have the same contents as before."""
-    for own, read, contents, _ in containers:
-        if contents or own:
-            now = read(own)
-            if len(now) != len(contents) or not all(map(is_, now, contents)):
-                return False
-    return True
+    def has_no_graph(self) -> bool:
+        return has_no_graph(self.value)
 
 
 class _Before(NamedTuple):
@@ -157,24 +115,20 @@ class _Before(NamedTuple):
     def same(self) -> bool:
         return len(self.own) == self.length and all(map(is_, self.values, self.names.values(self.own)))
 
-    def changed(self) -> list[str]:
-        """Names of attributes that are others now."""
-        return [] if self.same() else _differing(dict(zip(self.names.names, self.values)), self.own)
-
 
 def _differing(one: Attributes, other: Attributes) -> list[str]:
     """Names of attributes, but torch's, that are not the same in both."""
     return [
         name
         for name in {**one, **other}
-        if name not in _TORCHS and one.get(name, _ABSENT) is not other.get(name, _ABSENT)
+        if name not in _TORCHS and one.get(name, ABSENT) is not other.get(name, ABSENT)
     ]
 
 
 _before: Callable[[tuple[Attributes, int, Names, tuple[Any, ...]]], _Before] = partial(tuple.__new__, _Before)
 
 
-def _all_same(modules: Sequence[_Before]) -> bool:
+def _same_attributes(modules: Sequence[_Before]) -> bool:
     """Whether all have the same attributes as before."""
     try:
         for own, length, names, values in modules:
@@ -194,12 +148,13 @@ class ModuleAttributes:
         self._plain = plain = known.plain
         self.tensors: list[tuple[str, torch.Tensor, int]] = []
         """The attribute they are in, and their versions: they must not be changed in place."""
-        self._containers: dict[int, _Container] = {}
+        self._containers: dict[int, Container] = {}
         self._entries = 0
         """Of containers, so far."""
         self._set_once: list[list[Set]] = []
-        self._changed: str | None = None
-        """An attribute that was no longer as before forward when all was let go of."""
+        self._step_is_over = False
+        self._lost: str | None = None
+        """An attribute that a replay would have to set, and of which nothing is held any more."""
         self._before: list[_Before] = []
         for module in modules:
             own = module.__dict__
@@ -226,11 +181,11 @@ class ModuleAttributes:
             with without_torch_function():
                 if not value.is_inference():  # outside inference mode nothing changes such a one
                     self.tensors.append((name, value, value._version))
-        elif kind in _CONTENTS:
+        elif kind in CONTENTS:
             if id(value) not in self._containers:
-                read = _CONTENTS[kind][0]
+                read = CONTENTS[kind][0]
                 contents = read(value)
-                self._containers[id(value)] = _container((value, read, contents, name))
+                self._containers[id(value)] = container_of((value, read, contents, name))
                 self._entries += len(contents)
                 if self._entries <= MANY:  # (it may be in itself)
                     self._look_into_all(contents, name, deep)
@@ -252,12 +207,12 @@ class ModuleAttributes:
         found: list[Set] = [
             container._replace(contents=container.now())
             for container, old in contents
-            if not _same(container.now(), old)
+            if not same(container.now(), old)
         ]
         for own, old in then:
-            if not _same(old.values(), own.values()):
+            if not same(old.values(), own.values()):
                 for name in _differing(old, own):
-                    value = own.get(name, _ABSENT)
+                    value = own.get(name, ABSENT)
                     self._look_into(value, name)
                     found.append(SetAttribute(own, name, value))
         self._set_once.append(found)
@@ -292,22 +247,48 @@ class ModuleAttributes:
         `weights_of`: names of parameters that forward had, which stay as they are. (FSDP makes plain attributes of
         them in backward.)
         """
-        if self._changed is not None:
-            raise RuntimeError(
-                f"region {self._region!r} is under recompute, and its attribute {self._changed!r} was changed in a "
-                "step that is over, so that its forward cannot be replayed; run backward inside of the step, or "
-                "give the region another home"
-            )
-        return _Restored(self._before, list(self._containers.values()), weights_of)
+        if self._lost is not None:
+            raise self._refusal(self._lost)
+        before = [self._as_held(each) for each in self._before] if self._step_is_over else self._before
+        return _Restored(before, list(self._containers.values()), weights_of)
+
+    def _as_held(self, before: _Before) -> _Before:
+        """With what is there now in place of what was let go of, if it is the same."""
+        values = []
+        for name, value in zip(before.names.names, before.values):
+            if type(value) is Gone:
+                now = before.own.get(name, ABSENT)
+                if not value.stands_for(now):
+                    raise self._refusal(name)
+                value = now
+            values.append(value)
+        return before._replace(values=tuple(values))
+
+    def _refusal(self, name: str) -> RuntimeError:
+        return RuntimeError(
+            f"region {self._region!r} is under recompute, and its attribute {name!r} has changed since its "
+            "forward, whose step is over, so that it cannot be replayed; run backward inside of the step, or give "
+            "the region another home"
+        )
 
     def let_go(self) -> None:
-        """The step is over: hold nothing any more."""
-        changed = [name for before in self._before for name in before.changed()]
-        changed += [each.name for each in self._containers.values() if not _same(each.contents, each.now())]
-        self._changed = next(iter(changed), None)
-        self._before, self._containers, self.tensors = [], {}, []
+        """The step is over: hold nothing any more that may have a graph."""
+        self._step_is_over = True
+        self._before = [
+            before._replace(values=tuple([v if has_no_graph(v) else Gone(v) for v in before.values]))
+            for before in self._before
+        ]
+        self.tensors = [each for each in self.tensors if has_no_graph(each[1])]
+        for key, container in list(self._containers.items()):
+            if not container.has_no_graph():
+                del self._containers[key]
+                if not same(container.contents, container.now()):
+                    self._lost = container.name
         for found in self._set_once:
-            found.clear()
+            lost = [each.name for each in found if not each.has_no_graph()]
+            if lost:
+                self._lost = lost[0]
+                found.clear()
 
 
 class _Restored:
@@ -316,7 +297,7 @@ class _Restored:
     def __init__(
         self,
         before: list[_Before],
-        containers: list[_Container],
+        containers: list[Container],
         weights_of: WeightsOf,
     ) -> None:
         self._before, self._containers, self._weights_of = before, containers, weights_of
@@ -326,7 +307,7 @@ class _Restored:
         """The same for contents of containers."""
 
     def __enter__(self) -> None:
-        if not _all_same(self._before):
+        if not _same_attributes(self._before):
             for number, before in enumerate(self._before):
                 if not before.same():
                     own, values = before.own, dict(zip(before.names.names, before.values))
@@ -335,24 +316,24 @@ class _Restored:
                     registered = {name for kind in _REGISTERED for name in own.get(kind, ())}
                     values = {name: value for name, value in values.items() if name not in registered}
                     self._set_all(own, values)
-        if not _all_full(self._containers):
+        if not same_contents(self._containers):
             for number, container in enumerate(self._containers):
                 now = container.now()
-                if not _same(container.contents, now):
+                if not same(container.contents, now):
                     self._filled[number] = now
                     container.set_again()
 
     def __exit__(self, *error: object) -> None:
-        if self._set or not _all_same(self._before):
+        if self._set or not _same_attributes(self._before):
             for number, before in enumerate(self._before):
                 if number in self._set:
                     self._set_all(before.own, self._set[number])
                 elif not before.same():
                     self._set_all(before.own, dict(zip(before.names.names, before.values)))
-        if self._filled or not _all_full(self._containers):
+        if self._filled or not same_contents(self._containers):
             for number, container in enumerate(self._containers):
                 contents = self._filled.get(number, container.contents)
-                if not _same(contents, container.now()):
+                if not same(contents, container.now()):
                     container._replace(contents=contents).set_again()
 
     def _set_all(self, own: Attributes, values: Attributes) -> None:

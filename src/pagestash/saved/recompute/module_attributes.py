@@ -40,7 +40,6 @@ _TORCHS = frozenset(nn.Module().__dict__) - {"training", "_is_full_backward_hook
 """Attributes that torch keeps in every module, but two: an itemgetter takes two names or more."""
 _REGISTERED = "_parameters", "_buffers", "_modules"
 
-
 Attributes = dict[str, Any]
 """Of a module: its `__dict__`."""
 WeightsOf = Callable[[Attributes], Collection[str]]
@@ -76,7 +75,7 @@ class KnownAttributes:
         """Types of which nothing but a reference is held."""
 
 
-class Set(Protocol):
+class Change(Protocol):
     """Something that a call has set, and no replay would."""
 
     @property
@@ -151,7 +150,7 @@ class ModuleAttributes:
         self._containers: dict[int, Container] = {}
         self._entries = 0
         """Of containers, so far."""
-        self._set_once: list[list[Set]] = []
+        self._set_once: list[list[Change]] = []
         self._step_is_over = False
         self._lost: str | None = None
         """An attribute that a replay would have to set, and of which nothing is held any more."""
@@ -199,12 +198,12 @@ class ModuleAttributes:
             for value in values:
                 self._look_into(value, name, deep + 1)
 
-    def set_by(self, call: Callable[[], Any]) -> tuple[Any, list[Set]]:
+    def set_by(self, call: Callable[[], Any]) -> tuple[Any, list[Change]]:
         """The result of `call`, which no replay repeats, and what it set."""
         then = [(before.own, before.own.copy()) for before in self._before]
         contents = [(container, container.now()) for container in self._containers.values()]
         result = call()
-        found: list[Set] = [
+        found: list[Change] = [
             container._replace(contents=container.now())
             for container, old in contents
             if not same(container.now(), old)

@@ -12,7 +12,7 @@ from torch import nn
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.packed import Packed
 from pagestash.saved.recompute.argument_objects import ArgumentObjects
-from pagestash.saved.recompute.module_attributes import KnownAttributes, ModuleAttributes, Set
+from pagestash.saved.recompute.module_attributes import Change, KnownAttributes, ModuleAttributes
 from pagestash.saved.recompute.rng import PythonRng, TorchRng
 from pagestash.saved.recompute.rng_and_buffers import ChangesBuffers, DrawsInPython, RngAndBuffers
 from pagestash.saved.recompute.trees import map_leaves
@@ -46,7 +46,7 @@ class OnceResult(NamedTuple):
     value: Any
     torch_rng: TorchRng | None
     python_rng: PythonRng | None
-    attributes: Sequence[Set] = ()
+    attributes: Sequence[Change] = ()
 
 
 class Layout(NamedTuple):

@@ -170,8 +170,7 @@ class Replay(Forward):
         return (
             f"region {self._recipe.name!r} is under recompute, and its forward did something else when it was "
             f"replayed: {how}. Forward must do the same each time. It may read its arguments, weights, buffers, "
-            "and attributes; put what it decides on into "
-            "pagestash.once(...), or give the region another home"
+            "and attributes; put what it decides on into pagestash.once(...), or give the region another home"
         )
 
 

@@ -8,8 +8,9 @@ from support.activations import VARIANTS
 
 from pagestash.kernels.loss.cross_entropy import LossOptions, linear_cross_entropy, softmax_loss_
 from pagestash.kernels.loss.scale import scaled
+from pagestash.kernels.moe import combine as C
 from pagestash.kernels.moe import gated as S
-from pagestash.kernels.moe import permute as G
+from pagestash.kernels.moe import permute as P
 from pagestash.kernels.moe import route as R
 from pagestash.kernels.moe.accumulate import accumulate_, accumulate_reference
 from pagestash.kernels.moe.activations import ACTIVATIONS
@@ -55,15 +56,15 @@ def test_rows_move_and_add_up_exactly(width, dtype):
     ids = torch.rand(700, 16, device=CUDA).argsort(1)[:, :8].int()
     found = R.route(ids, 16, capacity=5000)
     x = torch.randn(700, width, device=CUDA).to(dtype)
-    rows = G.permute(x, found.inverse, 5600)
+    rows = P.permute(x, found.inverse, 5600)
     assert torch.equal(rows[:5000], x[found.order.long() // 8])
     rows[5000:] = torch.nan
-    assert torch.equal(G.combine(rows, found.inverse), G.combine(rows, found.inverse, backend="torch"))
+    assert torch.equal(C.combine(rows, found.inverse), C.combine(rows, found.inverse, backend="torch"))
     weights = torch.rand(700, 8, device=CUDA)
-    got, wanted = (G.combine(rows, found.inverse, weights, backend=b) for b in ("triton", "torch"))
+    got, wanted = (C.combine(rows, found.inverse, weights, backend=b) for b in ("triton", "torch"))
     assert error(got, wanted) < (4e-3 if dtype == torch.bfloat16 else 1e-6)
-    got = G.weight_gradient(rows, found.inverse, x)
-    assert error(got, G.weight_gradient(rows, found.inverse, x, backend="torch")) < 1e-5
+    got = C.weight_gradient(rows, found.inverse, x)
+    assert error(got, C.weight_gradient(rows, found.inverse, x, backend="torch")) < 1e-5
 
 
 PAGES = (None, 1024, 65536, 65536 + 16)
@@ -293,10 +294,10 @@ def test_rows_times_width_past_two_to_the_31():
     rows, width = 1_100_000, 2048  # 2.25e9 elements, 4.5 GB
     inverse = torch.arange(rows, device=CUDA, dtype=torch.int32).view(-1, 1).flip(0).contiguous()
     x = torch.randn(rows, width, device=CUDA, dtype=torch.bfloat16)
-    out = G.permute(x, inverse, rows)
+    out = P.permute(x, inverse, rows)
     for t in (0, 5, rows // 2, rows - 1):
         assert torch.equal(out[rows - 1 - t], x[t])
-    back = G.combine(out, inverse)
+    back = C.combine(out, inverse)
     assert torch.equal(back[-1000:], x[-1000:])
     assert torch.equal(back[:1000], x[:1000])
     del back, out

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from pagestash.kernels.backend import interpreted
-from pagestash.kernels.moe import permute as G
+from pagestash.kernels.moe import combine as C
+from pagestash.kernels.moe import permute as P
 from pagestash.kernels.moe.route import route
 from pagestash.kernels.pages.layout import HEADER, Header
 from pagestash.kernels.pages.paged import Pages
@@ -36,9 +37,9 @@ def test_permute_moves_every_row_and_touches_no_other(backend, dtype, tokens, ch
     _, found = routing(tokens, choices, capacity=tokens * choices - 3)
     x = torch.randn(tokens, width).to(dtype)
     monkeypatch.setattr(
-        G, "empty_rows", lambda r, w, like: torch.full((r + 5, w), torch.nan, dtype=like.dtype)
+        P, "empty_rows", lambda r, w, like: torch.full((r + 5, w), torch.nan, dtype=like.dtype)
     )
-    out = G.permute(x, found.inverse, found.order.numel(), backend=backend)
+    out = P.permute(x, found.inverse, found.order.numel(), backend=backend)
     count = int(found.rows)
     assert torch.equal(out[:count], x[found.order[:count].long() // choices])
     assert out[count:].isnan().all()
@@ -56,7 +57,7 @@ def test_combine_sums_in_the_order_of_the_choices(backend, dtype, tokens, choice
         at = found.inverse[:, k]
         value = torch.where((at >= 0)[:, None], rows[at.clamp(min=0).long()].float(), torch.zeros(()))
         wanted = wanted + value
-    got = G.combine(rows, found.inverse, backend=backend)
+    got = C.combine(rows, found.inverse, backend=backend)
     assert torch.equal(got, rounded(wanted, dtype, backend))
 
 
@@ -65,9 +66,9 @@ def test_rows_of_tokens_without_a_place_are_not_read(backend):
     inverse = torch.tensor([[0, 1], [-1, -1], [2, -1]], dtype=torch.int32)
     x = torch.randn(3, 32)
     x[1] = torch.nan
-    out = G.permute(x, inverse, 4, torch.ones(3, 2), backend=backend)
+    out = P.permute(x, inverse, 4, torch.ones(3, 2), backend=backend)
     assert torch.equal(out[:3], x[[0, 0, 2]])
-    back = G.combine(out, inverse, torch.ones(3, 2), backend=backend)
+    back = C.combine(out, inverse, torch.ones(3, 2), backend=backend)
     assert torch.equal(back[1], torch.zeros(32))
 
 
@@ -81,7 +82,7 @@ def test_weights_and_their_gradient(backend):
     here = (found.inverse >= 0)[..., None]
     each = torch.where(here, rows[found.inverse.clamp(min=0).long()], torch.zeros(()))
     shift = torch.where(here, bias_weights[..., None] * bias[ids.long()], torch.zeros(()))
-    got = G.combine(
+    got = C.combine(
         rows,
         found.inverse,
         weights,
@@ -92,9 +93,9 @@ def test_weights_and_their_gradient(backend):
     )
     torch.testing.assert_close(got, (each * weights[..., None] + shift).sum(1), rtol=1e-5, atol=1e-6)
     gradient = torch.randn(20, 48)
-    got = G.weight_gradient(rows, found.inverse, gradient, backend=backend)
+    got = C.weight_gradient(rows, found.inverse, gradient, backend=backend)
     torch.testing.assert_close(got, (each * gradient[:, None]).sum(-1), rtol=1e-5, atol=1e-5)
-    got = G.permute(gradient, found.inverse, 55, weights, backend=backend)
+    got = P.permute(gradient, found.inverse, 55, weights, backend=backend)
     wanted = (gradient[:, None] * weights[..., None]).view(60, 48)[found.order.long()]
     assert torch.equal(got[: int(found.rows)], wanted[: int(found.rows)])
 
@@ -110,20 +111,20 @@ def test_permute_stashes_what_it_writes(backend, page_bytes, host_pages):
     # A stash of anything of that shape takes the pages; permute then writes over what is in them.
     [ticket] = pool.stash([torch.zeros(40, 56, dtype=torch.bfloat16)], rows=found.rows)
     pages = Pages(pool.memory, ticket.span, ticket.member, ticket.group.book)
-    _, out = G.permute_split(x, found.inverse, 0, 40, pages=pages, backend=backend)
+    _, out = P.permute_split(x, found.inverse, 0, 40, pages=pages, backend=backend)
     count = int(found.rows)
     [held] = pool.restore([ticket])
     assert torch.equal(held[:count], out[:count])
     ticket.group.book[HEADER * ticket.member + Header.STATUS] = 2  # refused: nothing may be written
-    G.permute_split(torch.full_like(x, torch.nan), found.inverse, 0, 40, pages=pages, backend=backend)
+    P.permute_split(torch.full_like(x, torch.nan), found.inverse, 0, 40, pages=pages, backend=backend)
     ticket.group.book[HEADER * ticket.member + Header.STATUS] = 1
     assert torch.equal(pool.restore([ticket])[0][:count], out[:count])
 
 
 def test_allocation_is_padded_to_the_alignment():
-    sizes = {G.empty_rows(r, 8, torch.empty(0)).untyped_storage().nbytes() for r in range(257, 513)}
+    sizes = {P.empty_rows(r, 8, torch.empty(0)).untyped_storage().nbytes() for r in range(257, 513)}
     assert sizes == {512 * 32}
-    assert G.empty_rows(300, 8, torch.empty(0)).shape == (300, 8)
+    assert P.empty_rows(300, 8, torch.empty(0)).shape == (300, 8)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -132,15 +133,15 @@ def test_allocation_is_padded_to_the_alignment():
 def test_rows_in_two_buffers_are_those_of_one(backend, expected, page_bytes, monkeypatch):
     _, found = routing(12, 3, capacity=30)
     x = torch.randn(12, 40)
-    wanted = G.permute(x, found.inverse, 36, backend="torch")[:30]
-    monkeypatch.setattr(G, "empty_rows", lambda r, w, like: torch.full((r, w), torch.nan, dtype=like.dtype))
+    wanted = P.permute(x, found.inverse, 36, backend="torch")[:30]
+    monkeypatch.setattr(P, "empty_rows", lambda r, w, like: torch.full((r, w), torch.nan, dtype=like.dtype))
     pages = None
     beyond = (found.offsets - expected).clamp(min=0)
     if page_bytes and expected < 36:
         pool = PagePool("cpu", page_bytes, 100, backend=backend)
         ticket = pool.reserve((36 - expected, 40), x.dtype, beyond[-1:])
         pages = Pages(pool.memory, ticket.span, ticket.member, ticket.group.book)
-    first, excess = G.permute_split(x, found.inverse, expected, 36, pages=pages, backend=backend)
+    first, excess = P.permute_split(x, found.inverse, expected, 36, pages=pages, backend=backend)
     assert (first is None) == (expected == 0)
     assert first is None or first.shape[0] == expected
     both = excess if first is None else torch.cat([first, excess])
@@ -148,5 +149,5 @@ def test_rows_in_two_buffers_are_those_of_one(backend, expected, page_bytes, mon
     assert both[30:].isnan().all()
     if pages is not None:
         assert torch.equal(pool.restore([ticket])[0][: max(30 - expected, 0)], wanted[expected:])
-    one = G.combine(wanted, found.inverse, backend=backend)
-    assert torch.equal(G.combine(excess, found.inverse, expected_SD=first, backend=backend), one)
+    one = C.combine(wanted, found.inverse, backend=backend)
+    assert torch.equal(C.combine(excess, found.inverse, expected_SD=first, backend=backend), one)

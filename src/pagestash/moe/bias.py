@@ -8,8 +8,9 @@ T tokens of K choices, R rows in expert order, E experts, D columns.
 
 import torch
 
+from pagestash.kernels.moe.combine import weight_gradient
 from pagestash.kernels.moe.grouped import grouped_mm
-from pagestash.kernels.moe.permute import permute, weight_gradient
+from pagestash.kernels.moe.permute import permute
 
 COLUMNS = 16
 """The narrowest operand that `grouped_mm`'s alignment allows on every backend."""

@@ -43,9 +43,10 @@ import torch
 from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.moe import gated
 from pagestash.kernels.moe.activations import as_activation
+from pagestash.kernels.moe.combine import combine
 from pagestash.kernels.moe.ends import cut_ends
 from pagestash.kernels.moe.grouped import grouped_mm
-from pagestash.kernels.moe.permute import combine, permute, permute_split
+from pagestash.kernels.moe.permute import permute, permute_split
 from pagestash.kernels.moe.route import Routing
 from pagestash.kernels.moe.row_codes import CodeRow
 from pagestash.kernels.moe.row_info import RowInfo

@@ -25,6 +25,7 @@ from torch.library import custom_op
 from pagestash.kernels.backend import choose
 from pagestash.kernels.loss import cross_entropy as head
 from pagestash.kernels.loss import scale
+from pagestash.kernels.moe import combine as combine_kernels
 from pagestash.kernels.moe import gated as gated_kernels
 from pagestash.kernels.moe import permute as permute_kernels
 from pagestash.kernels.moe import route as route_kernels
@@ -120,7 +121,7 @@ gather = permute
 @custom_op("pagestash::combine", mutates_args=())
 def combine(rows: Tensor, inverse: Tensor, weights: Tensor | None = None) -> Tensor:
     """Each token's rows, times `weights` [T, K] where given, summed in the order of the choices: [T, D]."""
-    return permute_kernels.combine(rows.contiguous(), inverse, weights)
+    return combine_kernels.combine(rows.contiguous(), inverse, weights)
 
 
 @combine.register_fake
@@ -136,7 +137,7 @@ def _combine_backward_op(
     drows = _permute_into_zeros(gradient, inverse, capacity, weights)
     if rows is None:
         return drows, gradient.new_empty(0, dtype=torch.float32)
-    return drows, permute_kernels.weight_gradient(rows, inverse, gradient)
+    return drows, combine_kernels.weight_gradient(rows, inverse, gradient)
 
 
 @_combine_backward_op.register_fake

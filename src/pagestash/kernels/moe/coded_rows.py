@@ -7,7 +7,7 @@ import torch
 
 from pagestash.kernels.backend import cdiv, choose, multiprocessors, power_of_two, tl, triton
 from pagestash.kernels.moe.coded_tiles import store_excess, store_expected, tile_mask, tile_values
-from pagestash.kernels.moe.permute import check_operands
+from pagestash.kernels.moe.routed_tiles import check_operands
 from pagestash.kernels.moe.row_codes import (
     RowCodes,
     decode_rows_reference,

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from pagestash.kernels.moe.permute import combine, permute
+from pagestash.kernels.moe.combine import combine
+from pagestash.kernels.moe.permute import permute
 from pagestash.kernels.moe.route import route
 from pagestash.kernels.moe.rows import ALIGNMENT
 from pagestash.moe.config import MoEConfig

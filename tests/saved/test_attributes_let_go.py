@@ -5,6 +5,7 @@ import weakref
 from collections import OrderedDict, deque
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,6 +23,18 @@ class Box:
         self.value = value
 
 
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value) -> None:
+        self.value = value
+
+
+class Pair(NamedTuple):
+    value: object
+    number: int
+
+
 WRAPS = {
     "alone": lambda value: value,
     "tuple": lambda value: (value, 1),
@@ -30,7 +43,10 @@ WRAPS = {
     "deque": lambda value: deque([value]),
     "set": lambda value: {value},
     "dict of another class": lambda value: Outputs(value=value),
+    "named tuple": lambda value: Pair(value, 1),
     "object": Box,
+    "object with slots": Slots,
+    "slice": lambda value: slice(value),
     "object in an object": lambda value: Box(Box(value)),
     "list in an object": lambda value: Box([value]),
     "partial": lambda value: partial(torch.mul, value),
@@ -296,3 +312,136 @@ def test_a_backward_after_its_step_is_refused_where_what_may_have_a_graph_was_re
         RuntimeError, match=rf"region '1' .*{name!r} has changed since its forward, whose step is over"
     ):
         loss.backward()
+
+
+class Remembering(nn.Module):
+    """Reads what its owner puts into an attribute, with a graph. (A sum saves neither of its addends.)"""
+
+    def __init__(self, wrap, unwrap) -> None:
+        super().__init__()
+        self.linear, self.memory = nn.Linear(16, 16), None
+        self.wrap, self.unwrap = wrap, unwrap
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x) + self.unwrap(self.memory))
+
+
+class Encoding(nn.Module):
+    def __init__(self, wrap, unwrap) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(16, 16), nn.Linear(16, 1)
+        self.decoder = Remembering(wrap, unwrap)
+
+    def forward(self, x):
+        self.decoder.memory = self.decoder.wrap(self.encoder(x))
+        return self.head(self.decoder(x)).square().mean()
+
+
+KINDS = {
+    "tensor": (lambda value: value, lambda held: held),
+    "tuple": (lambda value: (value, 1.0), lambda held: held[0]),
+    "named tuple": (lambda value: Pair(value, 1), lambda held: held.value),
+    "list": (lambda value: [value, "name"], lambda held: held[0]),
+    "dict": (lambda value: {"value": value}, lambda held: held["value"]),
+    "tuple in a list": (lambda value: [(value, value)], lambda held: held[0][1]),
+    "list in a tuple": (lambda value: ([value],), lambda held: held[0][0]),
+    "object with slots": (Slots, lambda held: held.value),
+}
+
+
+def scaled(value):
+    """Another tensor that needs gradients: a replay of it would save as many tensors."""
+    return (0.5 * value).detach().requires_grad_()
+
+
+def assign_once(decoder):
+    decoder.memory = decoder.wrap(scaled(decoder.unwrap(decoder.memory)))
+
+
+def assign_twice(decoder):
+    """The second tuple may get the address of the first one, which is gone by then."""
+    assign_once(decoder)
+    assign_once(decoder)
+
+
+def change_contents(decoder):
+    held = decoder.memory
+    new = decoder.wrap(scaled(decoder.unwrap(held)))
+    if isinstance(held, list):
+        held[:] = new
+    elif isinstance(held, dict):
+        held.update(new)
+    elif isinstance(held, Slots):
+        held.value = new.value
+    elif type(held) is tuple and isinstance(held[0], list):
+        held[0][:] = new[0]
+    else:
+        decoder.memory = new
+
+
+def change_in_place(decoder):
+    with torch.no_grad():
+        decoder.unwrap(decoder.memory).mul_(0.5)
+
+
+def late_backwards(wrap, unwrap, change):
+    torch.manual_seed(0)
+    model = Encoding(wrap, unwrap)
+    rule = ps.Rule("decoder", "recompute", min_bytes=0)
+    keeper = ps.Keeper(ps.Policy([rule]), backend="torch").attach(model)
+    for step in range(6):
+        with keeper.step():
+            loss = model(torch.randn(4, 16))
+            if step < 2:  # values are compared in the first ones
+                loss.backward()
+        if step >= 2:
+            change(model.decoder)
+            yield loss, model
+
+
+CHANGES = [
+    (kind, change)
+    for kind in KINDS
+    for change in (assign_once, assign_twice, change_contents, change_in_place)
+    # (A tensor that is changed in place inside of another object is not seen, in a step neither.)
+    if (kind, change) != ("object with slots", change_in_place)
+]
+
+
+@pytest.mark.parametrize(("kind", "change"), CHANGES)
+def test_a_backward_after_its_step_is_refused_where_what_has_a_graph_was_changed(kind, change):
+    for loss, _ in late_backwards(*KINDS[kind], change):
+        with pytest.raises(
+            RuntimeError, match=r"region 'decoder' is under recompute, and .*attribute 'memory'"
+        ):
+            loss.backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_after_its_step_finds_what_has_a_graph_if_it_is_as_it_was(kind):
+    wrap, unwrap = KINDS[kind]
+    torch.manual_seed(0)
+    plain = Encoding(wrap, unwrap)
+    inputs = [torch.randn(4, 16) for _ in range(6)]
+    seen = 0
+    for at, (loss, model) in enumerate(late_backwards(wrap, unwrap, lambda decoder: None)):
+        model.zero_grad()
+        plain.zero_grad()
+        loss.backward()
+        plain(inputs[at + 2]).backward()
+        assert all(
+            torch.equal(one.grad, two.grad) for one, two in zip(model.parameters(), plain.parameters())
+        )
+        seen += 1
+    assert seen == 4
+
+
+@pytest.mark.parametrize(("many", "refused"), [(2, False), (2000, True)])
+def test_a_value_of_too_many_parts_with_a_graph_is_refused_after_its_step(many, refused):
+    def wrap(value):
+        return (value, *[value + 1 for _ in range(many)])
+
+    for loss, _ in late_backwards(wrap, lambda held: held[0], lambda decoder: None):
+        expected = pytest.raises(RuntimeError, match="'memory' has changed") if refused else nullcontext()
+        with expected:
+            loss.backward()

@@ -2,7 +2,6 @@
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from enum import Enum
 from functools import partial
 from numbers import Number
@@ -24,18 +23,59 @@ ABSENT = object()
 
 
 class Gone:
-    """Stands for a value that is not held any more."""
+    """Stands for a value that is not held any more, and knows it again.
 
-    __slots__ = ("_id", "_ref")
+    Its id is not enough: a new tuple may get the id of one that is gone. So there is a weak reference to the value.
+    Of a list, dict or tuple there is one to each part that may have a graph, and parts without a graph are held.
+    """
 
-    def __init__(self, value: Any) -> None:
-        self._id = id(value)
+    __slots__ = ("_kind", "_parts", "_ref")
+
+    def __init__(self, value: Any, most: list[int] | None = None) -> None:
+        """`most`: how many parts may be noted, of all values in each other. Of more, none is known again."""
+        self._kind = type(value)
         self._ref: Callable[[], Any] | None = None
-        with suppress(TypeError):  # not all classes allow it
-            self._ref = ref(value)
+        self._parts: list[Any] | None = None
+        parts = parts_of(value)
+        if parts is None:
+            try:
+                self._ref = ref(value)
+            except TypeError:  # a class written in C, like `range`: nothing in it can be seen
+                self._ref = lambda: value
+            return
+        most = [MANY] if most is None else most
+        most[0] -= len(parts)
+        if most[0] >= 0:
+            self._parts = [part if has_no_graph(part) else Gone(part, most) for part in parts]
 
     def stands_for(self, value: Any) -> bool:
-        return id(value) == self._id and (self._ref is None or self._ref() is value)
+        if type(value) is not self._kind:
+            return False
+        if self._ref is not None:
+            return self._ref() is value
+        parts = parts_of(value)
+        if parts is None or self._parts is None or len(parts) != len(self._parts):
+            return False
+        return all(
+            held.stands_for(part) if type(held) is Gone else held is part
+            for held, part in zip(self._parts, parts)
+        )
+
+
+def parts_of(value: Any) -> list[Any] | None:
+    """What is in a value of a class that takes no weak references, if that can be seen; else None."""
+    kind = type(value)
+    if kind in CONTENTS:
+        return CONTENTS[kind][0](value)
+    if issubclass(kind, tuple):
+        return list(value)
+    if kind is slice:
+        return [value.start, value.stop, value.step]
+    if kind.__weakrefoffset__ == 0 and not kind.__dictoffset__:
+        slots = [each.__dict__.get("__slots__", ()) for each in kind.__mro__]
+        names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+        return [getattr(value, name, ABSENT) for name in names] or None
+    return None
 
 
 def has_no_graph(value: Any, deep: int = 0) -> bool:

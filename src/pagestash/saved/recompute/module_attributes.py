@@ -16,6 +16,7 @@ from functools import partial
 from operator import is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
@@ -147,6 +148,8 @@ class ModuleAttributes:
         self._plain = plain = known.plain
         self.tensors: list[tuple[str, torch.Tensor, int]] = []
         """The attribute they are in, and their versions: they must not be changed in place."""
+        self._tensors_gone: list[tuple[str, ref[torch.Tensor], int]] = []
+        """The same of those that are not held any more."""
         self._containers: dict[int, Container] = {}
         self._entries = 0
         """Of containers, so far."""
@@ -219,7 +222,10 @@ class ModuleAttributes:
 
     def check(self, *, forward: bool = False) -> None:
         """Refuse if a tensor was changed in place. `forward`: it is just over."""
-        for name, tensor, version in self.tensors:
+        gone = [(name, found(), version) for name, found, version in self._tensors_gone]
+        for name, tensor, version in (*self.tensors, *gone):
+            if tensor is None:  # `restored` refuses that
+                continue
             with without_torch_function():
                 changed = tensor._version != version
             if changed and not self._registered(tensor):
@@ -277,7 +283,13 @@ class ModuleAttributes:
             before._replace(values=tuple([v if has_no_graph(v) else Gone(v) for v in before.values]))
             for before in self._before
         ]
-        self.tensors = [each for each in self.tensors if has_no_graph(each[1])]
+        held = [has_no_graph(tensor) for _, tensor, _ in self.tensors]
+        self._tensors_gone += [
+            (name, ref(tensor), version)
+            for (name, tensor, version), kept in zip(self.tensors, held)
+            if not kept
+        ]
+        self.tensors = [each for each, kept in zip(self.tensors, held) if kept]
         for key, container in list(self._containers.items()):
             if not container.has_no_graph():
                 del self._containers[key]

@@ -117,7 +117,7 @@ class Measuring:
         groups = {}
         shares: dict[Key, list[int]] = {}
         for key, group in self._groups.items():
-            if key in self._order.after_backward:
+            if key in self._order.microbatch_starts:
                 split.start()
             shares[key] = [split.share(group.rule, shape) for shape, _ in group.entries]
             back = sum(shape.length for (shape, _), share in zip(group.entries, shares[key]) if share)

@@ -39,9 +39,11 @@ class StepOrder:
         """Where in the step we are. A schedule that is followed sets (stage, microbatch)."""
         self.immediate_backwards: frozenset[Key] = frozenset()
         """Positions whose backward follows their forward at once."""
-        self.after_backward: set[Key] = set()
-        """Groups that were put when a backward had been there since the one before: as a rule, the first of each
-        microbatch but the first. (Where a schedule is followed there are none: its microbatches are one plan.)"""
+        self.microbatch_starts: set[Key] = set()
+        """The first group of each microbatch: the first of a position, or, without positions, the first after a
+        backward. (Then the step's first group is not in it.)"""
+        self._begun: set[Key] = set()
+        """Positions so far."""
         self._in_backward = False
         self._counts: dict[Key, int] = {}
         self._asked: set[Key] = set()
@@ -52,8 +54,9 @@ class StepOrder:
         index = self._counts.get(where, 0)
         self._counts[where] = index + 1
         key = (*where, index)
-        if self._in_backward and not self.position:
-            self.after_backward.add(key)
+        if self.position not in self._begun if self.position else self._in_backward:
+            self.microbatch_starts.add(key)
+        self._begun.add(self.position)
         self._in_backward = False
         return key
 
@@ -75,7 +78,7 @@ class StepOrder:
     def start(self) -> None:
         """A new step."""
         self.events, self.groups, self._counts, self._asked = [], {}, {}, set()
-        self.after_backward, self._in_backward = set(), False
+        self.microbatch_starts, self._begun, self._in_backward = set(), set(), False
 
 
 @dataclass(slots=True)

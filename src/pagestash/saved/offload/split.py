@@ -37,7 +37,7 @@ def mean_rows(found: Mapping[tuple[str, int], Sequence[int]]) -> dict[tuple[str,
 class RowSplit:
     """Decides on one entry after the other, so that `fraction` of a rule's bytes leave, to within one tensor.
 
-    (Of the bytes that are put between two backwards.)
+    This holds for each microbatch.
     """
 
     def __init__(self, expected: Mapping[tuple[str, int], float]) -> None:
@@ -46,8 +46,10 @@ class RowSplit:
         self._owed: dict[str, float] = {}
 
     def start(self) -> None:
-        """A step or a microbatch begins. It decides as the last one did: else a part that leaves in one microbatch
-        would stay in the next, and memory peak there."""
+        """A step or a microbatch begins, and decides as the last one did.
+
+        Otherwise a tensor that leaves in one microbatch would stay in the next, and memory would peak there.
+        """
         self._owed.clear()
 
     def mostly_valid(self, rule: Rule, shape: EntryShape) -> bool:

@@ -1,0 +1,86 @@
+"""Under a schedule, the same part of each microbatch leaves, in a keeper's steps and where they are predicted."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import make_schedule
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+import pagestash as ps
+from pagestash.pipeline import plans
+from pagestash.planning.prediction import RuleTable
+from pagestash.planning.rank import RankPredictor, RankStep
+from pagestash.planning.stage import stage_step
+from pagestash.profiling import Link
+
+WIDTH, ROWS = 64, 16
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.linear(x).tanh()
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(depth))
+
+    def forward(self, x):
+        x = x.clone()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def rule(fraction):
+    return ps.Rule("layers.*.linear", "offload", fraction=fraction, prefetch_bytes=0, min_bytes=0)
+
+
+def left_by_each(depth, fraction, microbatches):
+    """Bytes that left the device in each microbatch's forward of the third step."""
+    model = Net(depth)
+    schedule = make_schedule("GPipe", [PipelineStage(model, 0, 1, torch.device("cpu"))], microbatches)
+    keeper = ps.Keeper(ps.Policy([rule(fraction)]), backend="torch").attach(model)
+    keeper.follow(schedule)
+    found = []
+    model.register_forward_hook(lambda *_: found.append(keeper.stats().homes["offload"].bytes))
+    for step in range(3):
+        found.clear()
+        x, y = torch.randn(2, ROWS * microbatches, WIDTH, generator=torch.Generator().manual_seed(step))
+        with keeper.step():
+            schedule.step(x, target=y)
+    keeper.detach()
+    return [after - before for before, after in zip([0, *found], found)]
+
+
+@pytest.mark.parametrize(
+    ("depth", "fraction", "microbatches"), [(3, 0.5, 2), (3, 0.5, 4), (5, 0.3, 3), (4, 0.5, 3)]
+)
+def test_the_same_part_of_each_microbatch_leaves_under_a_schedule(depth, fraction, microbatches):
+    wanted = fraction * depth * ROWS * WIDTH * 4
+    left = left_by_each(depth, fraction, microbatches)
+    assert len(left) == microbatches
+    assert len(set(left)) == 1
+    assert abs(left[0] - wanted) <= ROWS * WIDTH * 4 / 2
+
+    profile = ps.profile(Net(depth), torch.randn(ROWS, WIDTH), repeats=1, link=Link(out=1e15, back=1e15))
+    order = plans("GPipe", ranks=1, microbatches=microbatches)[0]
+    stage = stage_step(profile, 0, is_last=True, result_bytes=None)
+    predicted = RankPredictor(RankStep([stage], order)).predict(
+        RuleTable({f"layers.{n}.linear": rule(fraction) for n in range(depth)}, ps.PoolConfig())
+    )
+    assert predicted.moved_bytes == sum(left)

@@ -48,6 +48,11 @@ class Unit:
     name: str
     regions: list[Region] = field(default_factory=list)
 
+    @property
+    def is_one_layer(self) -> bool:
+        """Whether it is a layer without regions inside."""
+        return len(self.regions) == 1 and layer_of(self.name) == self.name
+
     def inner(self, region: Region) -> str:
         """The region's name within the unit."""
         return region.name.removeprefix(self.name).removeprefix(".")
@@ -163,9 +168,17 @@ def _choose(step: MeasuredStep, group: Group, *, host: bool, least_bytes: int) -
     """Find the group's choices: combinations of single homes, without those that another beats in all respects."""
     unit = group.units[len(group.units) // 2]
     names = {region.name for region in unit.regions}
-    # (Also those of a module that has its name elsewhere, and runs in here.)
+    # A layer that is one region, as in `nn.Sequential`, may save nothing but its input. Recomputing it then frees
+    # its output, which the next layer saves.
+    made = set(unit.regions[0].outputs) if unit.is_one_layer else set[int]()
+    # (Also tensors of a module that has its name elsewhere, and runs in here.)
     part = step.part(
-        [tensor for tensor in step.profile.tensors if not names.isdisjoint(tensor.path)], unit.regions
+        [
+            tensor
+            for tensor in step.profile.tensors
+            if tensor.storage in made or not names.isdisjoint(tensor.path)
+        ],
+        unit.regions,
     )
     own, predictor, pool = part.profile, Predictor(part), PoolConfig()
 

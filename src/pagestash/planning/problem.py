@@ -94,7 +94,13 @@ class CandidatePool:
 
     def predict_alone(self, assignment: Assignment) -> Prediction | None:
         """The same, without a second prediction of what has no rules that move nothing."""
-        rules = self.problem.rules(assignment)
+        return self._predict_rules(self.problem.rules(assignment), assignment)
+
+    def predict_rules(self, rules: dict[str, Rule]) -> Prediction | None:
+        """The same for rules that may name what no unit has a choice for: no search begins from them."""
+        return self._predict_rules(rules, None)
+
+    def _predict_rules(self, rules: dict[str, Rule], assignment: Assignment | None) -> Prediction | None:
         key = frozenset(f"{name} {rule.home} {rule.fraction}" for name, rule in rules.items())
         if key in self._by_key:
             return self._by_key[key]
@@ -103,7 +109,8 @@ class CandidatePool:
         self._by_key[key] = found if fits_host else None
         if fits_host:
             self.candidates.append(Candidate(rules, found))
-            self._known.append((assignment, found))
+            if assignment is not None:
+                self._known.append((assignment, found))
             self._note(found)
         return self._by_key[key]
 

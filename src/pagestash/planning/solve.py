@@ -33,8 +33,7 @@ Where it is worth less than the least, of many layers only counts are tried, and
 def candidates(problem: Problem) -> list[Candidate]:
     """All candidates, the fastest first; one of them keeps everything."""
     pool = CandidatePool(problem)
-    for assignment in _by_hand(problem):  # the first one keeps
-        pool.predict(assignment)
+    _predict_by_hand(problem, pool)
     most = EXHAUSTIVE if _is_one_step(problem, pool) else EXHAUSTIVE_ON_A_RANK
     if prod(len(group.choices) ** len(group.units) for group in problem.groups) <= most:
         for assignment in product(*(group.choices for group in problem.groups for _ in group.units)):
@@ -58,19 +57,25 @@ def _is_one_step(problem: Problem, pool: CandidatePool) -> bool:
     return pool.predictor.step.count == problem.step.count
 
 
-def _by_hand(problem: Problem) -> Iterator[Assignment]:
-    """What one would write without a plan: no plan is slower than that."""
-    for rules in by_hand(problem.step.profile, problem.host_bytes).values():
-        yield tuple(
+def _predict_by_hand(problem: Problem, pool: CandidatePool) -> None:
+    """What one would write without a plan: no plan is slower, and what fits by hand is never refused.
+
+    It is predicted for the units that have choices, from which a search can go on, and as a whole.
+    """
+    for rules in by_hand(problem.step.profile, problem.host_bytes).values():  # the first ones keep
+        pool.predict(
             tuple(
-                sorted(
-                    (unit.inner(region), rules[region.name].home, 1.0)
-                    for region in unit.regions
-                    if region.name in rules
+                tuple(
+                    sorted(
+                        (unit.inner(region), rules[region.name].home, 1.0)
+                        for region in unit.regions
+                        if region.name in rules
+                    )
                 )
+                for unit in problem.units
             )
-            for unit in problem.units
         )
+        pool.predict_rules(rules)
 
 
 def _improve(problem: Problem, pool: CandidatePool) -> None:

@@ -473,6 +473,19 @@ def test_a_module_that_runs_in_several_places_is_replayed_for_each_of_them(match
     assert found.peak_bytes == pytest.approx(peak, rel=0.02)
 
 
+@pytest.mark.parametrize("lent", ["lent", "lent.0", "lent.2"])
+def test_a_lent_module_inside_regions_that_move_is_predicted_roughly(lent):
+    """Its inputs wait in the home of the region around it, which is another in every place."""
+    model, x = Lends(4), torch.randn(128, 64)
+    profile = ps.profile(model, x, repeats=1, link=LINK)
+    moved = ps.Rule("layers.{1-3}", "offload", min_bytes=0, prefetch_bytes=0)
+    policy = ps.Policy([ps.Rule(lent, "recompute"), moved])
+    found = predict(profile, policy)
+    peak, stats = step_under(model, policy, lambda: model(x).sum().backward())
+    assert found.peak_bytes == pytest.approx(peak, rel=0.25)
+    assert 0 < found.host_bytes <= stats.homes["offload"].peak
+
+
 def test_a_module_that_runs_in_several_places_can_be_planned_for():
     model, x = Lends(4), torch.randn(128, 64)
     profile = ps.profile(model, x, repeats=1, link=LINK)

@@ -50,8 +50,8 @@ class Unit:
 
     @property
     def is_one_layer(self) -> bool:
-        """Whether it is a layer without regions inside."""
-        return len(self.regions) == 1 and layer_of(self.name) == self.name
+        """Whether it is a layer without regions inside, and runs once."""
+        return len(self.regions) == 1 and layer_of(self.name) == self.name and self.regions[0].calls == 1
 
     def inner(self, region: Region) -> str:
         """The region's name within the unit."""

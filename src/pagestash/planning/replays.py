@@ -161,7 +161,7 @@ class Replays:
         found: dict[int, dict[str, tuple[int, int]]] = {}
         for replay in replays:
             name = replay.region.name
-            if self._recomputing.home_around(name) == "keep":
+            if self._recomputing.home_around(name, replay.region.path) == "keep":
                 continue  # it holds its inputs on the device, also those that another region moves
             around, when = self._recomputing.region_around(name), (replay.first, replay.request)
             for storage in replay.region.inputs:

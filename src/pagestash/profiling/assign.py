@@ -123,12 +123,12 @@ def _assign(index: TensorIndex, rules: "TensorRules", recomputed: "Recomputing")
             home = found.home
         if home == "recompute":
             if recomputed.holds(storage, name):
-                home = recomputed.home_of_input(storage, name)
+                home = recomputed.home_of_input(storage, name, tensor.path)
             else:
                 if not tensor.once:
                     recomputed.discarded[storage] = name
                 if index.held_once(storage, name):
-                    home = recomputed.home_around(name)
+                    home = recomputed.home_around(name, tensor.path)
         elif home == "keep" and storage in makers and not recomputed.holds(storage, name):
             home = "recompute"  # recomputed with the region whose output it is
         if home == "keep":
@@ -167,7 +167,7 @@ def assign_when_saved(policy: Rules, index: TensorIndex, recomputed: "Recomputin
             homes[at] = "recompute"
             continue
         if rule is not None and rule.home == "recompute" and recomputed.holds(storage, name):
-            rule = recomputed.rule_around(name)
+            rule = recomputed.rule_around(name, tensor.path)
         if rule is None or rule.home not in ("stash", "offload") or tensor.bytes < rule.least_bytes:
             kept.add(storage)
         elif storage in made:
@@ -223,7 +223,8 @@ class Recomputing:
         self.profiled = regions
         """All regions of the profile."""
         self._policy, self._index = policy, index
-        self._around: dict[str, Rule | None] = {}
+        self._around: dict[tuple[str, ...], Rule | None] = {}
+        """By path: the rule of the innermost region in it that has one."""
         self._replay_bytes: dict[str, int] = {}
         """What a replay brings back, with the replays that it needs for its inputs."""
         for region in regions:
@@ -275,34 +276,35 @@ class Recomputing:
             return False
         return any(self.holds(tensor.storage, name) for name in tensor.path)
 
-    def home_of_input(self, storage: int, name: str) -> HomeName:
+    def home_of_input(self, storage: int, name: str, path: tuple[str, ...]) -> HomeName:
         """The home of a storage that is an input of the recomputed region `name`: that of the region around it."""
         if storage in self.makers and self._chained(storage) and self._asks(self.regions[name]):
             return "recompute"
-        return self.home_around(name)
+        return self.home_around(name, path)
 
-    def home_around(self, name: str) -> HomeName:
-        """The home of what is held for a replay of the region `name`."""
-        home = self._outer_home(self.regions[name])
-        return "keep" if home == "recompute" else home
+    def home_around(self, name: str, path: tuple[str, ...]) -> HomeName:
+        """The home of what is held for a replay of the region `name` in `path`."""
+        rule = self.rule_around(name, path)
+        return "keep" if rule is None or rule.home == "recompute" else rule.home
 
-    def rule_around(self, name: str) -> Rule | None:
-        """The rule of the region around the region `name`."""
-        if name not in self._around:
-            self._around[name] = rule_of(self._policy, self.regions[name].path[:-1])[0]
-        return self._around[name]
+    def rule_around(self, name: str, path: tuple[str, ...]) -> Rule | None:
+        """The rule of the region around the region `name` in `path`. (A module may run in several places.)"""
+        around = path[: path.index(name)]
+        if around not in self._around:
+            self._around[around] = rule_of(self._policy, around)[0]
+        return self._around[around]
 
     def region_around(self, name: str) -> str:
         """The region around the region `name` whose rule moves what is held for a replay."""
         return rule_of(self._policy, self.regions[name].path[:-1], skip="recompute")[1]
 
     def _outer_home(self, region: Region) -> HomeName:
-        rule = self.rule_around(region.name)
+        rule = self.rule_around(region.name, region.path)
         return "keep" if rule is None else rule.home
 
     def _asks(self, region: Region) -> bool:
         """Whether an input of it may be made again by another: not where a rule keeps what is around."""
-        rule = self.rule_around(region.name)
+        rule = self.rule_around(region.name, region.path)
         return rule is None or rule.moves
 
     def _chained(self, storage: int) -> bool:

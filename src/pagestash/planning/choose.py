@@ -71,11 +71,15 @@ def choose(
         smallest, at = nearest.predicted, nearest.predicted.peak_at
         largest = predictor_of(step).largest_kept(RuleTable(nearest.rules, PoolConfig()), at)
         raise NothingFits(limit, smallest, step.where(at), without_host=not host_bytes, largest=largest)
-    best = fitting[0]
+    best = _without_idle_rules(fitting[0], step, limit)
     one = step.one if isinstance(step, RankStep) else step
     profile = one.profile
     policy = policy_of(best.rules, profile.regions)
     notes = notes_on(profile, loops=step.loops)
+    link = profile.link
+    if best.predicted.moved_bytes and not link.measured:
+        rates = f"{link.out / 1e9:g} GB/s out, {link.back / 1e9:g} GB/s back"
+        notes.append(f"the link was not measured: {rates} are assumed")
     if isinstance(step, RankStep):
         notes.append("bytes and times of regions are those of one microbatch")
     expected = None
@@ -106,6 +110,24 @@ def choose(
     )
 
 
+def _without_idle_rules(best: Candidate, step: MeasuredStep, limit: int) -> Candidate:
+    """The candidate without rules that move nothing, of which a keeper would warn.
+
+    It may need one all the same: what stays under it is why others leave.
+    """
+    predictor = predictor_of(step)
+    for rule in policy_of(best.rules, predictor.one.profile.regions).rules:
+        names = {name for name in best.rules if rule.matches(name)}
+        if rule.home != "offload" or not names <= best.predicted.staying:
+            continue
+        rules = {name: own for name, own in best.rules.items() if name not in names}
+        found = Candidate(rules, predictor.predict(RuleTable(rules, PoolConfig())))
+        slower = found.predicted.mean_seconds > best.predicted.mean_seconds
+        if found.predicted.peak_bytes <= limit and not slower:
+            best = found
+    return best
+
+
 def _greedy_note(best: Prediction, unplanned: Prediction) -> str:
     off = best.mean_seconds - unplanned.mean_seconds
     return f"{GREEDY}; it is at most {1e3 * off:.2f} ms slower than the best (pip install 'pagestash[plan]')"
@@ -116,7 +138,7 @@ def _limit(best: Prediction, found: list[Candidate], budget: int) -> str:
     above = [item.predicted for item in found if item.predicted.peak_bytes > budget]
     faster = [other for other in above if other.mean_seconds < best.mean_seconds]
     if not faster:
-        return "none: no plan was found to be faster"
+        return "none: no faster plan was found"
     nearest = min(faster, key=lambda item: item.peak_bytes)
     what = "the link" if best.wait_seconds > best.recompute_seconds else "memory"
     more = format_bytes(nearest.peak_bytes - budget)

@@ -171,8 +171,8 @@ class Plan:
             *self._step_line(),
             f"unplanned  {format_bytes(before.peak_bytes)}, {_ms(before.seconds)}",
             f"planned    {format_bytes(after.peak_bytes)}, {_ms(after.seconds)} "
-            f"({after.seconds / before.seconds:.3f} of unplanned): replays {_ms(after.recompute_seconds)}, "
-            f"waits {_ms(after.wait_seconds)}",
+            f"({after.seconds / before.seconds:.3f} of unplanned): recompute {_ms(after.recompute_seconds)}, "
+            f"waiting for copies {_ms(after.wait_seconds)}",
             *self._slow_host_line(),
             f"link       {format_bytes(after.moved_bytes)} each way: busy {_ms(after.out_seconds)} out, "
             f"{_ms(after.back_seconds)} back; {format_bytes(after.host_bytes)} on the host",

@@ -1,0 +1,86 @@
+"""A plan has no rule that moves nothing: a keeper would warn of it, and nobody wrote it."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import pagestash as ps
+from pagestash.planning import plan_profile, predict
+from pagestash.profiling import Link
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Its last norm is asked for so soon that it stays under any offload rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)).square().mean()
+
+
+@pytest.fixture(scope="module")
+def measured():
+    model, x = Net(), torch.randn(256, 64)
+    return model, x, ps.profile(model, x, repeats=1, link=Link(out=1e12, back=1e12))
+
+
+def idle(policy, predicted, profile):
+    """Offload rules of which everything stays."""
+    found = []
+    for rule in policy.rules:
+        names = [region.name for region in profile.regions if region.name and rule.matches(region.name)]
+        if rule.home == "offload" and all(name in predicted.staying for name in names):
+            found.append(rule)
+    return found
+
+
+def test_every_rule_of_a_plan_moves_something(measured, caplog):
+    model, x, profile = measured
+    plan = plan_profile(profile, budget=0.8)
+    assert any(rule.home == "offload" for rule in plan.policy.rules)
+    assert idle(plan.policy, plan.predicted, profile) == []
+    assert plan.predicted.peak_bytes <= plan.budget_bytes
+
+    keeper = ps.Keeper(plan.policy, backend="torch").attach(model)
+    with caplog.at_level(logging.WARNING, "pagestash"):
+        for _ in range(4):
+            with keeper.step():
+                model(x).backward()
+    keeper.detach()
+    assert "moved nothing" not in caplog.text
+
+
+@pytest.mark.parametrize("part", [0.7, 0.6, 0.5])
+def test_a_rule_that_moves_nothing_is_there_only_if_the_others_need_it(measured, part):
+    _, _, profile = measured
+    plan = plan_profile(profile, budget=part)
+    base = plan.predicted.memory["base"][0]
+    for rule in idle(plan.policy, plan.predicted, profile):
+        left = ps.Policy([other for other in plan.policy.rules if other is not rule])
+        found = predict(profile, left, base_bytes=base)
+        slower = found.mean_seconds > plan.predicted.mean_seconds
+        assert slower or found.peak_bytes > plan.budget_bytes
+
+
+def test_a_link_that_was_not_measured_is_named(measured):
+    _, _, profile = measured
+    plan = plan_profile(profile, budget=0.5)
+    assert "the link was not measured: 1000 GB/s out, 1000 GB/s back are assumed" in str(plan)
+    assert "assumed" not in str(plan_profile(profile, budget=0.7, host=0))

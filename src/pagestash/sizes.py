@@ -26,7 +26,7 @@ def parse_bytes(text: str | int, what: str = "size", expected: str = WITH_UNIT) 
     refusal = ValueError(f"{what}={text!r}: expected {expected}")
     value: Any = text
     if isinstance(text, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+        found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
         if not found or found[2] not in _UNITS:
             raise refusal
         amount = float(found[1]) * _UNITS[found[2]]

@@ -13,7 +13,9 @@ from pagestash.commands.step import (
     given_link,
     measure,
 )
+from pagestash.device import find_device
 from pagestash.pipeline.planned import PipelinePlan, plan_pipeline
+from pagestash.planning.budget import check_budget, parse_host
 from pagestash.planning.make import plan_profile
 from pagestash.planning.pool import OVERFLOW
 from pagestash.planning.result import Plan
@@ -93,6 +95,7 @@ def _plan_pipeline(options: PlanOptions) -> PipelinePlan:
     schedule = options.schedule or SCHEDULE
     schedule_name(schedule)  # refuses what is none before anything is measured
     state = _state(options)
+    _check_memory(options)
     profile, _ = _profile(options)
     return plan_pipeline(
         profile,
@@ -115,12 +118,20 @@ def _budget(options: PlanOptions) -> str | int:
     return int(options.budget) if options.budget.isdecimal() else options.budget
 
 
+def _check_memory(options: PlanOptions) -> None:
+    """Refuse a wrong budget before anything is measured."""
+    measured = options.profile is None
+    check_budget(_budget(options), str(find_device(options.step.device, "--device")) if measured else None)
+    parse_host(options.host)
+
+
 def _plan(options: PlanOptions) -> Plan:
     state = _state(options)
     check_file("--out", options.out)
     check_picture("--curve", options.curve)
     check_picture("--plot", options.plot)
     rows = _rows(options)
+    _check_memory(options)
     profile, step = _profile(options)
     return plan_profile(
         profile,

@@ -15,7 +15,7 @@ from pagestash.sizes import format_bytes, machine_memory, parse_bytes
 SPARE = 0.03
 """Part of the device that `"auto"` leaves free: the allocator cannot use every byte."""
 
-EXPECTED = "a part from 0 to 1 like 0.5, bytes like '40GiB', or 'auto'"
+EXPECTED = "a part like 0.5 (1.0 is all), bytes like '40GiB', or 'auto'"
 
 HELD_BY = {
     "base": "weights, optimizer and held gradients",
@@ -34,18 +34,36 @@ def parse_budget(budget: str | float, unplanned: Prediction, device: str) -> int
     `"40GiB"` or an int: bytes. A float up to 1: that part of the saved bytes at the unplanned peak, and all else
     that is there then. `"auto"`: what this process can have of its GPU.
     """
+    check_budget(budget)
     if budget == "auto":
         return _device_budget(device)
     part = _part(budget)
-    if part is not None:
-        saved = sum(unplanned.at_peak()[home] for home in HOMES)
-        return unplanned.peak_bytes - int((1 - part) * saved)
-    if isinstance(budget, float):
-        raise ValueError(f"budget={budget!r}: expected {EXPECTED}")
-    size = parse_bytes(budget, "budget", EXPECTED)
-    if not size:
-        raise ValueError(f"budget={budget!r}: a step takes more than 0 bytes")
-    return size
+    if part is None:
+        return parse_bytes(budget, "budget", EXPECTED)  # type: ignore[arg-type]
+    saved = sum(unplanned.at_peak()[home] for home in HOMES)
+    return unplanned.peak_bytes - int((1 - part) * saved)
+
+
+def check_budget(budget: str | float, device: str | None = None) -> None:
+    """Refuse what is no budget for any step; `device`: where it runs, if known, which may have no `"auto"`."""
+    if budget == "auto":
+        if device is not None:
+            _device_budget(device)
+    elif _part(budget) is None:
+        if isinstance(budget, float):
+            raise ValueError(f"budget={budget!r}: expected {EXPECTED}")
+        if parse_bytes(budget, "budget", EXPECTED) <= 1:
+            raise ValueError(f"budget={budget!r}: a step takes more than {budget} bytes; expected {EXPECTED}")
+
+
+def check_step(loss: object, optimizer: object) -> None:
+    """Refuse what is no loss function and no optimizer."""
+    if loss is not None and not callable(loss):
+        raise ValueError(f"loss={loss!r}: expected a function of the model's output, which returns a scalar")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"optimizer={optimizer!r}: expected the optimizer that trains the model's parameters"
+        )
 
 
 def _part(budget: Any) -> float | None:

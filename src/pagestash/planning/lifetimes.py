@@ -242,6 +242,8 @@ def check(profile: ProfiledStep) -> None:
             raise ValueError(f"the profile's tensor of region {tensor.region!r} has no such region beside it")
     if any(not segment.seconds >= 0 for segment in profile.segments):
         raise ValueError("the profile has a segment of negative or unknown time")
+    if not any(segment.seconds for segment in profile.segments):
+        raise ValueError("the profile's segments take no time: it was not written by ps.profile")
 
 
 def lives_of(tensors: Sequence[SavedTensor]) -> dict[int, Life]:

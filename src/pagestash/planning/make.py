@@ -14,6 +14,8 @@ from pagestash.pages.host import SpareSlab
 from pagestash.planning.alternatives import alternatives
 from pagestash.planning.budget import (
     base_bytes,
+    check_budget,
+    check_step,
     notes_on,
     optimizer_state,
     parse_budget,
@@ -114,6 +116,12 @@ def plan(
     Raises `NothingFits` (a ValueError) if no policy does.
     """
     # What is wrong is refused before anything is measured.
+    check_step(loss, optimizer)
+    step = None
+    if schedule is None:
+        step = repeated_step(model, batch, loss=loss, autocast=autocast, gradients=gradients)
+    check_budget(budget, None if step is None else str(step.device))
+    parse_host(host)
     _check_pipeline(graphed, schedule, stage)
     if rows is not None and rows != "measured":
         rows = row_distribution(rows)
@@ -130,9 +138,6 @@ def plan(
         gradients=gradients,
         progress=progress,
     )
-    step = None
-    if schedule is None:
-        step = repeated_step(model, batch, loss=loss, autocast=autocast, gradients=gradients)
     # What is allocated already is in `other_bytes`, where that is known.
     there = found.other_bytes is not None
     state = 0 if optimizer is None else optimizer_state(optimizer, to_come=there)

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pagestash.planning.budget import parse_budget, parse_host
+from pagestash.planning.budget import check_budget, check_step, parse_host
 from pagestash.planning.make import plan as make_plan
 from pagestash.planning.result import Plan
-from pagestash.policy import HOMES
 from pagestash.profiling.measure import Arguments, Loss, Progress, profile
 from pagestash.saved.compiled import is_compiled, is_wrapper
 from pagestash.saved.first_call import FirstCall, has_gradients
@@ -46,8 +45,8 @@ class Target:
     waits: bool = False
 
     def __post_init__(self) -> None:
-        if self.budget != "auto":
-            parse_budget(self.budget, _AnyStep(), "")  # type: ignore[arg-type]
+        check_budget(self.budget)
+        check_step(self.loss, self.optimizer)
         parse_host(self.host)
         if self.repeats < 1:
             raise ValueError(f"repeats={self.repeats}: expected at least 1")
@@ -107,15 +106,6 @@ class Target:
             torch.cuda.empty_cache()  # steps under the policy need not reserve what the measured ones did
         modules = named_modules(model)
         return plan, [region.name for region in found.regions if region.name and region.name not in modules]
-
-
-class _AnyStep:
-    """Stands for a step that is not measured yet, where a budget is only checked."""
-
-    peak_bytes = 0
-
-    def at_peak(self) -> dict[str, int]:
-        return dict.fromkeys(HOMES, 0)
 
 
 @contextmanager

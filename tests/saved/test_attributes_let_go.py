@@ -5,6 +5,7 @@ import weakref
 from collections import OrderedDict, deque
 from contextlib import nullcontext
 from functools import partial
+from types import MappingProxyType, SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -30,6 +31,16 @@ class Slots:
         self.value = value
 
 
+class Private:
+    __slots__ = ("__value",)
+
+    def __init__(self, value) -> None:
+        self.__value = value
+
+    def get(self):
+        return self.__value
+
+
 class Pair(NamedTuple):
     value: object
     number: int
@@ -46,7 +57,12 @@ WRAPS = {
     "named tuple": lambda value: Pair(value, 1),
     "object": Box,
     "object with slots": Slots,
+    "private slot": Private,
+    "namespace": lambda value: SimpleNamespace(value=value),
     "slice": lambda value: slice(value),
+    "iterator": lambda value: iter([value]),
+    "values of a dict": lambda value: {"value": value}.values(),
+    "read-only dict": lambda value: MappingProxyType({"value": value}),
     "object in an object": lambda value: Box(Box(value)),
     "list in an object": lambda value: Box([value]),
     "partial": lambda value: partial(torch.mul, value),
@@ -346,6 +362,8 @@ KINDS = {
     "tuple in a list": (lambda value: [(value, value)], lambda held: held[0][1]),
     "list in a tuple": (lambda value: ([value],), lambda held: held[0][0]),
     "object with slots": (Slots, lambda held: held.value),
+    "private slot": (Private, Private.get),
+    "namespace": (lambda value: SimpleNamespace(value=value), lambda held: held.value),
 }
 
 
@@ -371,7 +389,7 @@ def change_contents(decoder):
         held[:] = new
     elif isinstance(held, dict):
         held.update(new)
-    elif isinstance(held, Slots):
+    elif isinstance(held, (Slots, SimpleNamespace)):
         held.value = new.value
     elif type(held) is tuple and isinstance(held[0], list):
         held[0][:] = new[0]
@@ -404,7 +422,7 @@ CHANGES = [
     for kind in KINDS
     for change in (assign_once, assign_twice, change_contents, change_in_place)
     # (A tensor that is changed in place inside of another object is not seen, in a step neither.)
-    if (kind, change) != ("object with slots", change_in_place)
+    if change is not change_in_place or kind not in ("object with slots", "private slot", "namespace")
 ]
 
 
@@ -445,3 +463,59 @@ def test_a_value_of_too_many_parts_with_a_graph_is_refused_after_its_step(many, 
         expected = pytest.raises(RuntimeError, match="'memory' has changed") if refused else nullcontext()
         with expected:
             loss.backward()
+
+
+def deep_tuple(value):
+    for _ in range(2000):
+        value = (value,)
+    return value
+
+
+def list_in_itself(value):
+    held = [value]
+    held.append(held)
+    return held
+
+
+@pytest.mark.parametrize("wrap", [deep_tuple, list_in_itself])
+def test_values_in_each_other_without_end_are_let_go_of(wrap):
+    alive = alive_after_each_step(Reporting(wrap))
+    assert alive == [1] * 6
+    for loss, _ in late_backwards(wrap, lambda held: 0.0, lambda decoder: None):
+        with pytest.raises(
+            RuntimeError, match=r"'memory' has changed .*or has too much in it to be known again"
+        ):
+            loss.backward()
+
+
+PLAIN = {
+    "dict of many": {f"token {n}": n for n in range(3000)},
+    "list of many": [n / 3 for n in range(3000)],
+    "tuple of many": tuple(range(3000)),
+    "tensors without a graph": [torch.ones(1) for _ in range(1500)],
+    "range": range(10),
+    "slice": slice(1, 10),
+    "generator": torch.Generator(),
+    "namespace": SimpleNamespace(width=8, name="a"),
+    "object with slots": Slots(3.5),
+    "read-only dict in a class": type("Options", (), {"all": MappingProxyType({"width": 8})})(),
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_backward_after_its_step_is_not_refused_for_a_value_that_is_as_it_was(kind):
+    for loss, _ in late_backwards(
+        lambda value: (value, PLAIN[kind]), lambda held: held[0], lambda decoder: None
+    ):
+        loss.backward()
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_nor_if_it_is_an_attribute_by_itself(kind):
+    model = nn.Sequential(nn.Linear(16, 16), Reading(), nn.Linear(16, 1))
+    model[1].options = PLAIN[kind]
+    keeper = keep(model)
+    for _ in range(3):
+        with keeper.step():
+            loss = model(torch.randn(4, 16)).square().mean()
+        loss.backward()

@@ -4,8 +4,10 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from functools import partial
+from gc import is_tracked
 from numbers import Number
 from operator import is_
+from types import MemberDescriptorType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -18,6 +20,8 @@ MANY = 1024
 """Entries of all containers in a region that are looked at one by one; of others, references are held."""
 DEEP = 16
 """Containers and tuples in each other, of which contents are looked at."""
+WRITTEN_IN_PYTHON = 1 << 9
+"""In the `__flags__` of a class: `Py_TPFLAGS_HEAPTYPE`."""
 ABSENT = object()
 """In place of the value of an attribute that there is not."""
 
@@ -26,39 +30,39 @@ class Gone:
     """Stands for a value that is not held any more, and knows it again.
 
     Its id is not enough: a new tuple may get the id of one that is gone. So there is a weak reference to the value.
-    Of a list, dict or tuple there is one to each part that may have a graph, and parts without a graph are held.
+    Of a value that takes none, like a list, dict or tuple, there is one to each part that may have a graph. Parts
+    without a graph are held. A value with too many parts is not known again.
     """
 
     __slots__ = ("_kind", "_parts", "_ref")
 
-    def __init__(self, value: Any, most: list[int] | None = None) -> None:
-        """`most`: how many parts may be noted, of all values in each other. Of more, none is known again."""
+    def __init__(self, value: Any, most: list[int] | None = None, deep: int = 0) -> None:
+        """`most`: how many parts may still be noted, of all values in each other."""
         self._kind = type(value)
-        self._ref: Callable[[], Any] | None = None
+        self._ref: Callable[[], Any] = lambda: None
         self._parts: list[Any] | None = None
         parts = parts_of(value)
         if parts is None:
             try:
                 self._ref = ref(value)
-            except TypeError:  # a class written in C, like `range`: nothing in it can be seen
-                self._ref = lambda: value
+            except TypeError:
+                if not is_tracked(value):  # it refers to nothing: a `range`, a generator of random numbers
+                    self._ref = lambda: value
             return
         most = [MANY] if most is None else most
         most[0] -= len(parts)
-        if most[0] >= 0:
-            self._parts = [part if has_no_graph(part) else Gone(part, most) for part in parts]
+        if most[0] >= 0 and deep < DEEP:
+            self._parts = [part if has_no_graph(part) else Gone(part, most, deep + 1) for part in parts]
 
     def stands_for(self, value: Any) -> bool:
         if type(value) is not self._kind:
             return False
-        if self._ref is not None:
+        if self._parts is None:
             return self._ref() is value
         parts = parts_of(value)
-        if parts is None or self._parts is None or len(parts) != len(self._parts):
-            return False
-        return all(
+        return len(parts or ()) == len(self._parts) and all(
             held.stands_for(part) if type(held) is Gone else held is part
-            for held, part in zip(self._parts, parts)
+            for held, part in zip(self._parts, parts or ())
         )
 
 
@@ -71,11 +75,23 @@ def parts_of(value: Any) -> list[Any] | None:
         return list(value)
     if kind is slice:
         return [value.start, value.stop, value.step]
-    if kind.__weakrefoffset__ == 0 and not kind.__dictoffset__:
-        slots = [each.__dict__.get("__slots__", ()) for each in kind.__mro__]
-        names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
-        return [getattr(value, name, ABSENT) for name in names] or None
-    return None
+    if kind.__weakrefoffset__:
+        return None
+    # By their descriptors: in a class, private slots have other names.
+    classes = [own for own in kind.__mro__ if own.__flags__ & WRITTEN_IN_PYTHON]
+    slots = [each for own in classes for each in vars(own).values() if type(each) is MemberDescriptorType]
+    attributes = getattr(value, "__dict__", None) if kind.__dictoffset__ else None
+    if not slots and not isinstance(attributes, dict):
+        return None
+    found = [_slot(each, value) for each in slots]
+    return found if attributes is None else [*found, *_items(attributes)]
+
+
+def _slot(descriptor: MemberDescriptorType, value: Any) -> Any:
+    try:
+        return descriptor.__get__(value)
+    except AttributeError:
+        return ABSENT
 
 
 def has_no_graph(value: Any, deep: int = 0) -> bool:
@@ -88,7 +104,12 @@ def has_no_graph(value: Any, deep: int = 0) -> bool:
             return value.grad_fn is None
     if kind in CONTENTS or issubclass(kind, tuple):
         items = CONTENTS[kind][0](value) if kind in CONTENTS else value
-        return deep < DEEP and len(items) <= MANY and all(has_no_graph(item, deep + 1) for item in items)
+        if PLAIN.issuperset(map(type, items)):
+            return True
+        if deep >= DEEP:
+            return False
+        inside = deep + 1 if len(items) <= MANY else DEEP  # of so many, none is looked into
+        return all(has_no_graph(item, inside) for item in items)
     return issubclass(kind, (Number, Enum))
 
 

@@ -272,8 +272,8 @@ class ModuleAttributes:
     def _refusal(self, name: str) -> RuntimeError:
         return RuntimeError(
             f"region {self._region!r} is under recompute, and its attribute {name!r} has changed since its "
-            "forward, whose step is over, so that it cannot be replayed; run backward inside of the step, or give "
-            "the region another home"
+            "forward, whose step is over, or has too much in it to be known again, so that it cannot be replayed; "
+            "run backward inside of the step, or give the region another home"
         )
 
     def let_go(self) -> None:

@@ -1,5 +1,7 @@
 """Under a schedule, the same part of each microbatch leaves, in a keeper's steps and where they are predicted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,8 @@ from pagestash.planning.prediction import RuleTable
 from pagestash.planning.rank import RankPredictor, RankStep
 from pagestash.planning.stage import stage_step
 from pagestash.profiling import Link
+from pagestash.saved.offload.plan import StepOrder
+from pagestash.saved.offload.split import EntryShape, RowSplit
 
 WIDTH, ROWS = 64, 16
 
@@ -50,6 +54,21 @@ def rule(fraction):
     return ps.Rule("layers.*.linear", "offload", fraction=fraction, prefetch_bytes=0, min_bytes=0)
 
 
+class Half(nn.Module):
+    """A stage of a rank that has two."""
+
+    def __init__(self, first: int, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(first)
+        self.layers = nn.ModuleDict({str(number): Layer() for number in range(first, first + depth)})
+
+    def forward(self, x):
+        x = x.clone()
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
 def left_by_each(depth, fraction, microbatches):
     """Bytes that left the device in each microbatch's forward of the third step."""
     model = Net(depth)
@@ -84,3 +103,32 @@ def test_the_same_part_of_each_microbatch_leaves_under_a_schedule(depth, fractio
         RuleTable({f"layers.{n}.linear": rule(fraction) for n in range(depth)}, ps.PoolConfig())
     )
     assert predicted.moved_bytes == sum(left)
+
+
+@pytest.mark.parametrize(("depth", "fraction"), [(1, 0.5), (2, 0.25)])
+def test_a_microbatch_goes_on_in_the_ranks_next_stage(depth, fraction):
+    """Of two stages with one layer each, half of the bytes are one layer's."""
+    order = StepOrder()
+    split = RowSplit({})
+    own, size = rule(fraction), ROWS * WIDTH * 4
+    left = {}
+    for stage in range(2):  # all microbatches of a stage, and then of the next one
+        for microbatch in range(3):
+            order.position = (stage, microbatch)
+            for layer in range(depth):
+                order.key(f"layers.{stage * depth + layer}.linear")
+                split.go_on_with(order.microbatch)
+                left[microbatch] = left.get(microbatch, 0) + split.share(own, EntryShape(size))
+    assert set(left.values()) == {round(2 * depth * fraction) * size}
+
+    profiles = {n: Half(n * depth, depth) for n in range(2)}
+    given = torch.randn(ROWS, WIDTH)
+    link = Link(out=1e15, back=1e15)
+    stages = [
+        stage_step(ps.profile(model, given, repeats=1, link=link), n, is_last=n == 1, result_bytes=None)
+        for n, model in profiles.items()
+    ]
+    plan = plans("LoopedBFS", ranks=1, microbatches=3, chunks=2)[0]
+    rules = {f"layers.{n}.linear": replace(own, match="layers.*.linear") for n in range(2 * depth)}
+    predicted = RankPredictor(RankStep(stages, plan)).predict(RuleTable(rules, ps.PoolConfig()))
+    assert predicted.moved_bytes == sum(left.values())

@@ -113,13 +113,10 @@ def moves_of(
     rules = {where.name: rule for where in found.groups if (rule := policy.rule_for(where.name)) is not None}
     split = RowSplit(_expected_rows((rules[where.name], own) for where, own in found.groups.items()))
     ends, moves = timeline.ends, []
-    begun: set[Key] = set()
     holders = {(entry.storage, where.name) for where, own in found.groups.items() for entry in own}
     for where, entries in sorted(found.groups.items(), key=lambda item: item[0][:2]):
         last, own, name = where
-        if name in positions and positions[name] not in begun:
-            begun.add(positions[name])
-            split.start()  # as a keeper does for each microbatch of a schedule
+        split.go_on_with(positions[name][1] if name in positions else 0)
         rule, thin = rules[name], found.slices.get(where, [])
         sliced = sum([tensor.bytes for tensor in thin])
         whole = rule.fraction == 1.0  # then an entry without spare rows leaves, and nothing is owed

@@ -4,7 +4,7 @@ It waits for the device at every group. It records the order of the step, the ro
 memory was from its peak. The plan of later steps is made from that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,7 @@ class _MeasuredGroup:
     """Each entry's shape and valid bytes, under which rule; and how many entries are not dropped yet."""
 
     rule: Rule
+    microbatch: Hashable
     entries: list[tuple[EntryShape, int]]
     waiting: int = 0
 
@@ -83,7 +84,7 @@ class Measuring:
         rule = entries[0].rule
         assert rule is not None
         key = self._order.key(entries[0].region)
-        group = self._groups[key] = _MeasuredGroup(rule, [])
+        group = self._groups[key] = _MeasuredGroup(rule, self._order.microbatch, [])
         self._order.put(key, GroupBytes(0, 0, rule.prefetch_bytes))
         for entry in entries:
             source = entry.source().view(-1)[: entry.valid_bytes()]
@@ -117,8 +118,7 @@ class Measuring:
         groups = {}
         shares: dict[Key, list[int]] = {}
         for key, group in self._groups.items():
-            if key in self._order.microbatch_starts:
-                split.start()
+            split.go_on_with(group.microbatch)
             shares[key] = [split.share(group.rule, shape) for shape, _ in group.entries]
             back = sum(shape.length for (shape, _), share in zip(group.entries, shares[key]) if share)
             groups[key] = GroupBytes(sum(map(aligned, shares[key])), back, group.rule.prefetch_bytes)

@@ -152,8 +152,7 @@ class Moving:
         rule, region = first.rule, first.region
         assert rule is not None
         key = self._order.key(region)
-        if key in self._order.microbatch_starts:
-            self._split.start()
+        self._split.go_on_with(self._order.microbatch)
         lengths = tuple([entry.last - entry.first for entry in entries])
         shares = self._split.shares(rule, entries, lengths)
         all_whole = shares is lengths

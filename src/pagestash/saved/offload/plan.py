@@ -39,11 +39,10 @@ class StepOrder:
         """Where in the step we are. A schedule that is followed sets (stage, microbatch)."""
         self.immediate_backwards: frozenset[Key] = frozenset()
         """Positions whose backward follows their forward at once."""
-        self.microbatch_starts: set[Key] = set()
-        """The first group of each microbatch: the first of a position, or, without positions, the first after a
-        backward. (Then the step's first group is not in it.)"""
-        self._begun: set[Key] = set()
-        """Positions so far."""
+        self.microbatch: Hashable = 0
+        """Of the last group that was put. Without a schedule, the first put after a backward begins another one."""
+        self._turns = 0
+        """How often a put followed a backward."""
         self._in_backward = False
         self._counts: dict[Key, int] = {}
         self._asked: set[Key] = set()
@@ -54,9 +53,11 @@ class StepOrder:
         index = self._counts.get(where, 0)
         self._counts[where] = index + 1
         key = (*where, index)
-        if self.position not in self._begun if self.position else self._in_backward:
-            self.microbatch_starts.add(key)
-        self._begun.add(self.position)
+        if self.position:
+            _, self.microbatch = self.position
+        elif self._in_backward:
+            self._turns += 1
+            self.microbatch = self._turns
         self._in_backward = False
         return key
 
@@ -78,7 +79,7 @@ class StepOrder:
     def start(self) -> None:
         """A new step."""
         self.events, self.groups, self._counts, self._asked = [], {}, {}, set()
-        self.microbatch_starts, self._begun, self._in_backward = set(), set(), False
+        self.microbatch, self._turns, self._in_backward = 0, 0, False
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ tensor is split at a fixed row, `fraction` of the rows that are expected. If few
 harmlessly. If more are, they wait in pages.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from pagestash.policy import Rule
@@ -43,14 +43,21 @@ class RowSplit:
     def __init__(self, expected: Mapping[tuple[str, int], float]) -> None:
         self.expected = expected
         """Valid rows that are expected, by a rule's pattern and the capacity of its tensors."""
+        self._owed_of: dict[Hashable, dict[str, float]] = {}
         self._owed: dict[str, float] = {}
+        """Bytes that are still to leave of a microbatch, by a rule's pattern."""
 
     def start(self) -> None:
-        """A step or a microbatch begins, and decides as the last one did.
+        """A step begins, which decides as the last one did."""
+        self._owed_of.clear()
 
-        Otherwise a tensor that leaves in one microbatch would stay in the next, and memory would peak there.
+    def go_on_with(self, microbatch: Hashable) -> None:
+        """The next entries are of this microbatch, which decides as all others do.
+
+        If what is owed went on to the next one, a tensor that leaves in one microbatch would stay in the next, and
+        memory would peak there. A pipeline's rank may go on with a microbatch in another of its stages.
         """
-        self._owed.clear()
+        self._owed = self._owed_of.setdefault(microbatch, {})
 
     def mostly_valid(self, rule: Rule, shape: EntryShape) -> bool:
         """Whether so many rows are valid that pages would free little: it goes or stays as a whole."""

@@ -528,7 +528,7 @@ def no_collector():
     ("options", "sentence"),
     [
         ({"budget": -1}, "expected 0 or more"),
-        ({"budget": 0}, "more than 0 bytes"),
+        ({"budget": 0}, "a step takes more"),
         ({"budget": 1.5}, "expected a part"),
         ({"budget": "much"}, "expected a part"),
         ({"budget": "1GiB", "host": "all"}, "host='all'"),

@@ -301,7 +301,7 @@ def test_without_scipy_a_plan_says_how_far_it_may_be_off(monkeypatch):
     greedy = plan_profile(profile, budget=0.5)
     assert greedy.predicted.peak_bytes <= greedy.budget_bytes
     assert "at most" in greedy.notes[-1]
-    assert not exact.notes
+    assert not any("at most" in note for note in exact.notes)
     assert greedy.predicted.seconds <= 1.1 * exact.predicted.seconds
 
 
@@ -410,7 +410,7 @@ def test_without_host_memory_nothing_is_offloaded():
     ("budget", "says"),
     [
         (-1, "budget=-1: expected 0 or more"),
-        (0, "more than 0 bytes"),
+        (0, "a step takes more"),
         (0.0, "expected a part from 0 to 1"),
         (-0.5, "expected a part from 0 to 1"),
         (1.5, "expected a part from 0 to 1"),

@@ -120,8 +120,9 @@ def _budget(options: PlanOptions) -> str | int:
 
 def _check_memory(options: PlanOptions) -> None:
     """Refuse a wrong budget before anything is measured."""
-    measured = options.profile is None
-    check_budget(_budget(options), str(find_device(options.step.device, "--device")) if measured else None)
+    name = options.step.device
+    device = find_device(name, f"--device {name}") if options.profile is None else None
+    check_budget(_budget(options), None if device is None else str(device))
     parse_host(options.host)
 
 

@@ -15,7 +15,7 @@ from pagestash.sizes import format_bytes, machine_memory, parse_bytes
 SPARE = 0.03
 """Part of the device that `"auto"` leaves free: the allocator cannot use every byte."""
 
-EXPECTED = "a part like 0.5 (1.0 is all), bytes like '40GiB', or 'auto'"
+EXPECTED = "a part from 0 to 1 like 0.5 (1.0 is all), bytes like '40GiB', or 'auto'"
 
 HELD_BY = {
     "base": "weights, optimizer and held gradients",
@@ -53,7 +53,7 @@ def check_budget(budget: str | float, device: str | None = None) -> None:
         if isinstance(budget, float):
             raise ValueError(f"budget={budget!r}: expected {EXPECTED}")
         if parse_bytes(budget, "budget", EXPECTED) <= 1:
-            raise ValueError(f"budget={budget!r}: a step takes more than {budget} bytes; expected {EXPECTED}")
+            raise ValueError(f"budget={budget!r}: a step takes more; expected {EXPECTED}")
 
 
 def check_step(loss: object, optimizer: object) -> None:

@@ -71,7 +71,7 @@ def choose(
         smallest, at = nearest.predicted, nearest.predicted.peak_at
         largest = predictor_of(step).largest_kept(RuleTable(nearest.rules, PoolConfig()), at)
         raise NothingFits(limit, smallest, step.where(at), without_host=not host_bytes, largest=largest)
-    best = _without_idle_rules(fitting[0], step, limit)
+    best = _without_idle_rules(fitting[0], step, limit, host_bytes)
     one = step.one if isinstance(step, RankStep) else step
     profile = one.profile
     policy = policy_of(best.rules, profile.regions)
@@ -110,22 +110,25 @@ def choose(
     )
 
 
-def _without_idle_rules(best: Candidate, step: MeasuredStep, limit: int) -> Candidate:
+def _without_idle_rules(best: Candidate, step: MeasuredStep, limit: int, host_bytes: int) -> Candidate:
     """The candidate without rules that move nothing, of which a keeper would warn.
 
     It may need one all the same: what stays under it is why others leave.
     """
     predictor = predictor_of(step)
-    for rule in policy_of(best.rules, predictor.one.profile.regions).rules:
-        names = {name for name in best.rules if rule.matches(name)}
-        if rule.home != "offload" or not names <= best.predicted.staying:
-            continue
-        rules = {name: own for name, own in best.rules.items() if name not in names}
-        found = Candidate(rules, predictor.predict(RuleTable(rules, PoolConfig())))
-        slower = found.predicted.mean_seconds > best.predicted.mean_seconds
-        if found.predicted.peak_bytes <= limit and not slower:
-            best = found
-    return best
+    while True:
+        before = best
+        for rule in policy_of(best.rules, predictor.one.profile.regions).rules:
+            names = {name for name in best.rules if rule.matches(name)}
+            if rule.home != "offload" or names & best.predicted.moving:
+                continue
+            rules = {name: own for name, own in best.rules.items() if name not in names}
+            found = predictor.predict(RuleTable(rules, PoolConfig()))
+            fits = found.peak_bytes <= limit and found.host_bytes <= host_bytes
+            if fits and found.mean_seconds <= best.predicted.mean_seconds:
+                best = Candidate(rules, found)
+        if best is before:
+            return best
 
 
 def _greedy_note(best: Prediction, unplanned: Prediction) -> str:

@@ -127,6 +127,7 @@ class _Playing:
         host_bytes = offloaded.count(played, held)
         memory, total = self._memory(held, spikes, pool.bytes)
         peak_bytes = max(total)
+        moving = frozenset(str(move.key[-2]) for move in moves if move.key not in plan.stays)
         waits: dict[int, float] = {}
         for at, wait in played.waits:
             waits[at] = waits.get(at, 0.0) + wait
@@ -152,8 +153,8 @@ class _Playing:
             peak_at=total.index(peak_bytes),
             starts=[0.0, *accumulate(spent)][: step.count],
             memory=memory,
-            staying=frozenset(str(move.key[-2]) for move in moves if move.key in plan.stays)
-            - {str(move.key[-2]) for move in moves if move.key not in plan.stays},
+            staying=frozenset(str(move.key[-2]) for move in moves) - moving,
+            moving=moving,
             leaving=frozenset(
                 storage for move in moves if move.key not in plan.stays for storage in move.leaving
             ),

@@ -51,6 +51,8 @@ class Prediction:
     """Device bytes in each segment: of each home, `base`, and `other`: workspace and gradients."""
     staying: frozenset[str]
     """Regions under an offload rule of which all groups stay on the device."""
+    moving: frozenset[str]
+    """Regions of which a group leaves."""
     leaving: frozenset[int]
     """Storages that leave the device; of a rank, by their numbers in its whole step."""
     held_bytes: dict[HomeName, int]

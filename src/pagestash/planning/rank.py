@@ -99,7 +99,8 @@ class RankPredictor(Predictor):
             name = name.rpartition("@")[0]
             copies[name] = copies.get(name, 0) + 1
         staying = frozenset(name for name, count in copies.items() if count == self.step.microbatches)
-        return replace(found, staying=staying)
+        moving = frozenset(name.rpartition("@")[0] for name in found.moving)
+        return replace(found, staying=staying, moving=moving)
 
 
 def rank_candidates(step: RankStep, host_bytes: int) -> tuple[list[Candidate], bool]:

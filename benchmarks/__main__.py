@@ -112,9 +112,14 @@ def plan(
     models: Annotated[
         int | None, typer.Option(min=1, help="Measure so many at most, and leave others for --resume.")
     ] = None,
+    only: Annotated[str | None, typer.Option(help="Measure this preset alone, into plan_part.json.")] = None,
+    part: Annotated[
+        list[float] | None, typer.Option(help="Plan for this part of the bytes alone; may be repeated.")
+    ] = None,
 ) -> None:
     """Plans: what is predicted against what is measured, and against policies by hand."""
-    run_one("plan", out, quick, resume=resume, models=models)
+    options = {"parts": tuple(part)} if part else {}
+    run_one("plan", out, quick, resume=resume, models=models, only=only, **options)
 
 
 for _name in [name for name in BENCHMARKS if name not in ("pool", "plan")]:

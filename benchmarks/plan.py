@@ -21,11 +21,9 @@ Without a GPU, or quick, a tiny preset runs, and memory is counted by live stora
 """
 
 import gc
-import math
-import statistics
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,155 +32,30 @@ import torch
 
 import pagestash as ps
 from benchmarks.harness import begun, write
+from benchmarks.plan_bench import WARM, Bench
 from benchmarks.plan_cases import CASES, QUICK, Case, by_hand
 from benchmarks.plan_claims import GRAPHED_WAYS, WAITING_WAY, claims_of
 from pagestash.garbage import old_objects_aside
 from pagestash.planning import NothingFits, predict
 from pagestash.planning.budget import base_bytes
 from pagestash.planning.prediction import Prediction
-from pagestash.profiling.measure import default_loss
-from pagestash.profiling.memory import MemoryMeter
-from pagestash.profiling.steps import PERIOD
 
 PARTS = (0.75, 0.5, 0.35)
 ROUNDS, MOST_ROUNDS = 3, 8
 AGREE = 0.01
 """Rounds that differ by this part are the same."""
-WARM, REPEATS = 3, 5
-WARM_GRAPHED, MICROBATCHES = 2, 8
+REPEATS = 5
 CLOSE = 1.05
 """By so much slower than the best so far, a policy by hand may still be the best."""
 
 
-class Bench:
-    """One model on one device, with gradients in place."""
-
-    def __init__(self, case: Case, device: torch.device) -> None:
-        self.device = device
-        self.model, self.batch = case.build(device)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-
-    def measure(self, policy: ps.Policy, repeats: int) -> dict[str, Any]:
-        """Seconds of steady steps, in a loop and one by one, the peak in bytes, and the loss, under a policy."""
-        self._hold_gradients()
-        keeper = ps.Keeper(policy).attach(self.model) if policy.rules else None
-        for _ in range(WARM - 1):
-            loss = self._step(keeper)
-        # Counting storages takes time, which no timed step has.
-        peak = self._peak(keeper)
-        alone = statistics.median(self._timed(lambda: self._step(keeper)) for _ in range(repeats))
-        seconds, alone_peak = alone, peak
-        if self.device.type == "cuda":
-            alone_peak = torch.cuda.max_memory_allocated(self.device)
-            count = max(repeats, math.ceil(PERIOD / alone))
-            self._loop(keeper, count)
-            seconds = self._loop(keeper, count)
-            peak = torch.cuda.max_memory_allocated(self.device)
-        if keeper is not None:
-            keeper.detach()
-        gc.collect()
-        return {
-            "seconds": seconds,
-            "alone_seconds": alone,
-            "peak_bytes": peak,
-            "alone_peak_bytes": alone_peak,
-            "loss": loss.item(),
-        }
-
-    def _loop(self, keeper: ps.Keeper | None, count: int) -> float:
-        """The device's seconds of one of `count` steps that follow each other; before them the host gets ahead."""
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._step(keeper)
-        first.record()
-        for _ in range(count):
-            self._step(keeper)
-        last.record()
-        self._wait()
-        return first.elapsed_time(last) / 1000 / count
-
-    def measure_graphed(self, policy: ps.Policy, repeats: int) -> dict[str, Any]:
-        """The same of a whole step as a CUDA graph; seconds are of a microbatch, without the optimizer."""
-        torch._C._cuda_clearCublasWorkspaces()  # torch keeps those of an earlier graph's stream
-        self._hold_gradients()
-        optimizer = torch.optim.SGD(self.parameters, lr=0.0, fused=True)  # the loss stays as it is
-        update = statistics.median(self._timed(optimizer.step) for _ in range(WARM + repeats))
-        optimizer.zero_grad()
-        keeper = ps.Keeper(policy).attach(self.model)
-
-        def train_step() -> torch.Tensor:
-            for _ in range(MICROBATCHES):
-                loss = self._loss()
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)
-        for _ in range(WARM_GRAPHED):
-            step()
-        self._wait()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        loss = step()  # is captured
-        self._wait()
-        peak = torch.cuda.max_memory_allocated(self.device)
-        times = [self._timed(step) for _ in range(repeats)]
-        while sum(times) < 2 * PERIOD:
-            times.append(self._timed(step))
-        late = [after for at, after in enumerate(times) if sum(times[:at]) >= PERIOD] or times
-        seconds = (statistics.fmean(late) - update) / MICROBATCHES
-        step.wait()
-        found = {"seconds": seconds, "peak_bytes": peak, "loss": loss.item()}
-        del step, loss
-        keeper.detach()
-        gc.collect()
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-        return found
-
-    def _hold_gradients(self) -> None:
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    def _peak(self, keeper: ps.Keeper | None) -> int:
-        self._wait()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._step(keeper)
-            return torch.cuda.max_memory_allocated(self.device)
-        held = sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers(), *self.parameters))
-        meter = MemoryMeter(self.device)
-        with meter:
-            meter.mark()
-            self._step(keeper)
-            return meter.mark().peak + held
-
-    def _step(self, keeper: ps.Keeper | None) -> torch.Tensor:
-        with nullcontext() if keeper is None else keeper.step():
-            loss = self._loss()
-            loss.backward()
-        return loss.detach()
-
-    def _loss(self) -> torch.Tensor:
-        batch = self.batch
-        return default_loss(self.model(**batch) if isinstance(batch, dict) else self.model(*batch))
-
-    def _timed(self, call: Callable[[], object]) -> float:
-        self._wait()
-        begun = time.perf_counter()
-        call()
-        self._wait()
-        return time.perf_counter() - begun
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
 def compare(
-    case: Case, device: torch.device, *, rounds: tuple[int, int], repeats: int
-) -> list[dict[str, Any]]:
-    """One row for each plan and each policy by hand; `rounds` are the fewest and the most."""
+    case: Case, device: torch.device, *, parts: Sequence[float], rounds: tuple[int, int], repeats: int
+) -> Iterator[list[dict[str, Any]]]:
+    """One row for each plan and each policy by hand, then those of graphs, then of a loop that waits.
+
+    `rounds` are the fewest and the most.
+    """
     bench = Bench(case, device)
     profile = ps.profile(bench.model, bench.batch)
     held = base_bytes(profile, 0)
@@ -192,7 +65,7 @@ def compare(
     for way, policy in by_hand(case, profile).items():
         row = {"case": case.name, "way": way, "held_bytes": held}
         policies.append((row | predicted(predict(profile, policy, base_bytes=held)), policy))
-    for part in PARTS:
+    for part in parts:
         row = {"case": case.name, "way": "plan", "part": part, "held_bytes": held}
         begun = time.perf_counter()
         try:
@@ -216,7 +89,7 @@ def compare(
         policies.append((row, plan.policy))
     with old_objects_aside():
         seen = in_rounds(policies, partial(bench.measure, repeats=repeats), *rounds)
-    rows = [
+    yield [
         row
         | {
             "seconds": min(each["seconds"] for each in found),
@@ -226,14 +99,13 @@ def compare(
             "loss": found[0]["loss"],
         }
         for (row, _), found in zip(policies, seen)
-    ]
-    if case.waiting:
-        rows += waiting(case, bench, profile, rounds=rounds[0], repeats=repeats)
+    ] + refused
     if case.graphed:
-        rows += graphed(case, bench, profile, repeats)
+        yield graphed(case, bench, profile, parts, repeats)
+    if case.waiting:
+        yield waiting(case, bench, profile, rounds=rounds[0], repeats=repeats)
     del bench
     gc.collect()
-    return rows + refused
 
 
 def waiting(
@@ -269,7 +141,9 @@ def waiting(
     ]
 
 
-def graphed(case: Case, bench: Bench, profile: ps.Profile, repeats: int) -> list[dict[str, Any]]:
+def graphed(
+    case: Case, bench: Bench, profile: ps.Profile, parts: Sequence[float], repeats: int
+) -> list[dict[str, Any]]:
     """The step as a CUDA graph, without a policy and under plans for a graph."""
     held = base_bytes(profile, 0)
     bench.model.zero_grad()
@@ -277,7 +151,7 @@ def graphed(case: Case, bench: Bench, profile: ps.Profile, repeats: int) -> list
     keep = predict(profile, ps.Policy(), base_bytes=held, graphed=True)
     policies = [(base | predicted(keep), ps.Policy())]
     rows = []
-    for part in PARTS:
+    for part in parts:
         row = base | {"way": GRAPHED_WAYS[1], "part": part}
         try:
             plan = ps.plan(bench.model, bench.batch, budget=part, profile=profile, graphed=True)
@@ -371,20 +245,47 @@ def show(row: dict[str, Any], measured: dict[str, Any], when: str) -> None:
 
 
 def run(
-    out: Path | None = None, quick: bool = False, resume: bool = False, models: int | None = None
+    out: Path | None = None,
+    quick: bool = False,
+    resume: bool = False,
+    models: int | None = None,
+    only: str | None = None,
+    parts: Sequence[float] = PARTS,
 ) -> Path:
-    """All models, and a file after each, because a run of minutes may be cut off; `resume` goes on behind it.
+    """All models, and a file after each part of one, because a run of minutes may be cut off.
 
-    `models`: so many at most.
+    `resume` goes on behind the models that are whole. `models`: so many at most. With `only` one preset, or other
+    `parts` of the bytes, the file is `plan_part`.
     """
     cuda = torch.cuda.is_available()
-    cases = CASES if cuda and not quick else QUICK
+    every = CASES if cuda and not quick else QUICK
+    cases = [case for case in every if only in (None, case.preset)]
+    if not cases:
+        raise ValueError(f"only={only!r}: expected one of {', '.join(case.preset for case in every)}")
+    name = "plan" if only is None and tuple(parts) == PARTS else "plan_part"
     device = torch.device("cuda" if cuda else "cpu")
     rounds, repeats = ((1, 1), 1) if quick else ((ROUNDS, MOST_ROUNDS), REPEATS)
-    config = {"parts": PARTS, "warm": WARM, "rounds": rounds, "repeats": repeats, "quick": quick}
-    rows = begun("plan", config=config, out=out) if resume else []
-    measured = {row["case"] for row in rows}
-    for case in [case for case in cases if case.name not in measured][:models]:
-        rows += compare(case, device, rounds=rounds, repeats=repeats)
-        write("plan", config=config, rows=rows, claims=claims_of(rows), out=out)
-    return write("plan", config=config, rows=rows, claims=claims_of(rows), out=out)
+    config = {"parts": parts, "warm": WARM, "rounds": rounds, "repeats": repeats, "quick": quick}
+    config |= {} if only is None else {"only": only}
+    found = begun(name, config=config, out=out) if resume else []
+    rows = [row for case in cases if is_whole(case, found) for row in found if row["case"] == case.name]
+    for case in [case for case in cases if not is_whole(case, rows)][:models]:
+        for some in compare(case, device, parts=parts, rounds=rounds, repeats=repeats):
+            rows += some
+            _write(name, config, rows, out)
+    return _write(name, config, rows, out)
+
+
+def _write(name: str, config: dict[str, Any], rows: list[dict[str, Any]], out: Path | None) -> Path:
+    """The result, whose claims say so if it is not of the whole benchmark."""
+    claims = claims_of(rows)
+    if name != "plan":
+        claims = [replace(claim, what=f"{claim.what} (measured apart)") for claim in claims]
+    return write(name, config=config, rows=rows, claims=claims, out=out)
+
+
+def is_whole(case: Case, rows: list[dict[str, Any]]) -> bool:
+    """Whether the rows have all of a model's."""
+    ways = {row["way"] for row in rows if row["case"] == case.name}
+    wanted = [(True, "plan"), (case.graphed, GRAPHED_WAYS[1]), (case.waiting, WAITING_WAY)]
+    return all(way in ways for there, way in wanted if there)

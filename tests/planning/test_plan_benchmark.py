@@ -9,8 +9,10 @@ from benchmarks import plan as B
 
 
 def test_all_ways_give_one_loss_and_plans_keep_their_budgets(tmp_path, monkeypatch):
-    monkeypatch.setattr(B, "PARTS", (0.9, 0.01))
-    body = json.loads(B.run(tmp_path, quick=True).read_text())
+    path = B.run(tmp_path, quick=True, parts=(0.9, 0.01))
+    assert path.name == "plan_part.json"  # it is not the whole benchmark
+    body = json.loads(path.read_text())
+    assert body["config"]["parts"] == [0.9, 0.01]
     rows = body["rows"]
     planned = [row for row in rows if row["way"] == "plan"]
     assert len({row["loss"] for row in rows if "loss" in row}) == 1
@@ -24,29 +26,58 @@ def test_all_ways_give_one_loss_and_plans_keep_their_budgets(tmp_path, monkeypat
     }
 
 
-def test_a_run_that_was_cut_off_goes_on_behind_what_it_has_measured(tmp_path, monkeypatch):
-    cases = [B.Case(preset=name, layers=2, batch=1, sequence=8) for name in ("first", "second")]
+@pytest.fixture
+def two_models(monkeypatch):
+    """Two made-up models, the second of which is a graph, too; and those that were measured."""
+    cases = [B.Case(preset="first", layers=2, batch=1, sequence=8)]
+    cases.append(B.Case(preset="second", layers=2, batch=1, sequence=8, graphed=True))
     monkeypatch.setattr(B, "QUICK", cases)
     monkeypatch.setenv("PAGESTASH_COMMIT", "one")
     ran = []
 
-    def compare(case, device, *, rounds, repeats):
+    def compare(case, device, *, parts, rounds, repeats):
         ran.append(case.preset)
+        base = {"case": case.name, "part": 0.5, "refused": "made up"}
+        yield [base | {"way": "plan"}]
         if ran == ["first", "second"]:
             raise KeyboardInterrupt
-        return [{"case": case.name, "way": "keep"}]
+        if case.graphed:
+            yield [base | {"way": "plan, graphed"}]
 
     monkeypatch.setattr(B, "compare", compare)
+    return cases, ran
+
+
+def rows_of(path):
+    return [(row["case"], row["way"]) for row in json.loads(path.read_text())["rows"]]
+
+
+def test_a_run_that_was_cut_off_goes_on_behind_what_it_has_measured(tmp_path, two_models, monkeypatch):
+    cases, ran = two_models
+    first, second = (case.name for case in cases)
     with pytest.raises(KeyboardInterrupt):
         B.run(tmp_path, quick=True)
+    # What the second model had measured is there, and measured again with the rest.
+    assert rows_of(tmp_path / "plan.json") == [(first, "plan"), (second, "plan")]
     path = B.run(tmp_path, quick=True, resume=True)
     assert ran == ["first", "second", "second"]
-    assert [row["case"] for row in json.loads(path.read_text())["rows"]] == [case.name for case in cases]
+    assert rows_of(path) == [(first, "plan"), (second, "plan"), (second, "plan, graphed")]
     monkeypatch.setenv("PAGESTASH_COMMIT", "another")
     path = B.run(tmp_path, quick=True, resume=True, models=1)
-    assert [row["case"] for row in json.loads(path.read_text())["rows"]] == [cases[0].name]
+    assert rows_of(path) == [(first, "plan")]
     B.run(tmp_path, quick=True, resume=True, models=1)
     assert ran[3:] == ["first", "second"]
+
+
+def test_one_preset_has_a_file_of_its_own(tmp_path, two_models):
+    cases, _ = two_models
+    alone = B.run(tmp_path, quick=True, only="second", parts=(0.5,))
+    whole = B.run(tmp_path, quick=True, models=1)
+    assert alone.name == "plan_part.json"
+    assert rows_of(alone) == [(cases[1].name, "plan"), (cases[1].name, "plan, graphed")]
+    assert rows_of(whole) == [(cases[0].name, "plan")]
+    with pytest.raises(ValueError, match="only='third': expected one of first, second"):
+        B.run(tmp_path, quick=True, only="third")
 
 
 def made_up_rows(*measured):

@@ -84,3 +84,18 @@ def test_the_layers_before_and_after_a_cheap_one_are_found():
     plan = plan_profile(ps.profile(model, x, repeats=1), budget=0.9, host=0)
     assert plan.predicted.peak_bytes < plan.unplanned.peak_bytes
     assert plan.predicted.recompute_seconds < 0.5 * plan.alternatives["recompute layers"].recompute_seconds
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_a_layer_that_saves_its_own_output_can_be_offloaded_where_others_are_not(activation):
+    """The layer after it saves the same storage."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(256, 256), activation())])
+    profile = ps.profile(model, torch.randn(512, 256), repeats=1)
+    plan = plan_profile(profile, budget=0.8, host="2MiB")  # half of what it saves
+    homes = {rule.home for rule in plan.policy.rules}
+    assert "offload" in homes
+    by_hand = plan.alternatives["recompute layers"]
+    assert plan.predicted.mean_seconds < plan.unplanned.mean_seconds + 0.5 * (
+        by_hand.mean_seconds - plan.unplanned.mean_seconds
+    )

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import pagestash as ps
 from pagestash.cli import app
+from pagestash.commands import step as commands_step
 from pagestash.planning import plan_profile
 
 PART = r"expected a part from 0 to 1 like 0\.5 \(1\.0 is all\), bytes like '40GiB', or 'auto'"
@@ -59,7 +60,7 @@ def test_the_command_line_refuses_them_before_it_loads_a_model(options, message,
     def load(*_):
         raise AssertionError("nothing is to be loaded")
 
-    monkeypatch.setattr("pagestash.commands.step._from_preset", load)
+    monkeypatch.setattr(commands_step, "_from_preset", load)
     found = CliRunner().invoke(app, ["plan", "--preset", "tiny", *options])
     assert found.exit_code == 2
     assert message in re.sub(r"\s+", " ", found.output)

@@ -169,8 +169,9 @@ def _choose(step: MeasuredStep, group: Group, *, host: bool, least_bytes: int) -
     unit = group.units[len(group.units) // 2]
     names = {region.name for region in unit.regions}
     # A layer that is one region, as in `nn.Sequential`, may save nothing but its input. Recomputing it then frees
-    # its output, which the next layer saves.
+    # its output, which the next layer saves. (Not if it saves that, too: offloading it would seem to free nothing.)
     made = set(unit.regions[0].outputs) if unit.is_one_layer else set[int]()
+    made -= {tensor.storage for tensor in step.profile.tensors if not names.isdisjoint(tensor.path)}
     # (Also tensors of a module that has its name elsewhere, and runs in here.)
     part = step.part(
         [

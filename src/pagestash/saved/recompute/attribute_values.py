@@ -9,7 +9,7 @@ from numbers import Number
 from operator import is_
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -110,7 +110,7 @@ def has_no_graph(value: Any, deep: int = 0) -> bool:
             return False
         inside = deep + 1 if len(items) <= MANY else DEEP  # of so many, none is looked into
         return all(has_no_graph(item, inside) for item in items)
-    return issubclass(kind, (Number, Enum))
+    return issubclass(kind, (Number, Enum, ReferenceType))
 
 
 def _items(own: dict[Any, Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from pagestash.planning.prediction import RuleTable
 from pagestash.planning.rank import RankPredictor, RankStep
 from pagestash.planning.stage import stage_step
 from pagestash.profiling import Link
-from pagestash.saved.offload.plan import StepOrder
+from pagestash.saved.offload.plan import GroupBytes, StepOrder
 from pagestash.saved.offload.split import EntryShape, RowSplit
 
 WIDTH, ROWS = 64, 16
@@ -132,3 +132,29 @@ def test_a_microbatch_goes_on_in_the_ranks_next_stage(depth, fraction):
     rules = {f"layers.{n}.linear": replace(own, match="layers.*.linear") for n in range(2 * depth)}
     predicted = RankPredictor(RankStep(stages, plan)).predict(RuleTable(rules, ps.PoolConfig()))
     assert predicted.moved_bytes == sum(left.values())
+
+
+def test_what_runs_beside_a_schedule_owes_nothing_to_its_microbatches():
+    """Another model under the same rule, before, between and after them."""
+    order, split = StepOrder(), RowSplit({})
+    own, size = rule(0.5), ROWS * WIDTH * 4
+
+    def left(position, layers=3):
+        order.position = position
+        found = []
+        for layer in range(layers):
+            key = order.key(f"layers.{layer}.linear")
+            split.go_on_with(order.microbatch)
+            found.append(split.share(own, EntryShape(size)))
+            order.put(key, GroupBytes(size, size))
+        order.get(key)
+        return found
+
+    alone = left((0, 0))
+    assert sum(alone) in (size, 2 * size)
+    for _ in range(2):
+        order.start()
+        split.start()
+        steps = [left((), 1), left((0, 0)), left((), 1), left((0, 1)), left((0, 2)), left((), 1)]
+        assert [each for each in steps if len(each) == 3] == 3 * [alone]
+        assert [each for each in steps if len(each) == 1] == 3 * [alone[:1]]

@@ -56,6 +56,9 @@ class ExactCopies:
         self.groups = 0
         self.pages = 0
         self.peak_pages = 0
+        self.left, self.left_before = 0, 0
+        """Pages of what waited when the last step was over, and the one before. If a module keeps a result with its
+        graph, which is in no loss, it waits in each step."""
         self._page_bytes = page_bytes
         self._tally = tally
 
@@ -149,7 +152,9 @@ class Stash(Home):
             self._paged.settle()
 
     def commit(self) -> None:
-        if self._paged is not None:
+        if self._paged is None:
+            self._copies.left_before, self._copies.left = self._copies.left, self._copies.pages
+        else:
             make_room(self._paged.pool, self._policy.pool.headroom, self._paged.no_page)
 
     # --- the pool ---
@@ -168,7 +173,7 @@ class Stash(Home):
         config = self._policy.pool
         if config.device_bytes is not None:
             return -(-config.device_bytes // config.page_bytes)
-        if self._copies.pages or others is None:
+        if self._copies.pages > self._copies.left_before or others is None:
             return None
         return math.ceil((self._copies.peak_pages + others) * config.headroom) or None
 

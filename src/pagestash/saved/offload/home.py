@@ -95,7 +95,9 @@ class Offload(Home):
 
     def commit(self) -> None:
         """Plan anew if the step went another way, and make host memory that was missing."""
-        if self.moving is not None:
+        if self.moving is None:
+            self.measuring.commit()
+        else:
             self.moving.learn()
 
     # --- the plan ---
@@ -108,7 +110,7 @@ class Offload(Home):
     @property
     def undecided(self) -> bool:
         """Whether the measured step is not over: a backward is still to come."""
-        return self.moving is None and self.measuring.live
+        return self.moving is None and self.measuring.undecided
 
     def outlook(self) -> Outlook | None:
         """What the measured step says about those to come; None if it moved nothing, is not over, or was used."""

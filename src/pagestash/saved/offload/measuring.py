@@ -33,6 +33,7 @@ class Outlook:
 class _MeasuredGroup:
     """Each entry's shape and valid bytes, under which rule; and how many entries are not dropped yet."""
 
+    key: Key
     rule: Rule
     microbatch: Hashable
     entries: list[tuple[EntryShape, int]]
@@ -44,18 +45,18 @@ class HostCopy:
     """The place of an entry: its valid bytes, in ordinary host memory."""
 
     phase: "Measuring"
-    key: Key
+    group: _MeasuredGroup
     copy: torch.Tensor
     device: torch.device
 
     def get(self, entry: Entry) -> torch.Tensor:
-        self.phase.asked(self.key)
+        self.phase.asked(self.group)
         flat = torch.zeros(entry.length, dtype=torch.uint8, device=self.device)
         flat[: self.copy.numel()].copy_(self.copy.view(-1))
         return flat
 
     def drop(self, entry: Entry) -> None:
-        self.phase.dropped(self.key, entry.region, self.copy.nbytes)
+        self.phase.dropped(self.group, entry.region, self.copy.nbytes)
         entry.place = None
 
 
@@ -67,51 +68,72 @@ class Measuring:
         self._order = order
         self._tally = tally
         self._groups: dict[Key, _MeasuredGroup] = {}
+        self._waiting = 0
+        """Entries of all steps that are not dropped yet."""
+        self._left: set[Key] = set()
+        self._left_before: set[Key] = set()
+        """Groups that waited when the last step was over, and the one before. If a module keeps a result with its
+        graph, which is in no loss, it waits in each step."""
 
     @property
     def live(self) -> bool:
-        """Whether a backward is still to come."""
-        return any(group.waiting for group in self._groups.values())
+        """Whether a backward may still ask for something."""
+        return self._waiting > 0
+
+    @property
+    def undecided(self) -> bool:
+        """Whether a backward of the step is still to come."""
+        waiting = self._waiting_groups()
+        return bool(waiting) and not (self._order.asked and waiting <= self._left_before)
+
+    def _waiting_groups(self) -> set[Key]:
+        return {key for key, group in self._groups.items() if group.waiting}
 
     def start(self) -> None:
         """A new step begins; what was measured before is forgotten, unless its backward is still to come."""
-        if not self.live:
+        if self._order.asked or not self._waiting_groups():
             self._order.start()
             self.meter.start()
             self._groups = {}
+
+    def commit(self) -> None:
+        """A step is over."""
+        self._left_before, self._left = self._left, self._waiting_groups()
 
     def put(self, entries: Sequence[Entry]) -> None:
         rule = entries[0].rule
         assert rule is not None
         key = self._order.key(entries[0].region)
-        group = self._groups[key] = _MeasuredGroup(rule, self._order.microbatch, [])
+        group = self._groups[key] = _MeasuredGroup(key, rule, self._order.microbatch, [])
         self._order.put(key, GroupBytes(0, 0, rule.prefetch_bytes))
         for entry in entries:
             source = entry.source().view(-1)[: entry.valid_bytes()]
             group.entries.append((EntryShape.of(entry), source.nbytes))
             # A copy also where the device is the host: the source may be written over.
-            entry.place = HostCopy(self, key, source.detach().to("cpu", copy=True), source.device)
+            entry.place = HostCopy(self, group, source.detach().to("cpu", copy=True), source.device)
             entry.origin = None
             group.waiting += 1
+            self._waiting += 1
             self._tally.count(entry.region, source.nbytes)
         self.meter.note(("put", key))
 
-    def asked(self, key: Key) -> None:
+    def asked(self, group: _MeasuredGroup) -> None:
         """Backward asks for an entry of the group."""
-        self._order.get(key)
-        self.meter.note(("get", key))
+        if self._groups.get(group.key) is group:
+            self._order.get(group.key)
+            self.meter.note(("get", group.key))
 
-    def dropped(self, key: Key, region: str, size: int) -> None:
+    def dropped(self, group: _MeasuredGroup, region: str, size: int) -> None:
         """Nothing can ask for an entry of the group any more."""
         self._tally.count(region, -size)
-        group = self._groups[key]
+        self._waiting -= 1
         group.waiting -= 1
-        if not group.waiting:
-            self._order.drop(key)
+        if not group.waiting and self._groups.get(group.key) is group:
+            self._order.drop(group.key)
 
     def outlook(self, page_bytes: int) -> Outlook | None:
         """What follows from the last step; None if it moved nothing, or is not over."""
-        if not self._groups or self.live:
+        if not self._groups or self.undecided:
             return None
         split = RowSplit(self._expected_rows())
         events = self._order.events

@@ -39,13 +39,18 @@ class StepOrder:
         """Where in the step we are. A schedule that is followed sets (stage, microbatch)."""
         self.immediate_backwards: frozenset[Key] = frozenset()
         """Positions whose backward follows their forward at once."""
-        self.microbatch: Hashable = 0
+        self.microbatch: Hashable = None
         """Of the last group that was put. Without a schedule, the first put after a backward begins another one."""
         self._turns = 0
         """How often a put followed a backward."""
         self._in_backward = False
         self._counts: dict[Key, int] = {}
         self._asked: set[Key] = set()
+
+    @property
+    def asked(self) -> bool:
+        """Whether the step has asked for anything so far."""
+        return bool(self._asked)
 
     def key(self, region: str) -> Key:
         """The key of a group that is put now."""
@@ -55,9 +60,9 @@ class StepOrder:
         key = (*where, index)
         if self.position:
             _, self.microbatch = self.position
-        elif self._in_backward:
-            self._turns += 1
-            self.microbatch = self._turns
+        else:
+            self._turns += self._in_backward
+            self.microbatch = ("turn", self._turns)  # which is none of a schedule's
         self._in_backward = False
         return key
 
@@ -79,7 +84,7 @@ class StepOrder:
     def start(self) -> None:
         """A new step."""
         self.events, self.groups, self._counts, self._asked = [], {}, {}, set()
-        self.microbatch, self._turns, self._in_backward = 0, 0, False
+        self.microbatch, self._turns, self._in_backward = None, 0, False
 
 
 @dataclass(slots=True)

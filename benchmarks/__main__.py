@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import tables
+from benchmarks.harness import UnknownPreset
 
 BENCHMARKS = (
     "pool",
@@ -114,12 +115,16 @@ def plan(
     ] = None,
     only: Annotated[str | None, typer.Option(help="Measure this preset alone, into plan_part.json.")] = None,
     part: Annotated[
-        list[float] | None, typer.Option(help="Plan for this part of the bytes alone; may be repeated.")
+        list[float] | None,
+        typer.Option(min=0.01, max=1, help="Plan for this part of the bytes alone; may be repeated."),
     ] = None,
 ) -> None:
     """Plans: what is predicted against what is measured, and against policies by hand."""
     options = {"parts": tuple(part)} if part else {}
-    run_one("plan", out, quick, resume=resume, models=models, only=only, **options)
+    try:
+        run_one("plan", out, quick, resume=resume, models=models, only=only, **options)
+    except UnknownPreset as error:
+        raise typer.BadParameter(str(error), param_hint="--only") from None
 
 
 for _name in [name for name in BENCHMARKS if name not in ("pool", "plan")]:

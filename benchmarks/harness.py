@@ -19,6 +19,10 @@ RESULTS = Path(__file__).parent / "results"
 VERSIONED = ("torch", "triton", "jax", "jaxlib", "flax", "transformers")
 
 
+class UnknownPreset(ValueError):
+    """A benchmark has no case of that name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Claim:
     """One promised figure: `value` has to be at most, or at least, `bar`."""

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 import pagestash as ps
-from benchmarks.harness import begun, write
+from benchmarks.harness import UnknownPreset, begun, write
 from benchmarks.plan_bench import WARM, Bench
 from benchmarks.plan_cases import CASES, QUICK, Case, by_hand
 from benchmarks.plan_claims import GRAPHED_WAYS, WAITING_WAY, claims_of
@@ -261,7 +261,7 @@ def run(
     every = CASES if cuda and not quick else QUICK
     cases = [case for case in every if only in (None, case.preset)]
     if not cases:
-        raise ValueError(f"only={only!r}: expected one of {', '.join(case.preset for case in every)}")
+        raise UnknownPreset(f"{only!r}: expected one of {', '.join(case.preset for case in every)}")
     name = "plan" if only is None and tuple(parts) == PARTS else "plan_part"
     device = torch.device("cuda" if cuda else "cpu")
     rounds, repeats = ((1, 1), 1) if quick else ((ROUNDS, MOST_ROUNDS), REPEATS)

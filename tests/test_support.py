@@ -64,7 +64,7 @@ def test_error_is_relative_and_fails_where_it_must():
         error(torch.ones(3, 1), torch.ones(3))
 
 
-def test_a_launch_leaves_the_language_of_triton_as_it_was():
+def test_a_launch_of_interpreted_kernels_leaves_the_language_of_triton_as_it_was():
     tl = pytest.importorskip("triton.language")
     if not interpreted():
         pytest.skip("the kernels are compiled")

@@ -57,7 +57,7 @@ NEVER_LOOKS = {"gpt-oss", "gpt-oss, other limits"}
 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES, *NEWER} - NEVER_LOOKS))
-def test_a_model_that_counts_positions_itself_does_not_look(family, looks):
+def test_a_model_that_counts_positions_itself_does_not_look_where_transformers_does(family, looks):
     model = tiny(family, attention="eager")
     wanted = run(model)
     if family == "DeepSeek-V4" and not looks:

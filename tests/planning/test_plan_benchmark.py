@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from typer.testing import CliRunner
 
 import pagestash as ps
 from benchmarks import plan as B
+from benchmarks.__main__ import app
 
 
 def test_all_ways_give_one_loss_and_plans_keep_their_budgets(tmp_path, monkeypatch):
@@ -76,8 +78,14 @@ def test_one_preset_has_a_file_of_its_own(tmp_path, two_models):
     assert alone.name == "plan_part.json"
     assert rows_of(alone) == [(cases[1].name, "plan"), (cases[1].name, "plan, graphed")]
     assert rows_of(whole) == [(cases[0].name, "plan")]
-    with pytest.raises(ValueError, match="only='third': expected one of first, second"):
-        B.run(tmp_path, quick=True, only="third")
+    for wrong in (["--only", "third"], ["--part", "5"]):
+        found = CliRunner().invoke(app, ["plan", "--quick", "--out", str(tmp_path), *wrong])
+        assert found.exit_code == 2
+        assert wrong[0] in found.output
+    assert (
+        "expected one of first, second"
+        in CliRunner().invoke(app, ["plan", "--quick", "--only", "third"]).output
+    )
 
 
 def made_up_rows(*measured):

@@ -80,6 +80,16 @@ def test_parts_of_the_bytes_cost_little_more_where_steps_follow_each_other(folde
     assert all(found[part] <= bar for part, bar in LOOP_BARS[name].items()), found
 
 
+@pytest.mark.parametrize("name", BARS)
+def test_more_memory_makes_no_plan_slower_though_rules_that_move_nothing_are_left_out(folder, name):
+    """That is done to each budget's plan alone, and saves the host their hooks."""
+    for graphed in (False, True):
+        _, unplanned, planned = searched(name, folder, graphed=graphed)
+        found = [planned(part / 100).mean_seconds for part in range(34, 101, 3)]
+        assert found == sorted(found, reverse=True)
+        assert found[-1] == unplanned.mean_seconds < found[0]
+
+
 def test_a_host_that_has_no_time_to_spare_gets_plans_with_few_launches(folder):
     """A search by what the device takes alone finds 1.11 and 1.13."""
     profile = load("hf-qwen3-30b-a3b", folder)

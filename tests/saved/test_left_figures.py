@@ -1,20 +1,20 @@
-"""A module keeps a figure with its graph, which is in no loss: it waits when a step is over, and is no reason to
-measure the next one."""
+"""A module keeps a figure with its graph, in no loss: it waits after each step, and steps are still planned."""
 
 import gc
 import tracemalloc
 
 import pytest
 import torch
+from support import same
 from torch import nn
 
 import pagestash as ps
 
 WIDTH = 64
-HOMES = {
-    "offload": {"prefetch_bytes": 0},
-    "half offloaded": {"prefetch_bytes": 0, "fraction": 0.5},
-    "stash": {},
+RULES = {
+    "offload": ps.Rule("*", "offload", min_bytes=0, prefetch_bytes=0),
+    "half offloaded": ps.Rule("*", "offload", min_bytes=0, prefetch_bytes=0, fraction=0.5),
+    "stash": ps.Rule("*", "stash", min_bytes=0),
 }
 
 
@@ -40,8 +40,7 @@ def build(home, figure=True):
     model = nn.Sequential(*[Reporting(figure) for _ in range(5)], nn.Linear(WIDTH, 1))
     if home is None:
         return model, None
-    rule = ps.Rule("*", home.split()[-1].replace("offloaded", "offload"), min_bytes=0, **HOMES[home])
-    return model, ps.Keeper(ps.Policy([rule]), backend="torch").attach(model)
+    return model, ps.Keeper(ps.Policy([RULES[home]]), backend="torch").attach(model)
 
 
 def step(model, keeper, x):
@@ -65,15 +64,11 @@ def gradients(model):
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def same(one, other):
-    return all(a is b is None or torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 def decided(keeper):
     return keeper.pool is not None or keeper._offload.plan is not None
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", RULES)
 def test_such_a_step_is_measured_twice_and_planned_then(home):
     model, keeper = build(home)
     seen = []
@@ -83,7 +78,7 @@ def test_such_a_step_is_measured_twice_and_planned_then(home):
     assert seen == [False, True, True]
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", RULES)
 @pytest.mark.parametrize("late", [(), range(8), (0, 3), (1, 2)])
 def test_gradients_of_the_loss_and_of_the_figures_are_those_without_a_policy(home, late):
     (plain, _), (model, keeper) = build(None), build(home)
@@ -94,11 +89,9 @@ def test_gradients_of_the_loss_and_of_the_figures_are_those_without_a_policy(hom
         if number in late:
             assert same(figures(model), figures(plain))
     assert decided(keeper)
-    del model
-    gc.collect()
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", RULES)
 def test_nothing_grows_with_the_steps(home):
     model, keeper = build(home)
     x = torch.randn(8, WIDTH)
@@ -121,9 +114,9 @@ def test_nothing_grows_with_the_steps(home):
     assert later - memory < 32 << 10  # 60 measured steps would be 500 KiB
 
 
-@pytest.mark.parametrize("home", HOMES)
-def test_a_step_whose_backward_is_still_to_come_is_not_over(home):
-    """Each backward comes in the next step: what waits at the end of one is asked for."""
+@pytest.mark.parametrize("home", RULES)
+def test_gradients_are_right_where_each_backward_comes_in_the_next_step(home):
+    """What waits at the end of a step is asked for, there."""
     (plain, _), (model, keeper) = build(None, figure=False), build(home, figure=False)
     generator = torch.Generator().manual_seed(1)
     loss = wanted = None
@@ -143,7 +136,7 @@ def test_a_step_whose_backward_is_still_to_come_is_not_over(home):
         loss, wanted = new, wanted_new
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", RULES)
 def test_a_model_is_not_moved_while_figures_of_measured_steps_wait(home):
     model, keeper = build(home)
     step(model, keeper, torch.randn(8, WIDTH))

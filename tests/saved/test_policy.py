@@ -235,7 +235,7 @@ def test_a_folder_is_no_policy(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read_is_named(tmp_path):
+def test_a_file_that_may_not_be_read_is_named_if_root_does_not_ask(tmp_path):
     (tmp_path / "policy.toml").touch(mode=0)
     with pytest.raises(ValueError, match=r"policy\.toml: Permission denied"):
         Policy.load(tmp_path / "policy.toml")

@@ -113,7 +113,8 @@ def choose(
 def _without_idle_rules(best: Candidate, step: MeasuredStep, limit: int, host_bytes: int) -> Candidate:
     """The candidate without rules that move nothing, of which a keeper would warn.
 
-    It may need one all the same: what stays under it is why others leave.
+    It may need one all the same: what stays under it is why others leave. This is done for each budget alone. So a
+    plan for more memory may be slower by what the hooks of such rules cost; in recorded steps none was.
     """
     predictor = predictor_of(step)
     while True:

@@ -194,6 +194,153 @@ def test_a_custom_function_has_all_rows_unless_its_forward_says_otherwise():
     assert stashed(both) >= floats(ROWS, WIDTH)
 
 
+class Apart(Outside):
+    """Saves in `setup_context`, which runs after forward."""
+
+    @staticmethod
+    def forward(x, n):
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, n = inputs
+        ctx.save_for_backward(x if n is None else ps.rows(x, n))
+
+
+class Unseen(torch.autograd.Function):
+    """Runs no operation in forward, and reads all rows of its input in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad + torch.where(VALID, 0.0, x.isnan().float())
+
+
+class Result(torch.autograd.Function):
+    """Saves what its forward's last operation made, and reads all of it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return grad * (1 - y * y) + torch.where(VALID, 0.0, y).sum()
+
+
+FUNCTIONS = {
+    "its input": lambda x: Outside.apply(x, None),
+    "its input, apart from forward": lambda x: Apart.apply(x, None),
+    "its result": Result.apply,
+    "an input that it hands on": lambda x: Unseen.apply(x * 1.0),
+}
+
+
+@pytest.mark.parametrize("saves", FUNCTIONS)
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x, y: y[:COUNT].sum(),
+        lambda x, y: (x.tanh() + y)[:COUNT].sum(),  # the next operation takes the same tensor in
+        lambda x, y: (x.detach() * 2 + y)[:COUNT].sum(),  # and has no node
+        lambda x, y: (y * 2 + y.detach())[:COUNT].sum(),
+    ],
+)
+def test_no_operation_is_taken_for_a_custom_function(saves, read):
+    def work(part, x, n):
+        x = ps.rows(x, n) * 1.0
+        return read(x, FUNCTIONS[saves](x))
+
+    assert stashed(work) >= floats(ROWS, WIDTH)
+
+
+def test_functions_and_operations_in_turn_each_have_what_they_need():
+    class Masked(Outside):
+        """As it is promised, with no gradient past the valid rows."""
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return torch.where(VALID, grad * 2 * x + torch.where(VALID, 0.0, x).sum(), 0.0), None
+
+    def work(part, x, n):
+        y = ps.rows(x, n) * 1.0
+        for apply in (torch.tanh, lambda y: Masked.apply(y, None), torch.tanh, torch.sigmoid):
+            y = apply(y)
+        return y[:COUNT].sum()
+
+    # What the first tanh saves is the function's input, too.
+    assert stashed(work) == floats(ROWS + 2 * COUNT, WIDTH)
+
+
+def test_a_function_that_saves_apart_from_forward_may_mark_there():
+    class Said(Apart):
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return grad * 2 * x, None
+
+    assert stashed(lambda part, x, n: Said.apply(x * 1.0, n)[:COUNT].sum()) == floats(COUNT, WIDTH)
+
+
+class Within(Outside):
+    """Applies a function that marks what this one saves, and reads all of it."""
+
+    @staticmethod
+    def forward(ctx, x, n):
+        ctx.save_for_backward(x)
+        return Outside.apply(x, n)
+
+
+def checkpointed(x, n):
+    def segment(x, n):
+        return x[COUNT:].square().sum() * 1.0 + Outside.apply(x, n).sum()
+
+    return checkpoint(segment, x, n, use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    ("applies", "node"), [(Within.apply, "Within"), (checkpointed, "CheckpointFunction")]
+)
+@pytest.mark.parametrize("home", ["stash", "offload"])
+def test_a_function_is_refused_what_one_that_it_applies_has_marked(applies, node, home):
+    torch.manual_seed(0)
+    net = Net(lambda part, x, n: applies(x * 1.0, n).sum())
+    keeper = ps.Keeper(rule(home), backend="torch").attach(net)
+    with pytest.raises(RuntimeError, match=rf"{node}Backward saved a tensor .* applies no other"):
+        step(net, keeper)
+
+
+def test_a_function_that_makes_a_graph_inside_is_refused_where_it_saves_a_result_of_it():
+    class Inside(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            with torch.enable_grad():
+                y = torch.tanh(x.detach().requires_grad_())
+            ctx.save_for_backward(y)
+            return y.detach()
+
+        @staticmethod
+        def backward(ctx, grad):
+            (y,) = ctx.saved_tensors
+            return grad * (1 - y * y) + torch.where(VALID, 0.0, y).sum()
+
+    torch.manual_seed(0)
+    net = Net(lambda part, x, n: Inside.apply(ps.rows(x, n) * 1.0)[:COUNT].sum())
+    keeper = ps.Keeper(rule("stash"), backend="torch").attach(net)
+    with pytest.raises(RuntimeError, match=r"InsideBackward saved a tensor .* not known to read row by row"):
+        step(net, keeper)
+
+
 def test_integers_are_never_cut():
     def work(part, x, n):
         index = torch.arange(ROWS).flip(0)

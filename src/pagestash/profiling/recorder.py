@@ -1,7 +1,6 @@
 """Record every tensor that autograd saves: region, storage, kind of memory, and lifetime."""
 
 import gc
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -31,6 +30,7 @@ from pagestash.saved.storage import byte_range, row_range
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.torch_internals import (
     key_of_storage,
+    next_sequence_number,
     storage_key,
     storage_references,
     tree_leaves,
@@ -153,12 +153,12 @@ class TensorRecorder:
         rows = self._rows(local, frame, claimed)
         if rows is not None:
             saved.valid = self._valid(rows)
-            if not rows.sure:
+            if rows.number is not None and not rows.function:
 
                 def whole() -> None:
                     saved.valid = span
 
-                frame.owner.marks.wait(storage_key(local), frame.name, local.shape, whole)
+                frame.owner.marks.wait(storage_key(local), frame.name, local.shape, rows.number, whole)
         storage.handles += 1
         self._saved.append(saved)
         # A new tensor object: an output that held itself would never be freed.
@@ -168,12 +168,12 @@ class TensorRecorder:
         """The tensor's valid rows, if it is marked or claimed with rows."""
         if claimed is not None and claimed.exact and claimed.rows is not None:
             found = row_range(tensor, claimed.capacity)
-            return None if found is None else Valid(claimed.rows, claimed.capacity, *found, sure=True)
+            return None if found is None else Valid(claimed.rows, claimed.capacity, *found)
         marks = frame.owner.marks
         if not marks.any:
             return None
         return marks.saved(
-            tensor, storage_key(tensor), set(self._storages.weights), sys._getframe(2), frame.name
+            tensor, storage_key(tensor), set(self._storages.weights), next_sequence_number(), frame.name
         )
 
     def _valid(self, rows: Valid) -> tuple[int, int]:

@@ -1,8 +1,7 @@
 """The hooks that see every saved tensor: `pack` gives it a home, `unpack` (packed.py) gives the value back."""
 
-import sys
 from collections.abc import Callable, Mapping
-from types import FrameType
+from functools import partial
 from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -30,7 +29,13 @@ from pagestash.saved.streams import OneStream
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.saved.valid_rows.marks import Marks
 from pagestash.saved.watch import Place, Watch
-from pagestash.torch_internals import LOCAL_PART, current_transform, is_zero_tensor, storage_key
+from pagestash.torch_internals import (
+    LOCAL_PART,
+    current_transform,
+    is_zero_tensor,
+    next_sequence_number,
+    storage_key,
+)
 
 T = TypeVar("T")
 
@@ -129,7 +134,7 @@ class SavedTensorHooks:
             return Untouched.of(tensor)
         assert isinstance(owner, SavedTensorHooks)
         watch, marked = owner.watch, owner.marks.any
-        packed = owner.pack_in(region, tensor, False, sys._getframe(1) if marked else None)
+        packed = owner.pack_in(region, tensor, False, next_sequence_number() if marked else None)
         if marked:
             watch.depends = True
         elif not (watch.narrow or watch.inside) and type(packed) is Kept:
@@ -143,14 +148,14 @@ class SavedTensorHooks:
         region: Region,
         tensor: torch.Tensor,
         chained: bool = False,
-        caller: FrameType | None = None,
+        number: int | None = None,
         for_replay: bool = False,
     ) -> Packed:
         """What stands for a tensor that is saved in `region`.
 
-        `chained`: it is saved as the input of a recomputed region. `caller` is whose operation saves it, where
-        there are marks; what no operation saves is saved whole. `for_replay`: a replay must see it to the last bit.
-        It is then nobody else's object, and has no graph.
+        `chained`: it is saved as the input of a recomputed region. `number` is that of the next node, where there
+        are marks; what no operation saves has none, and is saved whole. `for_replay`: a replay must see it to the
+        last bit. It is then nobody else's object, and has no graph.
         """
         # (`plain_storage`, without a call.)
         key = storage_key(tensor) if type(tensor) in PLAIN and tensor.layout is STRIDED else None
@@ -169,7 +174,7 @@ class SavedTensorHooks:
         rule = owner.rule
         # (Outside all regions only outputs of recomputed ones have something else to wait in.)
         if self._outputs.known if rule is None else rule.moves:
-            handle = self._handle(owner, key, version, tensor, chained, chained or for_replay, caller)
+            handle = self._handle(owner, key, version, tensor, chained, chained or for_replay, number)
             if handle is not None:
                 return handle
         # Detached: with its graph, an operation's own output would keep that operation alive.
@@ -193,7 +198,7 @@ class SavedTensorHooks:
         tensor: torch.Tensor,
         chained: bool,
         exact: bool,
-        caller: FrameType | None,
+        number: int | None,
     ) -> Packed | None:
         """A handle of what moves or is recomputed; None for what stays. What must be `exact` is not coded."""
         # What another region keeps alive anyway is worth neither a copy nor a forward. (`holds`, without a call.)
@@ -233,7 +238,7 @@ class SavedTensorHooks:
         if output is not None:
             return self._pack_output(output, region, view, exact)
         self._stream.check(region.name)
-        valid = self._valid(region, view, caller) if region.exact or self.marks.any else None
+        valid = self._valid(region, view, number) if region.exact or self.marks.any else None
         # A thin slice of what it spans, and no expanded view.
         if last - first > SPARSE * size and not (
             valid is None and not coded and self._entries.takes_in(view, region, size)
@@ -284,12 +289,15 @@ class SavedTensorHooks:
         self, handle: Handle, key: int, view: SavedView, region: Region, valid: Valid | None
     ) -> Handle:
         """Where a mark cut rows off, the operation that takes in storage `key` next must read row by row."""
-        if valid is not None and not valid.sure:
-            handle.inferred = True
+        if valid is None or valid.number is None:
+            return handle
+        handle.checks = True
+        if valid.function:
+            handle.function = valid.number
+        else:
             alone = view._replace(tensor=view.tensor.detach())
-            self.marks.wait(
-                key, region.name, handle.recipe.size, lambda: self._save_whole(handle, alone, region)
-            )
+            whole = partial(self._save_whole, handle, alone, region)
+            self.marks.wait(key, region.name, handle.recipe.size, valid.number, whole)
         return handle
 
     def rows_of(self, region: Region, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -297,7 +305,7 @@ class SavedTensorHooks:
         found = self.marks.find(tensor) if region.rows is None and self.marks.any else None
         return region.rows if found is None else found[0].rows
 
-    def _valid(self, region: Region, view: SavedView, caller: FrameType | None) -> Valid | None:
+    def _valid(self, region: Region, view: SavedView, number: int | None) -> Valid | None:
         """The tensor's valid rows, where it has any, and only these are read.
 
         Asked where the region says so (`exact`), or there are marks.
@@ -305,15 +313,15 @@ class SavedTensorHooks:
         if region.exact:
             found = row_range(view.tensor, region.capacity)
             assert region.rows is not None
-            return None if found is None else Valid(region.rows, region.capacity, *found, sure=True)
+            return None if found is None else Valid(region.rows, region.capacity, *found)
         # (Asked for by the old form alone: a set of all weights takes 10 µs.)
         weights = self.weights | region.weights if self.marks.old_forms else region.weights
-        return self.marks.saved(view.tensor, view.key, weights, caller, region.name)
+        return self.marks.saved(view.tensor, view.key, weights, number, region.name)
 
     def _save_whole(self, handle: Handle, view: SavedView, region: Region) -> None:
         """What saved the tensor is not known to work row by row."""
         entry = handle.entry
-        handle.inferred = False
+        handle.checks = False
         if entry.rows is None:
             return
         if entry.place is None and entry in region.entries:

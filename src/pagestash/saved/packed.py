@@ -10,7 +10,7 @@ from pagestash.saved.homes import Held
 from pagestash.saved.region import Region
 from pagestash.saved.storage import Entry, ViewRecipe
 from pagestash.saved.valid_rows.rowwise import NODES
-from pagestash.torch_internals import current_node
+from pagestash.torch_internals import current_node, sequence_number
 
 
 class Packed:
@@ -99,8 +99,10 @@ class Handle(Packed):
     entry: Entry
     recipe: ViewRecipe
     asked: bool = False
-    inferred: bool = False
-    """Nobody said that its reader works row by row; it was seen to."""
+    checks: bool = False
+    """A mark cut rows off: what reads it must be what was seen to save it."""
+    function: int | None = None
+    """The number after that of the custom function which marked it."""
 
     moved = True
 
@@ -124,7 +126,7 @@ class Handle(Packed):
         entry = self.entry
         if self.changed():
             raise changed_in_place(self.recipe.size, "a tensor, or its row count,", entry.region)
-        if self.inferred and entry.rows is not None:
+        if self.checks and entry.rows is not None:
             self._check_reader()
         if entry.place is None:
             # Its region is not over: forward takes gradients inside, or an interrupt ended it.
@@ -143,14 +145,18 @@ class Handle(Packed):
         return self.recipe.apply(flat, self.entry.first)
 
     def _check_reader(self) -> None:
-        """It was cut because a row-wise operation took it in next; something else may have saved it."""
+        """It was cut because a row-wise operation took it in next, or by a custom function's own mark; something
+        else may have saved it, such as a function that applied this one."""
         node = current_node()
-        if node is not None and node.name() not in NODES:
+        if node is None:
+            return
+        known = node.name() in NODES if self.function is None else sequence_number(node) + 1 == self.function
+        if not known:
             raise RuntimeError(
                 f"{node.name()} saved a tensor of shape {tuple(self.recipe.size)} in region "
                 f"{self.entry.region!r} that ps.rows marks, and is not known to read row by row; rows past the "
                 "valid ones were dropped. Do not mark the buffer, or compute what is saved there from one that is "
-                "not marked"
+                "not marked. (A custom function that marks what it saves applies no other)"
             )
 
 

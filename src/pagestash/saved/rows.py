@@ -1,12 +1,9 @@
 """`rows`: say of a buffer how many of its rows are valid."""
 
-import sys
-from types import FrameType
-
 import torch
 
 from pagestash.saved.region import frames, look_at_operations, replaying
-from pagestash.saved.valid_rows.marks import FUNCTION
+from pagestash.torch_internals import next_sequence_number
 
 
 def rows(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
@@ -21,7 +18,8 @@ def rows(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
     element on the device, which must keep its value until the region ends. Outside a keeper's step this does
     nothing.
 
-    A custom `autograd.Function` saves marked tensors whole, unless its own forward marks them.
+    A custom `autograd.Function` saves marked tensors whole, unless it marks them itself, in its forward or in
+    `setup_context`: `ctx.save_for_backward(ps.rows(x, n))`. Such a function applies no other in its forward.
     """
     if torch.compiler.is_compiling():
         return x
@@ -33,18 +31,10 @@ def rows(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
     current = frames()
     if not current or replaying():
         return x
-    call = None if torch.is_grad_enabled() else _function_call()
+    function = None if torch.is_grad_enabled() else next_sequence_number()
     for owner in dict.fromkeys(frame.owner for frame in current):
-        owner.marks.add(x, n, saved_by=call)
+        owner.marks.add(x, n, function=function)
     inner = current[-1]
     if not inner.whole_step and inner.owner.marks.any:
         look_at_operations(inner)
     return x
-
-
-def _function_call() -> FrameType | None:
-    """The call of the custom autograd function whose forward we are in."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not FUNCTION:
-        frame = frame.f_back
-    return frame

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -20,8 +19,10 @@ class Valid(NamedTuple):
     last: int
     dim: int = 0
     """Where the saved tensor has its rows."""
-    sure: bool = False
-    """Whoever saved it said so; else its reader is still to be seen."""
+    number: int | None = None
+    """Of the node after the one that saves it, which is still to be seen; None if the region says that it may."""
+    function: bool = False
+    """It was marked inside a custom function, which says that it may."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +36,8 @@ class Mark:
     capacity: int
     start: int
     row_bytes: int
-    saved_by: FrameType | None = None
-    """The call of a custom autograd function whose forward made the mark, while it may save the buffer."""
+    function: int | None = None
+    """If it was made where gradients are off, as in a custom function: the number of the next node."""
     within: OldForm | None = None
     """The region of the old form that it ends with."""
 
@@ -87,3 +88,5 @@ class Waiting:
     shape: torch.Size
     whole: Callable[[], None]
     """Saves all of it after all."""
+    number: int
+    """Of the next node, when it was saved."""

@@ -6,13 +6,13 @@ to a storage at one version, never to a tensor object. What is computed from it 
 
 A saved tensor is cut only on evidence that its reader is row-wise as well. Autograd saves an operation's inputs
 just before that operation is dispatched and its results just after, so a saved tensor first *waits*: the next
-operation, if it takes the tensor in, or the last one, if the tensor is its result, settles it.
+operation, if it takes the tensor in, or the last one, if the tensor is its result, settles it. No other node may be
+made in between, which the number of the next one tells. A custom function makes its node before its forward runs,
+and saves after it: so it is not taken for an operation of its forward, or for the next one.
 """
 
 import warnings
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import torch
 from torch import nn
@@ -39,11 +39,11 @@ class Marks:
         self.checking = False
         self.checked = 0
         self._marks: dict[int, list[Mark]] = {}
-        self._by_calls: list[Mark] = []
         self._waiting: list[Waiting] = []
         self._last_effect: Effect | None = None
         self._last_results: list[torch.Tensor] = []
         self._last_keys: set[int] = set()
+        self._last_number: int | None = None
         self._last_read: list[Waiting] = []
         self._counts: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._warned: set[str] = set()
@@ -75,13 +75,14 @@ class Marks:
         rows: torch.Tensor,
         dim: int = 0,
         *,
-        saved_by: FrameType | None = None,
+        function: int | None = None,
         within: "OldForm | None" = None,
         later: int = 0,
     ) -> bool:
         """Mark the tensor's rows; whether it has any that can be told apart in memory.
 
-        `later`: by how much its version will have gone up when the operation that runs now is over.
+        `later`: by how much its version will have gone up when the operation that runs now is over. `function`:
+        the mark is made where nothing makes nodes, and this is the number of the next one.
         """
         key = plain_storage(tensor)
         if key is None or not self.on or not tensor.is_floating_point() or not tensor.numel():
@@ -94,7 +95,7 @@ class Marks:
         for start in (first - first % row_bytes, first):
             mark = Mark(
                 StorageWeakRef(storage), tensor._version + later, rows, rows._version,
-                tensor.shape[dim], start, row_bytes, saved_by, within,
+                tensor.shape[dim], start, row_bytes, function, within,
             )  # fmt: skip
             if mark.dim_of(tensor) == dim and mark.last <= storage.nbytes():
                 known = self._marks.setdefault(key, [])
@@ -102,8 +103,6 @@ class Marks:
                 known[:] = [other for other in known if not (other.start == start and other.agrees(mark))]
                 known.insert(0, mark)
                 self.any = True
-                if saved_by is not None:
-                    self._by_calls.append(mark)
                 return True
         return False
 
@@ -125,41 +124,41 @@ class Marks:
     # --- pack: a tensor is saved ---
 
     def saved(
-        self, tensor: torch.Tensor, key: int, weights: set[int], caller: FrameType | None, region: str
+        self, tensor: torch.Tensor, key: int, weights: set[int], number: int | None, region: str
     ) -> Valid | None:
-        """The valid rows of a tensor that is being saved by what `caller` called; None if it is saved whole."""
-        in_function = caller is not None and caller.f_code is FUNCTION
+        """The valid rows of a tensor that is saved before node `number` is made; None if it is saved whole."""
         if self.old_forms:
             self.come_in(tensor, key, weights)
         found = self.find(tensor)
-        if found is not None and caller is not None:
+        if found is not None and number is not None:
             mark, dim = found
-            if in_function and mark.saved_by is caller:
+            function = mark.function == number
+            if function:
                 self.ignores_the_rest(tensor)
-                return Valid(mark.rows, mark.capacity, mark.start, mark.last, dim, sure=True)
-            # A function of Python may do anything in its backward.
-            if not in_function and self.watched:
-                return Valid(mark.rows, mark.capacity, mark.start, mark.last, dim)
+            if function or self.watched:
+                return Valid(mark.rows, mark.capacity, mark.start, mark.last, dim, number, function)
         if self.old_forms:
             self._warn_of(tensor, key, weights, region)
         return None
 
-    def wait(self, key: int, region: str, shape: torch.Size, whole: Callable[[], None]) -> None:
+    def wait(self, key: int, region: str, shape: torch.Size, number: int, whole: Callable[[], None]) -> None:
         """A tensor was saved as if its reader were row-wise; `whole` is called if it turns out not to be."""
-        self._waiting.append(Waiting(key, region, shape, whole))
+        self._waiting.append(Waiting(key, region, shape, whole, number))
 
-    def settle(self, keys: set[int] = frozenset(), effect: Effect | None = None) -> None:  # type: ignore[assignment]
-        """An operation with operands in the storages `keys` comes next: it, or the last one, saved what waits."""
+    def settle(
+        self,
+        keys: set[int] = frozenset(),  # type: ignore[assignment]
+        effect: Effect | None = None,
+        number: int | None = None,
+    ) -> None:
+        """An operation with operands in the storages `keys` comes next: it, or the last one, saved what waits.
+
+        `number`: of the node after the operation's own; None if it has none.
+        """
         waiting, self._waiting = self._waiting, []
         read = []
-        if (
-            self._by_calls and torch.is_grad_enabled()
-        ):  # no longer inside the function, which holds its arguments
-            for mark in self._by_calls:
-                mark.saved_by = None
-            self._by_calls.clear()
         for item in waiting:
-            if item.key in keys:
+            if item.number == number and item.key in keys:
                 if effect is not None and item.key in effect.safe and item.key not in effect.unsafe:
                     read.append(item)
                     continue
@@ -167,14 +166,14 @@ class Marks:
                     effect is None or item.key not in effect.unsafe
                 ):  # the right side of a product is no row buffer
                     self._warn(item.region, item.shape)
-            elif item.key in self._last_keys:
+            elif item.number == self._last_number and item.key in self._last_keys:
                 self._last_read.append(item)
                 continue
             item.whole()
         if self.checking and self._last_read:
             self._check()
         self._let_go()
-        self._last_read = read
+        self._last_read, self._last_number = read, number
 
     def ran(self, results: list[torch.Tensor], effect: Effect) -> None:
         """The row-wise operation ran: its results are marked."""
@@ -274,7 +273,3 @@ class Marks:
                 "Mark the buffer itself with ps.rows(x, n)",
                 stacklevel=2,
             )
-
-
-FUNCTION: Any = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-"""The code of `Function.apply`, which calls the hook for what a custom function saves."""

@@ -23,6 +23,7 @@ from pagestash.torch_internals import (
     TorchDispatchMode,
     dispatch_depth,
     dispatch_modes,
+    next_sequence_number,
     pop_dispatch_mode,
     push_dispatch_mode,
 )
@@ -64,7 +65,9 @@ class RowWise(TorchDispatchMode):
                     marks.come_in(tensor, key, self._weights)
         rule = TABLE.get(func)
         effect = rule(marks.find, args, kwargs) if rule is not None else None
-        marks.settle(set() if func in SAVES_NO_OPERAND else keys, effect)
+        has_node = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
+        number = next_sequence_number() if has_node else None
+        marks.settle(set() if func in SAVES_NO_OPERAND else keys, effect, number)
         result = func(*args, **kwargs)
         if effect is not None and effect.ends is not None:
             marks.ignores_the_rest(args[0])

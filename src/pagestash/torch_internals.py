@@ -1,25 +1,29 @@
 """Everything of torch that has no public name, in one place, under names that say what it is.
 
-A torch release may rename any of it. Then `TorchInternalMissing` names what is gone: at import for what every step
-needs, at the first call for what only some features do. A release that is newer than `CHECKED` and has all of it
-works. Most of these are torch's own functions under another name: a call costs no more.
+A torch release may rename any of it, and the package imports all the same. What is gone is refused by name where
+it is used (`TorchInternalMissing`), or there is another way, and a warning where that does less. A release that is
+newer than `CHECKED` and has all of it works. Most of these are torch's own functions under another name: a call
+costs no more.
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib import import_module
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
+from torch.amp import GradScaler
 
 log = logging.getLogger("pagestash")
 
-CHECKED = ("2.11", "2.13")
-"""Versions of torch that all tests were run on."""
+CHECKED = ("2.11", "2.13", "2.15")
+"""Versions of torch that tests were run on (docs/install.md: which)."""
 
 
 class TorchInternalMissing(ImportError):
@@ -27,7 +31,7 @@ class TorchInternalMissing(ImportError):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"pagestash uses torch's {name}, which torch {torch.__version__} does not have; "
+            f"torch {torch.__version__} has no {name}, which pagestash uses; "
             f"versions checked: {', '.join(CHECKED)}",
             name=name,
         )
@@ -53,66 +57,117 @@ def internal_if_called(owner: Any, path: str) -> Any:
         def refuse(*_: Any, **__: Any) -> Any:
             raise missing
 
+        refuse.missing = missing  # type: ignore[attr-defined]
         return refuse
+
+
+def internal_or(owner: Any, path: str, instead: Callable[..., Any], lost: str) -> Any:
+    """The function `owner.path`; where it is missing `instead`, whose first call warns of what is lost."""
+    try:
+        return internal(owner, path)
+    except TorchInternalMissing as error:
+        message = f"{error}: {lost}"
+
+        def call(*arguments: Any) -> Any:
+            _warn(message)
+            return instead(*arguments)
+
+        call.missing = error  # type: ignore[attr-defined]
+        return call
+
+
+@cache
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
 
 
 def _attribute(example: Any, name: str) -> Callable[[Any], Any]:
     """Reads an attribute that objects like `example` have."""
-    internal(example, name)
-    return attrgetter(name)
+    found = internal_if_called(example, name)
+    return found if hasattr(found, "missing") else attrgetter(name)
+
+
+def _class(owner: Any, name: str) -> Any:
+    """A class to derive from; where it is missing, one that says so when an object of it is made."""
+    found = internal_if_called(owner, name)
+    refuses = hasattr(found, "missing")
+    return type(name, (), {"__init__": found, "missing": found.missing}) if refuses else found
+
+
+def _all_or_none(found: Any, *others: Any) -> Any:
+    """The function, refused if one of the others is missing: what it begins needs them to end."""
+    return next((each for each in (found, *others) if hasattr(each, "missing")), found)
+
+
+def _first_missing(*found: Any) -> TorchInternalMissing | None:
+    """What the first of these says that this torch lacks, if any does."""
+    return next((each.missing for each in found if hasattr(each, "missing")), None)
+
+
+def _import_or_empty(name: str) -> Any:
+    """A module of torch; an empty one where it is missing."""
+    try:
+        return import_module(name)
+    except ImportError:
+        return SimpleNamespace(__name__=name)
 
 
 if ".".join(torch.__version__.split(".")[:2]) not in CHECKED:
     log.debug("torch %s: the versions that pagestash was checked on are %s", torch.__version__, CHECKED)
 
-try:
-    from torch.multiprocessing.reductions import StorageWeakRef as _TorchStorageWeakRef
-    from torch.utils import _python_dispatch
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-    from torch.utils._pytree import tree_flatten as tree_flatten
-    from torch.utils._pytree import tree_leaves as tree_leaves
-    from torch.utils._pytree import tree_map as tree_map
-    from torch.utils._pytree import tree_map_only as tree_map_only
-    from torch.utils._pytree import tree_unflatten as tree_unflatten
-except ImportError as error:
-    raise TorchInternalMissing(f"{error.name}: {error.msg}") from error
+_pytree = _import_or_empty("torch.utils._pytree")
+tree_flatten = internal_if_called(_pytree, "tree_flatten")
+tree_leaves = internal_if_called(_pytree, "tree_leaves")
+tree_map = internal_if_called(_pytree, "tree_map")
+tree_map_only = internal_if_called(_pytree, "tree_map_only")
+tree_unflatten = internal_if_called(_pytree, "tree_unflatten")
 
 # --- storages and tensors ---
 
-storage_key: Callable[[torch.Tensor], int] = getattr(torch._C, "_storage_address", None) or (
-    lambda tensor: tensor.untyped_storage()._cdata
-)
-"""The storage of a plain tensor, as a number that no other storage has while this one lives."""
 key_of_storage: Callable[[torch.UntypedStorage], int] = _attribute(torch.UntypedStorage(0), "_cdata")
-"""The same number, of a storage."""
+"""A storage, as a number that no other storage has while this one lives."""
+storage_key: Callable[[torch.Tensor], int] = getattr(torch._C, "_storage_address", None) or (
+    lambda tensor: key_of_storage(tensor.untyped_storage())
+)
+"""The same number, of a plain tensor's storage."""
 storage_references: Callable[[int], int] = internal_if_called(torch._C, "_storage_Use_Count")
 """Number of references to a storage (by its key), in torch and in Python."""
 tensor_references: Callable[[torch.Tensor], int] = internal_if_called(torch.Tensor, "_use_count")
 """Number of references to a tensor in torch, its Python object included."""
-COUNTS_REFERENCES = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = _attribute(torch.empty(0), "_base")
 """The tensor that a view is a view of."""
-_free_weak_ref: Callable[[int], None] = internal(torch.UntypedStorage, "_free_weak_ref")
-_expired: Callable[[int], bool] = internal(torch.UntypedStorage, "_expired")
+MISSING_FOR_REFERENCES = _first_missing(storage_references, tensor_references, base_of)
+"""What lacks to count references, if anything does."""
+_free_weak_ref: Callable[[int], None] = internal_if_called(torch.UntypedStorage, "_free_weak_ref")
+_expired: Callable[[int], bool] = internal_if_called(torch.UntypedStorage, "_expired")
+_weak_ref: Callable[[torch.UntypedStorage], int] = _all_or_none(
+    internal_if_called(torch.UntypedStorage, "_weak_ref"), _free_weak_ref, _expired
+)
 
 
-class StorageWeakRef(_TorchStorageWeakRef):
-    """torch's weak reference to a storage, made and asked in half the time: one is made for every saved tensor."""
+class StorageWeakRef:
+    """A weak reference to a storage, made in half the time of torch's: there is one for every saved tensor."""
 
-    __slots__ = ()
+    __slots__ = ("_free", "key")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.cdata = storage._weak_ref()
-        self._free_weak_ref = _free_weak_ref
+        self._free = _free_weak_ref  # here, for the interpreter's end, when modules are gone
+        self.key = _weak_ref(storage)  # that of `key_of_storage`
 
     def expired(self) -> bool:
-        return _expired(self.cdata)
+        return _expired(self.key)
 
+    def __del__(self) -> None:
+        self._free(self.key)
+
+
+if hasattr(_weak_ref, "missing"):
+    StorageWeakRef = _weak_ref  # type: ignore[assignment,misc]  # refuses
 
 LOCAL_PART = "_local_tensor"
 """The attribute of a distributed tensor that is the part of it on this rank. (A name, because
 `getattr(tensor, LOCAL_PART, tensor)` costs less than a call.)"""
-MKLDNN: torch.layout = internal(torch, "_mkldnn")
+MKLDNN: torch.layout | None = getattr(torch, "_mkldnn", None)
 
 foreach_div_: Callable[..., None] = internal_if_called(torch, "_foreach_div_")
 foreach_mul_: Callable[..., None] = internal_if_called(torch, "_foreach_mul_")
@@ -144,16 +199,24 @@ event_wait: Callable[[torch.cuda.Event, torch.cuda.Stream], None] = internal_if_
 event_query: Callable[[torch.cuda.Event], bool] = internal_if_called(_event, "query")
 
 
-is_zero_tensor: Callable[[torch.Tensor], bool] = internal(torch.Tensor, "_is_zerotensor")
+is_zero_tensor: Callable[[torch.Tensor], bool] = internal_or(
+    torch.Tensor,
+    "_is_zerotensor",
+    lambda _: False,
+    "forward-mode AD under a rule that moves tensors may fail",
+)
 """Whether a tensor is all zeros, without memory: forward-mode AD makes such ones."""
 
 
-TracedModule: type[nn.Module] = internal(torch.jit, "TracedModule")
-"""Of `torch.jit.trace`; torch exports no name for it."""
+TracedModule: Any = getattr(torch.jit, "TracedModule", ())
+"""Of `torch.jit.trace`, for `isinstance`; torch exports no name for it. Where it is missing, nothing is one."""
 
 
-without_torch_function: Callable[[], AbstractContextManager[None]] = internal(
-    torch._C, "DisableTorchFunctionSubclass"
+without_torch_function: Callable[[], AbstractContextManager[None]] = internal_or(
+    torch._C,
+    "DisableTorchFunctionSubclass",
+    nullcontext,
+    "a tensor subclass is asked for its state by its own code",
 )
 """Inside it, what is read of a tensor's subclass does not call its `__torch_function__`."""
 
@@ -165,22 +228,29 @@ def coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 # --- autograd ---
 
-current_node: Callable[[], Any] = internal(torch._C, "_current_autograd_node")
+current_node: Callable[[], Any] = internal_if_called(torch._C, "_current_autograd_node")
 """The node whose backward is running in this thread, or None."""
-backward_number: Callable[[], int] = internal(torch._C, "_current_graph_task_id")
+backward_number: Callable[[], int] = internal_if_called(torch._C, "_current_graph_task_id")
 """The id of the running backward pass; -1 outside of one."""
-keeps_graph: Callable[[], bool] = internal_if_called(torch._C, "_autograd._get_current_graph_task_keep_graph")
+keeps_graph: Callable[[], bool] = internal_or(
+    torch._C,
+    "_autograd._get_current_graph_task_keep_graph",
+    lambda: True,
+    "backward of experts takes memory of its own for each result",
+)
 """Inside backward: whether the graph is retained (`retain_graph`)."""
 next_sequence_number: Callable[[], int] = internal_if_called(torch._C, "_autograd._get_sequence_nr")
 """The sequence number of the next autograd node in this thread."""
-top_saved_tensors_hooks: Callable[[bool], Any] = internal(
+top_saved_tensors_hooks: Callable[[bool], Any] = internal_if_called(
     torch._C, "_autograd._top_saved_tensors_default_hooks"
 )
 """The innermost pair of saved-tensor hooks, or None; True asks for it also while tracing."""
-push_saved_tensors_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = internal(
-    torch._C, "_autograd._push_saved_tensors_default_hooks"
+pop_saved_tensors_hooks: Callable[[], None] = internal_if_called(
+    torch._C, "_autograd._pop_saved_tensors_default_hooks"
 )
-pop_saved_tensors_hooks: Callable[[], None] = internal(torch._C, "_autograd._pop_saved_tensors_default_hooks")
+push_saved_tensors_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = _all_or_none(
+    internal_if_called(torch._C, "_autograd._push_saved_tensors_default_hooks"), pop_saved_tensors_hooks
+)
 """These two are `saved_tensors_hooks`, whose end may come before that of the block it was opened in."""
 
 
@@ -189,41 +259,75 @@ def sequence_number(node: Any) -> int:
     return internal(node, "_sequence_nr")()
 
 
-preserve_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[None]] = internal(
+preserve_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[None]] = internal_if_called(
     torch.autograd.grad_mode, "_unsafe_preserve_version_counter"
 )
 """A context in which writing to these tensors does not raise their version."""
-tracing_state: Callable[[], Any] = internal(torch._C, "_get_tracing_state")
+tracing_state: Callable[[], Any] = internal_or(
+    torch._C,
+    "_get_tracing_state",
+    lambda: None,
+    "torch.jit.trace of a model with a keeper records the keeper, too",
+)
 """The state of `torch.jit.trace`, or None."""
-current_transform: Callable[[], Any] = internal(torch._C, "_functorch.peek_interpreter_stack")
+current_transform: Callable[[], Any] = internal_or(
+    torch._C,
+    "_functorch.peek_interpreter_stack",
+    lambda: None,
+    "torch.func transforms in a keeper's step may fail",
+)
 """The running `torch.func` transform (vmap, jvp), or None; its tensors have no storage of their own."""
-is_transformed: Callable[[torch.Tensor], bool] = internal(torch._C, "_functorch.is_functorch_wrapped_tensor")
-dispatch_modes: Callable[[], Sequence[TorchDispatchMode]] = internal(
+is_transformed: Callable[[torch.Tensor], bool] = internal_or(
+    torch._C,
+    "_functorch.is_functorch_wrapped_tensor",
+    lambda _: False,
+    "torch.func transforms in a keeper's step may fail",
+)
+
+# --- dispatch modes ---
+
+_python_dispatch = _import_or_empty("torch.utils._python_dispatch")
+TorchDispatchMode: Any = _class(_python_dispatch, "TorchDispatchMode")
+dispatch_modes: Callable[[], Sequence[Any]] = internal_if_called(
     _python_dispatch, "_get_current_dispatch_mode_stack"
 )
 """The open dispatch modes, innermost last."""
-push_dispatch_mode: Callable[[TorchDispatchMode], None] = internal(_python_dispatch, "_push_mode")
-pop_dispatch_mode: Callable[[], TorchDispatchMode] = internal(_python_dispatch, "_pop_mode")
-dispatch_depth: Callable[[], int] = internal(torch._C, "_len_torch_dispatch_stack")
+push_dispatch_mode: Callable[[Any], None] = internal_if_called(_python_dispatch, "_push_mode")
+pop_dispatch_mode: Callable[[], Any] = internal_if_called(_python_dispatch, "_pop_mode")
+dispatch_depth: Callable[[], int] = internal_or(
+    torch._C, "_len_torch_dispatch_stack", lambda: 0, "ps.rows marks nothing"
+)
 """Number of open dispatch modes."""
+MISSING_FOR_ROWS = _first_missing(
+    TorchDispatchMode,
+    dispatch_depth,
+    dispatch_modes,
+    push_dispatch_mode,
+    pop_dispatch_mode,
+    next_sequence_number,
+)
+"""What `ps.rows` cannot do without, if it is missing."""
 
-# --- attention: `torch.backends.cuda.flash_sdp_enabled` and so on, without a Python function around each ---
 
-flash_allowed: Callable[[], bool] = internal_if_called(torch._C, "_get_flash_sdp_enabled")
-efficient_allowed: Callable[[], bool] = internal_if_called(torch._C, "_get_mem_efficient_sdp_enabled")
-math_allowed: Callable[[], bool] = internal_if_called(torch._C, "_get_math_sdp_enabled")
-cudnn_allowed: Callable[[], bool] = internal_if_called(torch._C, "_get_cudnn_sdp_enabled")
+def operators(*names: str) -> list[Any]:
+    """Of aten's operators with these names those that this torch has. Rows are whole after one that is missing."""
+    return [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
+
 
 # --- modules ---
 
-_module = nn.Module()
-parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _attribute(_module, "_parameters")
+_empty_module = nn.Module()
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _attribute(
+    _empty_module, "_parameters"
+)
 """A module's own parameters by name. (`named_parameters` takes three times as long.)"""
-buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = _attribute(_module, "_buffers")
-children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _attribute(_module, "_modules")
-transient_buffers_of: Callable[[nn.Module], set[str]] = _attribute(_module, "_non_persistent_buffers_set")
-forward_hooks_of: Callable[[nn.Module], Any] = _attribute(_module, "_forward_hooks")
-forward_pre_hooks_of: Callable[[nn.Module], Any] = _attribute(_module, "_forward_pre_hooks")
+buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = _attribute(_empty_module, "_buffers")
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _attribute(_empty_module, "_modules")
+transient_buffers_of: Callable[[nn.Module], set[str]] = _attribute(
+    _empty_module, "_non_persistent_buffers_set"
+)
+forward_hooks_of: Callable[[nn.Module], Any] = _attribute(_empty_module, "_forward_hooks")
+forward_pre_hooks_of: Callable[[nn.Module], Any] = _attribute(_empty_module, "_forward_pre_hooks")
 accumulate_hooks_of: Callable[[nn.Parameter], Any] = _attribute(
     nn.Parameter(torch.empty(0)), "_post_accumulate_grad_hooks"
 )
@@ -266,20 +370,37 @@ def is_replica(module: nn.Module) -> bool:
 
 # --- torch.compile. Nothing here loads dynamo, which takes two seconds. ---
 
-_frames = internal(torch._C, "_dynamo.eval_frame")
-_actions = internal(_frames, "_FrameAction")
-_strategy = internal(_frames, "_FrameExecStrategy")
-_set_strategy = internal(_frames, "set_code_exec_strategy")
-compiling_around: Callable[[], Any] = internal(_frames, "get_eval_frame_callback")
+_COMPILED = "torch.compile of a model with a keeper may fail"
+_frames = "_dynamo.eval_frame."
+compiling_around: Callable[[], Any] = internal_or(
+    torch._C, _frames + "get_eval_frame_callback", lambda: None, _COMPILED
+)
 """The callback that compiles functions called from here, or None; None as well where `never_compile` holds."""
-compiled_graphs: Callable[[Any], Sequence[Any]] = internal(_frames, "_debug_get_cache_entry_list")
+compiled_graphs: Callable[[Any], Sequence[Any]] = internal_or(
+    torch._C, _frames + "_debug_get_cache_entry_list", lambda _: (), _COMPILED
+)
 """The graphs that dynamo has compiled from a code object."""
-forget_compiled: Callable[[Any], None] = internal(_frames, "reset_code")
+forget_compiled: Callable[[Any], None] = internal_or(
+    torch._C, _frames + "reset_code", lambda _: None, _COMPILED
+)
 
 
 def never_compile(code: Any, *, inside: bool) -> None:
     """Tell dynamo to run a code object as it is, and with `inside` also all that it calls."""
-    _set_strategy(code, _strategy(_actions.SKIP, _actions.SKIP if inside else _actions.DEFAULT))
+    try:
+        skip, default, strategy, apply = (
+            internal(torch._C, _frames + name)
+            for name in (
+                "_FrameAction.SKIP",
+                "_FrameAction.DEFAULT",
+                "_FrameExecStrategy",
+                "set_code_exec_strategy",
+            )
+        )
+    except TorchInternalMissing as error:
+        _warn(f"{error}: {_COMPILED}")
+    else:
+        apply(code, strategy(skip, skip if inside else default))
 
 
 def break_graph_at(function: Any) -> None:
@@ -367,6 +488,11 @@ def runs_as(schedule: Any) -> Literal["1F1B", "GPipe", "list", "unknown"]:
     ):
         return "list"
     return "unknown"
+
+
+def frees_messages() -> bool:
+    """Whether stages let go of messages in the course of a step, and not at its end as in older torch."""
+    return hasattr(import_module("torch.distributed.pipelining").PipelineStage, "release_fwd_send_outputs")
 
 
 def without_communication(schedule: type) -> Callable[..., Any]:

@@ -96,7 +96,7 @@ class TensorRecorder:
         """A region's inputs that nobody saves and that the step made: storage and bytes."""
         own = self.inputs.get(name, set()) - saved
         there = self._storages.buffers | self._storages.batch | self._storages.weights.keys()
-        made = (s for s in self._storages.by_key.values() if s.number in own and s.weak.cdata not in there)
+        made = (s for s in self._storages.by_key.values() if s.number in own and s.weak.key not in there)
         return tuple((storage.number, storage.size) for storage in made)
 
     def unsaved_outputs(self, name: str, taken: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
@@ -207,7 +207,7 @@ class TensorRecorder:
         outputs = self._storages.keys(plain_tensors((output, loss)))
         if self._device.type == "cuda":
             loose = [self._storages.by_key[key] for key in outputs]
-            result = sum(s.size for s in loose if not s.handles and s.weak.cdata not in self._storages.batch)
+            result = sum(s.size for s in loose if not s.handles and s.weak.key not in self._storages.batch)
             self.allocated_bytes = self._allocated() - self._before - result
         extra = _references_of_its_own()
         for key, storage in self._storages.by_key.items():

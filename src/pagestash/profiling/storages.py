@@ -122,12 +122,12 @@ class Storages:
 
     def keys(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """The storages' keys, which stay unique while this object lives."""
-        return {self.of(local).weak.cdata for local in map(local_part, tensors) if is_plain(local)}
+        return {self.of(local).weak.key for local in map(local_part, tensors) if is_plain(local)}
 
     def note_weights(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in map(local_part, parameters):
             if is_plain(parameter):
-                key = self.of(parameter).weak.cdata
+                key = self.of(parameter).weak.key
                 self.weights.setdefault(key, set()).add(_layout(parameter))
 
     def kind(self, tensor: torch.Tensor) -> Kind:
@@ -146,7 +146,7 @@ class Storages:
         if not found or not all(self._of_weights(tensor) for tensor in found):
             return
         for tensor in plain_tensors(results):
-            key = self.of(tensor).weak.cdata
+            key = self.of(tensor).weak.key
             if key not in self.weights:
                 self.casts.add(key)
 

@@ -10,6 +10,7 @@ caller does, the tensor is left alone, and goes when the last of them lets go.
 
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.torch_internals import (
-    COUNTS_REFERENCES,
+    MISSING_FOR_REFERENCES,
     base_of,
     key_of_storage,
     storage_references,
@@ -71,7 +72,8 @@ def early_free(tensor: torch.Tensor, *, after: Any = None, sent: bool = False) -
     """
     if torch.compiler.is_compiling():  # a compiler plans memory itself
         return Release(None, reason="it is being compiled")
-    if not COUNTS_REFERENCES:
+    if MISSING_FOR_REFERENCES is not None:
+        warnings.warn(f"{MISSING_FOR_REFERENCES}: early_free frees nothing", stacklevel=2)
         return Release(None, reason="this version of torch does not count references")
     release = Release(tensor, after)
     if after is None:
@@ -133,5 +135,5 @@ def _base_references(view: torch.Tensor) -> int:
     return tensor_references(base) + sys.getrefcount(base)
 
 
-_FORGOTTEN = _base_references(torch.empty(2)[:1]) if COUNTS_REFERENCES else 0
+_FORGOTTEN = _base_references(torch.empty(2)[:1]) if MISSING_FOR_REFERENCES is None else 0
 """`_base_references` if nobody else has the base; versions of torch and Python count differently."""

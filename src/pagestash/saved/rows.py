@@ -1,9 +1,11 @@
 """`rows`: say of a buffer how many of its rows are valid."""
 
+import warnings
+
 import torch
 
 from pagestash.saved.region import frames, look_at_operations, replaying
-from pagestash.torch_internals import next_sequence_number
+from pagestash.torch_internals import MISSING_FOR_ROWS, next_sequence_number
 
 
 def rows(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
@@ -30,6 +32,9 @@ def rows(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
         raise ValueError("rows(x, n): x has no rows, it is a scalar")
     current = frames()
     if not current or replaying():
+        return x
+    if MISSING_FOR_ROWS is not None:
+        warnings.warn(f"{MISSING_FOR_ROWS}: ps.rows marks nothing, buffers are saved whole", stacklevel=2)
         return x
     function = None if torch.is_grad_enabled() else next_sequence_number()
     for owner in dict.fromkeys(frame.owner for frame in current):

@@ -23,17 +23,17 @@ def step_scope(
     nothing and returns False where others have opened hooks or regions around or inside, and in a backward, which
     has hooks of its own.
     """
+    outer = frames()
+    alone = not outer and top_saved_tensors_hooks(True) is None
     modules.start()
     hooks.start()
     for home in homes:
         home.start()
     hooks.marks.start(check=check_rows and not capturing())
-    outer = frames()
     root = Region(hooks, "", None, whole_step=True)
     enter(root)
     watch = hooks.watch
     watched = False
-    alone = not outer and top_saved_tensors_hooks(True) is None
 
     def look_away(learned: Learned | None) -> bool:
         nonlocal watched

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
+from torch.amp import GradScaler
 
 from pagestash.saved.keeper import Keeper
 from pagestash.saved.recompute.rng import TorchRng, set_torch_rng_state, torch_rng_state

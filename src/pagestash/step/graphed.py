@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import GradScaler
+from torch.amp import GradScaler
 
 from pagestash.garbage import no_garbage_collection
 from pagestash.saved.keeper import Keeper

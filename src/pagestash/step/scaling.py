@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import GradScaler
+from torch.amp import GradScaler
 
 from pagestash.torch_internals import ScalerState, scaler_state, set_scaler_state
 

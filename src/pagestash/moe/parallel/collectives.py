@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pagestash.torch_internals import COUNTS_REFERENCES, tensor_references
+from pagestash.torch_internals import MISSING_FOR_REFERENCES, tensor_references
 
 # torch 2.13 renamed them; the old names warn there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -85,7 +85,7 @@ class Ranks:
 
 def _references(tensors: Sequence[torch.Tensor]) -> list[int]:
     """References to each tensor; empty on a GPU, where a collective is only launched."""
-    if tensors[0].device.type != "cpu" or not COUNTS_REFERENCES or torch.compiler.is_compiling():
+    if tensors[0].device.type != "cpu" or MISSING_FOR_REFERENCES is not None or torch.compiler.is_compiling():
         return []
     return [tensor_references(tensor) for tensor in tensors]
 

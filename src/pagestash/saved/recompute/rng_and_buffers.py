@@ -21,15 +21,7 @@ from pagestash.saved.recompute.rng import (
     torch_rng_drawn,
     torch_rng_state,
 )
-from pagestash.torch_internals import (
-    buffers_of,
-    cudnn_allowed,
-    efficient_allowed,
-    flash_allowed,
-    key_of_storage,
-    math_allowed,
-    storage_key,
-)
+from pagestash.torch_internals import buffers_of, key_of_storage, storage_key
 
 SMALL_BUFFER = 65536
 """Buffers up to this many bytes are copied before every forward: the copy is cheap, and versions do not tell all
@@ -57,7 +49,13 @@ class DrawsInPython:
 
 def _attention_kernels() -> tuple[bool, ...]:
     """The kernels that `sdpa_kernel` allows `scaled_dot_product_attention`: each saves other tensors."""
-    return flash_allowed(), efficient_allowed(), math_allowed(), cudnn_allowed()
+    of = torch.backends.cuda
+    return (
+        of.flash_sdp_enabled(),
+        of.mem_efficient_sdp_enabled(),
+        of.math_sdp_enabled(),
+        of.cudnn_sdp_enabled(),
+    )
 
 
 def _set_attention_kernels(enabled: tuple[bool, ...]) -> None:

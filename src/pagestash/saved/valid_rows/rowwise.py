@@ -24,6 +24,7 @@ from pagestash.torch_internals import (
     dispatch_depth,
     dispatch_modes,
     next_sequence_number,
+    operators,
     pop_dispatch_mode,
     push_dispatch_mode,
 )
@@ -252,8 +253,8 @@ TABLE: dict[Any, Rule] = {
             aten.sigmoid.default, aten.tanh.default, aten.relu.default, aten.leaky_relu.default, aten.silu.default,
             aten.gelu.default, aten.softplus.default, aten.rsqrt.default, aten.reciprocal.default,
             aten.log1p.default, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
-            aten.maximum.default, aten.minimum.default, aten.clone.default, aten._to_copy.default,
-            aten.native_dropout.default, aten.add_.Tensor, aten.add_.Scalar, aten.relu_.default,
+            aten.maximum.default, aten.minimum.default, aten.clone.default, aten.native_dropout.default,
+            aten.add_.Tensor, aten.add_.Scalar, aten.relu_.default, *operators("_to_copy"),
         ),
         _plain,
     ),
@@ -265,24 +266,21 @@ TABLE: dict[Any, Rule] = {
     aten.mm.default: product(0),
     aten.addmm.default: product(1),
     aten.native_layer_norm.default: normalized,
-    aten._softmax.default: along(1),
-    aten._log_softmax.default: along(1),
+    **dict.fromkeys(operators("_softmax", "_log_softmax"), along(1)),
+    **dict.fromkeys(operators("_grouped_mm"), grouped_product),
+    **dict.fromkeys(operators("_fused_rms_norm"), normalized),
     aten.glu.default: along(1),
     aten.sum.dim_IntList: reduction,
     aten.mean.dim: reduction,
     aten.cat.default: concatenation,
 }  # fmt: skip
-if hasattr(aten, "_grouped_mm"):
-    TABLE[aten._grouped_mm.default] = grouped_product
-if hasattr(aten, "_fused_rms_norm"):
-    TABLE[aten._fused_rms_norm.default] = normalized
 
-VIEWS = {aten._unsafe_view.default, aten.detach.default, aten._reshape_alias.default}
+VIEWS = {aten.detach.default, *operators("_unsafe_view", "_reshape_alias")}
 """They make no values; what they return lies in the same storage, where marks are kept."""
 
 SAVES_NO_OPERAND = {
     aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor,
-    aten.neg.default, aten.clone.default, aten._to_copy.default, aten.cat.default, aten.sum.default,
+    aten.neg.default, aten.clone.default, *operators("_to_copy"), aten.cat.default, aten.sum.default,
     aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.where.self, aten.masked_fill.Scalar,
     aten.index.Tensor, aten.index_select.default, aten.index_add.default, aten.scatter_add.default,
     aten.add_.Tensor, aten.add_.Scalar,

@@ -27,6 +27,7 @@ from pagestash.planning.steady import shortened
 from pagestash.planning.unrolled import StageStep
 from pagestash.profiling.memory import MemoryMeter
 from pagestash.schedules.plan import Action, Plan, read_plan
+from pagestash.torch_internals import frees_messages
 
 QUICK = examples(4, many=20)
 ALONE = plans("GPipe", ranks=1, microbatches=1)
@@ -405,11 +406,12 @@ def test_peaks_of_a_pipeline_are_those_of_keepers_that_follow_its_schedule(ranks
 
 @pytest.mark.parametrize("name", [each for each in EACH_SCHEDULE if each.values[0] in NOT_SPLIT])
 def test_peaks_of_every_schedule_count_its_messages(ranks, name):
-    """What torch sent in the step is held to its end by a rank of several stages."""
+    """Never too low, and by no more than a message too high."""
     for rank, found in enumerate(ranks):
         for title, (predicted, measured) in found[name].items():
-            more = MESSAGE if name == "GPipe" else 0  # the result that was sent last counts twice
-            assert abs(predicted - more - measured) < 600, (rank, title)
+            assert -600 < predicted - measured < MESSAGE + 600, (rank, title)
+            if name != "GPipe" and not frees_messages():
+                assert predicted - measured < 600, (rank, title)
 
 
 @pytest.mark.parametrize("name", [each for each in EACH_SCHEDULE if each.values[0] in SPLIT])
@@ -417,8 +419,8 @@ def test_peaks_of_a_split_backward_count_gradients_that_wait_and_both_replays(ra
     """Never too low. What the second half needs is taken for what a whole backward does, which is too much."""
     for rank, found in enumerate(ranks):
         for title, (predicted, measured) in found[name].items():
-            bound = 0.03 if title == "nothing" else 0.09
-            assert 0 <= predicted - measured < bound * measured, (rank, title)
+            bound = 5.1 if title == "nothing" else 7.1
+            assert 0 <= predicted - measured < bound * MESSAGE, (rank, title)
 
 
 def test_a_stage_without_a_schedule_is_refused():

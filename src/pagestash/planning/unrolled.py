@@ -9,9 +9,7 @@ microbatch is recomputed and moved by itself. What is assumed:
   with wait from `I` on (`profiling/split_backward.py`).
 - Gradients are there from the beginning, and every backward adds to them: what a segment makes counts once more, in
   that segment.
-- Each microbatch in flight holds its result until its backward is over, and in the last stage until the step's end.
-  torch has a buffer for each input and each gradient that the rank receives in a step. It holds the result and the
-  gradient that it sent last; with several stages on the rank, or a split backward, all that it sent in the step.
+- Messages between stages are held as `messages.py` says.
 - A rank that waits for others is not slower for it: bubbles are no part of its step, and hide no copies.
 """
 
@@ -20,9 +18,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from pagestash.planning.lifetimes import MeasuredStep, lives_of
+from pagestash.planning.messages import Messages, message_bytes
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import OUTPUT, Region, SavedTensor, Segment
-from pagestash.schedules.plan import Action, Plan, in_flight
+from pagestash.schedules.plan import Action
+from pagestash.torch_internals import frees_messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,37 +108,23 @@ class Unrolled:
         return [(action.stage, action.microbatch) for action in self.actions if action.kind == "F"]
 
     def _persisting(self, messages: bool) -> list[int]:
-        """Bytes that are there in the whole of each action: results in flight, and buffers of messages."""
+        """Bytes that are there in the whole of each action: messages, and what waits within a split backward."""
         if not messages:
             return [0] * len(self.actions)
-        most = in_flight(Plan(tuple(self.actions)))
-        # Torch's schedules of several stages wait for what they sent when the step ends, and hold it until then.
-        until_the_end = len(self.stages) > 1 or any(action.kind == "I" for action in self.actions)
-        after: dict[tuple[str, int], int] = {}
-        now = 0
-        for index, stage in self.stages.items():
-            count = sum(key[0] == index for key in self._runs())
-            now += (count - most[index] * stage.saves_input) * stage.received_bytes  # inputs
-            if index - 1 in self.stages:  # which has the gradients of all of them
-                now += count * stage.received_bytes
-            elif not until_the_end:  # the gradient that was sent last
-                now += stage.received_bytes
-            else:
-                after["B", index] = after["I", index] = stage.received_bytes
-            saved = _saved_result(self.one[index])
-            here = index + 1 in self.stages  # the result is one of the next stage's inputs
-            if not stage.is_last and not here:  # gradients of all results, and the last result that was sent
-                now += (count + 1 - until_the_end) * stage.result_bytes
-            held = -saved if here else max(0, stage.result_bytes - saved)
-            after["F", index] = held
-            over = saved if stage.is_last or until_the_end else -held
-            after["B", index] = after.get(("B", index), 0) + over
-            after["W", index] = over - self.waiting[index][-1]
-            after["I", index] = after.get(("I", index), 0) + self.waiting[index][-1]
-        found = []
-        for action in self.actions:
-            found.append(now)
-            now += after.get((action.kind, action.stage), 0)
+        sizes = {
+            index: Messages(
+                stage.received_bytes,
+                stage.result_bytes,
+                is_last=stage.is_last,
+                saves_input=stage.saves_input,
+                saved_result=_saved_result(self.one[index]),
+            )
+            for index, stage in self.stages.items()
+        }
+        found, now = message_bytes(sizes, self.actions, frees=frees_messages()), 0
+        for at, action in enumerate(self.actions):
+            found[at] += now
+            now += {"I": 1, "W": -1}.get(action.kind, 0) * self.waiting[action.stage][-1]
         return found
 
     # --- segments ---

@@ -36,7 +36,8 @@ from pagestash.integrations.hf.expert_parallel import (  # noqa: E402
     unregister,
 )
 
-DISPATCHES = tuple(int(part) for part in version("transformers").split(".")[:2]) >= (5, 19)
+VERSION = tuple(int(part) for part in version("transformers").split(".")[:2])
+DISPATCHES = VERSION >= (5, 19)
 dispatched = pytest.mark.skipif(not DISPATCHES, reason="transformers dispatches tokens from 5.19 on")
 WORLDS = [2, 4]
 MODELS = ("transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.models.gpt_oss.modeling_gpt_oss")
@@ -61,7 +62,7 @@ POLICIES = {
 
 
 def reference():
-    return tiny(FAMILY, experts="eager", num_experts=EXPERTS)
+    return tiny(FAMILY, experts="eager", num_experts=EXPERTS, num_key_value_heads=4)
 
 
 def choose_first(model):
@@ -110,6 +111,10 @@ class Rank:
 
         if degrees == "own":
             ranks = {"fsdp_size": self.world, "ep_size": self.world}
+        elif VERSION >= (5, 23):
+            # A plan without any rule is refused; this one adds a rule that does nothing to the model's own.
+            ranks = {"tp_size": self.world, "ep_size": self.world, "tp_plan": {"model.norm": "replicate"}}
+            ranks |= {"ep_implementation": "all_reduce"} if degrees == "marked" else {}
         elif degrees == "shared" or DISPATCHES:
             ranks = {"tp_size": self.world, "ep_size": self.world, "tp_plan": {}}
             ranks |= {"ep_plan": MARKED} if degrees == "marked" else {}
@@ -273,7 +278,7 @@ class Rank:
         for implementation in ("grouped_mm", "pagestash"):
             model, _ = self.load("marked", implementation, folder=f"{self.folder}/wide")
             experts = model.model.layers[0].mlp.experts
-            x, ids, weights = marked_choices(self.rank, self.world)
+            x, ids, weights, valid = choices_of_tokens(self.rank, self.world)
             if implementation == "pagestash":
                 pagestash.hf.optimize(model)
                 rules = [ps.Rule("**.moe_act", "stash", min_bytes=0)]
@@ -292,21 +297,30 @@ class Rank:
             found[implementation] = sum(
                 t.untyped_storage().nbytes() for at, t in kept.items() if at not in held
             )
-        return found | {"valid": int((ids < 16 // self.world).sum()), "slots": ids.numel()}
+        return found | {"valid": valid, "slots": ids.numel()}
 
 
-WIDE = {"num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 1, "moe_intermediate_size": 48}
+WIDE = {
+    "num_key_value_heads": 4,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 1,
+    "moe_intermediate_size": 48,
+}
 
 
-def marked_choices(rank, world):
-    """Tokens, and choices of which those of other ranks have the id that is no expert's, and no weight."""
+def choices_of_tokens(rank, world):
+    """Tokens, choices and weights as the experts take them, and how many of the choices are this rank's."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(256, WIDTH, generator=generator).requires_grad_()
     ids = torch.rand(256, 16, generator=generator).argsort(1)[:, :4]
+    weights = torch.rand(256, 4, generator=generator)
     here = 16 // world
-    ids = torch.where(ids // here == rank, ids % here, here)
-    weights = torch.rand(256, 4, generator=generator).masked_fill(ids == here, 0.0)
-    return x, ids, weights.requires_grad_()
+    mine = ids // here == rank
+    if VERSION < (5, 23):
+        # The router has marked those of other ranks, by the id that is no expert's and no weight.
+        ids, weights = torch.where(mine, ids % here, here), weights.masked_fill(~mine, 0.0)
+    return x, ids, weights.requires_grad_(), int(mine.sum())
 
 
 @contextmanager
@@ -555,9 +569,6 @@ class OneRank:
 
     def install_forward(self, module, ep_mesh, tp_mesh):
         module.forward = lambda *arguments: "theirs"
-
-    def transform_inputs_pre_forward(self, module, arguments, options, mesh, tp_mesh):
-        return arguments, options
 
 
 def test_an_exchange_of_exact_sizes_is_refused_in_a_capture(monkeypatch):

@@ -4,7 +4,7 @@ transformers looks its parallel styles up by name, and from 5.19 on the style of
 module of experts that sends tokens to the ranks of their experts. Ours lets it do so, and puts a forward of its own
 in front: calls that need gradients, of modules with `experts_implementation="pagestash"`, go through the expert
 block with an `AllToAll`; every other call goes to transformers' forward. The name is theirs because transformers
-tests for it in several places.
+tests for it in several places. An `ep_implementation` (5.23) that sends no tokens stays as it is.
 
 Up to 5.18 there is no such style: every rank has all tokens, and marks the choices of other ranks by an id that is
 no expert's. That costs no row in our block, and nothing here is used.
@@ -53,11 +53,14 @@ class DispatchStyle:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.theirs, name)
 
-    def install_forward(self, module: nn.Module, ep_mesh: Any, *, tp_mesh: Any = None) -> nn.Module:
+    def install_forward(
+        self, module: nn.Module, ep_mesh: Any, *, tp_mesh: Any = None, **more: Any
+    ) -> nn.Module:
         """What transformers calls for every module of experts."""
         experts_forward = module.forward
-        self.theirs.install_forward(module, ep_mesh=ep_mesh, tp_mesh=tp_mesh)
-        module.forward = DispatchedForward(module, self.theirs, experts_forward, ep_mesh, tp_mesh)
+        self.theirs.install_forward(module, ep_mesh=ep_mesh, tp_mesh=tp_mesh, **more)
+        if more.get("ep_implementation", "auto") in ("auto", "all_to_all"):
+            module.forward = DispatchedForward(module, self.theirs, experts_forward, ep_mesh, tp_mesh)
         return module
 
 
@@ -82,14 +85,16 @@ class DispatchedForward:
         runs = runs_now(module) if implementation(module) == NAME else None
         if runs is None:
             return self._theirs(hidden_states, top_k_index, top_k_weights)
+        tokens = [_local(each) for each in (hidden_states, top_k_index, top_k_weights)]
+        shape = tokens[0].shape
         # Ranks of one tensor-parallel group have the same tokens: each sends its part of them.
-        tokens = hidden_states.shape[0]
-        arguments = (hidden_states, top_k_index, top_k_weights)
-        arguments, _ = style.transform_inputs_pre_forward(module, arguments, {}, ep, tp_mesh=tp)
+        shares = tp is not None and tp.size() > 1
+        if shares:
+            tokens = [_part(each, tp) for each in tokens]
         self._make_ready(runs, choices=top_k_index.shape[1])
         with style.context_around_forward(module, ep):
-            output = self._experts_forward(*arguments)
-        return style.transform_output_post_forward(module, output, ep, tp_mesh=tp, num_tokens=tokens)
+            output = self._experts_forward(*tokens)
+        return _whole(output, tp, shape) if shares else output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DispatchedForward":
         """As functions are copied, which transformers' forward is: process groups cannot be."""
@@ -120,6 +125,26 @@ class DispatchedForward:
         pair = room.pair_capacity or min(padded_rows(SKEW * even, ALIGNMENT), most)
         config = replace(config, expected_rows=room.expected_rows)
         return AllToAll(config, group, max_tokens=tokens, pair_capacity=pair)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _part(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """This rank's rows of a tensor that all ranks of the mesh have. Backward gathers their gradients."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # takes seconds to load
+
+    same = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return same.redistribute(mesh, [Shard(0)]).to_local()
+
+
+def _whole(part: torch.Tensor, mesh: Any, shape: torch.Size) -> torch.Tensor:
+    """The rows of all ranks of the mesh, of which each has its part."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    rows = DTensor.from_local(part.contiguous(), mesh, [Shard(0)], shape=shape, stride=(shape[1], 1))
+    return rows.full_tensor()
 
 
 def register() -> None:

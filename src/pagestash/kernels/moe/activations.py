@@ -9,8 +9,9 @@
 | `erf` | act(g) = g · Φ(g), Φ the normal distribution: exact gelu |
 | `relu2` | act(g) = max(g, 0)² |
 
-With a `limit`, first the gate is cut off above it and the linear part beyond ±limit. Without a gate (`gated=False`)
-there is no linear part: a = act(h).
+With a `limit`, first the gate is cut off above it and the linear part beyond ±limit. At the limit itself a gradient
+passes, as with `torch.clamp` up to torch 2.13; newer ones pass none. Without a gate (`gated=False`) there is no
+linear part: a = act(h).
 
 To add a curve: its name in `Curve`, a case in `activate_reference` and the same case in `activate`. Both give
 act(gate), its slope, the linear part as it is multiplied, and 0 where a clamp lets no gradient through (else 1).

@@ -1,26 +1,27 @@
-# Every target does its own set-up: a fresh clone needs nothing but python3 (3.11 or later) and make.
+# Every target does its own set-up: a fresh clone needs nothing but make and python3 with its venv module.
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 
-# Without a GPU everything is pinned, torch to its CPU build: the CUDA build is gigabytes that could not run.
-# `make test CONSTRAINTS=` takes the newest of everything instead. Where the package index lacks a pinned version (a mirror
-# that lags behind), only torch is pinned, and a line says so; with STRICT set that is an error.
-PINS        := constraints/cpu.txt constraints/torch-cpu.txt
-CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints/cpu.txt)
-LOOSE       := $(if $(CONSTRAINTS),-c constraints/torch-cpu.txt)
-STRICT      ?=
-INSTALL = install() { $(PY) -m pip install -q $(CONSTRAINTS) "$$@" || { test -z "$(STRICT)" && \
-	echo "Not all versions of constraints/cpu.txt are to be had here: installing others." >&2 && \
-	$(PY) -m pip install -q $(LOOSE) "$$@"; }; }; install
-NO_TORCH := "No CPU build of torch was found. Point pip at an index that has one (PIP_EXTRA_INDEX_URL), or install torch into $(VENV) first."
+# All versions are pinned; `make test-newest` takes the newest of everything instead.
+PINS   ?= constraints/pinned.txt
+PINNED := $(if $(PINS),-c $(PINS))
+PIP     = $(PY) -m pip install -q $(PINNED)
+
+# torch alone comes from PyTorch's own index, by uv, which knows the build for this machine. Without a GPU that is the one
+# for CPUs, a tenth as large. If that index does not answer within ten seconds, torch comes from where pip takes the rest.
+UV      = UV_HTTP_TIMEOUT=10 UV_HTTP_CONNECT_TIMEOUT=10 UV_HTTP_RETRIES=0 $(VENV)/bin/uv pip install -q --python $(PY)
+NO_INDEX = PyTorch's package index does not answer, or has no torch for this machine. It comes from the index that pip uses: \
+	2.8 GB to download and 5 GB on the disk, if that is not a build for CPUs.
 
 # Two test processes: some tests start ranks, which need cores as well. A file's tests stay in one process, so that they
 # share its fixtures. `make test WORKERS=0` runs everything in one process.
 WORKERS ?= 2
 PYTEST   = $(PY) -m pytest -q -n $(WORKERS) --dist loadfile
 
-.PHONY: demo quick test hf-tests test-all coverage lint docs wheel gpu-test bench clean
+# A set-up that fails half-way begins anew the next time.
+.DELETE_ON_ERROR:
+.PHONY: demo quick test test-newest hf-tests test-all coverage resolve lint docs wheel gpu-test bench clean
 
 demo: $(VENV)/.demo
 	$(PY) -m pagestash demo
@@ -30,6 +31,11 @@ quick: $(VENV)/.test
 
 test: $(VENV)/.test
 	$(PYTEST) -m "not gpu and not slow"
+
+# The same with the newest version of everything.
+test-newest:
+	rm -rf .venv-newest
+	$(MAKE) test VENV=.venv-newest PINS=
 
 # transformers' own tests of its MoE models, unmodified, with our experts; SRC is a checkout of it, and their test
 # requirements (parameterized, pytest-xdist; torchvision for gemma4) must be installed. With EVERY_CALL=1 in the
@@ -48,6 +54,15 @@ coverage: $(VENV)/.test
 	$(PY) -m coverage run -m pytest -q -n $(WORKERS) --dist loadfile -m "not gpu and not slow"
 	$(PY) -m coverage combine -q
 	$(PY) -m coverage report
+
+# Whether all that is pinned is on the public index, as wheels. No other index counts, and no file on this disk.
+PLATFORMS := x86_64-manylinux_2_28 aarch64-manylinux_2_28
+PYTHONS   := 3.11 3.12 3.13 3.14
+BARE      := env -u UV_INDEX -u UV_DEFAULT_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL -u UV_FIND_LINKS UV_NO_CONFIG=1
+resolve: $(VENV)/.uv
+	@printf '%s\n' $(foreach python,$(PYTHONS),$(PLATFORMS:%=$(python):%)) | xargs -P 8 -n 1 sh -c 'at=$$1; \
+		$(BARE) $(VENV)/bin/uv pip compile -q --only-binary :all: $(PINNED) --all-extras pyproject.toml \
+		--python-version $${at%%:*} --python-platform $${at#*:} >/dev/null && echo "Python $${at%%:*}, $${at#*:}: all there"' -
 
 lint: $(VENV)/.lint
 	$(PY) -m ruff check .
@@ -71,33 +86,37 @@ bench: $(VENV)/.test
 	$(PY) -m benchmarks all
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist site
+	rm -rf $(VENV) .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist site
 
 # A stamp for each set of extras, so that `make demo` installs no test tools.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.base: pyproject.toml $(PINS) | $(VENV)/bin/python
-	$(INSTALL) torch || { echo $(NO_TORCH) >&2; exit 1; }
-	$(INSTALL) -e ".[train]"
+$(VENV)/.uv: $(PINS) | $(VENV)/bin/python
+	$(PIP) uv
+	touch $@
+
+$(VENV)/.base: pyproject.toml $(PINS) | $(VENV)/.uv
+	$(UV) --torch-backend auto --no-deps $(PINNED) torch 2>/dev/null || { echo "$(NO_INDEX)"; $(PIP) torch; }
+	$(PIP) -e ".[train]"
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.base
-	$(INSTALL) -e ".[plan,plot]"
+	$(PIP) -e ".[demo]"
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(INSTALL) -e ".[test,jax,hf,plot]"
+	$(PIP) -e ".[test,jax,hf,plot]"
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.test
-	$(INSTALL) -e ".[lint]"
+	$(PIP) -e ".[lint]"
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.base
-	$(INSTALL) -e ".[docs]"
+	$(PIP) -e ".[docs]"
 	touch $@
 
 $(VENV)/.release: $(VENV)/.base
-	$(INSTALL) -e ".[release]"
+	$(PIP) -e ".[release]"
 	touch $@

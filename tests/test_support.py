@@ -1,9 +1,7 @@
 """What tests compare with tells apart what it must."""
 
-import itertools
 import math
 
-import numpy
 import pytest
 import torch
 from support import error, same
@@ -73,59 +71,3 @@ def test_a_launch_of_interpreted_kernels_leaves_the_language_of_triton_as_it_was
     for _ in range(2):  # the functions are looked for, and remembered
         assert topk(x, 2, backend="triton").tolist() == [[1, 2]]
         assert ({**vars(tl)}, {**vars(tl.math)}) == before
-
-
-SCALARS = ("int1", "uint8", "int32", "uint32", "int64", "float16", "bfloat16", "float32", "float64")
-SHAPES = [((), ()), ((4,), ()), ((), (4,)), ((4,), (4,)), ((2, 1), (1, 4)), ((4,), (2, 4))]
-
-
-def outcome(function, *arguments):
-    """What the function returns: types, sizes and data of its tensors. Or what it raises."""
-    try:
-        found = function(*arguments)
-    except (TypeError, ValueError) as error:
-        return repr(error)
-    if not isinstance(found, tuple):
-        found = (found,)
-    return [
-        (str(each), str(each.type), each.numel.value, each.handle.data.tolist())
-        if hasattr(each, "handle")
-        else str(each)
-        for each in found
-    ]
-
-
-@pytest.mark.parametrize("left", SCALARS)
-@pytest.mark.parametrize("right", SCALARS)
-def test_interpreted_types_are_those_of_the_language(left, right):
-    tl = pytest.importorskip("triton.language")
-    from triton.language.semantic import TritonSemantic
-    from triton.runtime import interpreter
-
-    if not interpreted() or not hasattr(TritonSemantic.cast, "__wrapped__"):
-        pytest.skip("the kernels are compiled, or this triton is left as it is")
-    semantic, one, two = interpreter.interpreter_semantic, getattr(tl, left), getattr(tl, right)
-
-    def tensor(kind, shape):
-        data = numpy.zeros(shape or (1,), interpreter._get_np_dtype(kind))
-        handle = interpreter.TensorHandle(data, kind)
-        return tl.tensor(handle, tl.block_type(kind, list(shape)) if shape else kind)
-
-    def same_outcome(function, *given):
-        return outcome(function, *given) == outcome(function.__wrapped__, *given)
-
-    assert (one == two) == (left == right)
-    assert same_outcome(tl.dtype.__eq__, one, two)
-    for a_is_scalar, b_is_scalar, divides in itertools.product((False, True), repeat=3):
-        given = semantic, one, a_is_scalar, two, b_is_scalar, divides
-        assert same_outcome(TritonSemantic.computation_type_impl, *given)
-    for shape, other in SHAPES:
-        a, b = tensor(one, shape), tensor(two, other)
-        assert [size.value for size in a.shape] == list(shape)
-        assert a.numel.value == math.prod(shape)
-        assert same_outcome(TritonSemantic.cast, semantic, a, two)
-        if shape:
-            assert same_outcome(tl.block_type.with_element_ty, a.type, two)
-        for pair, divides in itertools.product([(a, b), (a, a), (a, 3), (2.5, b)], (False, True)):
-            check = TritonSemantic.binary_op_type_checking_impl
-            assert same_outcome(check, semantic, *pair, False, False, True, divides)

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from support import interpreter_types
-
 Version = torch.torch_version.TorchVersion
 
 
@@ -22,8 +20,6 @@ def prepare() -> None:
     if hasattr(interpreter, "_LangPatchScope"):
         patch_the_language_once()
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
-    if (3, 10) > Version(triton.__version__) >= (3, 9):  # whose functions they were compared with
-        interpreter_types.prepare()
 
 
 def index_by_loaded_numbers() -> None:

@@ -103,13 +103,6 @@ class Rule:
         if self.min_bytes is None:
             object.__setattr__(self, "min_bytes", MIN_BYTES.get(self.home, 65536))
 
-    def __setstate__(self, state: Sequence[Any]) -> None:
-        """A pickled rule; one of an earlier version lacks `bits`, and its `fraction` was 1 wherever it had none."""
-        for number, item in enumerate(fields(self)):
-            object.__setattr__(self, item.name, state[number] if number < len(state) else item.default)
-        if len(state) < len(fields(self)) and self.home == "stash":
-            object.__setattr__(self, "fraction", FRACTION["stash"])
-
     @property
     def least_bytes(self) -> int:
         """`min_bytes` as an int."""

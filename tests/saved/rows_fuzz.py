@@ -18,10 +18,10 @@ import pagestash as ps
 class Net(nn.Module):
     """A projection, and a body that a rule names. Weights have as many rows as buffers, here and there."""
 
-    def __init__(self, seed: int, rows: int, width: int, *, legal: bool, old: bool) -> None:
+    def __init__(self, seed: int, rows: int, width: int, *, legal: bool) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.seed, self.rows, self.width, self.legal, self.old = seed, rows, width, legal, old
+        self.seed, self.rows, self.width, self.legal = seed, rows, width, legal
         self.inp, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
         self.lin, self.back = nn.Linear(width, rows), nn.Linear(rows, width)
         self.wide = nn.Parameter(torch.randn(width, 2 * width) * 0.3)
@@ -176,8 +176,8 @@ class Body(nn.Module):
     def forward(self, net, x, n):
         draw = random.Random(net.seed)
         row_by_row = ROW_BY_ROW if net.legal else ROW_BY_ROW[len(LEAVE_GARBAGE) :]
-        with ps.region(rows=n, capacity=net.rows) if net.old else ps.region():
-            marked = [x if net.old else ps.rows(x, n)]
+        with ps.region():
+            marked = [ps.rows(x, n)]
             free = [net.table * 1.0, x.flip(0), x[net.index]]  # of as many rows, which all count
             found = []
             for _ in range(draw.randint(3, 12)):
@@ -214,8 +214,8 @@ def outcome(seed: int, home: str) -> str:
     draw = random.Random(seed)
     rows = draw.choice([4, 6, 8, 16])
     width = draw.choice([4, 8, 8, rows])
-    legal, old, amp = draw.random() < 0.7, draw.random() < 0.3, draw.random() < 0.3
-    net = Net(seed, rows, width, legal=legal, old=old)
+    legal, amp = draw.random() < 0.7, draw.random() < 0.3
+    net = Net(seed, rows, width, legal=legal)
     inputs = [(torch.randn(rows, width), torch.tensor(draw.randint(0, rows))) for _ in range(2)]
     plain = run(net, inputs, amp=amp)
     pool = ps.PoolConfig(page=256, **draw.choice([{}, {"device": 1 << 18}]))
@@ -232,7 +232,7 @@ def outcome(seed: int, home: str) -> str:
         p is q or (p is not None and q is not None and torch.equal(p, q))
         for p, q in zip(plain, found, strict=True)
     )
-    return "equal" if all(alike) else f"different: {legal=} {old=} {amp=} {rows=} {width=}"
+    return "equal" if all(alike) else f"different: {legal=} {amp=} {rows=} {width=}"
 
 
 if __name__ == "__main__":

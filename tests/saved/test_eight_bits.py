@@ -437,12 +437,6 @@ def test_bits_in_a_policy_file(tmp_path):
     assert pickle.loads(pickle.dumps(policy)) == policy
 
 
-def test_a_rule_pickled_before_there_were_bits():
-    old = object.__new__(ps.Rule)
-    old.__setstate__(["layers.*", "stash", 256, 1.0, None])
-    assert old == rule(bits=None)
-
-
 @pytest.mark.parametrize("bits", [4, 16, "8", True, 8.5])
 def test_other_numbers_of_bits_are_refused(bits):
     with pytest.raises(ValueError, match="expected 8"):

@@ -1,6 +1,5 @@
 """Valid rows: what a mark says is cut, what inherits it, and what is kept whole."""
 
-import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -384,62 +383,6 @@ def test_a_mark_made_outside_holds_for_the_buffer_and_not_for_what_follows():
     found, held = step(net, keeper)
     assert same(found, plain)
     assert held == floats(ROWS + COUNT, WIDTH) + 2 * floats(COUNT, 12)
-
-
-# --- the old form ---
-
-
-def old_form(part, x, n):
-    with ps.region(rows=n, capacity=ROWS):
-        return part.down(F.silu(part.up(x)))[:COUNT].square().sum()
-
-
-@pytest.mark.parametrize("amp", [False, True])
-@pytest.mark.parametrize("inner", [12, ROWS])
-def test_a_weight_with_as_many_rows_is_not_cut_by_the_old_form(amp, inner):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        stashed(old_form, inner=inner, amp=amp)
-
-
-def test_the_old_form_cuts_what_comes_in_and_what_is_made_of_it():
-    assert stashed(old_form) == stashed(
-        lambda part, x, n: part.down(F.silu(part.up(ps.rows(x, n))))[:COUNT].square().sum()
-    )
-
-
-def test_the_old_form_keeps_index_tensors_and_warns_of_what_it_cannot_tell():
-    def work(part, x, n):
-        order = torch.arange(ROWS).flip(0)
-        with ps.region(rows=n, capacity=ROWS):
-            sorted_rows = x[order]
-            h = part.up(sorted_rows)[order]  # in the order of tokens again
-            return h[-COUNT:].square().sum()
-
-    with pytest.warns(UserWarning, match=r"region 'part'.*mark the buffer itself|Mark the buffer itself"):
-        stashed(work)
-
-
-def test_the_old_form_says_nothing_of_what_follows_it():
-    def work(part, x, n):
-        with ps.region(rows=n, capacity=ROWS):
-            h = F.silu(x)
-            part_of_it = h[:COUNT].sum()
-        return part_of_it + (h.detach() * x).sum() + (x * x).sum()
-
-    assert stashed(work) >= floats(ROWS, WIDTH)
-
-
-def test_one_count_and_two_capacities():
-    def work(part, x, n):
-        h = x * 1.0
-        with ps.region(rows=n, capacity=2 * ROWS):
-            a = (h.view(2 * ROWS, -1) * h.view(2 * ROWS, -1))[:COUNT].sum()
-        with ps.region(rows=n, capacity=ROWS):
-            b = (h * h)[:COUNT].sum()
-        return a + b
-
-    stashed(work)
 
 
 def test_buffers_of_one_region_have_row_counts_of_their_own():

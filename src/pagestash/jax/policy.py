@@ -4,7 +4,7 @@ The user passes a `StashPolicy` to `stash_scan`, a layer returns `Rows` (which r
 `stash_scan` returns a `StashReport` for metrics.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -102,10 +102,6 @@ class StashPolicy:
             raise ValueError(f"page_rows is {self.page_rows}; it has to be at least 1, or 'auto'")
         _one_of("on_overflow", self.on_overflow, get_args(OnOverflow))
         _one_of("memory", self.memory, get_args(Memory))
-
-    def with_factor(self, capacity_factor: float) -> "StashPolicy":
-        """The same policy with another capacity factor."""
-        return replace(self, capacity_factor=capacity_factor)
 
 
 def _one_of(field: str, value: str, choices: tuple[str, ...]) -> None:

@@ -206,13 +206,6 @@ class PagePool:
         check_tickets(self._id, [ticket], "use")
         return Pages(self.memory, ticket.span, ticket.member, ticket.group.book)
 
-    def write(self, ticket: Ticket, tensor: torch.Tensor) -> None:
-        """Copy the valid rows of `tensor` into the pages of a reserved ticket, where it has any."""
-        check_tickets(self._id, [ticket], "write")
-        check_buffers(self.device, [ticket], [tensor], "tensor")
-        group = ticket.group
-        copy.copy_to_pages(self.memory, [_flat(tensor)], [ticket.span], [ticket.member], group.book)
-
     def spill(self, tickets: Sequence[Ticket], tensors: Sequence[torch.Tensor]) -> None:
         """The second half of `stash(..., host_later=True)`: copy the bytes for host pages.
 

@@ -148,7 +148,7 @@ class TensorRecorder:
             span=span,
             once=self.tracker.inside_once,
             claimed=claimed is not None,
-            has_rows=claimed is not None and claimed.exact,
+            has_rows=claimed is not None and claimed.rows is not None,
         )
         rows = self._rows(local, frame, claimed)
         if rows is not None:
@@ -166,15 +166,13 @@ class TensorRecorder:
 
     def _rows(self, tensor: torch.Tensor, frame: Region, claimed: Region | None) -> Valid | None:
         """The tensor's valid rows, if it is marked or claimed with rows."""
-        if claimed is not None and claimed.exact and claimed.rows is not None:
+        if claimed is not None and claimed.rows is not None:
             found = row_range(tensor, claimed.capacity)
             return None if found is None else Valid(claimed.rows, claimed.capacity, *found)
         marks = frame.owner.marks
         if not marks.any:
             return None
-        return marks.saved(
-            tensor, storage_key(tensor), set(self._storages.weights), next_sequence_number(), frame.name
-        )
+        return marks.saved(tensor, next_sequence_number())
 
     def _valid(self, rows: Valid) -> tuple[int, int]:
         # The host waits for the count: the recorded step is not timed.

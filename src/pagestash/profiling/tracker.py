@@ -110,8 +110,7 @@ class RegionTracker:
         """A module's forward begins."""
         if not frames():  # another thread, or a forward that backward runs again
             return
-        outer = frames()[-1]
-        region = Region(self, name, None, rows=outer.rows, capacity=outer.capacity)
+        region = Region(self, name, None)
         begin(hook, region)
         enter(region)
         self._switch()

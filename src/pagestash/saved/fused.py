@@ -51,8 +51,7 @@ def claim(
     """What is saved of `tensor` in the region we are in belongs to `module`, if a rule names that.
 
     For a fused operation that stands for several modules: its autograd node saves the inputs of all of them.
-    With `rows` only that many of the tensor's `capacity` rows are valid, whoever it belongs to: where a node saves
-    tensors of several kinds, a region with `rows` would take any that happens to have as many rows for one of them.
+    With `rows` only that many of the tensor's `capacity` rows are valid, whoever it belongs to.
     A `sized` tensor is kept where a rule would stash it: in pages it would take as much memory, and two copies. The
     rule's `fraction` of it is offloaded: the copy engine, too, needs a size that the host knows. With `bits=8` both
     are coded.
@@ -84,7 +83,7 @@ def _region_for(
     for _, other in inner.claims.values():
         if (other.name, other.capacity) == (name, capacity) and other.rule is rule and other.rows is rows:
             return other
-    return Region(inner.owner, name, rule, rows, capacity, rows is not None, weights=inner.weights, run=run)
+    return Region(inner.owner, name, rule, rows, capacity, weights=inner.weights, run=run)
 
 
 def _owner(

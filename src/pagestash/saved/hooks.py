@@ -238,7 +238,8 @@ class SavedTensorHooks:
         if output is not None:
             return self._pack_output(output, region, view, exact)
         self._stream.check(region.name)
-        valid = self._valid(region, view, number) if region.exact or self.marks.any else None
+        has_rows = region.rows is not None or self.marks.any
+        valid = self._valid(region, view, number) if has_rows else None
         # A thin slice of what it spans, and no expanded view.
         if last - first > SPARSE * size and not (
             valid is None and not coded and self._entries.takes_in(view, region, size)
@@ -306,17 +307,11 @@ class SavedTensorHooks:
         return region.rows if found is None else found[0].rows
 
     def _valid(self, region: Region, view: SavedView, number: int | None) -> Valid | None:
-        """The tensor's valid rows, where it has any, and only these are read.
-
-        Asked where the region says so (`exact`), or there are marks.
-        """
-        if region.exact:
+        """The tensor's valid rows, where it has any, and only these are read: by its claim, or by marks."""
+        if region.rows is not None:
             found = row_range(view.tensor, region.capacity)
-            assert region.rows is not None
             return None if found is None else Valid(region.rows, region.capacity, *found)
-        # (Asked for by the old form alone: a set of all weights takes 10 µs.)
-        weights = self.weights | region.weights if self.marks.old_forms else region.weights
-        return self.marks.saved(view.tensor, view.key, weights, number, region.name)
+        return self.marks.saved(view.tensor, number)
 
     def _save_whole(self, handle: Handle, view: SavedView, region: Region) -> None:
         """What saved the tensor is not known to work row by row."""

@@ -15,7 +15,6 @@ from pagestash.saved.compiled import hidden
 from pagestash.saved.storage import Entry
 from pagestash.saved.valid_rows import rowwise
 from pagestash.saved.valid_rows.marks import Marks
-from pagestash.saved.valid_rows.old_form import OldForm
 from pagestash.torch_internals import StorageWeakRef, key_of_storage
 
 T = TypeVar("T")
@@ -83,15 +82,14 @@ class Recording(Forward):
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """A region that is open: its name and rule, its valid rows, and the entries saved in it so far."""
+    """A region that is open: its name and rule, and the entries saved in it so far."""
 
     owner: RegionOwner
     name: str
     rule: Rule | None
     rows: torch.Tensor | None = None
+    """The valid rows of each tensor that is claimed for this region, of `capacity`; None: all of them."""
     capacity: int = 0
-    exact: bool = False
-    """Whether `rows` holds for the claimed tensors of this region; else it comes from `ps.region(rows=...)`."""
     weights: set[int] = field(default_factory=set)
     entries: list[Entry] = field(default_factory=list)
     claims: dict[int, tuple[StorageWeakRef, "Region"]] = field(default_factory=dict)
@@ -149,7 +147,7 @@ def look_at_operations(region: Region) -> None:
     marks = region.owner.marks
     # If the caller has opened a mode inside the region, that may end first, and would pop ours.
     if not marks.watched and rowwise.depth() == region.modes:
-        region.looking = rowwise.begin(marks, region.owner.weights | region.weights)
+        region.looking = rowwise.begin(marks)
 
 
 def leave(region: Region) -> tuple[Region, ...]:
@@ -201,9 +199,7 @@ def in_recompute() -> bool:
 
 @contextmanager
 @hidden
-def region(
-    name: str = "", *, rows: torch.Tensor | None = None, capacity: int | None = None
-) -> Iterator[None]:
+def region(name: str = "") -> Iterator[None]:
     """Name a part of forward that is not a module.
 
         with ps.region("experts"):
@@ -211,15 +207,7 @@ def region(
 
     The name is appended to the enclosing module's. If no rule matches it, the enclosing rule applies. Outside a
     keeper's step this does nothing.
-
-    `rows` and `capacity` are the old form of `ps.rows`, which is to be preferred because it names the buffer. Every
-    floating-point buffer of `capacity` rows that comes in from outside is marked. `rows` must keep its value until
-    the region ends.
     """
-    if (rows is None) != (capacity is None):
-        raise ValueError(f"rows={rows}, capacity={capacity}: give both or neither")
-    if isinstance(rows, int):
-        raise ValueError(f"rows={rows}: expected an integer tensor on the device, of one element")
     # (torch.compile makes one graph of what is inside and outside.)
     current = () if torch.compiler.is_compiling() else _frames.get()
     if not current:
@@ -237,16 +225,9 @@ def region(
         outer.owner,
         full,
         own or outer.rule,
-        rows=outer.rows if rows is None else rows,
-        capacity=outer.capacity if capacity is None else capacity,
         weights=outer.weights,
         run=outer.run if own is None or own.home == "recompute" else None,
     )
-    marks = inner.owner.marks
-    old_form = None
-    if rows is not None and capacity is not None and marks.on:
-        old_form = OldForm(full, rows, capacity)
-        marks.begin_old_form(old_form)
     enter(inner)
     inner.owner.open(inner)
     try:
@@ -254,5 +235,3 @@ def region(
     finally:
         for left in leave(inner):
             left.owner.close(left)
-        if old_form is not None and old_form in marks.old_forms:
-            marks.end_old_form()

@@ -189,8 +189,6 @@ class Opening(Hook):
             regions.hooks,
             self.name,
             self.rule,
-            rows=outer.rows,
-            capacity=outer.capacity,
             weights=parameters | buffers if buffers else parameters,
             run=run,
         )

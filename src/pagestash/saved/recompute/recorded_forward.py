@@ -116,9 +116,7 @@ class RecordedForward(Recording):
         inner = current[-1]
         region = inner
         if inner.run is not None:
-            region = Region(
-                self._hooks, recipe.name, self._outer.rule, inner.rows, inner.capacity, weights=inner.weights
-            )
+            region = Region(self._hooks, recipe.name, self._outer.rule, weights=inner.weights)
         torch_rng = torch_rng_state(recipe.device)
         python_rng = python_rng_state() if recipe.rng_and_buffers.watches_python_rng() else None
         set_frames((*current[:start], region))

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from pagestash.saved.valid_rows.old_form import OldForm
 from pagestash.torch_internals import StorageWeakRef
 
 
@@ -38,8 +37,6 @@ class Mark:
     row_bytes: int
     function: int | None = None
     """If it was made where gradients are off, as in a custom function: the number of the next node."""
-    within: OldForm | None = None
-    """The region of the old form that it ends with."""
 
     @property
     def last(self) -> int:

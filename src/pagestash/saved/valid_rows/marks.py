@@ -11,16 +11,13 @@ made in between, which the number of the next one tells. A custom function makes
 and saves after it: so it is not taken for an operation of its forward, or for the next one.
 """
 
-import warnings
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
-from pagestash.saved.storage import plain_storage, row_range
+from pagestash.saved.storage import plain_storage
 from pagestash.saved.valid_rows.gradient_check import expect_garbage, watch_gradient
 from pagestash.saved.valid_rows.mark import Effect, Mark, Valid, Waiting
-from pagestash.saved.valid_rows.old_form import OldForm
 from pagestash.torch_internals import StorageWeakRef
 
 
@@ -30,8 +27,7 @@ class Marks:
     def __init__(self, *, on: bool = True) -> None:
         self.on = on
         self.any = False
-        """Whether there is anything to look for: a mark, or an old form. (Asked for every saved tensor.)"""
-        self.old_forms: list[OldForm] = []
+        """Whether there is a mark. (Asked for every saved tensor.)"""
         self.paused = False
         """The operations that run now are not the model's."""
         self.watched = 0
@@ -46,7 +42,6 @@ class Marks:
         self._last_number: int | None = None
         self._last_read: list[Waiting] = []
         self._counts: dict[int, tuple[torch.Tensor, int, int]] = {}
-        self._warned: set[str] = set()
 
     def start(self, *, check: bool) -> None:
         """A new step begins."""
@@ -58,14 +53,13 @@ class Marks:
         self.settle()
         self._marks.clear()
         self._counts.clear()
-        self.old_forms.clear()
         self.any = False
         self._let_go()
 
     def prune(self) -> None:
         """Let go of marks whose buffers are gone."""
         self._marks = {key: m for key, m in self._marks.items() if not m[0].storage.expired()}
-        self.any = bool(self._marks or self.old_forms)
+        self.any = bool(self._marks)
 
     # --- marks ---
 
@@ -76,7 +70,6 @@ class Marks:
         dim: int = 0,
         *,
         function: int | None = None,
-        within: "OldForm | None" = None,
         later: int = 0,
     ) -> bool:
         """Mark the tensor's rows; whether it has any that can be told apart in memory.
@@ -95,7 +88,7 @@ class Marks:
         for start in (first - first % row_bytes, first):
             mark = Mark(
                 StorageWeakRef(storage), tensor._version + later, rows, rows._version,
-                tensor.shape[dim], start, row_bytes, function, within,
+                tensor.shape[dim], start, row_bytes, function,
             )  # fmt: skip
             if mark.dim_of(tensor) == dim and mark.last <= storage.nbytes():
                 known = self._marks.setdefault(key, [])
@@ -123,12 +116,8 @@ class Marks:
 
     # --- pack: a tensor is saved ---
 
-    def saved(
-        self, tensor: torch.Tensor, key: int, weights: set[int], number: int | None, region: str
-    ) -> Valid | None:
+    def saved(self, tensor: torch.Tensor, number: int | None) -> Valid | None:
         """The valid rows of a tensor that is saved before node `number` is made; None if it is saved whole."""
-        if self.old_forms:
-            self.come_in(tensor, key, weights)
         found = self.find(tensor)
         if found is not None and number is not None:
             mark, dim = found
@@ -137,8 +126,6 @@ class Marks:
                 self.ignores_the_rest(tensor)
             if function or self.watched:
                 return Valid(mark.rows, mark.capacity, mark.start, mark.last, dim, number, function)
-        if self.old_forms:
-            self._warn_of(tensor, key, weights, region)
         return None
 
     def wait(self, key: int, region: str, shape: torch.Size, number: int, whole: Callable[[], None]) -> None:
@@ -162,10 +149,6 @@ class Marks:
                 if effect is not None and item.key in effect.safe and item.key not in effect.unsafe:
                     read.append(item)
                     continue
-                if (
-                    effect is None or item.key not in effect.unsafe
-                ):  # the right side of a product is no row buffer
-                    self._warn(item.region, item.shape)
             elif item.number == self._last_number and item.key in self._last_keys:
                 self._last_read.append(item)
                 continue
@@ -178,7 +161,7 @@ class Marks:
     def ran(self, results: list[torch.Tensor], effect: Effect) -> None:
         """The row-wise operation ran: its results are marked."""
         for result in results:
-            if self.add(result, effect.mark.rows, result.ndim + effect.dim, within=effect.mark.within):
+            if self.add(result, effect.mark.rows, result.ndim + effect.dim):
                 key = plain_storage(result)
                 assert key is not None
                 self._last_keys.add(key)
@@ -189,7 +172,7 @@ class Marks:
     def changed(self, tensor: torch.Tensor, effect: Effect) -> None:
         """A row-wise operation wrote over its first operand; autograd is still to count the version up."""
         mark = effect.mark
-        if self.add(tensor, mark.rows, tensor.ndim + effect.dim, within=mark.within, later=1):
+        if self.add(tensor, mark.rows, tensor.ndim + effect.dim, later=1):
             key = plain_storage(tensor)
             assert key is not None
             self._last_keys.add(key)
@@ -230,46 +213,3 @@ class Marks:
         if known is None or known[1] != rows._version:
             known = self._counts[id(rows)] = (rows, rows._version, max(0, int(rows)))
         return known[2]
-
-    # --- the old form ---
-
-    def come_in(self, tensor: torch.Tensor, key: int, weights: set[int]) -> None:
-        """Mark a buffer that comes into a region of the old form from outside, if it has as many rows."""
-        inner = self.old_forms[-1]
-        if not inner.may_come_in(tensor, key, weights):
-            return
-        found = self.find(tensor)
-        if found is not None and found[0].rows is inner.rows and found[0].capacity == inner.capacity:
-            return
-        if row_range(tensor, inner.capacity) is not None:
-            outer = max(range(tensor.ndim), key=lambda at: (tensor.stride(at), tensor.size(at)))
-            self.add(tensor, inner.rows, outer, within=inner)
-
-    def begin_old_form(self, region: OldForm) -> None:
-        """A region of the old form begins."""
-        self.old_forms.append(region)
-        self.any = True
-
-    def end_old_form(self) -> None:
-        """The innermost region of the old form is over: outside, nothing was said of its buffers."""
-        self.settle()
-        inner = self.old_forms.pop()
-        left = {key: [m for m in marks if m.within is not inner] for key, marks in self._marks.items()}
-        self._marks = {key: marks for key, marks in left.items() if marks}
-        self.any = bool(self._marks or self.old_forms)
-
-    def _warn_of(self, tensor: torch.Tensor, key: int, weights: set[int], region: str) -> None:
-        inner = self.old_forms[-1]
-        weight = inner.is_weight(key, weights) or isinstance(tensor, nn.Parameter)
-        if tensor.is_floating_point() and not weight and row_range(tensor, inner.capacity) is not None:
-            self._warn(region, tensor.shape)
-
-    def _warn(self, region: str, shape: torch.Size) -> None:
-        if self.old_forms and region not in self._warned:
-            self._warned.add(region)
-            warnings.warn(
-                f"ps.region(rows=, capacity=) in region {region!r}: a tensor of shape {tuple(shape)} has as many "
-                "rows as the capacity, but nothing shows that only its first rows are valid, so it is kept whole. "
-                "Mark the buffer itself with ps.rows(x, n)",
-                stacklevel=2,
-            )

@@ -38,10 +38,9 @@ class RowWise(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, marks: Marks, weights: set[int]) -> None:
+    def __init__(self, marks: Marks) -> None:
         super().__init__()
         self.marks = marks
-        self._weights = weights
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -59,11 +58,6 @@ class RowWise(TorchDispatchMode):
             return func(*args, **kwargs)
         operands = _tensors((*args, *kwargs.values()))
         keys = {key for key in map(plain_storage, operands) if key is not None}
-        if marks.old_forms:
-            for tensor in operands:
-                key = plain_storage(tensor)
-                if key is not None:
-                    marks.come_in(tensor, key, self._weights)
         rule = TABLE.get(func)
         effect = rule(marks.find, args, kwargs) if rule is not None else None
         has_node = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
@@ -76,15 +70,12 @@ class RowWise(TorchDispatchMode):
             marks.changed(args[0], effect)
         elif effect is not None:
             marks.ran(_tensors(result if isinstance(result, (tuple, list)) else (result,)), effect)
-        if marks.old_forms:
-            made = _tensors(result if isinstance(result, (tuple, list)) else (result,))
-            marks.old_forms[-1].note_made(made, keys, self._weights)
         return result
 
 
-def begin(marks: Marks, weights: set[int]) -> RowWise:
+def begin(marks: Marks) -> RowWise:
     """Look at the operations from here on."""
-    mode = RowWise(marks, weights)
+    mode = RowWise(marks)
     mode.__enter__()
     marks.watched += 1
     return mode

@@ -121,7 +121,7 @@ def _layers(home: Any) -> Rule:
 
 
 ELSEWHERE = Rule("elsewhere", "keep")
-"""A keeper without rules does nothing. This one watches a module that never runs."""
+"""A rule on a module that never runs."""
 WAYS = (
     Way("kept outside all regions", ELSEWHERE),
     Way("kept in a region", _layers("keep")),
@@ -145,7 +145,7 @@ def measure(way: Way, rule: Rule | None, device: torch.device, layers: int, step
     keeper = None
     if rule is not None:
         match = rule.match if rule is ELSEWHERE else f"stack.{rule.match}"
-        # (`check`: every step is watched, also where nothing moves.)
+        # (`check`: tensors are seen also where nothing moves.)
         policy = Policy([Rule(match, rule.home, min_bytes=rule.min_bytes)])
         keeper = ps.Keeper(policy, check=True).attach(model)
         around = keeper.step

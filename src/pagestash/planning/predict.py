@@ -19,7 +19,6 @@ from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.offloaded import Offloaded
 from pagestash.planning.prediction import Cost, Prediction, RuleTable
 from pagestash.planning.replays import KnownReplays, Replay, Replays, Spike
-from pagestash.planning.seen import seen_tensors
 from pagestash.planning.stashed import Stashed
 from pagestash.policy import HOMES, HomeName, Policy
 from pagestash.profiling.assign import Recomputing, assign_when_saved
@@ -249,13 +248,12 @@ class _Playing:
                     yield storage, size, *span
 
     def _hooks(self, replays: Sequence[Replay], moves: Sequence[Move]) -> Iterator[tuple[int, float]]:
-        """Segments, and the host's time of the keeper in them: for tensors that it sees, regions that it records,
-        groups it moves."""
+        """Segments, and the host's time of the keeper in them: for saved tensors, regions that it records, groups
+        it moves."""
         cost = self.step.overhead
-        if not self.rules.rules:
+        if not any(rule.moves for rule in self.rules.rules.values()):
             return
-        seen = seen_tensors(self.step, self.rules, self.recomputing, self.when_saved)
-        for tensor in seen if cost.pack or cost.unpack else ():
+        for tensor in self.step.profile.tensors if cost.pack or cost.unpack else ():
             yield tensor.saved_at, cost.pack
             yield tensor.needed_at, cost.unpack
         for region in self.recomputing.regions.values():

@@ -151,7 +151,7 @@ def _each(seconds: tuple[float, float], others: tuple[float, float], count: int)
 def _launched(chain: nn.Module, device: torch.device, rule: Rule | None) -> tuple[float, float]:
     """The host's seconds of forward and backward, under a keeper with one rule or without: the medians."""
     x = torch.zeros(WIDTH, WIDTH, device=device, requires_grad=True)
-    # (`check`: every saved tensor is seen, also in steps that are like those before.)
+    # (`check`: saved tensors are seen also where nothing moves.)
     keeper = None if rule is None else Keeper(Policy([rule]), check=True).attach(chain)
     times = []
     try:

@@ -82,9 +82,6 @@ class RegionTracker:
     def close(self, region: Region) -> None:
         self._switch()
 
-    def claimed(self, region: Region, owner: Region) -> None:
-        """All saved tensors are seen."""
-
     def check_stream(self, region: str) -> None:
         """Nothing moves."""
 

@@ -124,10 +124,6 @@ class Held:
     size: int
     version: int | None
     holders: int = 1
-    stays: bool = False
-    """Whether it was first held by the decision of another home."""
-    outside: bool = False
-    """Whether an operation saved it where nothing moves, in a step that is seen as a whole (`watch.py`)."""
 
     def let_go(self) -> None:
         """A holder is gone."""
@@ -152,8 +148,6 @@ class Keep(Home):
         super().__init__()
         self.by_storage: dict[int, Held] = {}
         """The storages that are kept, by their keys."""
-        self.staying = Tally()
-        """Of these, what other homes leave where it is."""
         self._earlier: set[Held] = set()
 
     def hold(self, key: int, tensor: torch.Tensor, version: int | None, region: str) -> Held:
@@ -166,9 +160,6 @@ class Keep(Home):
             size = tensor.untyped_storage().nbytes()
             held = self.by_storage[key] = Held(self, key, region, size, version)
             self.tally.count(region, size)
-            if version is None:
-                held.stays = True
-                self.staying.count(region, size)
         else:
             held.holders += 1
             if version is not None:
@@ -181,8 +172,6 @@ class Keep(Home):
         if self.by_storage.get(held.key) is held:
             del self.by_storage[held.key]
             self.tally.count(held.region, -held.size)
-            if held.stays:
-                self.staying.count(held.region, -held.size)
 
     def settle(self) -> None:
         """What is held from here on, until the next one begins, is of an earlier one."""

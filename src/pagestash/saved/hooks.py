@@ -28,7 +28,6 @@ from pagestash.saved.storage import (
 from pagestash.saved.streams import OneStream
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.saved.valid_rows.marks import Marks
-from pagestash.saved.watch import Place, Watch
 from pagestash.torch_internals import (
     LOCAL_PART,
     current_transform,
@@ -50,11 +49,6 @@ class Output(Protocol):
     @property
     def moves(self) -> bool:
         """Whether a replay needs inputs that have moved, and come back on the stream of who asks."""
-        ...
-
-    @property
-    def forward(self) -> Place:
-        """The recorded forward whose output it is: its region, and which of that region's in the step."""
         ...
 
     def pack(self, tensor: torch.Tensor, recipe: ViewRecipe, *, whole: bool) -> Packed:
@@ -91,7 +85,6 @@ class SavedTensorHooks:
         """Of all weights, where a rule has `bits`."""
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.marks = Marks()
-        self.watch = Watch()
         self.look: Look | None = None
         """Sees what becomes of every tensor, in the first steps."""
         self._homes = homes
@@ -133,12 +126,7 @@ class SavedTensorHooks:
             # A backward of a GPU, in a thread of its own, makes a graph inside.
             return Untouched.of(tensor)
         assert isinstance(owner, SavedTensorHooks)
-        watch, marked = owner.watch, owner.marks.any
-        packed = owner.pack_in(region, tensor, False, next_sequence_number() if marked else None)
-        if marked:
-            watch.depends = True
-        elif not (watch.narrow or watch.inside) and type(packed) is Kept:
-            packed.held.outside = True
+        packed = owner.pack_in(region, tensor, False, next_sequence_number() if owner.marks.any else None)
         if owner.look is not None:
             owner.look.saw(region, tensor, packed)
         return packed
@@ -203,14 +191,9 @@ class SavedTensorHooks:
         """A handle of what moves or is recomputed; None for what stays. What must be `exact` is not coded."""
         # What another region keeps alive anyway is worth neither a copy nor a forward. (`holds`, without a call.)
         held = self._held.get(key)
-        if held is not None and held.version != version:
-            held = None
-        rule, coded, keeps = region.rule, False, False
-        moves = rule is not None and rule.moves
-        if self.watch.stays(region.name, held is not None) if moves else held is not None:
-            if held is not None and held.outside and self._output_of(key, tensor, chained) is not None:
-                self.watch.depends = True
+        if held is not None and held.version == version:
             return None
+        rule, coded, keeps = region.rule, False, False
         if rule is not None and rule.bits is not None:
             coded, keeps = not exact and self._can_code(tensor), rule.home == "keep"
             if keeps and not coded:
@@ -236,7 +219,7 @@ class SavedTensorHooks:
             return None
         view = saved_view((tensor, key, version, first, last))
         if output is not None:
-            return self._pack_output(output, region, view, exact)
+            return self._pack_output(output, region, view)
         self._stream.check(region.name)
         has_rows = region.rows is not None or self.marks.any
         valid = self._valid(region, view, number) if has_rows else None
@@ -257,11 +240,9 @@ class SavedTensorHooks:
         known = key in self._outputs.known
         return self._outputs.output_of(key, tensor, chained=chained) if known else None
 
-    def _pack_output(self, output: Output, region: Region, view: SavedView, exact: bool) -> Packed:
+    def _pack_output(self, output: Output, region: Region, view: SavedView) -> Packed:
         if output.moves:
             self._stream.check(region.name)
-        if not exact:  # else a recorded forward takes it in, and no hook has to see that
-            self.watch.saved_output(output.forward)
         return output.pack(view.tensor, view.recipe(), whole=self.rows_of(region, view.tensor) is None)
 
     def _can_code(self, tensor: torch.Tensor) -> bool:
@@ -342,24 +323,10 @@ class SavedTensorHooks:
     # --- regions ---
 
     def open(self, region: Region) -> None:
-        """Nothing but whether tensors are seen is decided before one is saved."""
-        if region.run is not None or (region.rule is not None and region.rule.moves):
-            self._watch(region)
-
-    def claimed(self, region: Region, owner: Region) -> None:
-        if owner.rule is not None and owner.rule.moves:
-            self._watch(region)
-
-    def _watch(self, region: Region) -> None:
-        if not region.watched:
-            region.watched = True
-            self.watch.enter()
+        """Nothing is decided before a tensor is saved."""
 
     def close(self, region: Region) -> None:
         """The region is over: its group goes to its home together, and so do those of claimed tensors."""
-        if region.watched:
-            region.watched = False
-            self.watch.leave()
         if self.marks.any:
             self.marks.settle()
         if region.claims:

@@ -27,7 +27,6 @@ from pagestash.saved.region_hooks import RegionHooks
 from pagestash.saved.scope import step_scope
 from pagestash.saved.stash import Stash
 from pagestash.saved.stats import KeeperStats, collect
-from pagestash.saved.steady import Contents, SteadySteps
 from pagestash.saved.storage import storage_keys
 from pagestash.saved.streams import capturing
 from pagestash.sizes import format_bytes
@@ -66,7 +65,6 @@ class Keeper:
         self._attached = Attached(policy, self._saved, self._regions)
         self._quiet = None if quiet else QuietRules(policy, self._saved)
         self._regions.outside = StepNeverOpened()
-        self._steady = SteadySteps(policy, self._keep, self._saved.watch)
         self._in_step = False
         self.rows: RowsChoice | None = None
         """Where layers have left `expected_rows` to this keeper, from the first step on (see `ps.Keeper`)."""
@@ -82,7 +80,6 @@ class Keeper:
         these.
         """
         self._attached.add(model, regions, others)
-        self._steady.add(model)
         self._follow_device()
         self._hand_out_pool()
         return self
@@ -95,7 +92,6 @@ class Keeper:
         if self._in_step:
             raise RuntimeError("keeper.detach() in a step, whose regions are open; detach when it is over")
         self._attached.remove()
-        self._steady.remove()
         # What graphs held that were freed since the last step.
         for home in self._homes:
             home.settle()
@@ -109,7 +105,6 @@ class Keeper:
         device, before = self._attached.device(), self._saved.device
         if device is None or device == before:
             return
-        self._steady.forget()
         if before is not None:
             if self._stash.live or self._offload.live:
                 raise RuntimeError(
@@ -160,27 +155,20 @@ class Keeper:
         """
         if self._in_step:
             raise RuntimeError("keeper.step() is already open; a keeper runs one step at a time")
-        if not self.policy.rules:  # nothing to do, at no cost
+        self._regions.outside = None
+        if not (self._moves or self._check):  # nothing to do, at no cost
             yield
             return
         self._follow_device()
         if self._saved.device is not None and self._saved.device.type == "meta":
             raise RuntimeError("the model is on the meta device: model.to_empty(device=...) before a step")
         self._in_step = True
-        self._regions.outside = None
         self._saved.look = self._quiet
-        known = self._steady.contents()
-        contents = known if known is not None and not self._moves else self._note_weights(known)
+        self._note_weights()
         self._stash.keep_unpaged = check
-        failed = True
         try:
-            with step_scope(
-                self._saved, self._regions, self._homes, check_rows=self._check is not False
-            ) as look_away:
-                if self._check is not True and self.rows is None:
-                    self._steady.begin(contents, look_away, None if known is None else self._note_weights)
+            with step_scope(self._saved, self._regions, self._homes, check_rows=self._check is not False):
                 yield
-            failed = False
         except BaseException as error:
             if check and isinstance(error, Exception):
                 # The error may be a consequence of a refused group's zeros.
@@ -191,33 +179,24 @@ class Keeper:
             raise
         finally:
             self._in_step = False
-            self._steady.end(failed=failed, look=self._contents)
             if self._check is None and self._saved.marks.checked:
                 self._check = False
         self._step_over(check)
 
-    def _contents(self) -> Contents:
-        """The modules and parameters of the attached models."""
+    def _note_weights(self) -> None:
+        """Before anything is saved: look up which storages are weights."""
         modules = list(self.modules())
-        return Contents(modules, list(self._attached.parameters(modules)))
-
-    def _note_weights(self, known: Contents | None = None) -> Contents:
-        """Before anything is saved: look up which storages are weights, of these contents or of those of now."""
-        modules, parameters = contents = known or self._contents()
+        parameters = list(self._attached.parameters(modules))
         self._saved.weights = storage_keys([*parameters, *self._attached.buffers(modules)])
         if any(rule.bits is not None for rule in self.policy.rules):
             self._saved.weight_shapes = {tuple(parameter.shape) for parameter in parameters}
-        return contents
 
     def _step_over(self, check: bool) -> None:
         """After a step without an error: let the homes use what it has shown, and look for an overflow."""
         # Not in a capture: what it holds is fixed, and pinning memory is not allowed.
         if not capturing():
-            before = self._offload.plan
             for home in self._homes:
                 home.commit()
-            if self._offload.plan is not before:
-                self._steady.forget()  # what stays is other than in the steps that were watched
         if check:
             self.size_pool()
             refuse_if_overflowed(self.pool, self._ranks, self.policy.pool)
@@ -306,20 +285,16 @@ class Keeper:
 
     def reset_peaks(self) -> None:
         """Count peaks from now on; also clears the overflow flag."""
-        self._steady.asked()
-        self._steady.forget()
         for home in self._homes:
             home.reset_peaks()
 
     def held(self) -> dict[HomeName, int | torch.Tensor]:
         """Valid bytes in each home now. The pool's are a device integer, so that the host need not wait."""
-        self._steady.asked()
         waiting = {home.name: home.held() for home in self._homes}
         return {name: waiting[name] for name in HOMES}
 
     def stats(self) -> KeeperStats:
         """Bytes and peak by home and region, and the pool's tiers. Waits for the device."""
-        self._steady.asked()
         return collect(self._homes, self._stash, self._offload)
 
     def __repr__(self) -> str:

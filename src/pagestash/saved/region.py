@@ -38,10 +38,6 @@ class RegionOwner(Protocol):
         """The region is over."""
         ...
 
-    def claimed(self, region: "Region", owner: "Region") -> None:
-        """A tensor that will be saved in `region` belongs to `owner`."""
-        ...
-
     def check_stream(self, region: str) -> None:
         """Tensors of the region move, or its replay will ask for some that have; refuses a second stream."""
         ...
@@ -100,8 +96,6 @@ class Region:
     """Whether this region, or one around it, may have a `run`. `enter` knows."""
     whole_step: bool = False
     """The outermost region, open for the whole step. No tensor can be claimed in it."""
-    watched: bool = False
-    """Whether saved tensors are seen because of it (`watch.py`)."""
     looking: "rowwise.RowWise | None" = None
     """The dispatch mode that hands marks on from operation to operation."""
     modes: int = 0
@@ -112,7 +106,6 @@ class Region:
         storage = tensor.untyped_storage()
         # While the weak reference lives, no other storage gets this key; and it tells when the storage is gone.
         self.claims[key_of_storage(storage)] = (StorageWeakRef(storage), owner)
-        self.owner.claimed(self, owner)
 
     def claimed(self, key: int | None) -> "Region | None":
         """The region that a storage belongs to when it is saved in this one; None: this region."""

@@ -59,11 +59,10 @@ class RegionHooks:
             forward_pre_hooks_of(module).move_to_end(opening.id)
             forward_hooks_of(module).move_to_end(closing.id, last=False)
 
-    def stop(self, *, watched: bool) -> None:
-        """The step is over, and so are calls that an exception left open. Not `watched`: no region was opened."""
-        self.in_step = self.notes.in_step = False
-        if watched:
-            self.notes.step_over()
+    def stop(self) -> None:
+        """The step is over, and so are calls that an exception left open."""
+        self.in_step = False
+        self.notes.step_over()
         set_calls(self._calls)
 
     def remove(self) -> None:
@@ -194,7 +193,6 @@ class Opening(Hook):
         )
         begin(self, region)
         enter(region)
-        regions.hooks.open(region)
 
 
 class Closing(Hook):

@@ -40,7 +40,6 @@ class Recompute(Home):
         self.checks = Checks()
         self.lock = RLock()
         self.replayed: WeakSet[Recomputed] = WeakSet()
-        self.forwards: dict[str, int] = {}
         self._of_step: list[Entry] = []
         self._attributes: list[ref[ModuleAttributes]] = []
         """Of modules, in this step's forwards."""
@@ -48,9 +47,6 @@ class Recompute(Home):
         """For each region and storage: its bytes, and the tensors in it that wait."""
         self.known: dict[int, _KnownOutput] = {}
         """Outputs that can be recomputed, by their storage."""
-
-    def start(self) -> None:
-        self.forwards = {}
 
     # --- outputs that can be recomputed ---
 

@@ -9,7 +9,6 @@ from pagestash.saved.packed import Handle, Packed
 from pagestash.saved.recompute.recomputed import Recomputed
 from pagestash.saved.recompute.value_checks import summary_of
 from pagestash.saved.storage import Entry, ViewRecipe
-from pagestash.saved.watch import Place
 from pagestash.torch_internals import StorageWeakRef
 
 
@@ -70,10 +69,6 @@ class Output:
     @property
     def moves(self) -> bool:
         return self.recomputed.moves
-
-    @property
-    def forward(self) -> Place:
-        return self.recomputed.forward
 
     def pack(self, tensor: torch.Tensor, recipe: ViewRecipe, *, whole: bool) -> OutputHandle:
         """A handle of `tensor`, a view of the output; `whole` if no row of it may be garbage."""

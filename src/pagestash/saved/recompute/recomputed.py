@@ -10,7 +10,6 @@ from pagestash.saved.recompute.recipe import Recipe
 from pagestash.saved.recompute.replay import Replay
 from pagestash.saved.storage import Entry
 from pagestash.saved.streams import current_stream
-from pagestash.saved.watch import Place
 
 
 class Waiting(Protocol):
@@ -19,8 +18,6 @@ class Waiting(Protocol):
     lock: RLock
     """Held during a replay: autograd has a thread for each device."""
     replayed: "WeakSet[Recomputed]"
-    forwards: dict[str, int]
-    """By region: forwards that were recorded in this step so far."""
 
     def hold(self, region: str, tensor: torch.Tensor) -> None: ...
 
@@ -41,10 +38,6 @@ class Recomputed:
 
     def __init__(self, recipe: Recipe, home: Waiting) -> None:
         self.recipe = recipe
-        number = home.forwards.get(recipe.name, 0)
-        home.forwards[recipe.name] = number + 1
-        self.forward: Place = recipe.name, number
-        """Which of the step's recorded forwards it is."""
         self.replay_bytes = 0
         """Bytes that a replay brings back, with those of the replays that it needs for its inputs."""
         self.moves = False

@@ -216,8 +216,6 @@ class RecordedForward(Recording):
                 self._home.remember(key, tensor, Output(self._recomputed, number))
             # (Else the hooks of another, such as a checkpoint's, took all and hold it themselves.)
         self._recomputed.replay_bytes += replay_bytes
-        if own and self._saved:
-            self._hooks.watch.recorded(self._recomputed.forward)
 
     def _summarize(self) -> None:
         """Only now: the operation that saved a tensor may not have filled it then."""

@@ -101,19 +101,6 @@ def test_backward_in_another_thread():
     assert empty(keeper)
 
 
-def test_backward_after_the_step():
-    model = nn.Sequential(Layer(), Square())
-    plain = step(model, X)
-    keeper = keep(model, "0", ps.Rule("0.mlp", "keep"))
-    model.zero_grad()
-    x = X.clone().requires_grad_()
-    with keeper.step():
-        loss = model(x).square().sum()
-    loss.backward()
-    assert same([x.grad, *(p.grad for p in model.parameters())], plain[2:])
-    assert empty(keeper)
-
-
 # --- beside torch.utils.checkpoint ---
 
 

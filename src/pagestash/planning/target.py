@@ -16,7 +16,7 @@ from pagestash.profiling.measure import Arguments, Loss, Progress, profile
 from pagestash.saved.compiled import is_compiled, is_wrapper
 from pagestash.saved.first_call import FirstCall, has_gradients
 from pagestash.saved.names import named_modules
-from pagestash.saved.recompute.module_attributes import KnownAttributes, ModuleAttributes
+from pagestash.saved.recompute.attributes import Attributes
 from pagestash.saved.recompute.rng import python_rng_state, set_python_rng_state
 from pagestash.saved.storage import plain_storage
 from pagestash.torch_internals import accumulate_hooks_of, buffers_of, modules_in
@@ -113,9 +113,11 @@ def _as_before(model: nn.Module) -> Iterator[None]:
     """Restores what `profile` does not: generators of Python and NumPy, buffers that forward replaces, and
     attributes."""
     random = python_rng_state()
-    attributes = ModuleAttributes(list(modules_in(model)), KnownAttributes())
-    copies = _copies(model, [tensor for _, tensor, _ in attributes.tensors])
-    buffers = [(module, dict(buffers_of(module))) for module in modules_in(model) if buffers_of(module)]
+    modules = modules_in(model)
+    attributes = Attributes(modules)
+    tensors = [v for module in modules for v in vars(module).values() if isinstance(v, torch.Tensor)]
+    copies = _copies(model, tensors)
+    buffers = [(module, dict(buffers_of(module))) for module in modules if buffers_of(module)]
     try:
         with attributes.restored():
             yield

@@ -3,9 +3,8 @@
 From the bottom up, none imports one below it in this list:
 
     trees, once                    arguments and results; what runs in the first forward only
-    attribute_values               contents of attributes, and which may have a graph
     chain                          which outputs are held as the input of another recomputed region
-    rng, rng_and_buffers, weights, module_attributes, argument_objects
+    rng, rng_and_buffers, weights, attributes, argument_objects
                                    all that a forward reads, and the refusal if it was changed
     value_checks                   whether recomputed values are those of the first forward
     recipe                         what it takes to repeat one forward: all of the above

@@ -14,9 +14,8 @@ from pagestash.policy import HomeName
 from pagestash.saved.homes import Home
 from pagestash.saved.lost import give_up
 from pagestash.saved.recompute.chain import discards
-from pagestash.saved.recompute.module_attributes import ModuleAttributes
 from pagestash.saved.recompute.packed import Output
-from pagestash.saved.recompute.recipe import Learned
+from pagestash.saved.recompute.recipe import Learned, Recipe
 from pagestash.saved.recompute.recomputed import Recomputed
 from pagestash.saved.recompute.value_checks import Checks
 from pagestash.saved.storage import Entry, plain_storage
@@ -41,8 +40,8 @@ class Recompute(Home):
         self.lock = RLock()
         self.replayed: WeakSet[Recomputed] = WeakSet()
         self._of_step: list[Entry] = []
-        self._attributes: list[ref[ModuleAttributes]] = []
-        """Of modules, in this step's forwards."""
+        self._recipes: list[ref[Recipe]] = []
+        """Of this step's forwards."""
         self._held: dict[tuple[str, int], list[int]] = {}
         """For each region and storage: its bytes, and the tensors in it that wait."""
         self.known: dict[int, _KnownOutput] = {}
@@ -73,9 +72,9 @@ class Recompute(Home):
         """An entry that stands for an output was made in this step."""
         self._of_step.append(entry)
 
-    def note_attributes(self, attributes: ModuleAttributes) -> None:
-        """They are held for a replay until the step is over, if they are not let go of before."""
-        self._attributes.append(ref(attributes))
+    def note_recipe(self, recipe: Recipe) -> None:
+        """A forward of this step is recorded."""
+        self._recipes.append(ref(recipe))
 
     def prune(self) -> None:
         """Let go of forwards whose outputs are gone: no operation can save them any more."""
@@ -96,11 +95,11 @@ class Recompute(Home):
     def settle(self) -> None:
         """The step is over: outputs that are alive now belong to the caller."""
         self._of_step = []
-        for attributes in self._attributes:
-            held = attributes()
-            if held is not None:
-                held.let_go()
-        self._attributes = []
+        for known in self._recipes:
+            recipe = known()
+            if recipe is not None:
+                recipe.step_over()
+        self._recipes = []
         self.known.clear()
         self.checks.step_over()
 

@@ -12,7 +12,7 @@ from torch import nn
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.packed import Packed
 from pagestash.saved.recompute.argument_objects import ArgumentObjects
-from pagestash.saved.recompute.module_attributes import Change, KnownAttributes, ModuleAttributes
+from pagestash.saved.recompute.attributes import Attributes, Change
 from pagestash.saved.recompute.rng import PythonRng, TorchRng
 from pagestash.saved.recompute.rng_and_buffers import ChangesBuffers, DrawsInPython, RngAndBuffers
 from pagestash.saved.recompute.trees import map_leaves
@@ -27,7 +27,6 @@ class Learned:
 
     changes_buffers: ChangesBuffers = field(default_factory=WeakKeyDictionary)
     version_only: VersionOnly = field(default_factory=WeakKeyDictionary)
-    attributes: KnownAttributes = field(default_factory=KnownAttributes)
     draws_in_python: DrawsInPython = field(default_factory=DrawsInPython)
 
 
@@ -104,7 +103,8 @@ class Recipe:
         """Objects among its arguments, where there are any."""
         self.weights = Weights(modules, name, learned.version_only)
         self._checks = checks
-        self.attributes = ModuleAttributes(modules, learned.attributes, name)
+        self.attributes: Attributes | None = Attributes(modules)
+        """Before forward; None: the step is over."""
         self.rng_and_buffers = RngAndBuffers(
             modules, name, self.device, learned.changes_buffers, learned.draws_in_python, search=self.checked
         )
@@ -117,19 +117,27 @@ class Recipe:
 
     def close(self) -> None:
         """The forward is over: refuse if it has changed what a replay must find unchanged."""
-        self.attributes.check(forward=True)
         self.rng_and_buffers.close()
         self.weights.close()
         if self._objects is not None:
             self._objects.close()
         self.complete = True
 
+    def step_over(self) -> None:
+        """Attributes may have a graph, which holds what its regions hold."""
+        self.attributes = None
+        self.once_results = []
+
     def check(self) -> Sequence[nn.Module]:
         """Refuse a replay if anything that forward read was changed since. Returns the modules that are there."""
+        if self.attributes is None:
+            raise RuntimeError(
+                f"region {self.name!r} is under recompute, and its backward comes after the step of its forward: "
+                "what it found is not held any more. Run backward inside of the step, or give it another home"
+            )
         if self._objects is not None:
             self._objects.check()
         modules = self.weights.check()
-        self.attributes.check()
         self.rng_and_buffers.check()
         return modules
 

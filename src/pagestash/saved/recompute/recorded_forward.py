@@ -15,6 +15,7 @@ from pagestash.policy import Rule
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.packed import Handle
 from pagestash.saved.recompute.argument_objects import may_change
+from pagestash.saved.recompute.attributes import Attributes
 from pagestash.saved.recompute.home import Recompute
 from pagestash.saved.recompute.once import once
 from pagestash.saved.recompute.packed import Discarded, Output, OutputHandle
@@ -55,8 +56,9 @@ class RecordedForward(Recording):
         `modules`: that module, and all in it.
         """
         self._recipe = Recipe(name, path, modules, hooks, home.checks, home.learned)
-        home.note_attributes(self._recipe.attributes)
+        home.note_recipe(self._recipe)
         self._recomputed = Recomputed(self._recipe, home)
+        self._modules = modules
         self._saved = self._recipe.saved
         self._home = home
         self._hooks = hooks
@@ -122,7 +124,8 @@ class RecordedForward(Recording):
         set_frames((*current[:start], region))
         try:
             # (A forward recorded around this one may have to hold the result, too.)
-            result, attributes = recipe.attributes.set_by(lambda: once(fn))
+            before = Attributes(self._modules)
+            result = once(fn)
             drew = torch_rng_drawn(recipe.device, torch_rng)
             drew_in_python = python_rng is not None and python_rng_drawn(python_rng)
             recipe.once_results.append(
@@ -130,7 +133,7 @@ class RecordedForward(Recording):
                     self._hold(result, region, note=region is not inner),
                     torch_rng_state(recipe.device) if drew else None,
                     python_rng_state() if drew_in_python else None,
-                    attributes,
+                    before.changes(),
                 )
             )
             return result

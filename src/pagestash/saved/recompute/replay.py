@@ -42,6 +42,7 @@ class Replay(Forward):
         """Run forward; `found` and `outputs` have what was wanted."""
         recipe = self._recipe
         modules = recipe.check()
+        assert recipe.attributes is not None
         # A sharded module inside must run to its end, where it reshards its weights.
         self._may_stop = not self._wanted_outputs and (
             len(modules) == 1 or not any(map(is_sharded_class, set(map(type, modules[1:]))))

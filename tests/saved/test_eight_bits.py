@@ -117,7 +117,7 @@ def test_other_homes_hold_the_same_codes(backend, home, model, expected):
 @pytest.mark.parametrize("home", ["keep", "stash", "offload"])
 def test_half_the_bytes_are_held(home, model):
     def peak(bits):
-        keeper = ps.Keeper(ps.Policy([rule(home, bits)]), backend="torch").attach(model)
+        keeper = ps.Keeper(ps.Policy([rule(home, bits)]), backend="torch", check=True).attach(model)
         loss_and_gradients(model, batch(), keeper)
         keeper.reset_peaks()
         loss_and_gradients(model, batch(), keeper)

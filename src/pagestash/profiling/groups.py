@@ -231,7 +231,7 @@ class _Groups:
         self.groups.setdefault(where, []).append(entry)
 
     def _join_slices(self, storage: int, where: _Group) -> None:
-        """Slices that are together most of what they span are one entry, as from a keeper's second step on."""
+        """Slices that are together most of what they span are one entry."""
         found = [each for each in self.slices[where] if each.storage == storage]
         sizes = {each.span or (0, each.storage_bytes): each.bytes for each in found}
         low, high = min(first for first, _ in sizes), max(last for _, last in sizes)

@@ -1,13 +1,9 @@
 """Which entry holds the bytes of a tensor that is being saved: one that is there already, or a new one.
 
-A thin slice of what it spans is copied, and the copy is held. Queries, keys and values of a fused projection are
-thin slices which together are all of it: then one entry has all of them, and nothing is copied. Whether others
-follow is not known when the first is saved, but it was in the step before.
+A slice may be a small part of what it spans. Queries, keys and values of a fused projection are such slices, and
+are all of it together: then one entry has all of them. Whether others follow is known when the region closes. If
+all that was saved is a small part, it is copied, and the copy is held.
 """
-
-from dataclasses import dataclass, field
-
-import torch
 
 from pagestash.policy import HomeName
 from pagestash.saved.lost import give_up
@@ -16,34 +12,11 @@ from pagestash.saved.storage import SPARSE, Entry, SavedView, ViewRecipe
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.torch_internals import StorageWeakRef
 
-_MOST_FOLLOWED = 4096
-
-First = tuple[str, torch.dtype, int, int]
-"""A first slice: its region, dtype, number of dimensions and first byte in the storage. (Its sizes may vary.)"""
-
-
-@dataclass(slots=True, eq=False)
-class _Copied:
-    """Thin slices of one storage that a region has saved, one after the other, and that were copied."""
-
-    region: Region
-    key: int
-    version: int
-    which: First
-    first: int
-    last: int
-    sizes: dict[ViewRecipe, int] = field(default_factory=dict)
-
 
 class Entries:
     """The entries of one keeper, by storage and home."""
 
     def __init__(self) -> None:
-        self._followed: dict[First, bool] = {}
-        """First slices that others followed, so that all are one entry; and whether others did the last time."""
-        self._first: tuple[int, First] | None = None
-        """The first slice that was saved last without a copy, and the key of its storage, until another follows."""
-        self._copied: _Copied | None = None
         self._known: dict[tuple[int, HomeName], list[Entry]] = {}
         self._of_step: list[Entry] = []
 
@@ -61,6 +34,8 @@ class Entries:
         dtype = tensor.dtype if coded else None
         rows, rows_version, capacity = None, 0, 0
         form: ViewRecipe | None = None
+        # (An expanded view is as small as what it repeats.)
+        thin = valid is None and last - first > SPARSE * tensor.nbytes
         if valid is not None:
             rows, capacity, first, last = valid[:4]
             rows_version = rows._version
@@ -79,68 +54,28 @@ class Entries:
             for entry in known:
                 if entry.dtype is not None and entry.dtype is not dtype:
                     continue  # codes, and exact bytes are asked for, or those of another dtype
+                inside = rows is None and entry in region.entries
                 if entry.same_content(version, rows, capacity, first, last) and entry.handles:
-                    return entry
-                if rows is None and entry in region.entries and entry.covers(version, first, last):
+                    pass
+                elif inside and entry.covers(version, first, last):
                     entry.take_all()
-                    return entry
-                if rows is None and entry in region.entries and entry.widen(version, first, last):
-                    return entry
+                elif not (inside and entry.widen(version, first, last, tensor.nbytes)):
+                    continue
+                if entry.views is not None:
+                    entry.views[recipe] = tensor.detach()
+                return entry
         storage = tensor.untyped_storage()
+        alone = tensor.detach()
         # (By position: names take half a microsecond.)
         entry = Entry(
-            StorageWeakRef(storage), version, first, last, tensor.detach(), rows, rows_version, capacity,
-            last - first, region.name, rule, storage.nbytes(), 0, 0, False, None, dtype, form,
+            StorageWeakRef(storage), version, first, last, alone, rows, rows_version, capacity,
+            region.name, rule, storage.nbytes(), 0, 0, False, None, dtype, form,
+            {recipe: alone} if thin else None,
         )  # fmt: skip
         known.append(entry)
         region.entries.append(entry)
         self._of_step.append(entry)
         return entry
-
-    def takes_in(self, view: SavedView, region: Region, size: int) -> bool:
-        """Whether a thin slice of `size` bytes need not be copied.
-
-        An entry of the region's group can have it for fewer bytes than its own; or it is the first of slices that
-        together are most of what they span.
-        """
-        assert region.rule is not None
-        which = (region.name, view.tensor.dtype, view.tensor.ndim, view.first)
-        for entry in self._known.get((view.key, region.rule.home), ()):
-            if (
-                entry.handles
-                and entry in region.entries
-                and entry.version == view.version
-                and entry.rows is None
-                and entry.dtype is None
-                and not entry.storage.expired()
-            ):
-                grown = max(entry.last, view.last) - min(entry.first, view.first)
-                if grown - (entry.last - entry.first) < size:
-                    if self._first is not None and self._first[0] == view.key and self._first[1] != which:
-                        self._followed[self._first[1]] = True
-                        self._first = None
-                    return True
-        if which not in self._followed:
-            return False
-        if not self._followed[which]:  # it was alone
-            del self._followed[which]
-            return False
-        self._followed[which], self._first = False, (view.key, which)
-        return True
-
-    def copies(self, view: SavedView, region: Region) -> None:
-        """A thin slice is copied. With those before it, it may be most of what they span."""
-        tensor, key, version, first, last = view
-        copied = self._copied
-        if copied is None or (copied.region, copied.key, copied.version) != (region, key, version):
-            which = (region.name, tensor.dtype, tensor.ndim, first)
-            copied = self._copied = _Copied(region, key, version, which, first, last)
-        copied.sizes[view.recipe()] = tensor.nbytes
-        copied.first, copied.last = min(copied.first, first), max(copied.last, last)
-        if copied.last - copied.first <= SPARSE * sum(copied.sizes.values()) and len(copied.sizes) > 1:
-            if len(self._followed) >= _MOST_FOLLOWED:
-                self._followed.clear()
-            self._followed[copied.which] = True
 
     def give_up(self) -> None:
         """The step ended by an exception: no backward will ask for what it saved."""
@@ -151,6 +86,5 @@ class Entries:
     def forget(self) -> None:
         """The step is over. Drop the identities of entries that nothing holds any more."""
         self._of_step = []
-        self._first = self._copied = None
         alive = {key: [e for e in entries if e.handles] for key, entries in self._known.items()}
         self._known = {key: entries for key, entries in alive.items() if entries}

@@ -13,11 +13,10 @@ from pagestash.saved.compiled import hidden
 from pagestash.saved.eight_bits import can_code, is_cast_weight
 from pagestash.saved.entries import Entries
 from pagestash.saved.homes import Keep, TakesGroups
-from pagestash.saved.packed import DenseHandle, Handle, Kept, Look, Packed, Untouched
+from pagestash.saved.packed import Handle, Kept, Look, Packed, Untouched
 from pagestash.saved.region import Recording, Region, frames
 from pagestash.saved.storage import (
     PLAIN,
-    SPARSE,
     STRIDED,
     SavedView,
     ViewRecipe,
@@ -223,11 +222,6 @@ class SavedTensorHooks:
         self._stream.check(region.name)
         has_rows = region.rows is not None or self.marks.any
         valid = self._valid(region, view, number) if has_rows else None
-        # A thin slice of what it spans, and no expanded view.
-        if last - first > SPARSE * size and not (
-            valid is None and not coded and self._entries.takes_in(view, region, size)
-        ):
-            return self._pack_dense(region, view, valid, coded)
         recipe = view.recipe()
         entry = self._entries.find(view, recipe, region, valid, coded)
         # Before the handle is made: the collector may run then, and end the others.
@@ -247,25 +241,6 @@ class SavedTensorHooks:
 
     def _can_code(self, tensor: torch.Tensor) -> bool:
         return can_code(tensor) and not is_cast_weight(tensor, self.weight_shapes)
-
-    def _pack_dense(self, region: Region, view: SavedView, valid: Valid | None, coded: bool) -> Handle:
-        """A handle of a thin slice, whose elements are copied: no other saved tensor has the same bytes."""
-        if valid is None and not coded:
-            self._entries.copies(view, region)
-        before, self.marks.paused = self.marks.paused, True
-        elements = view.tensor.detach().contiguous()
-        self.marks.paused = before
-        dense = SavedView(
-            elements, storage_key(elements), elements._version, *byte_range(elements, elements.nbytes)
-        )
-        recipe = view.recipe()._replace(byte_offset=0)
-        if valid is not None:
-            valid = None if valid.dim else valid._replace(first=0, last=elements.nbytes)
-        entry = self._entries.find(dense, dense.recipe(), region, valid, coded)
-        entry.handles += 1
-        entry.waiting += 1
-        handle = DenseHandle(entry, recipe)
-        return self._wait_for_reader(handle, view.key, dense, region, valid)
 
     def _wait_for_reader(
         self, handle: Handle, key: int, view: SavedView, region: Region, valid: Valid | None
@@ -353,6 +328,8 @@ class SavedTensorHooks:
             before, self.marks.paused = self.marks.paused, True
             try:
                 self._stream.check(region.name)
+                for entry in group:
+                    entry.hold_slices()
                 home = self._homes[region.rule.home] if region.rule.bits is None else self._eight_bits
                 home.put(group)
             finally:

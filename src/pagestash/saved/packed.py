@@ -142,7 +142,10 @@ class Handle(Packed):
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """The saved tensor, in the entry's bytes."""
-        return self.recipe.apply(flat, self.entry.first)
+        slices = self.entry.slices
+        if slices is None:
+            return self.recipe.apply(flat, self.entry.first)
+        return self.recipe.spread(flat[slices[self.recipe] :])
 
     def _check_reader(self) -> None:
         """It was cut because a row-wise operation took it in next, or by a custom function's own mark; something
@@ -158,24 +161,6 @@ class Handle(Packed):
                 "valid ones were dropped. Do not mark the buffer, or compute what is saved there from one that is "
                 "not marked. (A custom function that marks what it saves applies no other)"
             )
-
-
-@dataclass(slots=True, eq=False)
-class DenseHandle(Handle):
-    """A thin slice: the entry has its elements alone, in order, and they get the strides back."""
-
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        recipe = self.recipe
-        elements = flat.view(recipe.dtype).view(recipe.size)
-        out = torch.empty_strided(recipe.size, recipe.stride, dtype=recipe.dtype, device=flat.device)
-        if 0 not in recipe.stride:
-            return out.copy_(elements)
-        each_once = out  # what an expanded tensor repeats cannot be written twice
-        for dim, stride in enumerate(recipe.stride):
-            if not stride:
-                each_once, elements = each_once.narrow(dim, 0, 1), elements.narrow(dim, 0, 1)
-        each_once.copy_(elements)
-        return out
 
 
 def changed_in_place(shape: torch.Size, what: str, region: str) -> RuntimeError:

@@ -37,6 +37,17 @@ class ViewRecipe(NamedTuple):
         view = torch.empty(0, dtype=dtype, device=found.device)
         return view.set_(found.untyped_storage(), offset // dtype.itemsize, size, stride)
 
+    def spread(self, flat: torch.Tensor) -> torch.Tensor:
+        """The view, of its elements in order, which get the strides back."""
+        elements = flat[: self.size.numel() * self.dtype.itemsize].view(self.dtype).view(self.size)
+        out = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=flat.device)
+        each_once = out  # what an expanded tensor repeats cannot be written twice
+        for dim, stride in enumerate(self.stride):
+            if not stride:
+                each_once, elements = each_once.narrow(dim, 0, 1), elements.narrow(dim, 0, 1)
+        each_once.copy_(elements)
+        return out
+
 
 class Place(Protocol):
     """Where a home has put an entry's bytes."""
@@ -66,7 +77,6 @@ class Entry:
     rows: torch.Tensor | None = None
     rows_version: int = 0
     capacity: int = 0
-    covered: int = 0
     region: str = ""
     rule: Rule | None = None
     storage_bytes: int = 0
@@ -79,6 +89,10 @@ class Entry:
     """Of its values, where these are coded in eight bits; None: its bytes are held as they are."""
     form: ViewRecipe | None = None
     """Of `origin`, where its bytes are the entry's, all of them and no others."""
+    views: dict[ViewRecipe, torch.Tensor] | None = None
+    """What was saved of it, if the first was a thin slice: its region is not over, and others may be the rest."""
+    slices: dict[ViewRecipe, int] | None = None
+    """Where in its bytes each view begins, if it has the elements of these alone."""
 
     @property
     def length(self) -> int:
@@ -128,7 +142,8 @@ class Entry:
 
     def covers(self, version: int, first: int, last: int) -> bool:
         """Whether its range takes in bytes `first` to `last`, as they were at `version`."""
-        return self.version == version and self.first <= first and last <= self.last
+        inside = self.version == version and self.first <= first and last <= self.last
+        return inside and self.slices is None
 
     def take_all(self) -> None:
         """Hold every row: not only the valid ones are read."""
@@ -136,16 +151,33 @@ class Entry:
         if self.dtype is None:
             self.first -= self.first % 16
 
-    def widen(self, version: int, first: int, last: int) -> bool:
-        """Cover bytes `first` to `last`, too, if that takes in little else; whether it does."""
+    def widen(self, version: int, first: int, last: int, size: int) -> bool:
+        """Cover bytes `first` to `last`, too, of which `size` are a view's, if that takes in little else."""
         if self.version != version or self.rows is not None:
             return False
         low, high = min(self.first, first), max(self.last, last)
-        covered = self.covered + last - first
-        if high - low > covered:
+        alone = last - first
+        if self.views is None and alone > SPARSE * size:
+            alone = size  # it would be copied
+        if high - low > self.length + alone:
             return False
-        self.first, self.last, self.covered, self.form = low, high, covered, None
+        self.first, self.last, self.form = low, high, None
         return True
+
+    def hold_slices(self) -> None:
+        """If what was saved is a small part of its range, hold a copy of that alone."""
+        views, self.views = self.views, None
+        if views is None or self.length <= SPARSE * sum(view.nbytes for view in views.values()):
+            return
+        parts, self.slices, at = [], {}, 0
+        for recipe, view in views.items():
+            flat = view.contiguous().view(-1).view(torch.uint8)
+            parts.append(nn.functional.pad(flat, (0, -len(flat) % 16)) if len(flat) % 16 else flat)
+            self.slices[recipe] = at
+            at += len(parts[-1])
+        self.origin = torch.cat(parts) if len(parts) > 1 else parts[0]
+        self.version, self.first, self.last = self.origin._version, 0, at
+        self.storage_bytes = at
 
     def rows_moved(self) -> bool:
         """Whether the row count was refilled since the entry was made."""

@@ -50,7 +50,7 @@ class Moving:
         """Bytes that should have left, but found no room on the host, and stayed."""
         self.moved_regions: set[str] = set()
         self._tally = tally
-        self._started = self._sized = False
+        self._started = False
         self._backend = choose(device, backend)
         self._split = split
         self._keep = keep
@@ -97,18 +97,11 @@ class Moving:
         order, slabs = self._order, self.slabs
         if not order.groups:
             return  # nothing was saved: an evaluation
-        resized = False
         if not self.plan.agrees_with(order):
             self.window.plan = make_plan(order.events, order.groups, order.immediate_backwards)
-        elif not (self._sized or self.plan.has_sizes_of(order)):
-            # Slices of one storage, which the measured step copied one by one, are one entry from the next on.
-            headroom, resized = self.plan.headroom, True
-            self.expect(order.events, order.groups)
-            self.plan.headroom = headroom
-        self._sized = True
         if slabs.wanted > slabs.size:
             self._make_room(slabs.wanted)
-        elif self.refused.peak and not resized:  # there was room enough, in pieces that were too small
+        elif self.refused.peak:  # there was room enough, in pieces that were too small
             self._make_room(slabs.size + self.refused.peak)
         if self.refused.peak and slabs.wanted > slabs.size:
             log.warning(

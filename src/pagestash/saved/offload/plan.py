@@ -129,10 +129,6 @@ class OffloadPlan:
         """Whether a step put and asked for the same groups in the same order as this plan's."""
         return self.order == _puts_and_gets(order.events)
 
-    def has_sizes_of(self, order: StepOrder) -> bool:
-        """Whether the groups of a step that agrees with this plan were as large as the plan's."""
-        return all(self.groups[key].device_bytes == group.device_bytes for key, group in order.groups.items())
-
     def host_peak_bytes(self, events: Sequence[Event]) -> int:
         """The most host memory that is in use at one time, in a step of these events."""
         now = most = 0

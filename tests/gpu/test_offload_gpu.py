@@ -333,7 +333,7 @@ def test_host_memory_is_not_written_before_its_copy_back_is_done(monkeypatch, ri
     if not right:
         monkeypatch.setattr(transfers, "wait_here", lambda event: None)
     home.put([second])
-    assert second.place.members[second].block is not None  # the only block there is
+    assert second.place.extent is not None  # the only one there is
     torch.cuda.synchronize()
     untouched = bool((arriving == 1).all())
     assert untouched is right

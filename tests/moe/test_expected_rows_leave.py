@@ -351,16 +351,13 @@ class LateCopies:
     def move_out(self, transfers, group, entries):
         for entry in entries:
             self.out += 1
-            for _, piece in parts(group, entry):
-                piece.view(torch.int32).fill_(0x7FC00000)
+            on_host(group, entry).view(torch.int32).fill_(0x7FC00000)
 
         def copy():
             for entry, origin in group.sources:  # none, if they were let go before
-                for start, piece in parts(group, entry):
-                    flat = origin.untyped_storage()
-                    piece.copy_(
-                        torch.tensor([], dtype=torch.uint8).set_(flat, entry.first + start, piece.shape)
-                    )
+                there = on_host(group, entry)
+                flat = origin.untyped_storage()
+                there.copy_(torch.tensor([], dtype=torch.uint8).set_(flat, entry.first, there.shape))
 
         group.left = LateEvent(copy)
         group.sources = [(entry, entry.origin) for entry in entries]
@@ -374,19 +371,16 @@ class LateCopies:
         def copy():
             group.left.wait()  # the in stream waits for the copy out
             for entry, buffer in buffers.items():
-                for start, piece in parts(group, entry):
-                    buffer[start : start + piece.numel()] = piece
+                there = on_host(group, entry)
+                buffer[: len(there)] = there
 
         group.arrived = LateEvent(copy)
         group.incoming |= buffers
 
 
-def parts(group, entry):
-    """The host memory of an entry, and where in it each piece starts."""
-    start = 0
-    for piece in group.members[entry].pieces:
-        yield start, piece
-        start += piece.numel()
+def on_host(group, entry):
+    member = group.members[entry]
+    return group.extent.memory[member.at : member.at + member.share]
 
 
 @pytest.mark.parametrize("names", [BOTH, EACH])

@@ -1,15 +1,16 @@
-"""Host memory that sizes share: no byte given twice, and none lost."""
+"""Host memory that groups share: no byte given twice, and none lost."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagestash.pages.slabs import ALIGNMENT, PIECE, HostSlabs
+from pagestash.pages.slabs import ALIGNMENT, HostSlabs, places
 from pagestash.saved.storage import ViewRecipe
 from pagestash.torch_internals import StorageWeakRef
 
 CPU = torch.device("cpu")
+PIECE = 1 << 20
 
 
 def slabs(size: int, limit: int = 1 << 40) -> HostSlabs:
@@ -22,58 +23,32 @@ def form_of(tensor: torch.Tensor) -> ViewRecipe:
     return ViewRecipe(tensor.dtype, tensor.shape, tensor.stride(), 0)
 
 
-def addresses(block) -> set[int]:
-    return {
-        address
-        for piece in block.pieces
-        for address in range(piece.data_ptr(), piece.data_ptr() + piece.numel(), ALIGNMENT)
-    }
+def addresses(extent) -> set[int]:
+    first = extent.memory.data_ptr()
+    return set(range(first, first + len(extent.memory), ALIGNMENT))
 
 
 @given(st.lists(st.one_of(st.integers(1, 40_000), st.integers(-20, -1)), max_size=60))
-def test_blocks_never_overlap_and_all_memory_comes_back(operations):
+def test_extents_never_overlap_and_all_memory_comes_back(operations):
     memory, held, used = slabs(64 * ALIGNMENT), [], set()
     for operation in operations:
         if operation > 0:
-            block = memory.take(operation)
-            if block is None:
+            extent = memory.take(operation)
+            if extent is None:
                 memory.forget(operation)
                 continue
-            assert sum(piece.numel() for piece in block.pieces) >= operation
-            assert not addresses(block) & used
-            used |= addresses(block)
-            held.append(block)
+            assert len(extent.memory) >= operation
+            assert not addresses(extent) & used
+            used |= addresses(extent)
+            held.append(extent)
         elif held:
-            block = held.pop(operation % len(held))
-            used -= addresses(block)
-            memory.give(block)
+            extent = held.pop(operation % len(held))
+            used -= addresses(extent)
+            memory.give(extent)
         assert memory.used == len(used) * ALIGNMENT
-    for block in held:
-        memory.give(block)
-    whole = memory.take(64 * ALIGNMENT)
-    assert whole is not None
-    assert len(whole.pieces) == 1
-
-
-def test_a_tensor_is_spread_over_extents_where_none_is_large_enough():
-    memory = slabs(5 * PIECE)
-    blocks = [memory.take(PIECE) for _ in range(5)]
-    memory.give(blocks[1])
-    memory.give(blocks[3])
-    spread = memory.take(2 * PIECE)
-    assert spread is not None
-    assert [piece.numel() for piece in spread.pieces] == [PIECE, PIECE]
-    assert memory.used == memory.size
-
-
-def test_it_is_not_spread_over_crumbs():
-    memory = slabs(4 * PIECE)
-    blocks = [memory.take(PIECE // 2) for _ in range(8)]
-    for block in blocks[::2]:
-        memory.give(block)
-    assert memory.take(PIECE) is None
-    small = memory.take(PIECE // 2)
-    assert small is not None
+    for extent in held:
+        memory.give(extent)
+    assert memory.take(64 * ALIGNMENT) is not None
 
 
 def test_what_is_refused_is_wanted_until_it_is_forgotten():
@@ -110,9 +85,9 @@ def test_sizes_that_change_every_step_need_hardly_more_than_they_hold(seed):
         sizes = torch.randint(PIECE, 3 * PIECE, (12,), generator=generator).tolist()
         held = [(size, memory.take(size)) for size in sizes]
         most = max(most, sum(sizes))
-        refused = [size for size, block in held if block is None]
-        for size, block in reversed(held):
-            memory.give(block) if block is not None else memory.forget(size)
+        refused = [size for size, extent in held if extent is None]
+        for size, extent in reversed(held):
+            memory.give(extent) if extent is not None else memory.forget(size)
         if memory.wanted > memory.size:
             memory.fit(memory.wanted)
         else:
@@ -123,12 +98,12 @@ def test_sizes_that_change_every_step_need_hardly_more_than_they_hold(seed):
 def test_slabs_that_a_graph_knows_stay_where_they_are():
     memory = slabs(PIECE)
     held = memory.take(PIECE)
-    address = held.pieces[0].data_ptr()
+    address = held.memory.data_ptr()
     memory.give(held)
     memory.fixed = True
     memory.fit(2 * PIECE)
     assert memory.size == 2 * PIECE
-    assert address in {memory.take(PIECE).pieces[0].data_ptr() for _ in range(2)}
+    assert address in {memory.take(PIECE).memory.data_ptr() for _ in range(2)}
 
 
 @pytest.mark.parametrize(
@@ -141,18 +116,19 @@ def test_slabs_that_a_graph_knows_stay_where_they_are():
     ],
     ids=["contiguous", "transposed", "permuted", "integers"],
 )
-def test_a_block_in_the_form_of_a_tensor_takes_its_bytes_as_they_lie(tensor):
+def test_an_extent_in_the_form_of_a_tensor_takes_its_bytes_as_they_lie(tensor):
     made = slabs(4 * ALIGNMENT)
     made.take(ALIGNMENT)
-    block = made.take(tensor.nbytes)
-    form = block.in_form(form_of(tensor))
+    (_, at), size = places([100, tensor.nbytes])
+    extent = made.take(size)
+    form = extent.in_form(at, form_of(tensor))
     form.copy_(tensor)
     there = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    assert torch.equal(block.pieces[0], there)
-    made.give(block)
+    assert torch.equal(extent.memory[at : at + tensor.nbytes], there)
+    made.give(extent)
     # The next step has the same objects.
-    assert made.take(tensor.nbytes) is block
-    assert block.in_form(form_of(tensor.clone())) is form
+    assert made.take(size) is extent
+    assert extent.in_form(at, form_of(tensor.clone())) is form
 
 
 @pytest.mark.parametrize(
@@ -168,42 +144,19 @@ def test_a_block_in_the_form_of_a_tensor_takes_its_bytes_as_they_lie(tensor):
 )
 def test_what_is_not_copied_byte_by_byte_has_no_form(tensor):
     made = slabs(4 * ALIGNMENT)
-    assert made.take(tensor.nbytes).in_form(form_of(tensor)) is None
-
-
-def test_a_block_in_pieces_has_no_form():
-    made = slabs(4 * PIECE)
-    first, _, third, _ = (made.take(PIECE) for _ in range(4))
-    made.give(first)
-    made.give(third)
-    block = made.take(2 * PIECE)
-    assert len(block.pieces) == 2
-    assert block.in_form(form_of(torch.empty(2 * PIECE, dtype=torch.uint8))) is None
+    assert made.take(tensor.nbytes).in_form(0, form_of(tensor)) is None
 
 
 def test_no_view_keeps_memory_that_was_replaced():
     made = slabs(PIECE)
     tensor = torch.empty(PIECE, dtype=torch.uint8)
-    block = made.take(PIECE)
-    storage = block.pieces[0].untyped_storage()
-    block.in_form(form_of(tensor))
+    extent = made.take(PIECE)
+    storage = extent.memory.untyped_storage()
+    extent.in_form(0, form_of(tensor))
     old = StorageWeakRef(storage)
-    made.give(block)
-    del block, storage
+    made.give(extent)
+    del extent, storage
     made.fit(2 * PIECE)
     assert old.expired()
-    form = made.take(PIECE).in_form(form_of(tensor))
+    form = made.take(PIECE).in_form(0, form_of(tensor))
     assert form.untyped_storage().nbytes() == 2 * PIECE
-
-
-@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=12), st.randoms(use_true_random=False))
-def test_blocks_given_back_together_leave_what_they_leave_one_by_one(sizes, random):
-    together, one_by_one = (slabs(64 * ALIGNMENT) for _ in range(2))
-    pairs = [(together.take(size), one_by_one.take(size)) for size in sizes]
-    pairs = [pair for pair in pairs if pair[0] is not None]
-    random.shuffle(pairs)
-    given_back = pairs[: random.randint(0, len(pairs))]
-    together.give_all([block for block, _ in given_back])
-    for _, block in given_back:
-        one_by_one.give(block)
-    assert (together.used, together._free) == (one_by_one.used, one_by_one._free)

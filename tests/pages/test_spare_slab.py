@@ -97,9 +97,9 @@ def test_slabs_that_grow_take_it_again(made):
     assert one.size == 8192
     assert made == [4096, 4096]
     one.give(block)
-    at = block.pieces[0].data_ptr()
+    at = block.memory.data_ptr()
     del block
     one.fit(2048)
     assert one.size == 2048
-    assert one.take(2048).pieces[0].data_ptr() == at
+    assert one.take(2048).memory.data_ptr() == at
     assert made == [4096, 4096, "wait"]

@@ -11,7 +11,7 @@ import torch
 
 from pagestash.kernels.backend import choose
 from pagestash.kernels.pages.tail import zero_tail
-from pagestash.pages.slabs import HostBlock, HostSlabs, aligned_sum
+from pagestash.pages.slabs import HostSlabs, places
 from pagestash.policy import Rule
 from pagestash.saved.homes import Keep, Tally
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, StepOrder, make_plan
@@ -24,8 +24,6 @@ from pagestash.saved.streams import capturing
 from pagestash.sizes import format_bytes
 
 log = logging.getLogger("pagestash")
-
-_MOST_MEMBERS = 1024
 
 
 class Moving:
@@ -58,8 +56,6 @@ class Moving:
         self._order = order
         self._groups: dict[WindowGroup, OffloadedGroup] = {}
         self._dead: deque[tuple[OffloadedGroup, Entry]] = deque()
-        self._members: dict[int, tuple[Sequence[HostBlock], list[Member]]] = {}
-        """Of the groups that left as a whole, by the identity of their row of blocks."""
         self._asked: OffloadedGroup | None = None
         """The group that was asked for last. None once another was put, or all of one dropped: until then, whoever
         asks for more of it finds everything decided."""
@@ -100,9 +96,9 @@ class Moving:
         if not self.plan.agrees_with(order):
             self.window.plan = make_plan(order.events, order.groups, order.immediate_backwards)
         if slabs.wanted > slabs.size:
-            self._make_room(slabs.wanted)
+            self.slabs.fit(slabs.wanted)
         elif self.refused.peak:  # there was room enough, in pieces that were too small
-            self._make_room(slabs.size + self.refused.peak)
+            self.slabs.fit(slabs.size + self.refused.peak)
         if self.refused.peak and slabs.wanted > slabs.size:
             log.warning(
                 "offload: %s stayed on the device, since host memory is limited to %s; raise [pool] host",
@@ -115,11 +111,7 @@ class Moving:
         self.window.plan = make_plan(events, groups, self._order.immediate_backwards)
         wanted = self.plan.host_peak_bytes(events)
         if wanted > self.slabs.size:
-            self._make_room(wanted)
-
-    def _make_room(self, size: int) -> None:
-        self._members.clear()  # their blocks would keep memory that is replaced
-        self.slabs.fit(size)
+            self.slabs.fit(wanted)
 
     def _carry_out(self, decisions: Iterator[Decision], asked: Entry | None = None) -> None:
         for what, held in decisions:
@@ -139,33 +131,30 @@ class Moving:
 
     def put(self, entries: Sequence[Entry]) -> None:
         self._asked = None
-        if self._dead:
-            self._sweep()
-        first = entries[0]
-        rule, region = first.rule, first.region
+        self._sweep()
+        rule, region = entries[0].rule, entries[0].region
         assert rule is not None
         key = self._order.key(region)
         self._split.go_on_with(self._order.microbatch)
-        lengths = tuple([entry.last - entry.first for entry in entries])
-        shares = self._split.shares(rule, entries, lengths)
-        all_whole = shares is lengths
-        device_bytes = sum(
-            lengths if all_whole else [length for length, share in zip(lengths, shares) if share]
-        )
-        self._order.put(key, GroupBytes(aligned_sum(shares), device_bytes, rule.prefetch_bytes))
-        stays = self.window.stays(key)
+        shares = [self._split.share(rule, EntryShape.of(entry)) for entry in entries]
+        starts, host_bytes = places(shares)
+        device_bytes = sum([entry.last - entry.first for entry, share in zip(entries, shares) if share])
+        self._order.put(key, GroupBytes(host_bytes, device_bytes, rule.prefetch_bytes))
         # (All of them count from the start: the collector may drop the first before the second has its place.)
         group = OffloadedGroup(self, WindowGroup(key, device_bytes), len(entries))
-        leaving = moved = entries
-        if stays or not all_whole or not self._admit_all(group, entries, lengths):
-            for entry, share in zip(entries, shares):
-                self._admit(group, entry, rule, 0 if stays else share)
-            leaving = [entry for entry, member in group.members.items() if member.block is not None]
-            moved = [entry for entry, member in group.members.items() if member.stays is None]
+        self._groups[group.held] = group
+        if host_bytes and not self.window.stays(key):
+            group.extent = self.slabs.take(host_bytes)
+            if group.extent is None:
+                group.refused = host_bytes
+                self.refused.count(region, host_bytes)
+        for entry, share, at in zip(entries, shares, starts):
+            self._admit(group, entry, rule, 0 if group.extent is None else share, at)
+        leaving = [entry for entry, member in group.members.items() if member.share]
+        moved = [entry for entry, member in group.members.items() if member.stays is None]
         if leaving:
             self.slabs.fixed = self.slabs.fixed or capturing()
             self.transfers.move_out(group, leaving)
-        self._groups[group.held] = group
         self.window.put(group.held)
         for entry in moved:
             entry.origin = None
@@ -174,43 +163,11 @@ class Moving:
         self._see_what_has_left()
         self._carry_out(self.window.after_put(group.held))
 
-    def _admit_all(self, group: OffloadedGroup, entries: Sequence[Entry], lengths: tuple[int, ...]) -> bool:
-        """Give each entry host memory for all of it, if that is there in one row.
-
-        So it is in a steady step, in which one `_admit` after the other would take longer than the copies.
-        """
-        blocks = self.slabs.take_row(lengths)
-        if blocks is None:
-            return False
-        group.members = dict(zip(entries, self._members_of(blocks, lengths)))
-        for entry in entries:
-            entry.place = group
-        held = group.held
-        held.travelling_bytes = held.away_bytes = held.device_bytes
-        self._tally.count(entries[0].region, held.device_bytes)
-        return True
-
-    def _members_of(self, blocks: Sequence[HostBlock], lengths: tuple[int, ...]) -> Sequence[Member]:
-        """For entries that leave as a whole: steady steps take the same blocks, and such a member never changes."""
-        known = self._members.get(id(blocks))
-        if known is None or known[0] is not blocks:
-            if len(self._members) >= _MOST_MEMBERS:
-                self._members.clear()
-            known = self._members[id(blocks)] = (blocks, list(map(Member, lengths, blocks)))
-        return known[1]
-
-    def _admit(self, group: OffloadedGroup, entry: Entry, rule: Rule, share: int) -> None:
+    def _admit(self, group: OffloadedGroup, entry: Entry, rule: Rule, share: int, at: int) -> None:
         """Settle what becomes of an entry's bytes, and put away those that do not leave."""
-        member = group.members[entry] = Member()
+        member = group.members[entry] = Member(share, at)
         entry.place = group  # from here on its end gives back what it was given, also if something fails
         held = group.held
-        if share:
-            member.block = self.slabs.take(share)
-            if member.block is None:
-                member.refused = share
-                self.refused.count(entry.region, share)
-                share = 0
-        member.share = share
         if not share and (entry.rows is None or self._split.mostly_valid(rule, EntryShape.of(entry))):
             held.kept_bytes += entry.length
             member.stays = self._keep.stay(entry)
@@ -229,8 +186,7 @@ class Moving:
     # --- in: backward asks for an entry ---
 
     def get(self, group: OffloadedGroup, entry: Entry) -> torch.Tensor:
-        if self._dead:
-            self._sweep()
+        self._sweep()
         stays = group.members[entry].stays
         if self._asked is not group or (stays is None and entry not in group.restored):
             self._see_what_has_left()
@@ -300,47 +256,36 @@ class Moving:
             self.transfers.outlive(group)
 
     def _sweep(self) -> None:
-        """Give back the host memory and pages of dropped entries."""
-        dead = self._dead
-        while dead:
-            group = dead[0][0]
-            blocks, size, region = [], 0, ""
-            while dead and dead[0][0] is group:
-                _, entry = dead.popleft()
-                member = group.members.pop(entry)
-                if member.block is None or member.rows is not None or entry in group.incoming:
-                    self._give_back(group, entry, member)
-                else:  # as almost always: all of it left, and what was asked for is back
-                    blocks.append(member.block)
-                    size, region = size + member.share, entry.region
-            if blocks:
-                self.window.shrink(group.held, away=size, travelling=size)
-                self.slabs.give_all(blocks)
-                self._tally.count(region, -size)
+        """Give back what dropped entries had, and the host memory of groups that are dropped as a whole."""
+        while self._dead:
+            group, entry = self._dead.popleft()
+            member = group.members.pop(entry)
+            if member.share:
+                self.window.shrink(group.held, away=entry.last - entry.first, travelling=member.share)
+                self._tally.count(entry.region, -member.share)
+            elif member.stays is not None:
+                self.window.shrink(group.held, kept=entry.length)
+            if entry in group.incoming:
+                # Nobody asked for it, and its copy back may still be under way: the memory of its buffer and on
+                # the host is used again only behind it.
+                self.transfers.wait_for(group)
+                del group.incoming[entry]
+            _drop_rest(member)
             if not group.members and self._groups.pop(group.held, None) is not None:
-                self._asked = None
-                if self.window.groups.get(group.held.key) is group.held:
-                    self._order.drop(group.held.key)
-                self.window.drop(group.held)
-                self.transfers.forget(group)
+                self._end(group, entry.region)
 
-    def _give_back(self, group: OffloadedGroup, entry: Entry, member: Member) -> None:
-        if member.share:
-            self.window.shrink(group.held, away=entry.last - entry.first, travelling=member.share)
-        elif member.stays is not None:
-            self.window.shrink(group.held, kept=entry.length)
-        if entry in group.incoming:
-            # Nobody asked for it, and its copy back may still be under way: the buffer's memory and the block's are
-            # used again only behind it.
-            self.transfers.wait_for(group)
-            del group.incoming[entry]
-        _drop_rest(member)
-        if member.refused:
-            self.slabs.forget(member.refused)
-            self.refused.count(entry.region, -member.refused)
-        if member.block is not None:
-            self.slabs.give(member.block)
-            self._tally.count(entry.region, -member.share)
+    def _end(self, group: OffloadedGroup, region: str) -> None:
+        self._asked = None
+        if self.window.groups.get(group.held.key) is group.held:
+            self._order.drop(group.held.key)
+        self.window.drop(group.held)
+        self.transfers.forget(group)
+        if group.refused:
+            self.slabs.forget(group.refused)
+            self.refused.count(region, -group.refused)
+        if group.extent is not None:
+            self.slabs.give(group.extent)
+            group.extent = None
 
 
 def _drop_rest(member: Member) -> None:

@@ -64,22 +64,6 @@ class RowSplit:
         expected = self.expected.get((rule.match, shape.capacity), 0.0)
         return expected >= MOSTLY * shape.capacity
 
-    def shares(self, rule: Rule, entries: Sequence[Entry], lengths: tuple[int, ...]) -> tuple[int, ...]:
-        """The `share` of each entry; `lengths` itself where all of every entry leaves and none has valid rows."""
-        whole = rule.fraction == 1.0  # then a tensor without valid rows leaves, and nothing is owed
-        if whole:
-            for entry in entries:
-                if entry.rows is not None:
-                    break
-            else:
-                return lengths
-        return tuple(
-            [
-                length if whole and entry.rows is None else self.share(rule, EntryShape.of(entry))
-                for entry, length in zip(entries, lengths)
-            ]
-        )
-
     def share(self, rule: Rule, shape: EntryShape) -> int:
         """Bytes from the start of the entry that leave the device."""
         if shape.capacity and not self.mostly_valid(rule, shape):

@@ -9,7 +9,7 @@ One stream for each direction: out during forward, in during backward. The hand-
 - *compute to in*: a copy back waits for the compute stream's present, which may still use the memory that its
   buffer is made of.
 - *in to compute*: whoever asks for a tensor makes the compute stream wait for the event of its copy back.
-- *host memory to its next tensor*: a block is given back only after the compute stream was told to wait for the
+- *host memory to its next group*: an extent is given back only after the compute stream was told to wait for the
   copy back that reads it; the next copy out waits for the compute stream, and follows all copies out before it.
 """
 
@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from pagestash.pages.copies import copy_each
-from pagestash.pages.slabs import HostBlock
+from pagestash.pages.slabs import HostExtent
 from pagestash.saved.homes import Held
 from pagestash.saved.offload.window import WindowGroup
 from pagestash.saved.stash import StashPlace
@@ -29,42 +29,20 @@ from pagestash.saved.storage import Entry
 from pagestash.saved.streams import SideStream, is_done, wait_here
 
 
+@dataclass(slots=True, eq=False)
 class Member:
     """What became of one entry of a group.
 
-    It stays as a whole (`stays`); or its first `share` bytes are in a block of host memory, and the rows behind
-    them, where it has valid rows, in pages (`rest`).
+    It stays as a whole (`stays`); or its first `share` bytes are in the group's extent, from byte `at` on, and the
+    rows behind them, where it has valid rows, in pages (`rest`).
     """
 
-    # (Defaults of the class: one is made for every tensor that leaves, and mostly has nothing but a block.)
-    refused: int = 0
-    """Bytes for which there was no host memory."""
-    rest: Entry | None = None
-    rest_place: StashPlace | None = None
+    share: int
+    at: int
     stays: Held | None = None
     rows: torch.Tensor | None = None
-
-    def __init__(self, share: int = 0, block: HostBlock | None = None) -> None:
-        self.share = share
-        self.block = block
-
-    @property
-    def pieces(self) -> Sequence[torch.Tensor]:
-        """The host memory of its `share` bytes."""
-        return () if self.block is None else self.block.pieces
-
-    def in_form_of(self, entry: Entry) -> torch.Tensor | None:
-        """The host memory in the form of the whole entry, which costs less to copy than to see it as bytes.
-
-        None if only a part of it leaves, or it has no form, or the block cannot have that.
-        """
-        form, block = entry.form, self.block
-        if form is None or block is None or self.share != entry.last - entry.first:
-            return None
-        try:
-            return block.forms[form]
-        except KeyError:
-            return block.in_form(form)
+    rest: Entry | None = None
+    rest_place: StashPlace | None = None
 
 
 class GroupOwner(Protocol):
@@ -91,12 +69,27 @@ class OffloadedGroup:
     alive: int = 0
     """Entries that were not dropped yet."""
     members: dict[Entry, Member] = field(default_factory=dict)
+    extent: HostExtent | None = None
+    """Its host memory, if anything of it has left."""
+    refused: int = 0
+    """Bytes for which there was none."""
     sources: list[tuple[Entry, torch.Tensor]] = field(default_factory=list)
     """The memory that its copies out read, until it is let go."""
     left: torch.cuda.Event | None = None
     incoming: dict[Entry, torch.Tensor] = field(default_factory=dict)
     arrived: torch.cuda.Event | None = None
     restored: dict[Entry, torch.Tensor] = field(default_factory=dict)
+
+    def host_memory(self, entry: Entry) -> tuple[torch.Tensor, bool]:
+        """Where the bytes of an entry are that leave, and whether in its form, which is cheaper than to see it as
+        bytes: not if a part of it leaves, or it has no form, or one with gaps."""
+        member, form = self.members[entry], entry.form
+        assert self.extent is not None
+        if form is not None and member.share == entry.last - entry.first:
+            made = self.extent.in_form(member.at, form)
+            if made is not None:
+                return made, True
+        return self.extent.memory[member.at : member.at + member.share], False
 
     def get(self, entry: Entry) -> torch.Tensor:
         assert self.owner is not None
@@ -122,39 +115,24 @@ class Transfers:
         self._leaving: deque[OffloadedGroup] = deque()
 
     def move_out(self, group: OffloadedGroup, entries: Sequence[Entry]) -> None:
-        """Start to copy the leading bytes of `entries` to their blocks."""
+        """Start to copy the leading bytes of `entries` to the group's extent."""
         sources, leaving_bytes = [], 0
         origins: list[torch.Tensor] = []
         hosts: list[torch.Tensor] = []
-        in_parts: list[tuple[Entry, Member]] = []
-        members = group.members
         for entry in entries:
-            member, origin = members[entry], entry.origin
+            origin = entry.origin
             assert origin is not None
-            host = member.in_form_of(entry)
-            if host is not None:
-                hosts.append(host)
-                origins.append(origin)
-            else:
-                in_parts.append((entry, member))
+            host, whole = group.host_memory(entry)
+            hosts.append(host)
+            origins.append(origin if whole else entry.part(0, len(host)))
             sources.append((entry, origin))
             leaving_bytes += entry.storage_bytes or origin.untyped_storage().nbytes()
         with self._out.after():
-            if hosts:
-                copy_each(hosts, origins, self._device)
-            for entry, member in in_parts:
-                self._copy_parts(entry, member.pieces)
+            copy_each(hosts, origins, self._device)
         group.left = self._out.mark()
         group.sources = sources
         group.held.leaving_bytes = leaving_bytes
         self._leaving.append(group)
-
-    def _copy_parts(self, entry: Entry, pieces: Sequence[torch.Tensor]) -> None:
-        start = 0
-        for piece in pieces:
-            size = piece.numel()
-            piece.copy_(entry.part(start, size), non_blocking=True)
-            start += size
 
     def oldest_has_left(self) -> bool:
         """Whether the oldest copy out is known to be over."""
@@ -179,25 +157,19 @@ class Transfers:
         buffers: dict[Entry, torch.Tensor] = {}
         parts: list[torch.Tensor] = []
         hosts: list[torch.Tensor] = []
-        device, members = self._device, group.members
+        device = self._device
         for entry in entries:
-            member, form = members[entry], entry.form
-            host = member.in_form_of(entry)
-            if host is not None and form is not None:  # as almost always
-                dtype, size, stride, _ = form
-                buffer = torch.empty_strided(size, stride, dtype=dtype, device=device)
-                buffers[entry] = buffer
-                parts.append(buffer)
+            form, whole = entry.form, False
+            if group.members[entry].share:  # (else all of its valid rows are in pages)
+                host, whole = group.host_memory(entry)
                 hosts.append(host)
-                continue
-            buffer = torch.empty(entry.last - entry.first, dtype=torch.uint8, device=device)
+            if whole and form is not None:
+                buffer = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=device)
+                parts.append(buffer)
+            else:
+                buffer = torch.empty(entry.last - entry.first, dtype=torch.uint8, device=device)
+                parts += [buffer[: len(host)] for host in hosts[len(parts) :]]
             buffers[entry] = buffer
-            start = 0
-            for piece in member.pieces:
-                end = start + piece.numel()
-                parts.append(buffer[start:end])
-                hosts.append(piece)
-                start = end
         with self._in.after(group.left):
             if parts:
                 copy_each(parts, hosts, self._device)

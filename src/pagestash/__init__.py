@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pagestash.saved.region import region as region
     from pagestash.saved.rows import rows as rows
     from pagestash.step.graphed import GraphedStep as GraphedStep
+    from pagestash.verifying.result import Verification as Verification
+    from pagestash.verifying.verify import verify as verify
 
 _FOUND_IN = {
     "GraphedStep": "pagestash.step.graphed",
@@ -35,11 +37,13 @@ _FOUND_IN = {
     "PoolOverflow": "pagestash.saved.overflow",
     "Profile": "pagestash.profiling.result",
     "Rule": "pagestash.policy",
+    "Verification": "pagestash.verifying.result",
     "once": "pagestash.saved.recompute.once",
     "plan": "pagestash.planning.make",
     "profile": "pagestash.profiling.measure",
     "region": "pagestash.saved.region",
     "rows": "pagestash.saved.rows",
+    "verify": "pagestash.verifying.verify",
 }
 
 _SUBPACKAGES = ("models", "moe", "pipeline", "planning", "profiling")

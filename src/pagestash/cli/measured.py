@@ -1,4 +1,4 @@
-"""Commands that measure a step: `profile` and `plan`. Imports no torch, so that `--help` is quick."""
+"""Commands that run a step: `profile`, `plan` and `verify`. Imports no torch, so that `--help` is quick."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -214,4 +214,43 @@ def plan(
         curve=curve,
         plot=plot,
     )
+    raise typer.Exit(run(asked))
+
+
+def verify(
+    policy: Annotated[Path, typer.Option(help="The policy file.")],
+    preset: options.Preset = None,
+    module: options.Module = None,
+    layers: options.Layers = None,
+    batch: options.Batch = 2,
+    seq: options.Seq = 256,
+    device: options.Device = "auto",
+    dtype: options.Dtype = None,
+    autocast: options.Autocast = None,
+    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 3,
+    optimizer: Annotated[
+        str, typer.Option(help="That updates the weights: none, sgd, momentum or adamw.")
+    ] = "adamw",
+    graphed: Annotated[
+        bool, typer.Option("--graphed", help="Run the steps as CUDA graphs (GraphedStep).")
+    ] = False,
+) -> None:
+    """Run steps with and without a policy, and compare all that they compute to the last bit.
+
+    Ends with 0 if it is equal, and with 1 if it differs or the policy is refused.
+    """
+    from pagestash.commands.step import StepOptions
+    from pagestash.commands.verify import VerifyOptions, run
+
+    step = StepOptions(
+        preset=preset,
+        module=module,
+        layers=layers,
+        batch=batch,
+        seq=seq,
+        device=device,
+        dtype=dtype,
+        autocast=autocast,
+    )
+    asked = VerifyOptions(policy=policy, step=step, steps=steps, optimizer=optimizer, graphed=graphed)
     raise typer.Exit(run(asked))

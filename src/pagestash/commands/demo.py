@@ -27,6 +27,7 @@ from pagestash.profiling.memory import MemoryMeter
 from pagestash.saved.keeper import Keeper
 from pagestash.sizes import format_bytes
 from pagestash.train.data import Corpus, load_corpus
+from pagestash.verifying.verify import verify
 
 # Many layers and tokens, few weights: activations are most of the memory, as in large training runs.
 SHAPE = DecoderConfig(
@@ -90,7 +91,7 @@ class Run:
 
 
 def main(steps: int, seed: int, out: Path) -> bool:
-    """Run the demo, and write what it finds to `out`; False if any loss differs in a single bit."""
+    """Run the demo, and write what it finds to `out`; False if anything differs in a single bit."""
     threads = torch.get_num_threads()
     # Operations this small gain little from a second thread, and lose much if its core is busy.
     torch.set_num_threads(1)
@@ -138,18 +139,21 @@ def _run(steps: int, seed: int, out: Path) -> bool:
         if step % PROGRESS == 0 or step == steps:
             say(f"   step {step}: losses {runs[0].losses[-1]:.6f} and {runs[1].losses[-1]:.6f}")
     measured = [run.activations(batch) for run in runs]
+    # From the trained weights: a step that is measured, and one that uses what was measured.
+    report = verify(plain.model, batch, plan.policy, optimizer=plain.optimizer, steps=2)
 
     say()
     console.print(_table(plan, runs, measured))
     equal = runs[0].losses == runs[1].losses
     say(f"Losses of all {steps} steps are equal to the last bit: {'yes' if equal else 'NO'}.")
+    say(f"Two more steps, verified: {report}", markup=False)
     if importlib.util.find_spec("matplotlib") is None:
         say("No pictures: they need matplotlib (pip install 'pagestash[plot]').", markup=False)
     else:
         plan.plot_curve(out / "curve.png")
         plan.plot_memory(out / "memory.png")
         say(f"Pictures: {out / 'curve.png'} and {out / 'memory.png'}")
-    return equal
+    return equal and report.equal
 
 
 def _batch(corpus: Corpus, step: int, seed: int) -> Batch:

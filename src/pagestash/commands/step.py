@@ -1,4 +1,4 @@
-"""The step that `pagestash profile` and `pagestash plan` measure: its options, its model and its batch."""
+"""The step that `pagestash profile`, `plan` and `verify` run: its options, its model and its batch."""
 
 import importlib
 import importlib.util
@@ -87,17 +87,8 @@ def check_numbers(**numbers: int | None) -> None:
 
 def measure(options: StepOptions, policy: Policy | None = None) -> tuple[Profile, RepeatedStep]:
     """Profile what the options name; the profile has the policy's homes. Also the step that was profiled."""
-    _check(options)
-    device = find_device(options.device, f"--device {options.device}")
     link = given_link(options)
-    text = 8 * options.batch * (options.seq + 1)
-    if text > device_memory(device):
-        raise ValueError(
-            f"--batch {options.batch} --seq {options.seq}: the tokens alone take {format_bytes(text)}, {device} "
-            f"has {format_bytes(device_memory(device))}"
-        )
-    autocast = None if options.autocast is None else _dtype("--autocast", options.autocast)
-    model, batch = _from_module(options, device) if options.module else _from_preset(options, device)
+    model, batch, autocast = make_step(options)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     # On stderr: stdout has the result.
     errors = Console(stderr=True)
@@ -119,6 +110,21 @@ def measure(options: StepOptions, policy: Policy | None = None) -> tuple[Profile
             progress=tell,
         )
         return found, repeated_step(model, batch, autocast=autocast, gradients=gradients)
+
+
+def make_step(options: StepOptions) -> tuple[nn.Module, Any, torch.dtype | None]:
+    """The model that the options name, its batch, and the dtype of autocast."""
+    _check(options)
+    device = find_device(options.device, f"--device {options.device}")
+    text = 8 * options.batch * (options.seq + 1)
+    if text > device_memory(device):
+        raise ValueError(
+            f"--batch {options.batch} --seq {options.seq}: the tokens alone take {format_bytes(text)}, {device} "
+            f"has {format_bytes(device_memory(device))}"
+        )
+    autocast = None if options.autocast is None else _dtype("--autocast", options.autocast)
+    model, batch = _from_module(options, device) if options.module else _from_preset(options, device)
+    return model, batch, autocast
 
 
 def given_link(options: StepOptions) -> float | None:

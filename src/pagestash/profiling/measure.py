@@ -252,10 +252,10 @@ def _check(model: Any, args: Any, kwargs: Any) -> None:
         raise ValueError("batch is empty: expected at least one tensor with elements")
     if frames():
         raise RuntimeError(
-            "ps.profile() inside a keeper's step would profile what the keeper does; call it outside"
+            "ps.profile() and ps.verify() run steps of their own; call them outside of a keeper's step"
         )
     if not torch.is_grad_enabled():
-        raise RuntimeError("ps.profile() under no_grad: nothing is saved there; call it outside")
+        raise RuntimeError("ps.profile() and ps.verify() run backward; call them outside of no_grad")
     for name, module in model.named_modules():
         if getattr(module, "recomputes", False) or (
             hasattr(module, "use_pool") and getattr(module, "pool", None) is not None

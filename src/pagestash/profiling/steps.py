@@ -72,7 +72,7 @@ class RepeatedStep:
         with self._state():
             self._wait()
             begin = time.perf_counter()
-            self._run(around)
+            self.run_once(around)
             self._wait()
             return time.perf_counter() - begin
 
@@ -81,7 +81,7 @@ class RepeatedStep:
         with self._state():
             self._wait()
             begin = time.perf_counter()
-            self._run(around)
+            self.run_once(around)
             return time.perf_counter() - begin
 
     def time_loop(
@@ -102,7 +102,7 @@ class RepeatedStep:
         with self._state():
             for _ in range(count + 1):
                 self._clear()
-                self._run(around())
+                self.run_once(around())
                 marks.append(clock.mark())
             return clock.between(marks)
 
@@ -113,19 +113,22 @@ class RepeatedStep:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                self._run(nullcontext())
+                self.run_once(nullcontext())
             finally:
                 torch.cuda.set_sync_debug_mode(before)
         return any(WAITED in str(warning.message) for warning in seen)
 
-    def _run(self, around: AbstractContextManager[Any]) -> None:
+    def run_once(self, around: AbstractContextManager[Any]) -> torch.Tensor:
+        """Run once inside a context; the loss. Nothing is restored."""
         with around:
             with torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext():
                 output = self.model(*self.args, **self.kwargs)
             value = self.loss(output)
             del output
             torch.clear_autocast_cache()
+            _check_loss(value)
             value.backward()
+            return value.detach()
 
     @property
     def buffer_bytes(self) -> int:

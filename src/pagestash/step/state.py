@@ -18,15 +18,17 @@ class ProtectedState:
     """Saves tensors at the start of a step and restores them if it overflowed.
 
     In an eager step `put_back` writes what changed. In a graph `select` does so for device memory, which is all
-    that a graph can change.
+    that a graph can change. `on_host`: the copies are in host memory, of no use to a graph.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self, tensors: Iterable[torch.Tensor], device: torch.device, *, on_host: bool = False
+    ) -> None:
         self._tensors = list(tensors)
         self._storages = _storages(self._tensors)
         found = (view for tensor in self._tensors for view in _bytes_of(tensor))
         self._views = list({(view.data_ptr(), view.nbytes): view for view in found}.values())
-        self._shadow = [torch.empty_like(view) for view in self._views]
+        self._shadow = [torch.empty_like(view, device="cpu" if on_host else None) for view in self._views]
         self._on_device = [view.device.type == device.type for view in self._views]
         self._sparse = [tensor for tensor in self._tensors if _is_sparse(tensor)]
         self._versions: list[int] = []
@@ -65,7 +67,9 @@ class ProtectedState:
     def put_back(self, *, host_only: bool = False) -> None:
         """Restore what changed; waits for the device, unless `host_only` restores host memory alone."""
         for shadow, view, on_device in zip(self._shadow, self._views, self._on_device):
-            if not (host_only and on_device) and not torch.equal(shadow, view):
+            if host_only and on_device:
+                continue
+            if shadow.device != view.device or not torch.equal(shadow, view):
                 view.copy_(shadow)
         for tensor, copy in self._copies:
             if not (host_only and tensor.is_cuda) and not _same(tensor, copy):
@@ -109,6 +113,11 @@ def _state_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: buffer for name, buffer in buffers_of(module).items() if name not in passing}
 
 
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The strided tensors with memory that a tensor consists of; of a distributed one, this rank's."""
+    return list(_sparse_parts(tensor)) if _is_sparse(tensor) else _inner(tensor)
+
+
 def _is_sparse(tensor: torch.Tensor) -> bool:
     return tensor.layout != torch.strided and tensor.layout != MKLDNN
 
@@ -117,7 +126,8 @@ def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors with memory that a tensor consists of: itself, or those that a subclass wraps."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in _inner(getattr(tensor, name))]
+        values = (getattr(tensor, name) for name in names)  # of a DTensor its mesh is one of them
+        return [part for value in values if isinstance(value, torch.Tensor) for part in _inner(value)]
     return [tensor] if tensor.layout == torch.strided and tensor.device.type != "meta" else []
 
 

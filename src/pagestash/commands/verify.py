@@ -1,0 +1,61 @@
+"""`pagestash verify`."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from pagestash.commands.step import StepOptions, check_numbers, exit_code, make_step
+from pagestash.policy import Policy
+from pagestash.verifying.result import Verification
+from pagestash.verifying.verify import verify
+
+OPTIMIZERS = ("none", "sgd", "momentum", "adamw")
+DIFFERENT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """The options of the command line."""
+
+    policy: Path
+    step: StepOptions = field(default_factory=StepOptions)
+    steps: int = 3
+    optimizer: str = "adamw"
+    graphed: bool = False
+
+
+def run(options: VerifyOptions) -> int:
+    """Verify and print; returns the exit code."""
+    found: list[Verification] = []
+    code = exit_code(lambda: found.append(_verify(options)))
+    for report in found:
+        print(report)
+        code = 0 if report.equal else DIFFERENT
+    return code
+
+
+def _verify(options: VerifyOptions) -> Verification:
+    check_numbers(steps=options.steps)
+    if options.optimizer not in OPTIMIZERS:
+        raise ValueError(f"--optimizer {options.optimizer}: expected one of {', '.join(OPTIMIZERS)}")
+    policy = Policy.load(options.policy)
+    model, batch, autocast = make_step(options.step)
+    return verify(
+        model,
+        batch,
+        policy,
+        optimizer=_optimizer(options.optimizer, model, fused=options.graphed or None),
+        steps=options.steps,
+        autocast=autocast,
+        graphed=options.graphed,
+    )
+
+
+def _optimizer(name: str, model: torch.nn.Module, *, fused: bool | None) -> torch.optim.Optimizer | None:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name == "none" or not parameters:
+        return None
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=1e-3, fused=fused)
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9 if name == "momentum" else 0.0, fused=fused)

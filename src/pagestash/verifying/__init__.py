@@ -1,0 +1,1 @@
+"""`ps.verify`: whether a policy changes any bit of a training step."""

@@ -1,0 +1,102 @@
+"""A copy of all that a step may change, from which each run begins and which is restored at the end."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagestash.step.randomness import Generators, is_generator, set_state
+from pagestash.step.state import ProtectedState, parts_of
+from pagestash.torch_internals import storage_key
+from pagestash.verifying.contents import Container, Item, is_array
+
+DEVICE_PART = 0.25
+"""The copy is on the device if it takes no more than this part of what is free there: steps need room, too."""
+
+
+class State:
+    """The contents of containers, tensors and arrays, and all random states, as they are now."""
+
+    def __init__(self, items: Sequence[Item], model: nn.Module, device: torch.device) -> None:
+        values = [item.value for item in items]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        # (A tensor with a graph has no gradient, and would warn that it was asked for one.)
+        self._tensors = [
+            (tensor, tensor.detach(), tensor.requires_grad, tensor.grad if tensor.is_leaf else None)
+            for tensor in tensors
+        ]
+        self._containers = [(value, _copy(value)) for value in values if isinstance(value, Container)]
+        self._arrays = [(value, value.copy()) for value in values if is_array(value)]
+        held = [*tensors, *(gradient for *_, gradient in self._tensors if gradient is not None)]
+        self._memory = ProtectedState(held, device, on_host=not _has_room(device, held))
+        self._memory.remember()
+        self._generators = Generators(filter(is_generator, values)).state()
+        self._torch = torch_states()
+        self._sharded: list[Any] = [module for module in model.modules() if _is_fsdp_unit(module)]
+
+    def put_back(self) -> None:
+        """Restore all of it, in place: whoever refers to a tensor or a container sees what it was."""
+        for module in self._sharded:
+            module.reshard()  # an exception may have left it gathered
+        for value, before in self._containers:
+            _restore(value, before)
+        for tensor, memory, requires_grad, gradient in self._tensors:
+            if type(memory) is torch.Tensor and storage_key(tensor) != storage_key(memory):
+                tensor.data = memory
+            if tensor.is_leaf:
+                tensor.requires_grad_(requires_grad)
+                tensor.grad = gradient
+        self._memory.put_back()
+        for array, copy in self._arrays:
+            if array.flags.writeable:
+                array[...] = copy
+        set_state(self._generators)
+        for name, state in self._torch.items():
+            _set_torch_state(name, state)
+
+
+def torch_states() -> dict[str, torch.Tensor]:
+    """The states of torch's default generators by their devices; a GPU's only if it was used."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def _set_torch_state(device: str, state: torch.Tensor) -> None:
+    if device == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)
+
+
+def _has_room(device: torch.device, tensors: Sequence[torch.Tensor]) -> bool:
+    if device.type != "cuda":
+        return True
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    free -= torch.cuda.memory_allocated(device)
+    return sum(part.nbytes for tensor in tensors for part in parts_of(tensor)) <= DEVICE_PART * free
+
+
+def _is_fsdp_unit(module: nn.Module) -> bool:
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def _copy(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
+
+
+def _restore(value: Any, before: Any) -> None:
+    """Restore a container's contents, if they are not the very objects that it had."""
+    if isinstance(value, dict):
+        if list(value) != list(before) or any(value[key] is not before[key] for key in before):
+            value.clear()
+            value.update(before)
+    elif isinstance(value, set):
+        if value != before:
+            value.clear()
+            value.update(before)
+    elif len(value) != len(before) or any(now is not own for now, own in zip(value, before)):
+        value.clear()
+        value.extend(before)

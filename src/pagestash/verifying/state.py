@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagestash.saved.recompute.rng import python_rng_state
 from pagestash.step.randomness import Generators, is_generator, set_state
 from pagestash.step.state import ProtectedState, parts_of
 from pagestash.torch_internals import storage_key
@@ -31,6 +32,7 @@ class State:
         held = [*tensors, *(gradient for *_, gradient in self._tensors if gradient is not None)]
         self._memory = ProtectedState(held, device, on_host=not _has_room(device, held))
         self._memory.remember()
+        python_rng_state()  # NumPy loads its generator on first use, which would be within a run
         self._generators = Generators(filter(is_generator, values)).state()
         self._torch = torch_states()
         self._sharded: list[Any] = [module for module in model.modules() if _is_fsdp_unit(module)]

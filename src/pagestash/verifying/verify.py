@@ -61,8 +61,8 @@ def verify(
     Afterwards the model, the optimizer and random states are as they were, also after an exception. That takes a
     second copy of weights, gradients and optimizer state, on the host if the device has no room.
 
-    With `torch.distributed` all ranks call it, and hear of the same difference. As in training, an error on one rank
-    leaves the others waiting, and DDP or FSDP2 cannot be used after an exception in backward.
+    With `torch.distributed` all ranks call it, and hear of the same difference. As in training, an error on one
+    rank leaves the others waiting, and DDP or FSDP2 cannot be used after an exception in backward.
     """
     if not isinstance(policy, Policy):
         raise ValueError(f"policy is a {type(policy).__name__}: expected a ps.Policy")

@@ -38,6 +38,7 @@ def test_half_of_the_activations_the_same_losses_and_pictures(tmp_path):
     result, text = run("--out", out)
     assert result.exit_code == 0, (result.output, result.exception)
     assert "Losses of all 2 steps are equal to the last bit: yes." in text
+    assert "Two more steps, verified: equal to the last bit: " in text
     predicted, measured, *_ = (float(cell) for cell in re.findall(r"(\d\.\d\d) │", text))
     assert 0.2 < predicted <= 0.475
     assert measured == pytest.approx(predicted, rel=0.05)

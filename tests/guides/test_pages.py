@@ -121,6 +121,20 @@ def test_the_tutorial():
     assert printed[-1] == "True\n"
 
 
+def test_the_recompute_page():
+    printed, _ = run("docs/recompute.md")
+    told, _, waited = printed[0].strip().partition("; ")
+    assert told.startswith("equal to the last bit: ")
+    assert f"; {waited}`" in PAGES["docs/recompute.md"].read_text()
+    assert printed[1].startswith("False ")
+    assert "1" in printed[1]
+
+
+def test_the_troubleshooting_page():
+    printed, _ = run("docs/troubleshooting.md")
+    assert printed[0].startswith("equal to the last bit: ")
+
+
 def test_offload_moves_bytes_to_the_host():
     printed, _ = run("docs/offload.md")
     moved, host = map(int, printed[-1].split())

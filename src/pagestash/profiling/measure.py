@@ -252,7 +252,7 @@ def _check(model: Any, args: Any, kwargs: Any) -> None:
         raise ValueError("batch is empty: expected at least one tensor with elements")
     if frames():
         raise RuntimeError(
-            "ps.profile() and ps.verify() run steps of their own; call them outside of a keeper's step"
+            "ps.profile() and ps.verify() inside a keeper's step would see what the keeper does; call them outside"
         )
     if not torch.is_grad_enabled():
         raise RuntimeError("ps.profile() and ps.verify() run backward; call them outside of no_grad")

@@ -301,6 +301,34 @@ def test_what_forward_replaces_is_put_back():
     assert not hasattr(layer, "new")
 
 
+def test_tensors_of_any_kind_are_copied_and_compared():
+    class Odd(Net):
+        def __init__(self):
+            super().__init__()
+            with torch.inference_mode():
+                self.register_buffer("inference", torch.ones(4))
+            self.register_buffer("wide", torch.ones(1).expand(WIDTH))
+            self.register_buffer("empty", torch.zeros(0))
+            self.register_buffer("nowhere", torch.empty(3, device="meta"))
+            self.register_buffer("conjugate", torch.randn(4, dtype=torch.complex64).conj())
+            self.register_buffer("sparse", torch.eye(4).to_sparse())
+            self.table, self.last = nn.Embedding(10, WIDTH, sparse=True), None
+
+        def forward(self, x):
+            self.last = x * self.wide + self.table(torch.arange(8))  # with its graph
+            return super().forward(self.last)
+
+    assert verify(Odd(), optimizer=torch.optim.SGD).equal
+
+
+def test_a_jagged_batch_is_taken():
+    rows = [torch.randn(3, WIDTH), torch.randn(5, WIDTH)]
+    batch = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    policy = ps.Policy([ps.Rule("0", "keep")])
+    assert ps.verify(model, batch, policy, loss=lambda y: y.values().sum(), backend="torch").equal
+
+
 def test_an_optimizer_that_replaces_data_is_undone():
     class Replacing(torch.optim.SGD):
         def step(self):

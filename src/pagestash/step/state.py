@@ -119,7 +119,8 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _is_sparse(tensor: torch.Tensor) -> bool:
-    return tensor.layout != torch.strided and tensor.layout != MKLDNN
+    wraps = hasattr(tensor, "__tensor_flatten__")  # as a jagged one does
+    return not wraps and tensor.layout != torch.strided and tensor.layout != MKLDNN
 
 
 def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from pagestash.saved.recompute.rng import python_rng_state
+from pagestash.saved.storage import plain_storage
 from pagestash.step.randomness import Generators, is_generator, set_state
 from pagestash.step.state import ProtectedState, parts_of
-from pagestash.torch_internals import storage_key
 from pagestash.verifying.contents import Container, Item, is_array
 
 DEVICE_PART = 0.25
@@ -44,7 +44,7 @@ class State:
         for value, before in self._containers:
             _restore(value, before)
         for tensor, memory, requires_grad, gradient in self._tensors:
-            if type(memory) is torch.Tensor and storage_key(tensor) != storage_key(memory):
+            if type(memory) is torch.Tensor and plain_storage(tensor) != plain_storage(memory):
                 tensor.data = memory
             if tensor.is_leaf:
                 tensor.requires_grad_(requires_grad)

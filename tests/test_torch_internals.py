@@ -26,7 +26,7 @@ from pagestash.pages.copies import copy_each
 from pagestash.saved.compiled import compile_anew, hidden
 from pagestash.saved.early_free import early_free
 from pagestash.saved.region import frames
-from pagestash.step.batch import StaticBatch
+from pagestash.step.inputs import StaticBatch
 from pagestash.torch_internals import TorchInternalMissing, internal, internal_if_called
 from pagestash.train.parallel import clip_gradients
 from pagestash.train.passes import WholeModel
@@ -34,7 +34,7 @@ from pagestash.train.passes import WholeModel
 OWN = "torch_internals.py"
 ON_OBJECTS = {
     "_cdata", "_use_count", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
-    "_forward_hooks", "_forward_pre_hooks", "_local_tensor", "_sequence_nr", "_indices", "_values", "_scale",
+    "_forward_hooks", "_forward_pre_hooks", "_local_tensor", "_sequence_nr", "_scale",
     "_growth_tracker", "_per_optimizer_states", "_stage", "_stages", "_num_stages", "_n_microbatches",
     "_has_backward", "_orig_mod", "_compiled_call_impl", "_is_replica", "_step_supports_amp_scaling",
 }  # fmt: skip

@@ -167,7 +167,6 @@ if hasattr(_weak_ref, "missing"):
 LOCAL_PART = "_local_tensor"
 """The attribute of a distributed tensor that is the part of it on this rank. (A name, because
 `getattr(tensor, LOCAL_PART, tensor)` costs less than a call.)"""
-MKLDNN: torch.layout | None = getattr(torch, "_mkldnn", None)
 
 foreach_div_: Callable[..., None] = internal_if_called(torch, "_foreach_div_")
 foreach_mul_: Callable[..., None] = internal_if_called(torch, "_foreach_mul_")
@@ -219,11 +218,6 @@ without_torch_function: Callable[[], AbstractContextManager[None]] = internal_or
     "a tensor subclass is asked for its state by its own code",
 )
 """Inside it, what is read of a tensor's subclass does not call its `__torch_function__`."""
-
-
-def coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and values of a sparse COO tensor, which unlike for the public ones need not be coalesced."""
-    return internal(tensor, "_indices")(), internal(tensor, "_values")()
 
 
 # --- autograd ---

@@ -103,7 +103,7 @@ def scaled(clip, **pool):
         optimizer.zero_grad()
         return loss
 
-    step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)
+    step = ps.GraphedStep(train_step, keeper, optimizer=optimizer, scaler=scaler)
     torch.manual_seed(5)
     losses = []
     for number, rows in enumerate((8, 8, 8, 50, 12, 64, 64, 3)):
@@ -141,13 +141,27 @@ def test_a_generator_of_the_device_is_part_of_the_graph():
             optimizer.zero_grad()
             return loss
 
-        step = ps.GraphedStep(train_step, keeper, optimizer=optimizer)
+        step = ps.GraphedStep(train_step, keeper, optimizer=optimizer, generators=[generator])
         losses = [step(*batch(rows, i, "cuda")) for i, rows in enumerate((8, 8, 8, 60, 20, 60))]
         step.wait()
         assert (step.reruns > 0) == (not pool)
         ends.append([torch.stack(losses), *model.parameters()])
     assert same(*ends)
     assert ends[0][0].unique().numel() == 6
+
+
+def test_a_generator_of_the_device_that_nobody_named_is_refused_in_the_capture():
+    model = Stack().cuda()
+    keeper = ps.Keeper(policy(device="4MiB")).attach(model)
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def train_step(x, rows):
+        model(x + torch.rand(x.shape, generator=generator, device="cuda"), rows).backward()
+
+    step = ps.GraphedStep(train_step, keeper, warmup=1)
+    step(*batch(8, 0, "cuda"))
+    with pytest.raises(RuntimeError, match="capture"):
+        step(*batch(8, 0, "cuda"))
 
 
 def test_a_buffer_that_forward_replaces_is_refused_before_the_capture():

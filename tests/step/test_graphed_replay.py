@@ -64,7 +64,7 @@ def fake_graphs(monkeypatch):
     def capture(self):
         state = [v for o in self._guard.optimizers for s in o.state.values() for v in s.values()]
         state += [*self._keeper.parameters(), *self._keeper.buffers(), self._keeper.pool.overflow]
-        state += self._involved.scalers.tensors()
+        state += [t for s in self._involved.scalers for t in (s._scale, s._growth_tracker)]
         before = [tensor.detach().clone() for tensor in state]
         real(self)
         self._graph.step = self
@@ -178,7 +178,7 @@ def test_a_scalers_flag_and_ours_both_leave_an_update_out(clip):
             optimizer.zero_grad()
             return loss
 
-        step = GraphedStep(train_step, keeper, optimizer=optimizer)
+        step = GraphedStep(train_step, keeper, optimizer=optimizer, scaler=scaler)
         step._graphed, step._stream = True, Nothing()
         torch.manual_seed(5)
         losses = []

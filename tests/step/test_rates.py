@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pagestash.step.rates import LearningRates
+from pagestash.step.inputs import LearningRates
 
 
 def test_the_graph_reads_tensors_and_the_user_keeps_numbers():

@@ -13,12 +13,10 @@ from torch.amp import GradScaler
 
 from pagestash.garbage import no_garbage_collection
 from pagestash.saved.keeper import Keeper
-from pagestash.step.batch import StaticBatch
-from pagestash.step.before import AllRandom, Before, Involved
 from pagestash.step.expected import ExpectedRows
 from pagestash.step.guard import StepOverflowed, UpdateGuard
-from pagestash.step.rates import LearningRates
-from pagestash.step.state import ProtectedState
+from pagestash.step.inputs import LearningRates, StaticBatch
+from pagestash.step.state import Before, Involved, ProtectedState, Random, on_device
 from pagestash.torch_internals import tree_flatten, tree_map, tree_unflatten
 
 log = logging.getLogger("pagestash")
@@ -37,7 +35,7 @@ class _InFlight:
 
     batch: list[torch.Tensor]
     rates: list[torch.Tensor | float]
-    random: AllRandom
+    random: Random
     outputs: list[Any]
     flag: torch.Tensor
     done: torch.cuda.Event
@@ -67,12 +65,14 @@ class GraphedStep:
 
     On a CPU, or with `graph=False`, the step runs eagerly, and an overflow is handled within the call.
 
-    A rerun restores parameters, optimizer state, gradients, buffers, gradient scalers, and the default
-    generators of torch, Python and numpy, as well as generators and scalers that `train_step` refers to. Pass
-    what it reaches only through attributes of other objects: `scaler`, `generators`, and as `state` other
-    tensors that the step changes. Plain attributes, files and iterators are not restored; an iterator that
-    `train_step` refers to is an error. With `torch.distributed`, all ranks of `group` (default: all) skip and
-    rerun together.
+    A rerun restores parameters, optimizer state, gradients, the buffers of the keeper's model, and the default
+    generators of torch, Python and numpy. Name what else the step uses: its gradient `scaler`, `generators` of
+    its own, and as `state` other tensors that it changes and modules outside the keeper's model. A scaler that was
+    not named is an error, and so is such a generator of the GPU in a graph. Nothing can tell of a generator of the
+    host, a tensor or an iterator: a rerun draws other numbers, adds twice and takes the next item. Pass what comes
+    from an iterator as an argument. Plain attributes and files are not restored.
+
+    With `torch.distributed`, all ranks of `group` (default: all) skip and rerun together.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class GraphedStep:
         keeper: Keeper,
         *,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
-        state: Sequence[torch.Tensor] = (),
+        state: Sequence[torch.Tensor | torch.nn.Module] = (),
         scaler: GradScaler | Sequence[GradScaler] = (),
         generators: Sequence[Any] = (),
         warmup: int = 2,
@@ -104,7 +104,7 @@ class GraphedStep:
         self._keeper = keeper
         self._device = device
         scalers = [scaler] if isinstance(scaler, GradScaler) else scaler
-        self._involved = Involved(train_step, keeper, optimizers, state, scalers, generators)
+        self._involved = Involved(keeper, optimizers, state, scalers, generators)
         self._warmup = warmup
         self._graphed = device.type == "cuda" if graph is None else graph
         self._guard = UpdateGuard(keeper, optimizers, self._involved.scalers, device, group)
@@ -201,7 +201,7 @@ class GraphedStep:
         return False, result
 
     def _protect(self, before: Before) -> None:
-        state = self._involved.state(before.buffers)
+        state = self._involved.tensors(before.buffers)
         if not self._guard.state.is_for(state):
             self._guard.state = ProtectedState(state, self._device)
 
@@ -256,7 +256,7 @@ class GraphedStep:
             parameter.grad = None
         self._constants = self._rates.constants()
         graph = torch.cuda.CUDAGraph()
-        for generator in self._involved.generators.on_devices:
+        for generator in on_device(self._involved.generators):
             graph.register_generator_state(generator)
         # thread_local: NCCL's watchdog queries events from another thread, which is an error for a capture in
         # the default mode.
@@ -298,7 +298,7 @@ class GraphedStep:
     def _launch(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         assert self._static is not None
         batch, rates = self._static.copies(args, kwargs), self._rates.read()
-        random = AllRandom(self._involved, in_graph=True)
+        random = Random(self._involved, in_graph=True)
         outputs, tree = self._replay(batch, rates)
         flag = self._flags.popleft()
         flag.copy_(self._guard.flag, non_blocking=True)
@@ -341,7 +341,7 @@ class GraphedStep:
         The flag is sticky: the steps after the overflow have changed nothing, either.
         """
         torch.cuda.synchronize(self._device)
-        ahead = AllRandom(self._involved, in_graph=True)
+        ahead = Random(self._involved, in_graph=True)
         # A step leaves the queue only after its rerun: an exception on the way (no memory to grow into, for one)
         # loses no batch, and the next call continues here.
         for number in range(len(self._in_flight)):

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp import GradScaler
 
 from pagestash.saved.keeper import Keeper
 from pagestash.saved.overflow import Agreement, PoolOverflow
 from pagestash.step.bounds import bounds_of
-from pagestash.step.scaling import Scalers
-from pagestash.step.state import ProtectedState
+from pagestash.step.state import ProtectedState, refuse_unknown_scaler
 from pagestash.torch_internals import takes_found_inf
 
 
@@ -30,7 +30,7 @@ class UpdateGuard:
         self,
         keeper: Keeper,
         optimizers: Sequence[torch.optim.Optimizer],
-        scalers: Scalers,
+        scalers: Sequence[GradScaler],
         device: torch.device,
         group: Any = None,
     ) -> None:
@@ -106,7 +106,7 @@ class UpdateGuard:
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._running:
             return
-        self._scalers.check_caller()
+        refuse_unknown_scaler(self._scalers)
         self._reduce()
         if self._eager:
             self._raise_if_overflowed()

@@ -1,65 +1,105 @@
-"""State that an overflowing step must not change: the bytes of tensors, and which tensor a buffer's name refers to.
+"""What a step changes besides parameters and optimizer state, saved so that a rerun starts from it."""
 
-Tensors are saved as bytes, because an expanded, quantised or inference tensor cannot be written in place, but
-its memory can.
-"""
-
-from collections.abc import Iterable
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 
+from pagestash.saved.keeper import Keeper
+from pagestash.saved.recompute.rng import (
+    python_rng_state,
+    set_python_rng_state,
+    set_torch_rng_state,
+    torch_rng_state,
+)
 from pagestash.saved.storage import byte_range
-from pagestash.torch_internals import MKLDNN, buffers_of, coo_parts, storage_key, transient_buffers_of
+from pagestash.torch_internals import (
+    buffers_of,
+    modules_in,
+    parameters_of,
+    scaler_state,
+    set_scaler_state,
+    transient_buffers_of,
+)
+
+
+class Involved:
+    """The models, optimizers, scalers, generators and other state that take part in a step."""
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        optimizers: Sequence[torch.optim.Optimizer],
+        state: Iterable[torch.Tensor | nn.Module],
+        scalers: Iterable[GradScaler],
+        generators: Iterable[Any],
+    ) -> None:
+        self.optimizers = optimizers
+        self.scalers = [scaler for scaler in scalers if scaler.is_enabled()]
+        self.generators = list(generators)
+        for generator in self.generators:
+            if not any(hasattr(generator, name) for name in ("getstate", "get_state", "bit_generator")):
+                raise ValueError(
+                    f"generators: {generator!r}: expected a torch.Generator, a numpy Generator or RandomState, "
+                    "or a random.Random"
+                )
+        self._keeper = keeper
+        given = list(state)
+        self._modules = [each for each in given if isinstance(each, nn.Module)]
+        self._tensors = [each for each in given if isinstance(each, torch.Tensor)]
+
+    @property
+    def device(self) -> torch.device:
+        assert self._keeper.device is not None
+        return self._keeper.device
+
+    def modules(self) -> list[nn.Module]:
+        return list(dict.fromkeys([*self._keeper.modules(), *modules_in(*self._modules)]))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Every parameter that may get a gradient in the step."""
+        owned = (p for o in self.optimizers for group in o.param_groups for p in group["params"])
+        return list(dict.fromkeys([*self._keeper.parameters(), *owned, *self._parameters()]))
+
+    def tensors(self, buffers: "Buffers") -> list[torch.Tensor]:
+        """Tensors that a step may change, besides the parameters that an optimizer updates."""
+        scales = (each for scaler in self.scalers for each in scaler_state(scaler)[:2] if each is not None)
+        return [*buffers.tensors(), *self._tensors, *self._parameters(), *scales]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        found = (p for module in modules_in(*self._modules) for p in parameters_of(module).values())
+        return [parameter for parameter in found if parameter is not None]
 
 
 class ProtectedState:
     """Saves tensors at the start of a step and restores them if it overflowed.
 
     In an eager step `put_back` writes what changed. In a graph `select` does so for device memory, which is all
-    that a graph can change. `on_host`: the copies are in host memory, of no use to a graph.
+    that a graph can change. Tensors are saved as bytes, because an expanded, quantised or inference tensor cannot
+    be written in place, but its memory can.
     """
 
-    def __init__(
-        self, tensors: Iterable[torch.Tensor], device: torch.device, *, on_host: bool = False
-    ) -> None:
-        self._tensors = list(tensors)
-        self._storages = _storages(self._tensors)
-        found = (view for tensor in self._tensors for view in _bytes_of(tensor))
-        self._views = list({(view.data_ptr(), view.nbytes): view for view in found}.values())
-        self._shadow = [torch.empty_like(view, device="cpu" if on_host else None) for view in self._views]
+    def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+        self._views = list(_memory_of(tensors).values())
+        self._shadow = [torch.empty_like(view) for view in self._views]
         self._on_device = [view.device.type == device.type for view in self._views]
-        self._sparse = [tensor for tensor in self._tensors if _is_sparse(tensor)]
-        self._versions: list[int] = []
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def is_for(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether these are the same tensors, with the same storages."""
-        theirs = list(tensors)
-        return (
-            len(theirs) == len(self._tensors)
-            and all(a is b for a, b in zip(theirs, self._tensors))
-            and _storages(theirs) == self._storages
-        )
+        """Whether these tensors are in the memory that is saved."""
+        return list(_memory_of(tensors)) == [_place(view) for view in self._views]
 
     def remember(self) -> None:
-        """Save the tensors; in a capture the copies are part of the graph, without sparse device tensors."""
+        """Save the tensors; in a capture the copies are part of the graph."""
         for shadow, view in zip(self._shadow, self._views):
             shadow.copy_(view)
-        self._versions = [tensor._version for tensor in self._sparse if not tensor.is_inference()]
-        self._copies = [
-            (tensor, tensor.detach().clone())
-            for tensor in self._sparse
-            if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-        ]
 
     def select(self, skip: torch.Tensor) -> None:
         """Restore device memory if `skip` is true on the device; the host does not wait."""
-        if self._versions != [tensor._version for tensor in self._sparse if not tensor.is_inference()]:
-            raise ValueError(
-                "train_step changes a sparse buffer, which a CUDA graph cannot undo; pass graph=False"
-            )
         for shadow, view, on_device in zip(self._shadow, self._views, self._on_device):
             if on_device:
                 view.copy_(torch.where(skip, shadow, view))
@@ -67,14 +107,8 @@ class ProtectedState:
     def put_back(self, *, host_only: bool = False) -> None:
         """Restore what changed; waits for the device, unless `host_only` restores host memory alone."""
         for shadow, view, on_device in zip(self._shadow, self._views, self._on_device):
-            if host_only and on_device:
-                continue
-            if shadow.device != view.device or not torch.equal(shadow, view):
+            if not (host_only and on_device) and not torch.equal(shadow, view):
                 view.copy_(shadow)
-        for tensor, copy in self._copies:
-            if not (host_only and tensor.is_cuda) and not _same(tensor, copy):
-                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                    tensor.copy_(copy)
 
 
 class Buffers:
@@ -107,56 +141,122 @@ class Buffers:
             buffers_of(module).update(names)
 
 
+class Random:
+    """The states of all generators that a step draws from; with `in_graph`, that a replay of a graph draws from."""
+
+    def __init__(self, involved: Involved, *, in_graph: bool = False) -> None:
+        self._device = involved.device
+        self._torch = torch_rng_state(self._device)
+        self._python = None if in_graph else python_rng_state()
+        drawn = on_device(involved.generators) if in_graph else involved.generators
+        self._others = [(generator, _generator_state(generator)) for generator in drawn]
+
+    def put_back(self) -> None:
+        set_torch_rng_state(self._device, self._torch)
+        if self._python is not None:
+            set_python_rng_state(self._python)
+        for generator, state in self._others:
+            _set_generator_state(generator, state)
+
+
+class Before:
+    """Random states, gradients, and the host state of buffers and scalers, before an attempt."""
+
+    def __init__(self, involved: Involved) -> None:
+        self.buffers = Buffers(involved.modules())
+        self._involved = involved
+        self._random = Random(involved)
+        self._scalers = [(scaler, _copied(scaler_state(scaler))) for scaler in involved.scalers]
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor | None, torch.Tensor | None]] = []
+
+    def remember_gradients(self) -> None:
+        for parameter in self._involved.parameters():
+            gradient = parameter.grad
+            copy = None if gradient is None else gradient.detach().clone()
+            self._gradients.append((parameter, gradient, copy))
+
+    def put_back(self) -> None:
+        self._random.put_back()
+        self.buffers.put_back()
+        for scaler, state in self._scalers:
+            set_scaler_state(scaler, _copied(state))
+        for optimizer in self._involved.optimizers:
+            for name in ("grad_scale", "found_inf"):  # a scaler sets them, and an overflow leaves them there
+                vars(optimizer).pop(name, None)
+        for parameter, gradient, copy in self._gradients:
+            if gradient is not None and copy is not None:
+                with torch.no_grad():
+                    gradient.copy_(copy)
+            parameter.grad = gradient
+
+
+def on_device(generators: Iterable[Any]) -> list[torch.Generator]:
+    """The generators that a CUDA graph draws from."""
+    return [g for g in generators if isinstance(g, torch.Generator) and g.device.type == "cuda"]
+
+
+def refuse_unknown_scaler(known: Sequence[GradScaler]) -> None:
+    """Called from an optimizer's hook: raise if the caller is a gradient scaler that was not passed."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("grad_scaler.py"):
+            scaler = frame.f_locals.get("self")
+            if isinstance(scaler, GradScaler) and scaler.is_enabled() and scaler not in known:
+                raise ValueError(
+                    "train_step uses a GradScaler that GraphedStep does not know, so an overflowing step could "
+                    "not be undone in it; pass scaler=..."
+                )
+        frame = frame.f_back
+
+
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
+
+
+def _set_generator_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def _copied(state: Any) -> Any:
+    """A scaler's state, with copies of the dicts that it changes in place."""
+    scale, tracker, stages = state
+    copies = {optimizer: dict(stage) for optimizer, stage in stages.items()}
+    return scale, tracker, defaultdict(stages.default_factory, copies)
+
+
 def _state_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """A module's buffers, without the flags and counters of a module with a capacity."""
     passing = transient_buffers_of(module) if hasattr(module, "grow_capacity") else ()
     return {name: buffer for name, buffer in buffers_of(module).items() if name not in passing}
 
 
-def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The strided tensors with memory that a tensor consists of; of a distributed one, this rank's."""
-    return list(_sparse_parts(tensor)) if _is_sparse(tensor) else _inner(tensor)
+def _place(view: torch.Tensor) -> tuple[int, int]:
+    return view.data_ptr(), view.nbytes
 
 
-def _is_sparse(tensor: torch.Tensor) -> bool:
-    wraps = hasattr(tensor, "__tensor_flatten__")  # as a jagged one does
-    return not wraps and tensor.layout != torch.strided and tensor.layout != MKLDNN
+def _memory_of(tensors: Iterable[torch.Tensor]) -> dict[tuple[int, int], torch.Tensor]:
+    """The memory of these tensors as integers, each once; a sparse tensor has none of its own."""
+    found = (_as_integers(part) for tensor in tensors for part in _inner(tensor) if part.numel())
+    return {_place(view): view for view in found}
 
 
 def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors with memory that a tensor consists of: itself, or those that a subclass wraps."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        values = (getattr(tensor, name) for name in names)  # of a DTensor its mesh is one of them
-        return [part for value in values if isinstance(value, torch.Tensor) for part in _inner(value)]
+        return [part for name in names for part in _inner(getattr(tensor, name))]
     return [tensor] if tensor.layout == torch.strided and tensor.device.type != "meta" else []
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [storage_key(part) for tensor in tensors for part in _inner(tensor)]
-
-
-def _bytes_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The memory of a tensor's elements, as integer tensors."""
-    return [view for part in _inner(tensor) for view in _as_integers(part)]
-
-
-def _as_integers(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     first, last = byte_range(tensor)
-    if not tensor.numel():
-        return []
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     flat.set_(tensor.untyped_storage(), first, (last - first,), (1,))
-    return [flat.view(torch.int64) if first % 8 == 0 and (last - first) % 8 == 0 else flat]
-
-
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(_sparse_parts(left), _sparse_parts(right)))
-
-
-def _sparse_parts(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.layout == torch.sparse_coo:
-        return coo_parts(tensor)
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return flat.view(torch.int64) if first % 8 == 0 and (last - first) % 8 == 0 else flat

@@ -1,8 +1,10 @@
 """GraphedStep on a CPU: an overflowing step changes nothing, and the batch runs again to the same bits."""
 
 import copy
+import gc
 import os
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -161,6 +163,18 @@ def test_host_pages_take_what_does_not_fit():
     for seed, rows in enumerate(ROWS):
         large[3](*batch(rows, seed))
     assert same(everything(model, optimizer), everything(*large[:2]))
+
+
+def test_an_optimizer_does_not_keep_a_step_that_is_gone():
+    _, optimizer, keeper, step = make()
+    step(*batch(8))
+    pool = weakref.ref(keeper.pool)
+    keeper.detach()
+    del keeper, step
+    gc.collect()
+    assert pool() is None
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
 
 
 @pytest.mark.parametrize(

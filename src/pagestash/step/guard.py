@@ -1,6 +1,7 @@
 """An overflowing step changes nothing: one flag for all ranks, optimizers that obey it, state that is restored."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,8 +49,12 @@ class UpdateGuard:
         self._reduced_at: list[int] | None = None
         self._theirs: dict[torch.optim.Optimizer, Any] = {}
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(self._before_update)
-            optimizer.register_step_post_hook(self._after_update)
+            # The optimizer must not keep the guard, and with it the keeper and its pool.
+            for hook in (
+                optimizer.register_step_pre_hook(_while_alive(self._before_update)),
+                optimizer.register_step_post_hook(_while_alive(self._after_update)),
+            ):
+                weakref.finalize(self, hook.remove)
 
     def begin(self, *, eager: bool) -> None:
         """Save protected state at the start of a step; in a capture the copies are part of the graph."""
@@ -164,3 +169,15 @@ class UpdateGuard:
             raise StepOverflowed(
                 "the pool, or a buffer of bounded capacity, overflowed on this rank or another"
             )
+
+
+def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that calls a method as long as something else refers to its object."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*arguments: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*arguments)
+
+    return hook

@@ -18,6 +18,7 @@ from pagestash.step.graphed import GraphedStep
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "saved"))
 from stack import Stack, batch, policy
+from support.steps import training_step
 
 ROWS = [8, 8, 8, 50, 12, 64, 64, 3]  # the fourth and the sixth need more pages than any before
 
@@ -213,6 +214,29 @@ def test_a_buffer_that_forward_replaces_is_refused():
     step._graphed, step._stream = True, Nothing()
     with pytest.raises(ValueError, match="replaces the buffer 'ema' of Averaging"):
         step(*batch(8))
+
+
+@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize("cycle_momentum", [True, False])
+def test_a_schedule_that_has_each_step_captured_again_is_named_once(cycle_momentum, caplog, monkeypatch):
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=1e-2, total_steps=100, cycle_momentum=cycle_momentum
+    )
+    keeper = ps.Keeper(policy(device="4MiB"), backend="torch").attach(model)
+    step = GraphedStep(training_step(model, optimizer), keeper, optimizer=optimizer)
+    step._graphed, step._stream = True, Nothing()
+    captures = []
+    capture = GraphedStep._capture
+    monkeypatch.setattr(GraphedStep, "_capture", lambda self: captures.append(self) or capture(self))
+    for number in range(6):
+        step(*batch(8, number))
+        schedule.step()
+    warnings = [record.getMessage() for record in caplog.records if "captured again" in record.getMessage()]
+    assert len(captures) == (4 if cycle_momentum else 1)
+    assert len(warnings) == cycle_momentum
+    assert all("betas" in warning for warning in warnings)
 
 
 @pytest.mark.usefixtures("fake_graphs")

@@ -33,11 +33,13 @@ def test_a_rate_that_is_a_tensor_is_read_by_value():
 def test_other_settings_are_constants_of_the_graph():
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
     rates = LearningRates([optimizer])
-    before = rates.constants()
+    rates.captured()
     optimizer.param_groups[0]["lr"] = 1.0
-    assert rates.constants() == before
+    assert rates.changed() == []
     optimizer.param_groups[0]["weight_decay"] = 0.5
-    assert rates.constants() != before
+    assert rates.changed() == ["weight_decay"]
+    rates.captured()
+    assert rates.changed() == []
 
 
 def test_rates_of_another_number_are_refused():

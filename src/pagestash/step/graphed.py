@@ -110,7 +110,7 @@ class GraphedStep:
         self._guard = UpdateGuard(keeper, optimizers, self._involved.scalers, device, group)
         self._rates = LearningRates(optimizers)
         self._expected = ExpectedRows(keeper, self._guard.ranks)
-        self._constants: list[dict[str, Any]] = []
+        self._warned = False
         self._grads: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -131,7 +131,15 @@ class GraphedStep:
             return result
         if self._static is None:
             self._prepare(args, kwargs)
-        elif self._constants != self._rates.constants():
+        elif changed := self._rates.changed():
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "the step is captured again whenever one of these settings of the optimizer changes, which are "
+                    "constants of the graph: %s. Let a schedule change the learning rate alone (OneCycleLR takes "
+                    "cycle_momentum=False)",
+                    ", ".join(changed),
+                )
             self.wait()
             self._capture()
         elif self._graph is None:  # an earlier recovery ended in an exception, or the last step ran eagerly
@@ -254,7 +262,7 @@ class GraphedStep:
         theirs = {parameter: parameter.grad for parameter in self._involved.parameters()}
         for parameter in theirs:
             parameter.grad = None
-        self._constants = self._rates.constants()
+        self._rates.captured()
         graph = torch.cuda.CUDAGraph()
         for generator in on_device(self._involved.generators):
             graph.register_generator_state(generator)

@@ -60,8 +60,8 @@ class StaticBatch:
 class LearningRates:
     """Learning rates: numbers for the user and schedulers, device tensors for the graph.
 
-    A number would be a constant of the graph. Fused optimizers read the tensor as float32; warm-up steps use
-    it, too, so that all steps round alike.
+    A number would be a constant of the graph, as every other setting is: fused optimizers take only the rate as a
+    tensor. They read it as float32; warm-up steps use it, too, so that all steps round alike.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -69,9 +69,18 @@ class LearningRates:
         self._device_rates = [
             torch.zeros((), dtype=torch.float32, device=group["params"][0].device) for group in self._groups
         ]
+        self._constants: list[dict[str, Any]] = []
 
-    def constants(self) -> list[dict[str, Any]]:
-        """Every other setting of the groups: constants of the graph, which is captured again if one changes."""
+    def captured(self) -> None:
+        """A graph is captured now, with the settings of now."""
+        self._constants = self._settings()
+
+    def changed(self) -> list[str]:
+        """The names of other settings that have changed since the capture: the graph has the old ones."""
+        pairs = zip(self._constants, self._settings())
+        return sorted({name for then, now in pairs for name in now if then.get(name) != now[name]})
+
+    def _settings(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in self._groups]
 
     @contextmanager

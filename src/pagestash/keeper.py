@@ -56,8 +56,9 @@ class Keeper(saved.Keeper):
     second begins, the first call of the model is measured and planned for, as `ps.plan` does, which takes `loss`,
     `optimizer`, `host`, `repeats`, `progress`, `graphed` (for a `GraphedStep`) and `waits` (for a loop that waits
     for the device before each step). Gradients count as held if a forward of the first step finds any. Gradients,
-    buffers and random states are restored afterwards. The policy holds from the second step on, whatever batches
-    come. The second step raises `NothingFits` if no policy fits; steps after that run without one.
+    buffers, random states and weights that forward writes to are restored afterwards. The policy holds from the
+    second step on, whatever batches come. The second step raises `NothingFits` if no policy fits; steps after that
+    run without one.
 
     Several ranks are refused. A policy changes no collective, but measuring does: it repeats forward and backward,
     whose hooks reduce gradients, and a rank that runs out of memory or has no plan leaves the others waiting in it.

@@ -124,6 +124,33 @@ def test_a_scaler_in_a_graph_ends_as_with_a_large_pool(clip):
     assert same(short[0], large[0])
 
 
+def test_a_momentum_encoder_ends_as_with_a_large_pool():
+    ends = []
+    for pool in ({}, {"device": "4MiB"}):
+        torch.manual_seed(0)
+        model, slow = Stack().cuda(), Stack().cuda().requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        keeper = ps.Keeper(policy(headroom=1.0, **pool)).attach(model)
+
+        def train_step(x, rows, model=model, slow=slow, optimizer=optimizer):
+            with torch.no_grad():
+                for own, moved in zip(model.parameters(), slow.parameters()):
+                    moved.data.mul_(0.9).add_(own, alpha=0.1)
+                aim = slow(x, rows)
+            loss = model(x, rows) + aim
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = ps.GraphedStep(train_step, keeper, optimizer=optimizer, state=[slow])
+        losses = [step(*batch(rows, i, "cuda")) for i, rows in enumerate((8, 8, 8, 60, 20, 60))]
+        step.wait()
+        assert (step.reruns > 0) == (not pool)
+        ends.append([torch.stack(losses), *model.parameters(), *slow.parameters(), slow.seen])
+    assert same(*ends)
+
+
 def test_a_generator_of_the_device_is_part_of_the_graph():
     ends = []
     for pool in ({}, {"device": "4MiB"}):

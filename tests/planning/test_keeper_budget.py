@@ -3,6 +3,8 @@
 import gc
 import math
 import random
+import subprocess
+import sys
 from contextlib import contextmanager, nullcontext
 from unittest.mock import Mock
 from weakref import ref
@@ -693,3 +695,53 @@ def test_attributes_and_arguments_of_both_kinds_are_those_without_a_budget():
     assert keeper.plan is not None
     assert results[0][0] == results[1][0] == (3, [1, 2, 3])
     assert same(results[0][1:], results[1][1:])
+
+
+class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+
+class Momentum(nn.Module):
+    """Its forward moves the weights of one half towards those of the other, as momentum encoders do."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.online, self.slow = (nn.ModuleList(Block() for _ in range(3)) for _ in "ab")
+        self.slow.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for own, slow in zip(self.online.parameters(), self.slow.parameters()):
+                if self.how == "replaced":
+                    slow.data = 0.9 * slow.data + 0.1 * own.data
+                else:
+                    (slow.data if self.how == "through data" else slow).mul_(0.9).add_(own, alpha=0.1)
+        y = z = x
+        for own, slow in zip(self.online, self.slow):
+            y, z = own(y), slow(z)
+        return (y - z).square().mean()
+
+
+@pytest.mark.parametrize("how", ["in place", "through data", "replaced"])
+def test_weights_that_forward_writes_to_are_written_once_a_step(how):
+    plain, model = made(Momentum, how=how), made(Momentum, how=how)
+    keeper = budgeted(model, 0.9)
+    assert same(train(model, keeper), train(plain, None))
+    assert keeper.plan is not None
+
+
+def test_the_first_budget_of_a_process_draws_no_random_number():
+    code = (
+        "import random, torch, pagestash as ps\n"
+        "model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))\n"
+        "random.seed(0)\n"
+        "before = random.getstate()\n"
+        "keeper = ps.Keeper(budget=0.85, repeats=1).attach(model)\n"
+        "for _ in range(2):\n"
+        "    with keeper.step():\n"
+        "        model(torch.randn(64, 64)).square().mean().backward()\n"
+        "assert keeper.plan is not None and random.getstate() == before\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -160,6 +160,73 @@ def test_buffers_of_every_kind_are_put_back_where_they_changed(kind, changes):
     assert same(*ends(make))
 
 
+# --- weights ----------------------------------------------------------------------------------------------------
+
+
+def momentum(device, how, state=lambda model: ()):
+    """Its forward moves frozen weights towards the trained ones, as momentum encoders do."""
+
+    class Momentum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = net(), net().requires_grad_(False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                for own, slow in zip(self.q.parameters(), self.k.parameters()):
+                    if how == "replaced":
+                        slow.data = slow.data * 0.9 + own.data * 0.1
+                    else:
+                        (slow.data if how == "through data" else slow).mul_(0.9).add_(own, alpha=0.1)
+            return (self.q(x) - self.k(x)).square().mean()
+
+    model = Momentum()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # the frozen ones, too, as in published scripts
+
+    def train_step(x):
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    keeper = attach(model, device, [ps.Rule("q", "stash", min_bytes=0)])
+    return ps.GraphedStep(train_step, keeper, optimizer=optimizer, state=state(model)), model.parameters
+
+
+@pytest.mark.parametrize("device", [LARGE, 256], ids=["", "in a step that overflows"])
+@pytest.mark.parametrize("how", ["in place", "through data", "replaced"])
+def test_weights_that_no_optimizer_changes_are_refused_by_name(how, device):
+    with pytest.raises(ValueError, match=r"changes the parameter 'k\.0\.weight'.*state="):
+        momentum(device, how)[0](data()[1])
+
+
+@pytest.mark.parametrize("how", ["in place", "through data"])
+@pytest.mark.parametrize("rows", [ROWS, (64, 4)], ids=["", "in the first step"])
+def test_weights_that_are_named_as_state_are_put_back(how, rows):
+    assert same(*ends(lambda device: momentum(device, how, lambda model: [model.k]), rows))
+    assert same(*ends(lambda device: momentum(device, how, lambda model: [*model.k.parameters()]), rows))
+
+
+def test_state_that_gets_other_memory_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"gives 'k\.0\.weight' other memory"):
+        momentum(LARGE, "replaced", lambda model: [model.k])[0](data()[0])
+
+
+def test_trained_weights_that_forward_writes_to_are_refused_by_name():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(x):
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.01, 0.01)
+        model(x).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=r"changes the parameter '0\.weight'"):
+        ps.GraphedStep(train_step, attach(model, LARGE), optimizer=optimizer)(data()[0])
+
+
 # --- gradients --------------------------------------------------------------------------------------------------
 
 

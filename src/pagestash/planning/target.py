@@ -79,7 +79,7 @@ class Target:
         if first.overlaps:
             raise ValueError(ONE_FORWARD)
         held = first.gradients_held or has_gradients(model)
-        with _as_before(model):
+        with _as_before(model, first.written):
             found = profile(
                 model,
                 Arguments(call.args, call.kwargs),
@@ -109,14 +109,15 @@ class Target:
 
 
 @contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
-    """Restores what `profile` does not: generators of Python and NumPy, buffers that forward replaces, and
-    attributes."""
+def _as_before(model: nn.Module, written: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Restores what `profile` does not: generators of Python and NumPy, buffers that forward replaces, attributes,
+    and the weights that forward has `written`."""
     random = python_rng_state()
     modules = modules_in(model)
     attributes = Attributes(modules)
     tensors = [v for module in modules for v in vars(module).values() if isinstance(v, torch.Tensor)]
     copies = _copies(model, tensors)
+    weights = [(weight, weight.data, weight.detach().cpu().clone()) for weight in written]
     buffers = [(module, dict(buffers_of(module))) for module in modules if buffers_of(module)]
     try:
         with attributes.restored():
@@ -128,6 +129,8 @@ def _as_before(model: nn.Module) -> Iterator[None]:
                 memory.copy_(copy)
         for module, before in buffers:
             buffers_of(module).update(before)
+        for weight, memory, values in weights:
+            weight.data = memory.copy_(values)
 
 
 def _copies(model: nn.Module, tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:

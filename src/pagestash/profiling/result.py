@@ -1,12 +1,14 @@
 """`Profile`: what `ps.profile` returns: numbers, tables and a picture."""
 
 from pathlib import Path
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from pagestash.profiling.plot import plot
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.table import region_table, tensor_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class Profile(ProfiledStep):
@@ -14,14 +16,14 @@ class Profile(ProfiledStep):
 
     __slots__ = ()
 
-    def table(self, *, depth: int | None = None, layers: bool = False, narrow: bool = False) -> Table:
+    def table(self, *, depth: int | None = None, layers: bool = False, narrow: bool = False) -> "Table":
         """Regions as a rich table: layers merged unless `layers`, names shortened to `depth` parts.
 
         `narrow` fits 80 columns and omits what the link could hide.
         """
         return region_table(self, depth=depth, layers=layers, narrow=narrow)
 
-    def tensor_table(self, match: str = "**") -> Table:
+    def tensor_table(self, match: str = "**") -> "Table":
         """The saved tensors of the regions that `match` names, as a rich table."""
         return tensor_table(self, match)
 

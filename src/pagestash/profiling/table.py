@@ -1,17 +1,18 @@
-"""Profiles as rich tables."""
+"""Profiles as rich tables. (rich is imported when there is one: its import draws from Python's generator.)"""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from rich import box
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from pagestash.policy import Policy, Rule
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import HomeEstimate, Region, SavedTensor
 from pagestash.profiling.regions import estimate, hidden_bytes
 from pagestash.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 MODEL = "(model)"
 """What is saved outside all submodules."""
@@ -73,11 +74,14 @@ def groups(profile: ProfiledStep, *, depth: int | None = None, layers: bool = Fa
 
 def region_table(
     profile: ProfiledStep, *, depth: int | None = None, layers: bool = False, narrow: bool = False
-) -> Table:
+) -> "Table":
     """One row for each region, or for each of their groups; `narrow` puts pairs of figures on two lines.
 
     It also leaves out what the link could hide, to fit 80 columns.
     """
+    from rich import box
+    from rich.table import Table
+
     if depth is not None and depth < 1:
         raise ValueError(f"depth={depth}: expected at least 1")
     between = "\n" if narrow else " / "
@@ -123,8 +127,11 @@ def region_table(
     return table
 
 
-def tensor_table(profile: ProfiledStep, match: str = "**") -> Table:
+def tensor_table(profile: ProfiledStep, match: str = "**") -> "Table":
     """One row for each saved tensor of the regions that `match` names."""
+    from rich import box
+    from rich.table import Table
+
     names = dict.fromkeys(tensor.region for tensor in profile.tensors)
     if match != "**":  # also matches the model itself
         Policy([Rule(match, "keep")]).check(names)

@@ -14,6 +14,7 @@ from pagestash.saved.module_hook import Hook
 from pagestash.saved.quiet_rules import StepNeverOpened
 from pagestash.saved.recompute.trees import map_leaves, tensors_of
 from pagestash.saved.region_hooks import RegionHooks
+from pagestash.saved.weight_sums import WeightSums
 from pagestash.torch_internals import current_transform
 
 log = logging.getLogger("pagestash")
@@ -64,6 +65,9 @@ class FirstCall:
         """Whether another forward began before the backward of the one before."""
         self.gradients_held = False
         """Whether a forward of the step found gradients in place."""
+        self.written: list[nn.Parameter] = []
+        """The weights that the first forward has written to."""
+        self._weights: WeightSums | None = None
         self._regions = regions
         self._in_step = False
         self._waiting = 0
@@ -116,6 +120,7 @@ class FirstCall:
         self.gradients_held |= has_gradients(self.model)
         if self.call is None:
             self.call = Call.of(self.model, args, kwargs)
+            self._weights = WeightSums(self.model.parameters())
 
     @hidden
     def after(self, output: Any) -> None:
@@ -125,6 +130,8 @@ class FirstCall:
             return
         if not self._counts():
             return
+        if self._weights is not None:
+            self.written, self._weights = self._weights.written(), None
         outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         if outputs:
             self._waiting += 1

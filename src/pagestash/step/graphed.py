@@ -16,7 +16,7 @@ from pagestash.saved.keeper import Keeper
 from pagestash.step.expected import ExpectedRows
 from pagestash.step.guard import StepOverflowed, UpdateGuard
 from pagestash.step.inputs import LearningRates, StaticBatch
-from pagestash.step.state import Before, Involved, ProtectedState, Random, on_device
+from pagestash.step.state import Before, Involved, ProtectedState, Random, Weights, on_device
 from pagestash.torch_internals import tree_flatten, tree_map, tree_unflatten
 
 log = logging.getLogger("pagestash")
@@ -71,6 +71,9 @@ class GraphedStep:
     not named is an error, and so is such a generator of the GPU in a graph. Nothing can tell of a generator of the
     host, a tensor or an iterator: a rerun draws other numbers, adds twice and takes the next item. Pass what comes
     from an iterator as an argument. Plain attributes and files are not restored.
+
+    Weights that the step changes by itself, such as a momentum encoder's, belong to `state`, and must be written in
+    place. Warm-up steps refuse others by name.
 
     With `torch.distributed`, all ranks of `group` (default: all) skip and rerun together.
     """
@@ -169,19 +172,21 @@ class GraphedStep:
     # --- eager: the warm-up, and every step on a CPU ---
 
     def _run_eagerly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        versions = self._foreign_versions()
+        weights = Weights(self._involved) if self._calls < self._warmup else None
         before = Before(self._involved)
         before.remember_gradients()
         self._protect(before)
         for _ in range(ATTEMPTS):
-            overflowed, result = self._attempt(args, kwargs)
+            overflowed, result = self._attempt(args, kwargs, weights)
+            if weights is not None:
+                weights.refuse_written(updated=not overflowed)
+            self._refuse_moved()
             if overflowed:
                 self._guard.state.put_back()
                 before.put_back()
                 self._grow()
                 self.reruns += 1
                 continue
-            self._check_foreign(versions)
             if self._graphed:
                 before.buffers.refuse_replaced()
             if self._calls + 1 >= self._warmup or not self._graphed:
@@ -189,11 +194,11 @@ class GraphedStep:
             return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result)
         raise _no_end()
 
-    def _attempt(self, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    def _attempt(self, args: tuple, kwargs: dict[str, Any], weights: Weights | None) -> tuple[bool, Any]:
         """Run the step: whether it overflowed, and what it returned."""
         try:
             with self._rates_for_warmup(), self._keeper.step(check=False):
-                self._guard.begin(eager=True)
+                self._guard.begin(eager=True, weights=weights)
                 result = self._train_step(*args, **kwargs)
                 self._guard.end()
         except StepOverflowed:
@@ -219,16 +224,11 @@ class GraphedStep:
         self._rates.write(self._rates.read())
         return self._rates.on_device()
 
-    def _foreign_versions(self) -> dict[torch.Tensor, int]:
-        """Versions of the parameters that belong to none of the given optimizers."""
-        owned = {p for o in self._guard.optimizers for group in o.param_groups for p in group["params"]}
-        return {p: p._version for p in self._keeper.parameters() if p not in owned}
-
-    def _check_foreign(self, before: dict[torch.Tensor, int]) -> None:
-        if any(parameter._version != version for parameter, version in before.items()):
+    def _refuse_moved(self) -> None:
+        for tensor in self._guard.state.moved():
             raise ValueError(
-                "train_step changes parameters of no optimizer that GraphedStep was given, so an overflowing step "
-                "could not be undone; pass optimizer=..."
+                f"train_step gives {self._involved.name_of(tensor)!r} other memory (tensor.data = ...), which an "
+                "overflowing step could not undo; write to it in place (tensor.copy_(...))"
             )
 
     # --- in a graph ---
@@ -296,6 +296,7 @@ class GraphedStep:
 
     def _check_captured(self, before: Before) -> None:
         before.buffers.refuse_replaced()
+        self._refuse_moved()
         left = 0 if self._keeper.pool is None else self._keeper.pool.live_tickets
         if left:
             raise RuntimeError(

@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 from pagestash.saved.keeper import Keeper
 from pagestash.saved.overflow import Agreement, PoolOverflow
 from pagestash.step.bounds import bounds_of
-from pagestash.step.state import ProtectedState, refuse_unknown_scaler
+from pagestash.step.state import ProtectedState, Weights, refuse_unknown_scaler
 from pagestash.torch_internals import takes_found_inf
 
 
@@ -47,6 +47,7 @@ class UpdateGuard:
         self._running = False
         self._armed = False
         self._reduced_at: list[int] | None = None
+        self._weights: Weights | None = None
         self._theirs: dict[torch.optim.Optimizer, Any] = {}
         for optimizer in optimizers:
             # The optimizer must not keep the guard, and with it the keeper and its pool.
@@ -56,8 +57,11 @@ class UpdateGuard:
             ):
                 weakref.finalize(self, hook.remove)
 
-    def begin(self, *, eager: bool) -> None:
-        """Save protected state at the start of a step; in a capture the copies are part of the graph."""
+    def begin(self, *, eager: bool, weights: Weights | None = None) -> None:
+        """Save protected state at the start of a step; in a capture the copies are part of the graph.
+
+        With `weights`, the step is refused if it has changed one before the first update.
+        """
         if self._keeper.device != self.flag.device:
             raise ValueError(
                 f"the model is on {self._keeper.device}, but was on {self.flag.device} when GraphedStep was made; "
@@ -66,6 +70,7 @@ class UpdateGuard:
         self._eager = eager
         self._running = True
         self._reduced_at = None
+        self._weights = weights
         self.state.remember()
 
     def end(self) -> None:
@@ -144,6 +149,8 @@ class UpdateGuard:
                     "before the updates, or use one GraphedStep for each update"
                 )
             return
+        if self._weights is not None:
+            self._weights.refuse_written(updated=False)
         self._reduced_at = self._uses()
         self._read_flags()
         if self._group is None:

@@ -17,7 +17,7 @@ from pagestash.saved.recompute.rng import (
     set_torch_rng_state,
     torch_rng_state,
 )
-from pagestash.saved.storage import byte_range
+from pagestash.saved.weight_sums import WeightSums, memory_of
 from pagestash.torch_internals import (
     buffers_of,
     modules_in,
@@ -71,6 +71,25 @@ class Involved:
         scales = (each for scaler in self.scalers for each in scaler_state(scaler)[:2] if each is not None)
         return [*buffers.tensors(), *self._tensors, *self._parameters(), *scales]
 
+    def unprotected(self) -> list[nn.Parameter]:
+        """The parameters that only an optimizer may change."""
+        protected = {id(tensor) for tensor in (*self._tensors, *self._parameters())}
+        return [parameter for parameter in self.parameters() if id(parameter) not in protected]
+
+    def trained(self) -> set[nn.Parameter]:
+        """The parameters that an optimizer changes."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return {parameter for group in groups for parameter in group["params"] if parameter.requires_grad}
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The name of a parameter or buffer in the largest module that has it."""
+        named = (
+            pair
+            for module in self.modules()
+            for pair in (*module.named_parameters(), *module.named_buffers())
+        )
+        return max((name for name, each in named if each is tensor), key=len, default="a tensor of state=")
+
     def _parameters(self) -> list[nn.Parameter]:
         found = (p for module in modules_in(*self._modules) for p in parameters_of(module).values())
         return [parameter for parameter in found if parameter is not None]
@@ -85,30 +104,54 @@ class ProtectedState:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-        self._views = list(_memory_of(tensors).values())
-        self._shadow = [torch.empty_like(view) for view in self._views]
-        self._on_device = [view.device.type == device.type for view in self._views]
+        self._tensors = list(tensors)
+        self._views = _places(self._tensors)
+        self._shadow = [torch.empty_like(view) for view in self._views.values()]
+        self._on_device = [view.device.type == device.type for view in self._views.values()]
 
     def is_for(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether these tensors are in the memory that is saved."""
-        return list(_memory_of(tensors)) == [_place(view) for view in self._views]
+        return list(_places(tensors)) == list(self._views)
+
+    def moved(self) -> list[torch.Tensor]:
+        """Those that are in other memory now, by `tensor.data = ...`: neither a rerun nor a graph could follow."""
+        return [tensor for tensor in self._tensors if not _places([tensor]).keys() <= self._views.keys()]
 
     def remember(self) -> None:
         """Save the tensors; in a capture the copies are part of the graph."""
-        for shadow, view in zip(self._shadow, self._views):
+        for shadow, view in zip(self._shadow, self._views.values()):
             shadow.copy_(view)
 
     def select(self, skip: torch.Tensor) -> None:
         """Restore device memory if `skip` is true on the device; the host does not wait."""
-        for shadow, view, on_device in zip(self._shadow, self._views, self._on_device):
+        for shadow, view, on_device in zip(self._shadow, self._views.values(), self._on_device):
             if on_device:
                 view.copy_(torch.where(skip, shadow, view))
 
     def put_back(self, *, host_only: bool = False) -> None:
         """Restore what changed; waits for the device, unless `host_only` restores host memory alone."""
-        for shadow, view, on_device in zip(self._shadow, self._views, self._on_device):
+        for shadow, view, on_device in zip(self._shadow, self._views.values(), self._on_device):
             if not (host_only and on_device) and not torch.equal(shadow, view):
                 view.copy_(shadow)
+
+
+class Weights:
+    """Parameters before an attempt, to find those that something else than an optimizer changes."""
+
+    def __init__(self, involved: Involved) -> None:
+        self._involved = involved
+        self._sums = WeightSums(involved.unprotected())
+
+    def refuse_written(self, *, updated: bool) -> None:
+        """Raise if one was written to; `updated`: after the optimizers have changed those that they train."""
+        trained = self._involved.trained() if updated else set()
+        for parameter in self._sums.written():
+            if parameter not in trained:
+                raise ValueError(
+                    f"train_step changes the parameter {self._involved.name_of(parameter)!r}, but not by a step of "
+                    "an optimizer that GraphedStep was given, so an overflowing step could not be undone; pass "
+                    "optimizer=..., or as state=[...] what it changes in place, a tensor or a module"
+                )
 
 
 class Buffers:
@@ -237,26 +280,6 @@ def _state_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: buffer for name, buffer in buffers_of(module).items() if name not in passing}
 
 
-def _place(view: torch.Tensor) -> tuple[int, int]:
-    return view.data_ptr(), view.nbytes
-
-
-def _memory_of(tensors: Iterable[torch.Tensor]) -> dict[tuple[int, int], torch.Tensor]:
-    """The memory of these tensors as integers, each once; a sparse tensor has none of its own."""
-    found = (_as_integers(part) for tensor in tensors for part in _inner(tensor) if part.numel())
-    return {_place(view): view for view in found}
-
-
-def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with memory that a tensor consists of: itself, or those that a subclass wraps."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in _inner(getattr(tensor, name))]
-    return [tensor] if tensor.layout == torch.strided and tensor.device.type != "meta" else []
-
-
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    first, last = byte_range(tensor)
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    flat.set_(tensor.untyped_storage(), first, (last - first,), (1,))
-    return flat.view(torch.int64) if first % 8 == 0 and (last - first) % 8 == 0 else flat
+def _places(tensors: Iterable[torch.Tensor]) -> dict[tuple[int, int], torch.Tensor]:
+    """The memory of these tensors by address and size, each once."""
+    return {(view.data_ptr(), view.nbytes): view for tensor in tensors for view in memory_of(tensor)}

@@ -19,7 +19,7 @@ from pagestash.field_checks import (
     one_of,
 )
 from pagestash.patterns import matches, regular_expression
-from pagestash.sizes import format_bytes, machine_memory, parse_bytes
+from pagestash.sizes import format_bytes, host_share, machine_memory, parse_bytes
 from pagestash.toml import read_toml
 
 HomeName = Literal["keep", "stash", "offload", "recompute"]
@@ -150,8 +150,11 @@ class PoolConfig:
 
     | `host` | policy offloads | policy does not offload |
     | --- | --- | --- |
-    | `"auto"` | offload may pin half of the machine's memory | no host pages |
+    | `"auto"` | offload may pin half of the machine's memory, divided by its ranks | no host pages |
     | a size | offload may pin that much, less `spill` | host pages of that size |
+
+    A machine's memory is what its cgroup may use, where that has a limit. Its ranks are `LOCAL_WORLD_SIZE`, which
+    torchrun sets, or else the ranks of `torch.distributed`, but no more than there are GPUs.
 
     `spill` sets the size of the host pages in both cases. Host pages are pinned at once; more than the machine
     has is an error. Offload pins what it needs; a limit above the machine's memory counts as `"auto"`, with a
@@ -229,10 +232,9 @@ class Policy:
         """The most bytes that offload may pin."""
         if not self._offloads:
             return 0
-        memory = machine_memory()
-        host = memory // 2 if self.pool.host == "auto" else int(self.pool.host)
         # Pinning all memory would bring the machine down, so a limit above it counts as no limit.
-        return max(0, (host if host <= memory else memory // 2) - self.spill_bytes)
+        named = self.pool.host != "auto" and int(self.pool.host) <= machine_memory()
+        return max(0, (int(self.pool.host) if named else host_share()) - self.spill_bytes)
 
     @property
     def _offloads(self) -> bool:

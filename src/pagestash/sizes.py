@@ -4,6 +4,10 @@ import math
 import operator
 import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 2**63 - 1
@@ -59,5 +63,42 @@ def format_bytes(size: float) -> str:
 
 
 def machine_memory() -> int:
-    """Bytes of memory that this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Bytes of memory that this machine has, or that this process's cgroup may use, as in a container."""
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_cgroup_limits()])
+
+
+def host_share() -> int:
+    """Bytes that this process may pin by default: half of the machine's, divided by the ranks on it."""
+    return machine_memory() // 2 // _ranks_here()
+
+
+def _ranks_here() -> int:
+    """Ranks on this machine, as torchrun says; else those of torch.distributed, but no more than there are GPUs."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if told.isdecimal():
+        return max(1, int(told))
+    torch = sys.modules.get("torch")  # without it there are no ranks
+    if torch is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 1
+    ranks = torch.distributed.get_world_size()
+    return min(ranks, torch.cuda.device_count() or ranks)
+
+
+def _cgroup_limits(
+    mounts: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> Iterator[int]:
+    """The memory limits of this process's cgroups and of those above them, of version 1 or 2."""
+    if not own.exists():  # not Linux
+        return
+    for line in own.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        mount, name = (mounts / "memory", "memory.limit_in_bytes") if controllers else (mounts, "memory.max")
+        # In a container, the path may be the host's, and the mount is then the cgroup itself.
+        parts = Path(path).parts[1:]
+        for depth in range(len(parts) + 1):
+            with suppress(OSError):
+                limit = mount.joinpath(*parts[:depth], name).read_text().strip()
+                if limit.isdecimal():  # else "max"
+                    yield int(limit)

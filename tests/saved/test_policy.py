@@ -7,7 +7,10 @@ import tomllib
 import warnings
 
 import pytest
+import torch
 
+from pagestash import sizes
+from pagestash.planning.budget import parse_host
 from pagestash.policy import _POOL_FIELDS, _RULE_FIELDS, Policy, PoolConfig, Rule
 from pagestash.sizes import format_bytes, machine_memory, parse_bytes
 
@@ -161,6 +164,57 @@ def test_pinned_memory_goes_to_offload_or_to_spilling():
     assert Policy([stash, offload]).offload_bytes == machine_memory() // 2
     with pytest.raises(ValueError, match="pool spill=2000: more than host=1000"):
         PoolConfig(host=1000, spill=2000)
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sizes, "machine_memory", lambda: 1 << 40)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("torchrun", "ranks", "gpus", "share"),
+    [("8", 16, 4, 8), ("", 16, 4, 4), ("", 3, 4, 3), ("", 3, 0, 3), ("", None, 4, 1)],
+    ids=["told by torchrun", "as many as GPUs", "fewer than GPUs", "on CPUs", "alone"],
+)
+def test_pinned_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch, torchrun, ranks, gpus, share):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", torchrun)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks is not None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert Policy([Rule("a", "offload")]).offload_bytes == parse_host("auto") == (1 << 39) // share
+    assert Policy([Rule("a", "offload")], PoolConfig(host="1GiB")).offload_bytes == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limits"),
+    [
+        ("0::/a/b\n", {"memory.max": "max", "a/memory.max": "4096", "a/b/memory.max": "max"}, [4096]),
+        ("0::/\n", {"memory.max": "2048"}, [2048]),
+        (
+            "9:name=systemd:/\n4:memory:/host/job\n3:cpu:/host/job\n0::/\n",
+            {"memory/memory.limit_in_bytes": "1024"},
+            [1024],
+        ),
+        ("4:memory:/job\n", {"memory/job/memory.limit_in_bytes": "512"}, [512]),
+        ("0::/a\n", {}, []),
+    ],
+    ids=["of a parent", "of a container", "of a container, version 1", "version 1", "none"],
+)
+def test_a_cgroups_limit_is_the_memory_of_the_machine(tmp_path, groups, files, limits):
+    (tmp_path / "own").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert list(sizes._cgroup_limits(tmp_path, tmp_path / "own")) == limits
+    assert list(sizes._cgroup_limits(tmp_path, tmp_path / "of no Linux")) == []
+
+
+def test_the_smallest_of_all_limits_counts(monkeypatch):
+    whole = machine_memory()
+    monkeypatch.setattr(sizes, "_cgroup_limits", lambda: [whole // 4, whole // 2, 1 << 62])
+    assert machine_memory() == whole // 4
 
 
 def test_offload_has_a_least_size_of_its_own():

@@ -102,7 +102,8 @@ def plan(
         str, typer.Option(help="Whose state is on the device, too: none, sgd, momentum or adamw.")
     ] = "none",
     host: Annotated[
-        str, typer.Option(help="Pinned memory for offload, like 64GiB; auto: half of this machine's.")
+        str,
+        typer.Option(help="Pinned memory for offload, like 64GiB; auto: this rank's share of the machine's."),
     ] = "auto",
     graphed: Annotated[
         bool, typer.Option("--graphed", help="The step will run as a CUDA graph (GraphedStep).")

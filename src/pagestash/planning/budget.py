@@ -10,7 +10,7 @@ import torch
 from pagestash.planning.prediction import Prediction
 from pagestash.policy import HOMES
 from pagestash.profiling.profiled import ProfiledStep
-from pagestash.sizes import format_bytes, machine_memory, parse_bytes
+from pagestash.sizes import format_bytes, host_share, parse_bytes
 
 SPARE = 0.03
 """Part of the device that `"auto"` leaves free: the allocator cannot use every byte."""
@@ -91,8 +91,8 @@ def _device_budget(device: str) -> int:
 
 
 def parse_host(host: str | int) -> int:
-    """Bytes of pinned memory that offload may take; `"auto"` is half of this machine's, as in a policy."""
-    return machine_memory() // 2 if host == "auto" else parse_bytes(host, "host")
+    """Bytes of pinned memory that offload may take; `"auto"` is this rank's share, as in a policy."""
+    return host_share() if host == "auto" else parse_bytes(host, "host")
 
 
 def base_bytes(profile: ProfiledStep, optimizer_bytes: int) -> int:

@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support import same
@@ -214,6 +215,29 @@ def test_a_buffer_that_forward_replaces_is_refused():
     step._graphed, step._stream = True, Nothing()
     with pytest.raises(ValueError, match="replaces the buffer 'ema' of Averaging"):
         step(*batch(8))
+
+
+@pytest.mark.usefixtures("fake_graphs")
+def test_a_numpy_array_in_the_batch_is_a_tensor():
+    seen = []
+    model = Stack()
+    keeper = ps.Keeper(policy(device="4MiB"), backend="torch").attach(model)
+
+    def train_step(x, rows, scale):
+        assert isinstance(scale["by"], torch.Tensor)
+        seen.append(scale["by"].sum().item())
+        loss = model(x, rows)
+        loss.backward()
+        return loss
+
+    step = GraphedStep(train_step, keeper)
+    step._graphed, step._stream = True, Nothing()
+    x, rows = batch(8)
+    array = np.ones(2)
+    for _ in range(5):
+        step(x, rows, {"by": array})
+        array += 1  # the caller refills it
+    assert seen == [2, 4, 6, 6, 8, 10]  # the third is captured, and replayed at once
 
 
 @pytest.mark.usefixtures("fake_graphs")

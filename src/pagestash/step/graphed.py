@@ -15,7 +15,7 @@ from pagestash.garbage import no_garbage_collection
 from pagestash.saved.keeper import Keeper
 from pagestash.step.expected import ExpectedRows
 from pagestash.step.guard import StepOverflowed, UpdateGuard
-from pagestash.step.inputs import LearningRates, StaticBatch
+from pagestash.step.inputs import LearningRates, StaticBatch, as_tensors
 from pagestash.step.state import Before, Involved, ProtectedState, Random, Weights, on_device
 from pagestash.torch_internals import tree_flatten, tree_map, tree_unflatten
 
@@ -62,6 +62,8 @@ class GraphedStep:
     grows the pool to what was wanted, and reruns the skipped batches in order, from the same random state: the
     results are those of a pool that was large enough. Until then a returned float is NaN, afterwards the right
     value. Call `wait()` before you log.
+
+    A NumPy array in the batch comes to `train_step` as a tensor. Other values that are no tensors must not change.
 
     On a CPU, or with `graph=False`, the step runs eagerly, and an overflow is handled within the call.
 
@@ -126,6 +128,7 @@ class GraphedStep:
         """Reruns so far, because the pool or a capacity overflowed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = as_tensors((args, kwargs))
         if not self._graphed or self._calls < self._warmup:
             result = self._on_stream(self._run_eagerly, args, kwargs)
             self._calls += 1  # not if it failed: every warm-up step must have measured

@@ -1,12 +1,21 @@
 """What a captured step reads anew in each replay, at fixed addresses: the batch and the learning rates."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from pagestash.torch_internals import tree_flatten, tree_unflatten
+from pagestash.torch_internals import tree_flatten, tree_map, tree_unflatten
+
+
+def as_tensors(arguments: Any) -> Any:
+    """The arguments of a step with tensors in place of NumPy arrays, which a graph would have as constants."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return arguments
+    return tree_map(lambda leaf: torch.tensor(leaf) if isinstance(leaf, numpy.ndarray) else leaf, arguments)
 
 
 class StaticBatch:

@@ -227,6 +227,19 @@ def test_a_step_inside_a_step_is_refused(sized):
         pass
 
 
+def test_a_step_that_was_interrupted_before_it_began_is_not_open(sized, monkeypatch):
+    model, keeper, plain = sized
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper, "_note_weights", interrupted)
+        with pytest.raises(KeyboardInterrupt), keeper.step():
+            pass
+    assert same(run(model, *batch(20), keeper), plain)
+
+
 def test_detach_takes_every_hook_off(sized):
     model, keeper, plain = sized
     keeper.detach()

@@ -162,11 +162,11 @@ class Keeper:
         self._follow_device()
         if self._saved.device is not None and self._saved.device.type == "meta":
             raise RuntimeError("the model is on the meta device: model.to_empty(device=...) before a step")
-        self._in_step = True
         self._saved.look = self._quiet
         self._note_weights()
         self._stash.keep_unpaged = check
         try:
+            self._in_step = True
             with step_scope(self._saved, self._regions, self._homes, check_rows=self._check is not False):
                 yield
         except BaseException as error:

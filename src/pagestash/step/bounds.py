@@ -1,4 +1,8 @@
-"""What may be too small for a step, as only the device knows: the pool, and buffers with a capacity."""
+"""What may be too small for a step, as only the device knows: the pool, and buffers with a capacity.
+
+Of both, `flag` is a 0-d float32 on the device, 1 after the bound was exceeded. `uses` counts on the host what can
+exceed it. Between steps, `grow()` raises the bound to what was wanted, clears the flag and says if anything moved.
+"""
 
 import logging
 from typing import Any, Protocol, cast
@@ -14,24 +18,6 @@ from pagestash.sizes import format_bytes
 log = logging.getLogger("pagestash")
 
 
-class Bound(Protocol):
-    """A pool or a module with a capacity, as the step uses it."""
-
-    @property
-    def flag(self) -> torch.Tensor | None:
-        """A 0-d float32 on the device: 1 after the bound was exceeded; None while nothing can exceed it."""
-        ...
-
-    @property
-    def uses(self) -> int:
-        """Number of uses so far that could exceed it, counted on the host."""
-        ...
-
-    def grow(self) -> bool:
-        """Raise the bound to what was wanted and clear the flag; returns whether anything moved. Between steps."""
-        ...
-
-
 class PoolBound:
     """The keeper's pool, from the moment there is one."""
 
@@ -40,6 +26,7 @@ class PoolBound:
 
     @property
     def flag(self) -> torch.Tensor | None:
+        """None while there is no pool, which nothing can exceed."""
         return self._keeper.overflow
 
     @property
@@ -94,7 +81,7 @@ class CapacityBound:
         return grown
 
 
-def bounds_of(keeper: Keeper) -> list[Bound]:
+def bounds_of(keeper: Keeper) -> list[PoolBound | CapacityBound]:
     """The pool, then the modules with a capacity, in the same order on all ranks."""
     found = [module for module in keeper.modules() if hasattr(module, "grow_capacity")]
     # A layer and its bounded part may both have the method, with one flag; one of them is enough.

@@ -16,7 +16,7 @@ from pagestash.saved.keeper import Keeper
 from pagestash.step.expected import ExpectedRows
 from pagestash.step.guard import StepOverflowed, UpdateGuard
 from pagestash.step.inputs import LearningRates, StaticBatch, as_tensors
-from pagestash.step.state import Before, Involved, ProtectedState, Random, Weights, on_device
+from pagestash.step.state import Before, Involved, ProtectedState, RandomStates, Weights, on_device
 from pagestash.torch_internals import tree_flatten, tree_map, tree_unflatten
 
 log = logging.getLogger("pagestash")
@@ -35,7 +35,7 @@ class _InFlight:
 
     batch: list[torch.Tensor]
     rates: list[torch.Tensor | float]
-    random: Random
+    random: RandomStates
     outputs: list[Any]
     flag: torch.Tensor
     done: torch.cuda.Event
@@ -310,7 +310,7 @@ class GraphedStep:
     def _launch(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         assert self._static is not None
         batch, rates = self._static.copies(args, kwargs), self._rates.read()
-        random = Random(self._involved, in_graph=True)
+        random = RandomStates(self._involved, in_graph=True)
         outputs, tree = self._replay(batch, rates)
         flag = self._flags.popleft()
         flag.copy_(self._guard.flag, non_blocking=True)
@@ -353,7 +353,7 @@ class GraphedStep:
         The flag is sticky: the steps after the overflow have changed nothing, either.
         """
         torch.cuda.synchronize(self._device)
-        ahead = Random(self._involved, in_graph=True)
+        ahead = RandomStates(self._involved, in_graph=True)
         # A step leaves the queue only after its rerun: an exception on the way (no memory to grow into, for one)
         # loses no batch, and the next call continues here.
         for number in range(len(self._in_flight)):

@@ -184,7 +184,7 @@ class Buffers:
             buffers_of(module).update(names)
 
 
-class Random:
+class RandomStates:
     """The states of all generators that a step draws from; with `in_graph`, that a replay of a graph draws from."""
 
     def __init__(self, involved: Involved, *, in_graph: bool = False) -> None:
@@ -208,7 +208,7 @@ class Before:
     def __init__(self, involved: Involved) -> None:
         self.buffers = Buffers(involved.modules())
         self._involved = involved
-        self._random = Random(involved)
+        self._random = RandomStates(involved)
         self._scalers = [(scaler, _copied(scaler_state(scaler))) for scaler in involved.scalers]
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None, torch.Tensor | None]] = []
 

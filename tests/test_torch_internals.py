@@ -343,7 +343,6 @@ LATER = [dynamo + name for name in ("_FrameAction.DEFAULT", "_FrameExecStrategy"
 DETAILS = {
     **dict.fromkeys(
         [
-            "DisableTorchFunctionSubclass",
             autograd + "_pop_saved_tensors_default_hooks",
             autograd + "_push_saved_tensors_default_hooks",
             autograd + "_top_saved_tensors_default_hooks",

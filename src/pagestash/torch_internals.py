@@ -9,7 +9,7 @@ costs no more.
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
 from operator import attrgetter
@@ -209,15 +209,6 @@ is_zero_tensor: Callable[[torch.Tensor], bool] = internal_or(
 
 TracedModule: Any = getattr(torch.jit, "TracedModule", ())
 """Of `torch.jit.trace`, for `isinstance`; torch exports no name for it. Where it is missing, nothing is one."""
-
-
-without_torch_function: Callable[[], AbstractContextManager[None]] = internal_or(
-    torch._C,
-    "DisableTorchFunctionSubclass",
-    nullcontext,
-    "a tensor subclass is asked for its state by its own code",
-)
-"""Inside it, what is read of a tensor's subclass does not call its `__torch_function__`."""
 
 
 # --- autograd ---

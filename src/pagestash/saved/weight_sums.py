@@ -32,7 +32,8 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     tensor = getattr(tensor, LOCAL_PART, tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in memory_of(getattr(tensor, name))]
+        values = (getattr(tensor, name) for name in names)
+        return [part for value in values if isinstance(value, torch.Tensor) for part in memory_of(value)]
     if tensor.layout != torch.strided or tensor.device.type == "meta" or not tensor.numel():
         return []
     first, last = byte_range(tensor)

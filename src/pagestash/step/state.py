@@ -1,6 +1,5 @@
 """What a step changes besides parameters and optimizer state, saved so that a rerun starts from it."""
 
-import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -100,13 +99,16 @@ class ProtectedState:
 
     In an eager step `put_back` writes what changed. In a graph `select` does so for device memory, which is all
     that a graph can change. Tensors are saved as bytes, because an expanded, quantised or inference tensor cannot
-    be written in place, but its memory can.
+    be written in place, but its memory can. `on_host`: the copies are in host memory, of no use to a graph.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self, tensors: Iterable[torch.Tensor], device: torch.device, *, on_host: bool = False
+    ) -> None:
         self._tensors = list(tensors)
         self._views = _places(self._tensors)
-        self._shadow = [torch.empty_like(view) for view in self._views.values()]
+        shadow_on = "cpu" if on_host else None
+        self._shadow = [torch.empty_like(view, device=shadow_on) for view in self._views.values()]
         self._on_device = [view.device.type == device.type for view in self._views.values()]
 
     def is_for(self, tensors: Iterable[torch.Tensor]) -> bool:
@@ -131,7 +133,9 @@ class ProtectedState:
     def put_back(self, *, host_only: bool = False) -> None:
         """Restore what changed; waits for the device, unless `host_only` restores host memory alone."""
         for shadow, view, on_device in zip(self._shadow, self._views.values(), self._on_device):
-            if not (host_only and on_device) and not torch.equal(shadow, view):
+            if host_only and on_device:
+                continue
+            if shadow.device != view.device or not torch.equal(shadow, view):
                 view.copy_(shadow)
 
 
@@ -192,14 +196,14 @@ class RandomStates:
         self._torch = torch_rng_state(self._device)
         self._python = None if in_graph else python_rng_state()
         drawn = on_device(involved.generators) if in_graph else involved.generators
-        self._others = [(generator, _generator_state(generator)) for generator in drawn]
+        self._others = [(generator, generator_state(generator)) for generator in drawn]
 
     def put_back(self) -> None:
         set_torch_rng_state(self._device, self._torch)
         if self._python is not None:
             set_python_rng_state(self._python)
         for generator, state in self._others:
-            _set_generator_state(generator, state)
+            set_generator_state(generator, state)
 
 
 class Before:
@@ -252,14 +256,15 @@ def refuse_unknown_scaler(known: Sequence[GradScaler]) -> None:
         frame = frame.f_back
 
 
-def _generator_state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
+def generator_state(generator: Any) -> Any:
+    """Of a generator of torch, NumPy or Python, or of the modules that are global ones."""
+    if hasattr(generator, "getstate"):  # Python's
         return generator.getstate()
     return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
 
 
-def _set_generator_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
+def set_generator_state(generator: Any, state: Any) -> None:
+    if hasattr(generator, "setstate"):
         generator.setstate(state)
     elif hasattr(generator, "set_state"):
         generator.set_state(state)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pagestash.step.state import parts_of
+from pagestash.torch_internals import LOCAL_PART
 from pagestash.verifying.runs import Key
 
 CHUNK = 1 << 20
@@ -60,6 +60,21 @@ class Digests:
             factors = torch.randint(-(2**63), 2**63 - 1, (CHUNK,), generator=generator) | 1
             self._factors[device] = factors.to(device)
         return self._factors[device]
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The strided tensors that a tensor consists of; of a distributed one, this rank's."""
+    tensor = getattr(tensor, LOCAL_PART, tensor)
+    if hasattr(tensor, "__tensor_flatten__"):  # as a jagged one has
+        names, _ = tensor.__tensor_flatten__()
+        values = (getattr(tensor, name) for name in names)
+        return [part for value in values if isinstance(value, torch.Tensor) for part in parts_of(value)]
+    if tensor.layout == torch.strided:
+        return [] if tensor.is_meta else [tensor]
+    if tensor.is_mkldnn:
+        return [tensor.to_dense()]
+    coo = tensor.detach().to_sparse_coo().coalesce()
+    return [coo.indices(), coo.values()]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

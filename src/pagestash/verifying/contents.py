@@ -4,6 +4,8 @@ Modules and plain containers are looked into, and objects of the packages that t
 `__dict__`, not their slots. Objects of other packages are left alone, because a thread may be using them.
 """
 
+import random
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
@@ -13,7 +15,6 @@ from torch import nn
 
 from pagestash.saved.names import plain_names
 from pagestash.saved.recompute.trees import PLAIN
-from pagestash.step.randomness import is_generator
 
 Kind = Literal[
     "loss",
@@ -112,6 +113,13 @@ def _of_module(name: str, kind: Kind, module: nn.Module) -> Iterator[Item]:
                 yield Item(_joined(name, own), _PARTS[key], each)
         elif key not in _OF_TORCH and type(value) not in PLAIN:
             yield Item(_joined(name, key), kind, value)
+
+
+def is_generator(value: Any) -> bool:
+    if isinstance(value, torch.Generator | random.Random):
+        return True
+    numpy = sys.modules.get("numpy.random")
+    return numpy is not None and isinstance(value, (numpy.Generator, numpy.RandomState))
 
 
 def is_array(value: Any) -> bool:

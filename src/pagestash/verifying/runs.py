@@ -11,9 +11,8 @@ from pagestash.keeper import Keeper
 from pagestash.policy import Policy
 from pagestash.profiling.steps import RepeatedStep
 from pagestash.step.graphed import GraphedStep
-from pagestash.step.randomness import Generators, is_generator
 from pagestash.verifying.contents import Container, Item, Kind, contents
-from pagestash.verifying.state import State, torch_states
+from pagestash.verifying.state import State, generator_states, torch_states
 
 
 class Key(NamedTuple):
@@ -124,8 +123,7 @@ class Runs:
         for device, state in torch_states().items():
             see(Key(number, "random state", f"torch's generator ({device})"), state)
         names = {id(item.value): item.name for item in items}
-        generators = Generators(item.value for item in items if is_generator(item.value))
-        for generator, state in generators.state():
+        for generator, state in generator_states(item.value for item in items):
             name = names.get(id(generator)) or f"the generator of {generator.__name__}"
             see(Key(number, "random state", name), state)
 

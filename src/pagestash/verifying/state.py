@@ -1,6 +1,8 @@
 """A copy of all that a step may change, from which each run begins and which is restored at the end."""
 
-from collections.abc import Sequence
+import random
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,9 +10,9 @@ from torch import nn
 
 from pagestash.saved.recompute.rng import python_rng_state
 from pagestash.saved.storage import plain_storage
-from pagestash.step.randomness import Generators, is_generator, set_state
-from pagestash.step.state import ProtectedState, parts_of
-from pagestash.verifying.contents import Container, Item, is_array
+from pagestash.saved.weight_sums import memory_of
+from pagestash.step.state import ProtectedState, generator_state, set_generator_state
+from pagestash.verifying.contents import Container, Item, is_array, is_generator
 
 DEVICE_PART = 0.25
 """The copy is on the device if it takes no more than this part of what is free there: steps need room, too."""
@@ -33,7 +35,7 @@ class State:
         self._memory = ProtectedState(held, device, on_host=not _has_room(device, held))
         self._memory.remember()
         python_rng_state()  # NumPy loads its generator on first use, which would be within a run
-        self._generators = Generators(filter(is_generator, values)).state()
+        self._generators = generator_states(values)
         self._torch = torch_states()
         self._sharded: list[Any] = [module for module in model.modules() if _is_fsdp_unit(module)]
 
@@ -53,9 +55,17 @@ class State:
         for array, copy in self._arrays:
             if array.flags.writeable:
                 array[...] = copy
-        set_state(self._generators)
+        for generator, before in self._generators:
+            set_generator_state(generator, before)
         for name, state in self._torch.items():
             _set_torch_state(name, state)
+
+
+def generator_states(values: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Those of Python's and NumPy's global generators, and of the generators among `values`, with their states."""
+    world = [random, *filter(None, [sys.modules.get("numpy.random")])]
+    own = {id(value): value for value in values if is_generator(value)}
+    return [(each, generator_state(each)) for each in (*world, *own.values())]
 
 
 def torch_states() -> dict[str, torch.Tensor]:
@@ -78,7 +88,7 @@ def _has_room(device: torch.device, tensors: Sequence[torch.Tensor]) -> bool:
         return True
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     free -= torch.cuda.memory_allocated(device)
-    return sum(part.nbytes for tensor in tensors for part in parts_of(tensor)) <= DEVICE_PART * free
+    return sum(part.nbytes for tensor in tensors for part in memory_of(tensor)) <= DEVICE_PART * free
 
 
 def _is_fsdp_unit(module: nn.Module) -> bool:

@@ -1,7 +1,9 @@
 """The fused head: only the model's own call is taken, and its loss is the one that the model would compute."""
 
 import copy
+import functools
 import threading
+import warnings
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.7")
 
-from tiny import batch, tiny  # noqa: E402
+from tiny import SMALL, batch, tiny  # noqa: E402
+from transformers.loss.loss_utils import ForCausalLMLoss as theirs  # noqa: E402
 
 import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
@@ -89,14 +92,74 @@ def test_a_loss_that_is_set_later_is_the_one_that_is_taken(model):
     plain = tiny("Qwen3-MoE")
     for each in (plain, model):
         each.loss_function = lambda logits, labels, vocab_size, **_: 3 * logits.float().logsumexp(-1).mean()
-    torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss)
+    with pytest.warns(UserWarning, match="does not fuse the head and the loss: its loss is not the usual"):
+        loss = model(**batch()).loss
+    torch.testing.assert_close(loss, plain(**batch()).loss)
+
+
+def test_a_loss_function_is_not_known_by_its_name(model):
+    plain = tiny("Qwen3-MoE")
+
+    def ForCausalLMLoss(logits, labels, vocab_size, **options):
+        return 2 * theirs(logits, labels, vocab_size, **options)
+
+    for function in (ForCausalLMLoss, functools.partial(theirs, num_items_in_batch=7)):
+        model.loss_function = plain.loss_function = function
+        with pytest.warns(UserWarning, match="its loss is not the usual"):
+            loss = model(**batch()).loss
+        torch.testing.assert_close(loss, plain(**batch()).loss)
+
+
+def test_a_hook_on_the_head_gets_logits_and_may_change_them(model):
+    seen = []
+
+    def scale(head, args, logits):
+        seen.append(logits.shape[-1])
+        logits.mul_(0.5)
+
+    plain = tiny("Qwen3-MoE")
+    hooks = [each.lm_head.register_forward_hook(scale) for each in (plain, model)]
+    wanted = plain(**batch()).loss
+    hooked = "a forward hook on its lm_head is to be given logits"
+    with pytest.warns(UserWarning, match=f"does not fuse the head and the loss: {hooked}"):
+        got = model(**batch())
+    torch.testing.assert_close(got.loss, wanted)
+    assert seen == [VOCABULARY, VOCABULARY]
+    assert got.logits is not None
+    (left,) = (each for each in pagestash.hf.optimize(plain).left if each.part == "head")
+    assert left.why == hooked
+    for hook in hooks:
+        hook.remove()
+    assert model(**batch()).logits is None
+
+
+def test_a_rule_on_the_head_leaves_it_fused(model):
+    keeper = ps.Keeper(ps.Policy([ps.Rule("lm_head", "keep")])).attach(model)
+    with keeper.step():
+        output = model(**batch())
+        output.loss.backward()
+    assert output.logits is None
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_model_with_a_fused_head_compiles_to_one_graph(hooked):
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    pagestash.hf.optimize(model, norm=False, rope=False, attention=False)
+    if hooked:
+        model.lm_head.register_forward_hook(lambda head, args, logits: 0.5 * logits)
+    with warnings.catch_warnings(action="ignore"):
+        wanted = model(**batch()).loss
+        got = torch.compile(model, backend="eager", fullgraph=True)(**batch()).loss
+    torch.testing.assert_close(got, wanted)
 
 
 def test_a_loss_type_that_is_set_later_is_the_one_that_is_taken(model):
     plain = tiny("Qwen3-MoE")
     for each in (plain, model):
         each.loss_type = "ForMaskedLM"
-    torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss)
+    with pytest.warns(UserWarning, match="its loss is not the usual"):
+        loss = model(**batch()).loss
+    torch.testing.assert_close(loss, plain(**batch()).loss)
 
 
 def test_another_head_is_run_as_it_is(model):
@@ -109,7 +172,9 @@ def test_another_head_is_run_as_it_is(model):
     torch.manual_seed(0)
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(plain.model.embed_tokens.weight)
-    torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss)
+    with pytest.warns(UserWarning, match="its lm_head was replaced after it was optimised"):
+        loss = model(**batch()).loss
+    torch.testing.assert_close(loss, plain(**batch()).loss)
 
 
 def test_a_head_that_came_after_the_first_call_is_fused_after_undo():
@@ -118,7 +183,8 @@ def test_a_head_that_came_after_the_first_call_is_fused_after_undo():
     model.resize_token_embeddings(128)
     (left,) = (each for each in pagestash.hf.optimize(model).left if each.part == "head")
     assert left.why.startswith("its lm_head was replaced after it was optimised; call undo()")
-    wanted = model(**batch())
+    with pytest.warns(UserWarning, match="its lm_head was replaced"):
+        wanted = model(**batch())
     assert wanted.logits is not None
     first.undo()
     assert [each for each in pagestash.hf.optimize(model).left if each.part == "head"] == []

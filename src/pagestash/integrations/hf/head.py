@@ -11,6 +11,7 @@ import ast
 import inspect
 import textwrap
 import threading
+import warnings
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
@@ -18,18 +19,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagestash.integrations.hf.report import MARK, Report, patched_already
+from pagestash.integrations.hf.report import MARK, Report, packages, patched_already
 from pagestash.moe.ops import cross_entropy
+from pagestash.saved.compiled import at_compile_time
+from pagestash.torch_internals import forward_hooks_of
 
 
 def replace_head(model: Any, report: Report) -> None:
     """Fuse the head and the loss of `model`, a `PreTrainedModel`, if that changes nothing."""
-    why = _head_is_new(model) or patched_already(model) or _why_not(model)
+    why = (
+        _head_is_new(model)
+        or patched_already(model)
+        or _why_not(model)
+        or _other_loss(model)
+        or _hooked(model.lm_head)
+    )
     if why is not None:
         report.leave("head", "(the model)", model, why)
         return
     head, state = model.lm_head, _Fusing()
-    report.put_forward(model, _model_forward(type(model).forward, state, model.loss_type))
+    report.put_forward(model, _model_forward(type(model).forward, state))
     if model.base_model is not model:
         report.on_undo(model.base_model.register_forward_hook(state.body_returned).remove)
     report.put_forward(head, _head_forward(type(head).forward, state))
@@ -46,9 +55,29 @@ def _head_is_new(model: Any) -> str | None:
     )
 
 
-def _why_not(model: Any) -> str | None:
+def _other_loss(model: Any) -> str | None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
+    if model.loss_function is ForCausalLMLoss:
+        return None
+    return "its loss is not the usual one of a causal language model"
+
+
+@at_compile_time
+def _hooked(head: nn.Module) -> str | None:
+    """A hook of somebody who may read or change logits. Those of torch (FSDP2) and ours do neither."""
+    theirs = [
+        hook for hook in forward_hooks_of(head).values() if not packages(hook) <= {"torch", "pagestash"}
+    ]
+    return "a forward hook on its lm_head is to be given logits" if theirs else None
+
+
+@at_compile_time
+def _warn(why: str) -> None:
+    warnings.warn(f"pagestash.hf does not fuse the head and the loss: {why}", stacklevel=3)
+
+
+def _why_not(model: Any) -> str | None:
     head = getattr(model, "lm_head", None)
     if head is None:
         return "it has no lm_head"
@@ -61,8 +90,6 @@ def _why_not(model: Any) -> str | None:
         return f"its lm_head is {type(head).__name__}, not a linear layer without bias"
     if (already := patched_already(head)) is not None:
         return f"lm_head: {already}"
-    if model.loss_function is not ForCausalLMLoss:
-        return "its loss is not the usual one of a causal language model"
     if not _only_takes_the_loss(type(model).forward):
         return "its forward does more with logits than take their loss"
     return None
@@ -213,22 +240,20 @@ def _head_forward(theirs: Any, state: _Fusing) -> Any:
     return forward
 
 
-def _model_forward(theirs: Any, state: _Fusing, loss_type: Any) -> Any:
+def _model_forward(theirs: Any, state: _Fusing) -> Any:
     signature = inspect.signature(theirs)
 
     def fuses(model: Any, given: dict[str, Any], skip: bool) -> bool:
         """Whether this call's loss is the one that we compute, and its logits are not asked for."""
         keep = given.get("logits_to_keep", 0)
-        usual = "_loss_function" not in model.__dict__ or model.loss_function.__name__ == "ForCausalLMLoss"
-        return (
-            skip
-            and given.get("labels") is not None
-            and isinstance(keep, int)
-            and keep == 0
-            and usual
-            and model.loss_type == loss_type
-            and MARK in model.lm_head.__dict__  # another one may be there by now
-        )
+        if not (skip and given.get("labels") is not None and isinstance(keep, int) and keep == 0):
+            return False
+        if model.__dict__.get("_loss_function") == state.loss_function:
+            return False  # a call within another, or beside it
+        why = _head_is_new(model) or _other_loss(model) or _hooked(model.lm_head)
+        if why is not None:
+            _warn(why)
+        return why is None
 
     @wraps(theirs)
     def forward(self: Any, *args: Any, **options: Any) -> Any:

@@ -142,13 +142,11 @@ def patched_already(module: nn.Module) -> str | None:
         return "Liger has replaced its class"
     forward = module.__dict__.get("forward")
     if forward is None:
-        return (
-            "Liger has replaced its class's forward" if _packages(kind.forward) & {"liger_kernel"} else None
-        )
-    packages = _packages(forward)
-    if MARK in module.__dict__ and "liger_kernel" not in packages:
+        return "Liger has replaced its class's forward" if packages(kind.forward) & {"liger_kernel"} else None
+    found = packages(forward)
+    if MARK in module.__dict__ and "liger_kernel" not in found:
         return "optimised already"
-    said = (text for package, text in PATCHERS.items() if package in packages)
+    said = (text for package, text in PATCHERS.items() if package in found)
     return next(said, "another library has replaced its forward")
 
 
@@ -157,7 +155,7 @@ def is_liger(kind: Any) -> bool:
     return (kind.__module__ or "").startswith("liger_kernel.")
 
 
-def _packages(forward: Any) -> set[str]:
+def packages(forward: Any) -> set[str]:
     """Where a function was written: what it says of itself, which a decorator may have copied, and what is true."""
     function = getattr(forward, "__func__", getattr(forward, "func", forward))  # of a method, of a partial
     modules = getattr(function, "__module__", None), getattr(function, "__globals__", {}).get("__name__")

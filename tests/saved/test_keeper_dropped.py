@@ -1,6 +1,7 @@
 """A keeper that was detached and dropped is gone at once, with its pool and its host memory."""
 
 import gc
+import threading
 from weakref import ref
 
 import pytest
@@ -19,7 +20,7 @@ from pagestash.saved.offload.home import Offload
 from pagestash.saved.offload.moving import Moving
 from pagestash.saved.offload.transfers import OffloadedGroup
 from pagestash.saved.packed import unpack
-from pagestash.saved.paged import StashedGroup
+from pagestash.saved.paged import PagedStash, StashedGroup
 from pagestash.saved.stash import Stash
 from pagestash.saved.streams import SideStream
 
@@ -159,6 +160,56 @@ def test_an_entry_that_is_collected_while_its_group_is_put_leaves_the_others_the
     assert torch.equal(gradient(), plain)
     assert sum(admitted) > 0
     keeper.detach()
+
+
+class Outputs(nn.Module):
+    """Gives many tensors, each with a node of its own that has saved it."""
+
+    def forward(self, x):
+        return [(x * (number + 1)).exp() for number in range(8)]
+
+
+class DropsInALoop(dict):
+    """Tickets: while they are looked through, another thread lets go of an output."""
+
+    def __init__(self, tickets, outputs):
+        super().__init__(tickets)
+        self.outputs = outputs
+
+    def __iter__(self):
+        for key in super().__iter__():
+            thread = threading.Thread(target=self.outputs.pop)
+            thread.start()
+            thread.join()
+            yield key
+
+
+@pytest.mark.parametrize("name", ["device", "host only"])
+def test_an_output_that_dies_in_another_thread_while_its_group_is_restored(name, monkeypatch):
+    model = nn.Sequential(nn.Linear(8, 8), Outputs())
+    x = torch.randn(4, 8)
+    pool = {"page": 64, **({"device": 2**20} if name == "device" else {"device": 0, "host": 2**20})}
+    rules = [ps.Rule("1", "stash", min_bytes=0)]
+    keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(**pool)), backend="torch").attach(model)
+    restore, restored = PagedStash._restore, []
+
+    def restore_among_others(self, group, asked):
+        group.tickets = DropsInALoop(group.tickets, outputs)
+        restore(self, group, asked)
+        restored.append(len(group.restored))
+
+    monkeypatch.setattr(PagedStash, "_restore", restore_among_others)
+    with keeper.step():
+        outputs = model(x)
+        loss = outputs.pop(0).sum()
+        loss.backward()
+    assert restored == [8]
+    got = model[0].weight.grad.clone()
+    model.zero_grad()
+    model(x)[0].sum().backward()
+    assert torch.equal(model[0].weight.grad, got)
+    outputs.clear()
+    check_nothing_waits(keeper)
 
 
 def test_a_prefetch_that_outlives_its_stash_has_its_buffers_and_its_book(monkeypatch):

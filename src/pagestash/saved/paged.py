@@ -25,6 +25,7 @@ class StashedGroup:
     stash: "PagedStash | None" = field(repr=False)
     """None once all entries are dropped: the stash has a list of its groups, and a circle would keep the pool."""
     tickets: dict[Entry, Ticket]
+    """Of entries that are not dropped. Another thread may drop one at any time: copy this before a loop."""
     spilled: torch.cuda.Event | None = None
     incoming: dict[Entry, torch.Tensor] = field(default_factory=dict)
     arrived: torch.cuda.Event | None = None
@@ -142,14 +143,14 @@ class PagedStash:
         Every launch that reads those pages was put on this stream before, or waited for by it.
         """
         self.pool.flush()
-        if all(group.tickets for group in self._groups):
+        ended = {group for group in self._groups if not group.tickets}
+        if not ended:
             return
-        for group in self._groups:
-            if not group.tickets:
-                # A prefetch that nobody asked for may still be writing to its buffers: they must outlive it.
-                wait_here(group.arrived)
-                group.incoming.clear()
-        self._groups = [group for group in self._groups if group.tickets]
+        for group in ended:
+            # A prefetch that nobody asked for may still be writing to its buffers: they must outlive it.
+            wait_here(group.arrived)
+            group.incoming.clear()
+        self._groups = [group for group in self._groups if group not in ended]
 
     def settle(self) -> None:
         """End of a step: the current stream waits for both side streams, and pages of dropped entries are free."""
@@ -184,19 +185,19 @@ class PagedStash:
 
     def _restore(self, group: StashedGroup, asked: Entry) -> None:
         """Restore the asked entry, and in the same launch those of its group that are still to be asked for."""
+        known = group.tickets.copy()
         if asked in group.incoming:
             # Its host pages were prefetched: the compute stream waits for them, and reads the device pages.
             wait_here(group.arrived)
             group.restored |= group.incoming
-            entries = list(group.incoming)
+            here = [entry for entry in group.incoming if entry in known]
+            buffers = [group.incoming[entry] for entry in here]
             group.incoming = {}
-            tickets = [group.tickets[entry] for entry in entries if entry in group.tickets]
-            buffers = [group.restored[entry] for entry in entries if entry in group.tickets]
-            self.pool.restore_into(tickets, buffers, tiers="device")
+            self.pool.restore_into([known[entry] for entry in here], buffers, tiers="device")
         else:
             wait_here(group.spilled)  # host pages are read only after they were written
-            entries = [e for e in group.tickets if e is asked or (e.waiting and e not in group.restored)]
-            buffers = self.pool.restore([group.tickets[entry] for entry in entries])
+            entries = [e for e in known if e is asked or (e.waiting and e not in group.restored)]
+            buffers = self.pool.restore([known[entry] for entry in entries])
             group.restored |= dict(zip(entries, buffers))
 
     def _prefetch_before(self, group: StashedGroup) -> None:
@@ -204,15 +205,15 @@ class PagedStash:
         if not self._spills:
             return
         before = self._groups[: self._groups.index(group)]
-        upcoming = next((g for g in reversed(before) if any(entry.waiting for entry in g.tickets)), None)
+        waiting = (group for group in reversed(before) if any(e.waiting for e in group.tickets.copy()))
+        upcoming = next(waiting, None)
         if upcoming is None or upcoming.restored or upcoming.incoming:
             return
-        entries = [entry for entry in upcoming.tickets if entry.waiting]
-        tickets = [upcoming.tickets[entry] for entry in entries]
-        buffers = self.pool.buffers(tickets)
+        tickets = {entry: ticket for entry, ticket in upcoming.tickets.copy().items() if entry.waiting}
+        buffers = self.pool.buffers(list(tickets.values()))
         # After all work of the compute stream so far, which may still use the memory of the buffers, and after
         # the spill that wrote the pages. The compute stream touches the buffers only after `arrived`.
         with self._in.after(upcoming.spilled):
-            self.pool.restore_into(tickets, buffers, tiers="host")
+            self.pool.restore_into(list(tickets.values()), buffers, tiers="host")
         upcoming.arrived = self._in.mark()
-        upcoming.incoming = dict(zip(entries, buffers))
+        upcoming.incoming = dict(zip(tickets, buffers))

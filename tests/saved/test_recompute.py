@@ -171,6 +171,25 @@ def test_buffers_are_changed_once():
     assert model[0].seen == 3
 
 
+@pytest.mark.parametrize("size", [WIDTH, 32768], ids=["small", "large"])
+def test_a_buffer_that_was_made_in_inference_mode(size):
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            with torch.inference_mode():
+                self.register_buffer("table", torch.rand(size))
+
+        def forward(self, x):
+            return (self.linear(x) + self.table[:WIDTH]).tanh()
+
+    model = nn.Sequential(Table(), Table())
+    plain = step(model, X)
+    keeper = keep(model, "*")
+    for _ in range(3):
+        assert same(step(model, X, keeper), plain)
+
+
 def test_a_large_buffer_that_begins_to_change_is_refused():
     class Late(nn.Module):
         def __init__(self) -> None:

@@ -82,6 +82,11 @@ def _autocast(kind: str) -> tuple[str, bool, torch.dtype, bool]:
     )
 
 
+def _version(buffer: torch.Tensor) -> int:
+    """(An inference tensor has none: outside inference mode nothing changes it.)"""
+    return 0 if buffer.is_inference() else buffer._version
+
+
 @dataclass(slots=True, eq=False)
 class _Buffer:
     """A buffer before forward, and a copy of its bytes where forward may change them."""
@@ -101,7 +106,7 @@ class _Buffer:
 
     def changed(self) -> bool:
         """Whether it has other bytes, as far as its version tells, or other memory."""
-        return self.tensor._version != self.version or storage_key(self.tensor) != key_of_storage(
+        return _version(self.tensor) != self.version or storage_key(self.tensor) != key_of_storage(
             self.storage
         )
 
@@ -157,7 +162,7 @@ class RngAndBuffers:
             (name, owner.training), True
         )
         copy = buffer.detach().clone() if may_change else None
-        return _Buffer(owner, name, buffer, buffer._version, buffer.untyped_storage(), copy, owner.training)
+        return _Buffer(owner, name, buffer, _version(buffer), buffer.untyped_storage(), copy, owner.training)
 
     def watches_python_rng(self) -> bool:
         """Whether forward may draw from Python's or NumPy's generator, as far as is known."""
@@ -187,7 +192,7 @@ class RngAndBuffers:
         seen = self._changes.setdefault(buffer.owner, {})
         key = buffer.name, buffer.training
         replaced = buffers_of(buffer.owner).get(buffer.name) is not buffer.tensor
-        changed = buffer.tensor._version != buffer.version
+        changed = _version(buffer.tensor) != buffer.version
         if key not in seen:
             changed = changed or not buffer.same_content()
         seen[key] = seen.get(key, False) or changed

@@ -21,6 +21,7 @@ from pagestash.saved.storage import (
     SavedView,
     ViewRecipe,
     byte_range,
+    is_nested,
     row_range,
     saved_view,
 )
@@ -145,7 +146,8 @@ class SavedTensorHooks:
         last bit. It is then nobody else's object, and has no graph.
         """
         # (`plain_storage`, without a call.)
-        key = storage_key(tensor) if type(tensor) in PLAIN and tensor.layout is STRIDED else None
+        plain = type(tensor) in PLAIN and tensor.layout is STRIDED and not tensor.is_nested
+        key = storage_key(tensor) if plain else None
         owner = region.claimed(key) or region if region.claims else region
         run = owner.run
         if run is not None and isinstance(run, Recording) and not self._is_weight(tensor, key, region):
@@ -172,7 +174,7 @@ class SavedTensorHooks:
         """Of a tensor in storage `key`; None: it is a subclass, or has another layout."""
         if key is None:
             local = getattr(tensor, LOCAL_PART, tensor)
-            if local.layout != torch.strided:
+            if local.layout != torch.strided or is_nested(local):
                 return False
             key = storage_key(local)
         return key in self.weights or key in region.weights

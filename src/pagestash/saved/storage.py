@@ -284,8 +284,13 @@ def buffer_keys(modules: Iterable[nn.Module]) -> set[int]:
     return storage_keys(tensors) if tensors else set()
 
 
+def is_nested(tensor: torch.Tensor) -> bool:
+    """Whether it is nested, and not jagged: it has no shape, and its values are in a buffer that is not seen."""
+    return tensor.is_nested and tensor.layout is STRIDED
+
+
 def plain_storage(tensor: torch.Tensor) -> int | None:
-    """The storage of a tensor with plain memory; None for a subclass or a layout that has none of its own."""
-    if type(tensor) not in PLAIN or tensor.layout is not STRIDED:
+    """The storage of a tensor with plain memory; None for a subclass, a nested tensor or a sparse one."""
+    if type(tensor) not in PLAIN or tensor.layout is not STRIDED or is_nested(tensor):
         return None
     return storage_key(tensor)

@@ -18,7 +18,7 @@ from pagestash.saved.recompute.rng_and_buffers import ChangesBuffers, DrawsInPyt
 from pagestash.saved.recompute.trees import map_leaves
 from pagestash.saved.recompute.value_checks import Checks, When
 from pagestash.saved.recompute.weights import VersionOnly, Weights
-from pagestash.saved.storage import byte_range
+from pagestash.saved.storage import byte_range, is_nested
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +60,11 @@ class Layout(NamedTuple):
         return _layout((*byte_range(tensor), tensor.untyped_storage().nbytes()))
 
 
+def form_of(tensor: torch.Tensor) -> tuple[torch.Size | None, torch.dtype]:
+    """What must be the same in a replay. A nested tensor has no shape."""
+    return None if is_nested(tensor) else tensor.shape, tensor.dtype
+
+
 _layout: Callable[[tuple[int, int, int]], Layout] = partial(tuple.__new__, Layout)
 """Makes one of its fields, in a third of the time."""
 
@@ -93,7 +98,7 @@ class Recipe:
         self.inputs: Any = None
         """Its arguments, each tensor of them a `HeldTensor`."""
         self.once_results: list[OnceResult] = []
-        self.saved: list[tuple[torch.Size, torch.dtype]] = []
+        self.saved: list[tuple[torch.Size | None, torch.dtype]] = []
         """Shape and dtype of each tensor that an operation saved, in order."""
         self.summaries: dict[int, torch.Tensor] = {}
         """Of the values of saved tensors, by their number, until they were compared."""

@@ -19,7 +19,7 @@ from pagestash.saved.recompute.attributes import Attributes
 from pagestash.saved.recompute.home import Recompute
 from pagestash.saved.recompute.once import once
 from pagestash.saved.recompute.packed import Discarded, Output, OutputHandle
-from pagestash.saved.recompute.recipe import HeldTensor, Layout, OnceResult, Recipe
+from pagestash.saved.recompute.recipe import HeldTensor, Layout, OnceResult, Recipe, form_of
 from pagestash.saved.recompute.recomputed import Recomputed
 from pagestash.saved.recompute.rng import (
     python_rng_drawn,
@@ -30,7 +30,7 @@ from pagestash.saved.recompute.rng import (
 from pagestash.saved.recompute.trees import map_leaves, tensors_of
 from pagestash.saved.recompute.value_checks import summary_of
 from pagestash.saved.region import Recording, Region, frames, set_frames
-from pagestash.saved.storage import byte_range, checksum, plain_storage
+from pagestash.saved.storage import byte_range, checksum, is_nested, plain_storage
 from pagestash.torch_internals import StorageWeakRef
 
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
@@ -80,14 +80,15 @@ class RecordedForward(Recording):
 
     def note(self, tensor: torch.Tensor) -> None:
         """Count a tensor that an operation inside saved, whatever becomes of it."""
-        self._saved.append((tensor.shape, tensor.dtype))
+        self._saved.append(form_of(tensor))
 
     def home_of(self, tensor: torch.Tensor, key: int | None) -> Region | None:
         """The region whose home takes a tensor saved in this one: None if it is discarded.
 
-        An input is held in any case; what is below `min_bytes` stays, and so does a sparse tensor.
+        An input is held in any case; what is below `min_bytes` stays, and so does a sparse or nested tensor.
+        (A jagged one has values with plain memory.)
         """
-        if tensor.layout in _SPARSE or tensor.nbytes < self._least_bytes:
+        if tensor.layout in _SPARSE or is_nested(tensor) or tensor.nbytes < self._least_bytes:
             return self._outer
         held = None if key is None else self._held.get(key)
         if held is None:

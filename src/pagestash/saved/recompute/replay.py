@@ -9,7 +9,7 @@ import torch
 
 from pagestash.saved.calls import set_calls, under_way
 from pagestash.saved.compiled import hidden
-from pagestash.saved.recompute.recipe import Layout, Recipe
+from pagestash.saved.recompute.recipe import Layout, Recipe, form_of
 from pagestash.saved.recompute.rng import set_python_rng_state, set_torch_rng_state
 from pagestash.saved.recompute.trees import tensors_of
 from pagestash.saved.region import Forward, Region, frames, set_frames
@@ -102,10 +102,10 @@ class Replay(Forward):
         """Count a tensor that an operation inside saved, and take it if it is wanted."""
         saved, number = self._recipe.saved, self._count
         self._count += 1
-        if number >= len(saved) or saved[number] != (tensor.shape, tensor.dtype):
+        if number >= len(saved) or saved[number] != form_of(tensor):
             first = "nothing more" if number >= len(saved) else _describe(*saved[number])
             raise self._differs(
-                f"tensor {number} was {first} the first time, {_describe(tensor.shape, tensor.dtype)} this time"
+                f"tensor {number} was {first} the first time, {_describe(*form_of(tensor))} this time"
             )
         if number in self._wanted:
             self.found[number] = tensor.detach()
@@ -191,8 +191,8 @@ def _unpack(packed: None) -> torch.Tensor:
     raise AssertionError("a replay takes no gradients: the first forward would have raised")
 
 
-def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{dtype} {tuple(shape)}"
+def _describe(shape: torch.Size | None, dtype: torch.dtype) -> str:
+    return f"{dtype} nested" if shape is None else f"{dtype} {tuple(shape)}"
 
 
 def is_sharded_class(kind: type) -> bool:

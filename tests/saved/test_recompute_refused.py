@@ -132,6 +132,18 @@ def test_gradients_taken_inside_forward_are_refused():
         step(model, X, keep(model, "0"))
 
 
+def test_a_second_loss_on_what_a_hook_kept_of_a_replay_is_refused_by_name():
+    model = nn.Sequential(MLP(), MLP())
+    kept = []
+    model[0].up.register_forward_hook(lambda module, args, output: kept.append(output))
+    keeper = keep(model, "0")
+    refused = r"region '0' is under recompute, and a backward went through a tensor of its replay"
+    with keeper.step():
+        model(X).square().sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match=refused):
+            kept[-1].square().sum().backward()
+
+
 def test_a_region_that_is_no_module_is_refused():
     class Opens(nn.Module):
         def forward(self, x):

@@ -180,15 +180,20 @@ _RUN = Replay.run.__code__
 
 # Functions of the module, not methods: autograd never lets go of a pack hook that raised, as `_Enough` does.
 @hidden
-def _pack(tensor: torch.Tensor) -> None:
-    replay = frames()[-1].run
-    assert replay is not None
-    replay.note(tensor)
+def _pack(tensor: torch.Tensor) -> str:
+    region = frames()[-1]
+    assert region.run is not None
+    region.run.note(tensor)
+    return region.name
 
 
 @hidden
-def _unpack(packed: None) -> torch.Tensor:
-    raise AssertionError("a replay takes no gradients: the first forward would have raised")
+def _unpack(region: str) -> torch.Tensor:
+    raise RuntimeError(
+        f"region {region!r} is under recompute, and a backward went through a tensor of its replay, which has no "
+        "graph to go through: a hook inside, or forward itself, kept it in the place of the first forward's. "
+        "Compute the loss of what is kept before the first backward, or give the region another home"
+    )
 
 
 def _describe(shape: torch.Size | None, dtype: torch.dtype) -> str:

@@ -1,5 +1,7 @@
 """Recompute: same bits, one more forward, and nothing held that can be recomputed."""
 
+import copy
+
 import pytest
 import torch
 from recomputed import MLP, ROWS, WIDTH, Batch, Counted, Norm, Square, X, empty, keep, step
@@ -210,6 +212,46 @@ def test_a_large_buffer_that_begins_to_change_is_refused():
         step(model, X.repeat(2, 1), keeper)
     step(model, X.repeat(2, 1), keeper)
     assert model[0].large[0] == 2
+
+
+class LateByData(nn.Module):
+    """As a codebook, some of whose entries are replaced after a warm-up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("codes", torch.randn(2048, WIDTH))
+        self.late = self.by_data = False
+
+    def forward(self, x):
+        y = self.linear(x)
+        chosen = torch.cdist(y, self.codes).argmin(-1)
+        codes = self.codes[chosen]
+        if self.late:
+            with torch.no_grad():
+                written = self.codes.data if self.by_data else self.codes
+                written[chosen] = codes * 0.5 + y * 0.5
+        return (y * codes).tanh()
+
+
+def test_a_large_buffer_that_begins_to_change_by_data_is_refused():
+    model = nn.Sequential(LateByData(), nn.Linear(WIDTH, WIDTH))
+    keeper = keep(model, "0")
+    for _ in range(2):
+        step(model, X, keeper)
+    model[0].late = model[0].by_data = True
+    refused = r"region '0'.*changed the buffer 'codes' without raising its version.*under torch.no_grad\(\)"
+    with pytest.raises(RuntimeError, match=refused):
+        step(model, X, keeper)
+    model[0].late = False
+    step(model, X, keeper)
+    model[0].late, model[0].by_data = True, False
+    with pytest.raises(RuntimeError, match="run the step again"):
+        step(model, X, keeper)
+    alone = copy.deepcopy(model)
+    kept = step(model, X, keeper)
+    assert same(step(alone, X), kept)
+    assert torch.equal(alone[0].codes, model[0].codes)
 
 
 class Odd(Counted):

@@ -103,8 +103,12 @@ class Recompute(Home):
         self.known.clear()
         self.checks.step_over()
 
+    def commit(self) -> None:
+        self.checks.raise_found()
+
     def give_up(self) -> None:
         """The step ended by an exception: nobody will ask for what was recomputed."""
+        self.checks.give_up()
         give_up(self._of_step)
         for recomputed in list(self.replayed):
             recomputed.let_go()

@@ -111,7 +111,13 @@ class Recipe:
         self.attributes: Attributes | None = Attributes(modules)
         """Before forward; None: the step is over."""
         self.rng_and_buffers = RngAndBuffers(
-            modules, name, self.device, learned.changes_buffers, learned.draws_in_python, search=self.checked
+            modules,
+            name,
+            self.device,
+            learned.changes_buffers,
+            learned.draws_in_python,
+            checks,
+            search=self.checked,
         )
 
     def takes_object(self, leaf: Any) -> None:

@@ -21,6 +21,9 @@ from pagestash.saved.recompute.rng import (
     torch_rng_drawn,
     torch_rng_state,
 )
+from pagestash.saved.recompute.value_checks import Checks
+from pagestash.saved.storage import checksum, plain_storage
+from pagestash.saved.streams import capturing
 from pagestash.torch_internals import buffers_of, key_of_storage, storage_key
 
 SMALL_BUFFER = 65536
@@ -97,6 +100,8 @@ class _Buffer:
     version: int
     storage: torch.UntypedStorage  # held, so that no other storage gets its key
     copy: torch.Tensor | None
+    checksum: torch.Tensor | None
+    """Of its bytes, where there is no copy."""
     training: bool
     """Whether its module was in training before forward."""
 
@@ -126,6 +131,7 @@ class RngAndBuffers:
         device: torch.device,
         changes: ChangesBuffers,
         draws: DrawsInPython,
+        checks: Checks,
         *,
         search: bool,
     ) -> None:
@@ -138,6 +144,7 @@ class RngAndBuffers:
         self._device = device
         self._changes = changes
         self._draws = draws
+        self._checks = checks
         self._buffers = [
             self._before(owner, name, buffer)
             for owner in modules
@@ -161,15 +168,25 @@ class RngAndBuffers:
         may_change = buffer.nbytes <= SMALL_BUFFER or self._changes.get(owner, {}).get(
             (name, owner.training), True
         )
-        copy = buffer.detach().clone() if may_change else None
-        return _Buffer(owner, name, buffer, _version(buffer), buffer.untyped_storage(), copy, owner.training)
+        copy = found = None
+        if may_change:
+            copy = buffer.detach().clone()
+        elif plain_storage(buffer) is not None and not capturing():
+            found = checksum(buffer)
+        return _Buffer(
+            owner, name, buffer, _version(buffer), buffer.untyped_storage(), copy, found, owner.training
+        )
 
     def watches_python_rng(self) -> bool:
         """Whether forward may draw from Python's or NumPy's generator, as far as is known."""
         return self._python_rng is not None
 
     def close(self) -> None:
-        """Forward is over: learn which large buffers it changes, and let go of the copies of the others."""
+        """Forward is over: learn which large buffers it changes, and let go of the copies of the others.
+
+        A write through `.data` raises no version. So the bytes of a large buffer without a copy are compared, and
+        the answer is read when the step is over.
+        """
         if self._torch_rng is not None and not torch_rng_drawn(self._device, self._torch_rng):
             self._torch_rng = None
         if self._python_rng is not None:
@@ -186,6 +203,18 @@ class RngAndBuffers:
                 "the first time since it was attached, so that its value before is lost; run the step again (the "
                 "buffer is watched from now on), or give the region another home"
             )
+        for buffer in self._buffers:
+            before = buffer.checksum
+            if before is not None:
+                now = checksum(buffer.tensor)
+                assert now is not None
+                self._checks.at_end(
+                    now != before,
+                    f"region {self._region!r} is under recompute, and its forward changed the buffer "
+                    f"{buffer.name!r} without raising its version, as a write through .data does, so that this "
+                    "step's gradients are wrong; write to the buffer itself under torch.no_grad(), or give the "
+                    "region another home",
+                )
 
     def _learn(self, buffer: _Buffer) -> bool:
         """Whether the value before forward is still there, if forward has changed it."""

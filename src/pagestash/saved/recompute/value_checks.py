@@ -73,6 +73,8 @@ class Checks:
         self._forwards: WeakKeyDictionary[nn.Module, _Forwards] = WeakKeyDictionary()
         self._new: list[_Forwards] = []
         self._pending: deque[_Pending] = deque()
+        self._of_step: list[tuple[torch.Tensor, str]] = []
+        """Flags on the device, and what to say if one is set."""
 
     def due(self, module: nn.Module) -> When:
         """Whether the forward of `module` that begins now is checked; raises what an earlier check has found."""
@@ -96,6 +98,21 @@ class Checks:
         for forwards in self._new:
             forwards.new = False
         self._new.clear()
+
+    def at_end(self, wrong: torch.Tensor, message: str) -> None:
+        """Raise `message` when the step has come to its end, if the flag `wrong` is set."""
+        self._of_step.append((wrong, message))
+
+    def raise_found(self) -> None:
+        """The step has come to its end. Waits for the device if there is a flag."""
+        noted, self._of_step = self._of_step, []
+        for wrong, message in noted:
+            if bool(wrong):
+                raise RuntimeError(message)
+
+    def give_up(self) -> None:
+        """The step ended by an exception."""
+        self._of_step.clear()
 
     def compare(self, summary: torch.Tensor, tensor: torch.Tensor, when: When, message: str) -> None:
         """Raise `message` if `tensor` has other values than the tensor of `summary` had, now or later."""

@@ -397,6 +397,40 @@ def test_valid_rows_alone_are_coded(backend, home, count):
     assert torch.equal(*grads)
 
 
+class TimesItself(nn.Module):
+    """The gradient of its sum is twice what was held of its input."""
+
+    def __init__(self, rows=None) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, x):
+        return torch.square(x if self.rows is None else ps.rows(x, self.rows))
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["no rows", "counted rows"])
+@pytest.mark.parametrize("width", [32, 64, 96, 128, 200])
+def test_the_error_is_within_the_bound_that_the_guide_states(width, counted):
+    """Blocks of 128 values cross rows, except where valid rows are counted."""
+    sizes = torch.tensor([0.5, 3e5, 1e-3, 0.5, 40.0, 0.0, 7e-6, 2.0])[:, None]
+    held = (sizes * torch.randn(8, width, generator=torch.Generator().manual_seed(0))).bfloat16()
+    model = nn.Sequential(TimesItself(torch.tensor(8) if counted else None))
+    keeper = ps.Keeper(ps.Policy([ps.Rule("0", "stash", bits=8, min_bytes=0)]), backend="torch").attach(model)
+    x = held.clone().requires_grad_()
+    with keeper.step():
+        (model(x * 1) * 0.5).sum().backward()
+    rows = held.double() if counted else held.double().view(1, -1)
+    blocks = nn.functional.pad(rows, (0, -rows.shape[1] % 128)).unflatten(-1, (-1, 128))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    allowed = torch.maximum(blocks.abs() / 16, largest / 2**17).clamp(min=2**-110)
+    allowed = allowed.flatten(1)[:, : rows.shape[1]].reshape(held.shape)
+    error = (x.grad.double() - held.double()).abs()
+    assert (error <= allowed).all()
+    assert error.any()
+    by_row = torch.maximum(held.abs() / 16, held.abs().amax(1, keepdim=True) / 2**17)
+    assert bool((error > by_row).any()) == (not counted and width % 128 != 0)
+
+
 def test_a_step_that_fails_leaves_no_pages_behind(model, expected):
     keeper = ps.Keeper(ps.Policy([rule()]), backend="torch").attach(model)
     loss_and_gradients(model, batch(), keeper)

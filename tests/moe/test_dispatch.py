@@ -33,6 +33,9 @@ CASES = {
     "first_rank_only": {"choose": "first", "top_k": 2},
     "uneven": {"choose": "random", "top_k": 3, "tokens": [14, 0, 5, 9]},
     "bias": {"choose": "random", "top_k": 2, "bias": True, "activation": "clamped", "tokens": [3, 11, 14, 1]},
+    # (The last by name: seeds are counted by it.)
+    "without_expert": {"choose": "without_expert", "top_k": 3},
+    "without_expert_bias": {"choose": "without_expert", "top_k": 2, "bias": True},
 }
 
 
@@ -60,6 +63,9 @@ def problem(name, world):
     elif case["choose"] == "first":
         likely = torch.tensor([1.0] * (E // world) + [0.0] * (E - E // world))
     ids = torch.multinomial(likely.expand(total, -1), choices, generator=generator).to(torch.int32)
+    if case["choose"] == "without_expert":  # dropped tokens, and dropped choices
+        for number, token in enumerate(range(0, total, 3)):
+            ids[token, number % (choices + 1) :] = torch.tensor([-1, E, E + 3, -E])[number % 4]
     parameters = {"up": normal(E, 2 * N, D) / D**0.5, "down": normal(E, D, N) / N**0.5}
     if case.get("bias"):
         parameters |= {"up_bias": normal(E, 2 * N), "down_bias": normal(E, D)}
@@ -339,6 +345,19 @@ def test_results_and_gradients_are_those_of_one_process(ranks, name, kind):
     for part in parts:
         for key, value in part["again"].items():
             assert torch.equal(value, part[key]), key
+
+
+@pytest.mark.parametrize("name", ["without_expert", "without_expert_bias"])
+def test_a_choice_that_no_expert_has_is_none(name):
+    given = problem(name, 2)
+    nobody = (given["ids"] < 0) | (given["ids"] >= E)
+    assert nobody.all(1).any()
+    assert (nobody.any(1) & ~nobody.all(1)).any()
+    got = alone(name, 2)
+    weights, ids = given["weights"].masked_fill(nobody, 0), given["ids"].masked_fill(nobody, 0)
+    wanted = alone(name, 2, weights, ids)
+    wanted["weights"].masked_fill_(nobody, 0)
+    check(got, wanted, {"weights"})
 
 
 def test_the_cases_leave_ranks_without_rows_and_without_tokens(ranks):

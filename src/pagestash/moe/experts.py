@@ -31,8 +31,9 @@ class Experts(SelfSaving):
     the step reads it, calls `grow_capacity` and `clear_over_capacity`, and runs the batch again, as with a
     pool's `overflow`. With a `dispatch` the parts hold this rank's experts, and the capacity is the dispatch's.
 
-    Called with ids [T, K] of your own: an id below 0 is no choice, and an expert that a token chose twice counts
-    twice. The worst case of a padded dispatch is that of distinct ids; `over_capacity` says if others do not fit.
+    Called with ids [T, K] of your own: an id that no expert has (-1, or from the number of experts on) is no
+    choice, with any dispatch, and an expert that a token chose twice counts twice. The worst case of a padded
+    dispatch is that of distinct ids; `over_capacity` says if others do not fit.
     """
 
     writes_codes = True

@@ -126,7 +126,8 @@ class AllToAll:
             if over is not None:
                 over.masked_fill_(most > pair, 1.0)
         starts_W = routing.offsets - routing.counts
-        among_TK = routing.inverse - starts_W[owner_TK.to(torch.int64)]
+        # (An id that no expert has has no owner, and no row in `inverse`.)
+        among_TK = routing.inverse - starts_W[owner_TK.clamp(0, self.ranks.count - 1).to(torch.int64)]
         fits_TK = (routing.inverse >= 0) & (among_TK < pair)
         slot_TK = torch.where(fits_TK, owner_TK * pair + among_TK, -1).to(torch.int32)
         return _Wire(slot_TK, self.ranks.count * pair, routing.counts, pair=pair)

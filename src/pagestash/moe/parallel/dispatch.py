@@ -42,6 +42,7 @@ class Dispatch(Protocol):
     ) -> Received:
         """Bring each token [T, d] to its experts `ids` [T, K]; set `over` to 1 beyond capacity.
 
+        An id that no expert has is no choice: a dropped token has only such ones.
         Without `over`, rows beyond the capacity are dropped in silence: that was asked for.
         """
         ...

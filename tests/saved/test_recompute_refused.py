@@ -144,6 +144,24 @@ def test_a_second_loss_on_what_a_hook_kept_of_a_replay_is_refused_by_name():
             kept[-1].square().sum().backward()
 
 
+@pytest.mark.parametrize("hooks", ["_forward_pre_hooks", "_forward_hooks"])
+def test_a_module_whose_hooks_were_cleared_is_named(hooks):
+    model = nn.Sequential(MLP(), MLP())
+    plain = step(model, X)
+    keeper = keep(model, "1")
+    step(model, X, keeper)
+    getattr(model[1], hooks).clear()
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"hooks on '1' are gone.*detach\(\), and attach\(model\) again"
+        ):
+            step(model, X, keeper)
+    keeper.detach()
+    keeper.attach(model)
+    assert same(step(model, X, keeper), plain)
+    assert empty(keeper)
+
+
 def test_a_region_that_is_no_module_is_refused():
     class Opens(nn.Module):
         def forward(self, x):

@@ -46,18 +46,24 @@ class RegionHooks:
         self.hooks = hooks
         self.recompute = recompute
         self._hooks: list[Any] = []
-        self._next_to_forward: list[tuple[Any, Any, Any]] = []
+        self._next_to_forward: list[tuple[str, nn.Module, Any, Any]] = []
         self.notes = WeightNotes()
         self._calls = under_way()
 
     def start(self) -> None:
         """A step begins."""
+        for name, module, opening, closing in self._next_to_forward:
+            before, after = forward_pre_hooks_of(module), forward_hooks_of(module)
+            if opening.id not in before or closing.id not in after:
+                raise RuntimeError(
+                    f"the keeper's hooks on {name!r} are gone: somebody has cleared the module's hooks since "
+                    "keeper.attach(model); call keeper.detach(), and attach(model) again"
+                )
+            # A replay runs `forward` itself, so no other hook may come between it and ours.
+            before.move_to_end(opening.id)
+            after.move_to_end(closing.id, last=False)
         self.in_step = self.notes.in_step = True
         self._calls = under_way()
-        for module, opening, closing in self._next_to_forward:
-            # A replay runs `forward` itself, so no other hook may come between it and ours.
-            forward_pre_hooks_of(module).move_to_end(opening.id)
-            forward_hooks_of(module).move_to_end(closing.id, last=False)
 
     def stop(self) -> None:
         """The step is over, and so are calls that an exception left open."""
@@ -85,7 +91,7 @@ class RegionHooks:
         closing = module.register_forward_hook(Closing(first), always_call=True, prepend=True)
         self._hooks += [opening, closing]
         if rule.home == "recompute":
-            self._next_to_forward.append((module, opening, closing))
+            self._next_to_forward.append((name, module, opening, closing))
         self.notes.watch(modules_in(module)[1:])
 
     def refuse_compiled(self) -> None:

@@ -1,5 +1,8 @@
 """What recompute refuses by name: regions that do something else the second time."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from recomputed import MLP, ROWS, WIDTH, Counted, Log, Square, X, empty, keep, step
@@ -142,6 +145,35 @@ def test_a_second_loss_on_what_a_hook_kept_of_a_replay_is_refused_by_name():
         model(X).square().sum().backward(retain_graph=True)
         with pytest.raises(RuntimeError, match=refused):
             kept[-1].square().sum().backward()
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.make, self.source = make, None
+
+    def forward(self, x):
+        if self.source is None:
+            self.source = self.make()
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize(
+    "make", [torch.Generator, random.Random, np.random.default_rng, np.random.RandomState]
+)
+@pytest.mark.parametrize("rule", ["0", "*"])
+def test_a_generator_in_an_attribute_is_refused_by_name(rule, make):
+    """Also one that the first forward makes."""
+    model = nn.Sequential(nn.Sequential(OwnGenerator(make), Square()), Square())
+    keeper = keep(model, rule)
+    with pytest.raises(
+        RuntimeError, match=r"region '0'.*OwnGenerator has a generator in its attribute 'source'"
+    ):
+        step(model, X, keeper)
+    keeper.detach()
+    keeper = ps.Keeper(ps.Policy([ps.Rule(rule, "stash")]), backend="torch").attach(model)
+    step(model, X, keeper)
 
 
 @pytest.mark.parametrize("hooks", ["_forward_pre_hooks", "_forward_hooks"])

@@ -6,6 +6,7 @@ from ctypes import CDLL, c_int, c_size_t, c_void_p
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from pagestash.saved.streams import capturing
 
@@ -18,6 +19,16 @@ class TorchRng(NamedTuple):
     """Seed and offset of the device's generator, which are all of its state."""
     on_device: torch.Tensor | None = None
     """Its state as torch has it, where the host may not ask for the position: in a capture."""
+
+
+def own_generator(module: nn.Module) -> str | None:
+    """The attribute of a module that has a generator of its own, which no replay would find as it was."""
+    kinds: tuple[type, ...] = torch.Generator, random.Random
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kinds += numpy.random.Generator, numpy.random.RandomState
+    # (Not `isinstance`, which asks a proxy for the class of what it stands for.)
+    return next((name for name, value in vars(module).items() if issubclass(type(value), kinds)), None)
 
 
 PythonRng = tuple[Any, Any]

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from pagestash.saved.recompute.rng import (
     PythonRng,
     TorchRng,
+    own_generator,
     python_rng_drawn,
     python_rng_state,
     set_python_rng_state,
@@ -137,8 +138,9 @@ class RngAndBuffers:
     ) -> None:
         """Of the region's module, the first of `modules`, and those inside.
 
-        `search`: find out whether its forward draws from Python's or NumPy's generator.
+        `search`: find out whether its forward draws from Python's or NumPy's generator, or from one of its own.
         """
+        self._searched = modules if search else ()
         self._module = modules[0]
         self._region = region
         self._device = device
@@ -187,6 +189,14 @@ class RngAndBuffers:
         A write through `.data` raises no version. So the bytes of a large buffer without a copy are compared, and
         the answer is read when the step is over.
         """
+        for module in self._searched:
+            name = own_generator(module)
+            if name is not None:
+                raise RuntimeError(
+                    f"region {self._region!r} is under recompute, and {type(module).__name__} has a generator in "
+                    f"its attribute {name!r}, from which a replay would draw other numbers; draw from the global "
+                    "generator of torch, Python or NumPy, or give the region another home"
+                )
         if self._torch_rng is not None and not torch_rng_drawn(self._device, self._torch_rng):
             self._torch_rng = None
         if self._python_rng is not None:

@@ -147,6 +147,27 @@ def test_a_second_loss_on_what_a_hook_kept_of_a_replay_is_refused_by_name():
             kept[-1].square().sum().backward()
 
 
+def test_a_hook_that_comes_next_to_forward_inside_the_step_is_refused_by_name():
+    model = nn.Sequential(MLP(), MLP())
+    keeper = keep(model, "0")
+    register = [
+        lambda: model[0].register_forward_hook(lambda module, args, out: out * 2, prepend=True),
+        lambda: model[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    ]
+    step(model, X, keeper)
+    for each in register:
+        with keeper.step():
+            hook = each()
+            with pytest.raises(
+                RuntimeError, match=r"region '0'.*a hook was registered on it inside of the step"
+            ):
+                model(X)
+        hook.remove()
+    for each in (*register, lambda: model[0].register_forward_hook(lambda module, args, out: out * 2)):
+        each()
+        assert same(step(model, X, keeper), step(model, X))
+
+
 class OwnGenerator(nn.Module):
     def __init__(self, make) -> None:
         super().__init__()

@@ -177,6 +177,13 @@ class Opening(Hook):
         if self.rule.home != "recompute":
             run = None
         elif run is None:
+            before = next(reversed(forward_pre_hooks_of(module).values()))
+            after = next(iter(forward_hooks_of(module).values()), None)
+            if not (isinstance(before, Hook) and isinstance(after, Hook)):
+                raise RuntimeError(
+                    f"region {self.name!r} is under recompute, and a hook was registered on it inside of the step, "
+                    "between it and the keeper, so that no replay runs the hook; register it before the step"
+                )
             # (A region inside a recomputed one is recomputed with it. A replica of a module has the module's hooks:
             # the replay runs the replica.)
             way = self.path if module is self.path[-1] else [module]

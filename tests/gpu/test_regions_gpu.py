@@ -70,7 +70,7 @@ def test_the_documented_formulas_hold_on_a_gpu():
     """In bf16, and with norms that are one kernel."""
     model, batch = make(), tokens(0)
     rules = [ps.Rule(f"layers.*.{name}", "keep") for name in NAMES + MORE]
-    keeper = ps.Keeper(ps.Policy(rules)).attach(model)
+    keeper = ps.Keeper(ps.Policy(rules), check=True).attach(model)
     with keeper.step():
         sum(model(batch[:, :-1], batch[:, 1:])).backward()
     regions = keeper.stats().regions

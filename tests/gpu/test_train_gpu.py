@@ -61,7 +61,6 @@ def test_graphed_steps_with_the_stash_have_the_losses_of_those_without(tmp_path)
     assert numbers(plain) == numbers(stashed)
     assert same_weights(tmp_path / "plain", tmp_path / "stash")
     assert all(line["saved_bytes"]["stash"] > 0 for line in stashed)
-    assert stashed[-1]["saved_bytes"]["keep"] < plain[-1]["saved_bytes"]["keep"]
     assert plain[-1]["loss"] < plain[0]["loss"]
 
 

@@ -47,8 +47,9 @@ class Keeper(saved.Keeper):
     kernels (`pagestash.moe` does). A module under a recompute rule that has `use_recompute(on)` recomputes by
     itself; of any other module, `forward` is run again.
 
-    `check`: whether eager steps look for gradients that reach rows which `ps.rows` let go, and raise. None: in the
-    first step that has marks; True: in every step, which waits for the device; False: never.
+    `check`: whether eager steps look for gradients that reach rows which `ps.rows` let go, and compare recomputed
+    values, and raise. None: in the first step that has any; True: in every step, which waits for the device; it
+    also counts what is kept where nothing moves. False: never look for such gradients.
 
         keeper = Keeper(budget="40GiB", optimizer=optimizer).attach(model)
 

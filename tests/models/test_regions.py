@@ -161,9 +161,8 @@ def held(home, names, **made):
     """Bytes of the second layer, by region, at their peak."""
     model = Decoder(preset("tiny", layers=2, dense_layers=0, shared_experts=1), **made)
     rules = [ps.Rule(f"layers.*.{name}", home, min_bytes=0) for name in names]
-    keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page=1024, device=1 << 24)), backend="torch").attach(
-        model
-    )
+    policy = ps.Policy(rules, ps.PoolConfig(page=1024, device=1 << 24))
+    keeper = ps.Keeper(policy, backend="torch", check=True).attach(model)
     run(model, torch.randint(0, 256, (4, TOKENS // 4 + 1)), keeper)
     regions = keeper.stats().regions
     return {name: regions[f"layers.1.{name}"].peak for name in names if f"layers.1.{name}" in regions}
@@ -191,7 +190,8 @@ def test_the_documented_bytes_are_those_of_a_step(made):
 def test_the_documented_bytes_of_latent_attention_are_those_of_a_step():
     [formula] = re.findall(r"`(b·\(d \+ .*rope_dim\) \+ 8)`", TABLE.read_text())
     made = Made(**MLA, width=128)
-    keeper = ps.Keeper(ps.Policy([ps.Rule("layers.1.attn.qkv_linear", "keep")])).attach(made.model)
+    policy = ps.Policy([ps.Rule("layers.1.attn.qkv_linear", "keep")])
+    keeper = ps.Keeper(policy, check=True).attach(made.model)
     run(made.model, made.batch, keeper)
     size = keeper.stats().regions["layers.1.attn.qkv_linear"].peak
     assert size == made.batch[:, 1:].numel() * eval(formula.replace("·", "*"), TINY | MLA)

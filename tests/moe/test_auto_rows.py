@@ -185,9 +185,9 @@ def test_a_replay_expects_the_number_of_its_forward():
         keeper = ps.Keeper(ps.Policy([ps.Rule("layers.*", "recompute")]), backend="torch").attach(model)
         with keeper.step():
             loss = model(torch.randn(TOKENS, WIDTH), torch.tensor([40, 50, 60]))
-        for layer in model.layers:
-            layer.experts.received_rows.expected = other
-        loss.backward()
+            for layer in model.layers:
+                layer.experts.received_rows.expected = other
+            loss.backward()
         return [p.grad for p in model.parameters()]
 
     assert same(gradients(0), gradients(30))

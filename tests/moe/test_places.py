@@ -66,7 +66,8 @@ class Made:
         """Stats after a measured step and one whose backward comes twice, both with the plain bits."""
         rules = [ps.Rule(f"moe.{name}", home, min_bytes=0) for name, home in homes.items()]
         rules += [ps.Rule("moe", layer)] if layer else []
-        keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page=256)), backend="torch").attach(self.model)
+        policy = ps.Policy(rules, ps.PoolConfig(page=256))
+        keeper = ps.Keeper(policy, backend="torch", check=True).attach(self.model)
         self.look = lambda: self.held.append({home: int(size) for home, size in keeper.held().items()})
         self.held.clear()
         for retain in (False, True):

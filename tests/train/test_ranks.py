@@ -134,7 +134,6 @@ def test_ranks_run_layers_again_to_the_same_bits(tmp_path, dispatch):
         (line["loss"], line["grad_norm"]) for line in again
     ]
     assert all(line["saved_bytes"]["stash"] > 0 for line in again)
-    assert again[-1]["saved_bytes"]["keep"] < plain[-1]["saved_bytes"]["keep"] / 3
 
 
 @pytest.mark.slow

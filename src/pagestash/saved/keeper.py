@@ -50,10 +50,9 @@ class Keeper:
         self._backend = backend
         self._check = check
         self._keep = Keep()
-        self._recompute = Recompute()
+        self._recompute = Recompute(check=check is True)
         self._stash = stash = Stash(policy, self._keep, backend)
         # No home may refer to the keeper: in a cycle, a dropped keeper's pool would wait for the garbage collector.
-        self._recompute.checks.overflow = lambda: None if stash.pool is None else stash.pool.overflow
         self._offload = Offload(policy, self._keep, stash, partial(_memory_of, ref(self)), backend, make_slab)
         moving: dict[HomeName, TakesGroups] = {"stash": self._stash, "offload": self._offload}
         # In the order in which they settle: offload before stash, because it gives back pages, too.

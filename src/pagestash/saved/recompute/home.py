@@ -33,10 +33,11 @@ class Recompute(Home):
 
     name: HomeName = "recompute"
 
-    def __init__(self) -> None:
+    def __init__(self, *, check: bool = False) -> None:
+        """`check`: compare the values of every forward, not of the first step's alone."""
         super().__init__()
         self.learned = Learned()
-        self.checks = Checks()
+        self.checks = Checks(always=check)
         self.lock = RLock()
         self.replayed: WeakSet[Recomputed] = WeakSet()
         self._of_step: list[Entry] = []

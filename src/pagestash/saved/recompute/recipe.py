@@ -16,7 +16,7 @@ from pagestash.saved.recompute.attributes import Attributes, Change
 from pagestash.saved.recompute.rng import PythonRng, TorchRng
 from pagestash.saved.recompute.rng_and_buffers import ChangesBuffers, DrawsInPython, RngAndBuffers
 from pagestash.saved.recompute.trees import map_leaves
-from pagestash.saved.recompute.value_checks import Checks, When
+from pagestash.saved.recompute.value_checks import Checks
 from pagestash.saved.recompute.weights import VersionOnly, Weights
 from pagestash.saved.storage import byte_range, is_nested
 
@@ -90,8 +90,7 @@ class Recipe:
         self.module = path[-1]
         self.hooks = hooks
         self.device = hooks.device_here
-        self.when = checks.due(self.module)
-        self.checked = self.when is not When.NEVER
+        self.checked = checks.due(self.module)
         """Whether recomputed values are compared with those of this forward."""
         self.complete = False
         """Whether the forward is over."""
@@ -174,7 +173,7 @@ class Recipe:
 
     def compare(self, summary: torch.Tensor, tensor: torch.Tensor, differs: str) -> None:
         """Raise `differs` if `tensor` has other values than the one that `summary` is of."""
-        self._checks.compare(summary, tensor, self.when, differs)
+        self._checks.compare(summary, tensor, differs)
 
     def _input_changed(self) -> str:
         return (

@@ -11,7 +11,7 @@ find 0 / 0 there, so such operands are saved whole (`divisors`); an operation th
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,15 +58,15 @@ class RowWise(TorchDispatchMode):
             return func(*args, **kwargs)
         operands = _tensors((*args, *kwargs.values()))
         keys = {key for key in map(plain_storage, operands) if key is not None}
-        rule = TABLE.get(func)
-        effect = rule(marks.find, args, kwargs) if rule is not None else None
+        known = OPERATIONS.get(func, _UNKNOWN)
+        effect = None if known.rule is None else known.rule(marks.find, args, kwargs)
         has_node = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
         number = next_sequence_number() if has_node else None
-        marks.settle(set() if func in SAVES_NO_OPERAND else keys, effect, number)
+        marks.settle(set() if known.node is None else keys, effect, number)
         result = func(*args, **kwargs)
         if effect is not None and effect.ends is not None:
             marks.ignores_the_rest(args[0])
-        if effect is not None and func in IN_PLACE:
+        if effect is not None and known.in_place:
             marks.changed(args[0], effect)
         elif effect is not None:
             marks.ran(_tensors(result if isinstance(result, (tuple, list)) else (result,)), effect)
@@ -234,56 +234,77 @@ aten: Any = torch.ops.aten
 _plain = elementwise()
 _by_second = elementwise(lambda args: (1,) if len(args) > 1 and isinstance(args[1], torch.Tensor) else ())
 
-IN_PLACE = {aten.add_.Tensor, aten.add_.Scalar, aten.mul_.Tensor, aten.mul_.Scalar, aten.relu_.default}
 
-TABLE: dict[Any, Rule] = {
-    **dict.fromkeys(
-        (
-            aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor,
-            aten.neg.default, aten.abs.default, aten.exp.default, aten.sin.default, aten.cos.default,
-            aten.sigmoid.default, aten.tanh.default, aten.relu.default, aten.leaky_relu.default, aten.silu.default,
-            aten.gelu.default, aten.softplus.default, aten.rsqrt.default, aten.reciprocal.default,
-            aten.log1p.default, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
-            aten.maximum.default, aten.minimum.default, aten.clone.default, aten.native_dropout.default,
-            aten.add_.Tensor, aten.add_.Scalar, aten.relu_.default, *operators("_to_copy"),
-        ),
-        _plain,
+class Operation(NamedTuple):
+    """What is known of an operation."""
+
+    rule: Rule | None
+    """None: it does not work row by row."""
+    node: str | None
+    """The node that reads operands or results that were cut; "" if it needs all of them. None: its backward needs
+    sizes and indices alone."""
+    in_place: bool = False
+
+
+def _each(rule: Rule | None, node: str | None, *of: Any, in_place: bool = False) -> dict[Any, Operation]:
+    return dict.fromkeys(of, Operation(rule, node, in_place))
+
+
+OPERATIONS: dict[Any, Operation] = {
+    **_each(
+        _plain, None,
+        aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Tensor, aten.rsub.Scalar,
+        aten.neg.default, aten.clone.default, *operators("_to_copy"),
     ),
-    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar, aten.mul_.Tensor, aten.mul_.Scalar), scaled),
-    aten.div.Tensor: _by_second,
-    aten.div.Scalar: _plain,
-    aten.log.default: elementwise(lambda args: (0,)),
-    aten.pow.Tensor_Scalar: powered,
-    aten.mm.default: product(0),
-    aten.addmm.default: product(1),
-    aten.native_layer_norm.default: normalized,
-    **dict.fromkeys(operators("_softmax", "_log_softmax"), along(1)),
-    **dict.fromkeys(operators("_grouped_mm"), grouped_product),
-    **dict.fromkeys(operators("_fused_rms_norm"), normalized),
-    aten.glu.default: along(1),
-    aten.sum.dim_IntList: reduction,
-    aten.mean.dim: reduction,
-    aten.cat.default: concatenation,
+    **_each(_plain, None, aten.add_.Tensor, aten.add_.Scalar, in_place=True),
+    **_each(scaled, "MulBackward0", aten.mul.Tensor, aten.mul.Scalar),
+    **_each(scaled, "MulBackward0", aten.mul_.Tensor, aten.mul_.Scalar, in_place=True),
+    **_each(_by_second, "DivBackward0", aten.div.Tensor),
+    **_each(_plain, "DivBackward0", aten.div.Scalar),
+    **_each(powered, "PowBackward0", aten.pow.Tensor_Scalar),
+    **_each(elementwise(lambda args: (0,)), "", aten.log.default),
+    **_each(_plain, "AbsBackward0", aten.abs.default),
+    **_each(_plain, "ExpBackward0", aten.exp.default),
+    **_each(_plain, "SinBackward0", aten.sin.default),
+    **_each(_plain, "CosBackward0", aten.cos.default),
+    **_each(_plain, "SigmoidBackward0", aten.sigmoid.default),
+    **_each(_plain, "TanhBackward0", aten.tanh.default),
+    **_each(_plain, "ReluBackward0", aten.relu.default),
+    **_each(_plain, "ReluBackward0", aten.relu_.default, in_place=True),
+    **_each(_plain, "LeakyReluBackward0", aten.leaky_relu.default),
+    **_each(_plain, "SiluBackward0", aten.silu.default),
+    **_each(_plain, "GeluBackward0", aten.gelu.default),
+    **_each(_plain, "SoftplusBackward0", aten.softplus.default),
+    **_each(_plain, "RsqrtBackward0", aten.rsqrt.default),
+    **_each(_plain, "ReciprocalBackward0", aten.reciprocal.default),
+    **_each(_plain, "Log1PBackward0", aten.log1p.default),
+    **_each(_plain, "ClampBackward1", aten.clamp.default),
+    **_each(_plain, "ClampMinBackward0", aten.clamp_min.default),
+    **_each(_plain, "ClampMaxBackward0", aten.clamp_max.default),
+    **_each(_plain, "MaximumBackward0", aten.maximum.default),
+    **_each(_plain, "MinimumBackward0", aten.minimum.default),
+    **_each(_plain, "NativeDropoutBackward0", aten.native_dropout.default),
+    **_each(product(0), "MmBackward0", aten.mm.default),
+    **_each(product(1), "AddmmBackward0", aten.addmm.default),
+    **_each(grouped_product, "GroupedMmBackward0", *operators("_grouped_mm")),
+    **_each(normalized, "NativeLayerNormBackward0", aten.native_layer_norm.default),
+    **_each(normalized, "FusedRmsNormBackward0", *operators("_fused_rms_norm")),
+    **_each(along(1), "SoftmaxBackward0", *operators("_softmax")),
+    **_each(along(1), "LogSoftmaxBackward0", *operators("_log_softmax")),
+    **_each(along(1), "GluBackward0", aten.glu.default),
+    **_each(reduction, None, aten.sum.dim_IntList, aten.mean.dim),
+    **_each(concatenation, None, aten.cat.default),
+    **_each(
+        None, None,
+        aten.sum.default, aten.mean.default, aten.where.self, aten.masked_fill.Scalar, aten.index.Tensor,
+        aten.index_select.default, aten.index_add.default, aten.scatter_add.default,
+    ),
 }  # fmt: skip
+
+_UNKNOWN = Operation(None, "")
+
+NODES = frozenset(each.node for each in OPERATIONS.values())
+"""No other may read a tensor that was cut without its own word."""
 
 VIEWS = {aten.detach.default, *operators("_unsafe_view", "_reshape_alias")}
 """They make no values; what they return lies in the same storage, where marks are kept."""
-
-SAVES_NO_OPERAND = {
-    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor,
-    aten.neg.default, aten.clone.default, *operators("_to_copy"), aten.cat.default, aten.sum.default,
-    aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.where.self, aten.masked_fill.Scalar,
-    aten.index.Tensor, aten.index_select.default, aten.index_add.default, aten.scatter_add.default,
-    aten.add_.Tensor, aten.add_.Scalar,
-}  # fmt: skip
-"""Operations whose backward needs sizes and indices alone."""
-
-NODES = {
-    "MulBackward0", "DivBackward0", "PowBackward0", "AbsBackward0", "ExpBackward0", "SinBackward0", "CosBackward0",
-    "SigmoidBackward0", "TanhBackward0", "ReluBackward0", "LeakyReluBackward0", "SiluBackward0", "GeluBackward0",
-    "SoftplusBackward0", "RsqrtBackward0", "ReciprocalBackward0", "Log1PBackward0", "ClampBackward1",
-    "ClampMinBackward0", "ClampMaxBackward0", "MaximumBackward0", "MinimumBackward0", "NativeDropoutBackward0",
-    "MmBackward0", "AddmmBackward0", "GroupedMmBackward0", "NativeLayerNormBackward0", "FusedRmsNormBackward0",
-    "SoftmaxBackward0", "LogSoftmaxBackward0", "GluBackward0",
-}  # fmt: skip
-"""The nodes of the operations above that save a tensor: no other may read one that was cut without its own word."""

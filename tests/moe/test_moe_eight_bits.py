@@ -12,11 +12,11 @@ from pagestash.kernels.moe.activations import Activation
 from pagestash.kernels.moe.route import route
 from pagestash.moe import MoE, MoEConfig, Received
 from pagestash.moe.saving import BlockOptions
-from pagestash.saved.received_rows import Recording
+from pagestash.saved.received_rows import RowsRecording
 
 WIDTH, INNER, EXPERTS, TOP_K, TOKENS, DEPTH = 128, 64, 4, 2, 64, 2
 CHOICES = TOKENS * TOP_K
-BY_RULES, BEGIN = BlockOptions.by_rules, Recording.begin
+BY_RULES, BEGIN = BlockOptions.by_rules, RowsRecording.begin
 ROW = 2 * (128 + 16)  # coded: 128 values of the row and 128 of its projection, each with a scale in 16 bytes
 
 
@@ -294,7 +294,7 @@ def test_rows_that_a_frozen_projection_does_not_save_are_not_counted(frozen, mon
         counted.append(row_bytes)
         return BEGIN(recording, layer, row_bytes, *more)
 
-    monkeypatch.setattr(Recording, "begin", begin)
+    monkeypatch.setattr(RowsRecording, "begin", begin)
     model = Stack("auto", expected_rows="auto")
     for layer in model.layers:
         layer.expert_fc1.requires_grad_(not frozen)

@@ -5,7 +5,7 @@ import torch
 
 from pagestash.planning.expected import CANDIDATES, ENOUGH, SLACK, StepRows
 from pagestash.planning.rows import RowDistribution
-from pagestash.saved.received_rows import ReceivedRows, Recording
+from pagestash.saved.received_rows import ReceivedRows, RowsRecording
 
 PAGE, ROW = 1024, (512, 256)
 ROW_BYTES = sum(ROW)
@@ -14,7 +14,7 @@ LAYERS = 6
 
 def step(layers=LAYERS, microbatches=1, together=True, gradient_bytes=0, head_bytes=ROW_BYTES):
     """A recorded step: all forwards and then all backwards, or so for each microbatch."""
-    recording, found = Recording(), [ReceivedRows() for _ in range(layers)]
+    recording, found = RowsRecording(), [ReceivedRows() for _ in range(layers)]
     for microbatch_group in [range(microbatches)] if together else [[m] for m in range(microbatches)]:
         endings = [
             recording.begin(layer, ROW, head_bytes, gradient_bytes)

@@ -51,7 +51,7 @@ from pagestash.kernels.moe.route import Routing
 from pagestash.kernels.moe.row_codes import CodeRow
 from pagestash.kernels.moe.row_info import RowInfo
 from pagestash.moe.bias import bias_gradient, down_bias_gradient, weights_gradient_of_bias
-from pagestash.moe.coded import Waiting, codes_of, forward_coded, source_of_codes
+from pagestash.moe.coded import BlockSaved, codes_of, forward_coded, source_of_codes
 from pagestash.moe.lease import Lease, pages_of
 from pagestash.moe.projection import LowRank, Projection, Read, Weight
 from pagestash.moe.saving import BlockOptions
@@ -291,7 +291,7 @@ def _forward_exact(
     ends: Pair,
     excess_rows: torch.Tensor,
     options: BlockOptions,
-) -> tuple[torch.Tensor, Waiting]:
+) -> tuple[torch.Tensor, BlockSaved]:
     """`a_RN`, and what waits for backward, in two buffers each."""
     capacity, h_columns = cut.expected + cut.excess, up.weight_EOI.shape[1]
     to_pages = options.needs_backward and cut.excess > 0
@@ -328,7 +328,7 @@ def _forward_exact(
         h.excess = None
     if options.h.recompute:
         h.expected = None
-    return a_RN, Waiting(x, x_lease, h, h_lease)
+    return a_RN, BlockSaved(x, x_lease, h, h_lease)
 
 
 def _claim(

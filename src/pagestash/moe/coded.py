@@ -30,7 +30,7 @@ from pagestash.moe.saving import BlockOptions
 from pagestash.moe.two_buffers import CodedSource, Cut, ExcessSource, Pair, RowSource
 
 
-class Waiting(NamedTuple):
+class BlockSaved(NamedTuple):
     """What waits for backward: tensors that autograd saves, and pages. Of a block that codes, both are codes."""
 
     x: Pair
@@ -49,7 +49,7 @@ def forward_coded(
     options: BlockOptions,
     *,
     saves_x: bool,
-) -> tuple[torch.Tensor, Waiting]:
+) -> tuple[torch.Tensor, BlockSaved]:
     """`a_RN`, and what waits."""
     capacity = cut.expected + cut.excess
     columns = up.weight_EOI.shape[1]
@@ -73,7 +73,7 @@ def forward_coded(
     del a_room
     a_RN = gated.forward(h_RH, info, options.activation, codes=h_codes)
     # (The block of `x_RD` is let go here, and serves the output of the second projection.)
-    return a_RN, Waiting(x, x_lease, Pair(h_codes.expected_SC, h_codes.excess_RC), h_lease)
+    return a_RN, BlockSaved(x, x_lease, Pair(h_codes.expected_SC, h_codes.excess_RC), h_lease)
 
 
 def codes_of(row: CodeRow, saved: Pair, lease: Lease | None) -> RowCodes:

@@ -25,7 +25,7 @@ import torch
 
 from pagestash.planning.pool import OVERFLOW
 from pagestash.policy import PoolConfig
-from pagestash.saved.received_rows import SLOTS, ExpectedRowsStats, ReceivedRows, Recording
+from pagestash.saved.received_rows import SLOTS, ExpectedRowsStats, ReceivedRows, RowsRecording
 from pagestash.saved.stash import Stash
 from pagestash.sizes import format_bytes
 
@@ -61,7 +61,7 @@ class StepRows:
     C candidates for the number of expected rows, V events.
     """
 
-    def __init__(self, step: Recording, rows_TW: torch.Tensor, page_bytes: int) -> None:
+    def __init__(self, step: RowsRecording, rows_TW: torch.Tensor, page_bytes: int) -> None:
         self.page_bytes = page_bytes
         self._rows_TW = rows_TW
         self._at_V = torch.tensor([index for index, _ in step.events])
@@ -137,7 +137,7 @@ class StepRows:
             yield mean, math.sqrt(math.log1p(variance / mean**2)) if mean else 0.0, most
 
 
-def _gradients(step: Recording) -> list[int]:
+def _gradients(step: RowsRecording) -> list[int]:
     """Bytes of gradients that each event leaves: the first backward of each layer."""
     seen: set[int] = set()
     found = []
@@ -184,8 +184,8 @@ class AutoRows:
         self._page_bytes = pool.page_bytes
         self._headroom = pool.headroom
         self._overflow = overflow
-        self._recording: Recording | None = None
-        self._step: Recording | None = None
+        self._recording: RowsRecording | None = None
+        self._step: RowsRecording | None = None
         self._fixed = 0
         """Pages that are not for rows of the layers."""
         self._given = pool.device_bytes is not None
@@ -202,7 +202,7 @@ class AutoRows:
         if self._stash.pool is None and self._now is not None:
             self.forget()  # it is measured again, on another device
         if self._step is None:
-            self._recording = Recording()
+            self._recording = RowsRecording()
             for layer in self._layers:
                 layer.recording = self._recording
 

@@ -112,17 +112,16 @@ class TakesGroups(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Held:
-    """A storage that is kept, for the region that first saved a tensor in it, at the version last saved.
-
-    That is None while it stays by the decision of another home alone. It is the place of such entries.
-    """
+class KeptStorage:
+    """A storage that is kept alive. It counts for the region that saved it first, and is the place of entries that
+    stay."""
 
     keep: "Keep"
     key: int
     region: str
     size: int
     version: int | None
+    """When a tensor in it was last saved where nothing moves; None: only entries of other homes stay in it."""
     holders: int = 1
 
     def let_go(self) -> None:
@@ -146,11 +145,11 @@ class Keep(Home):
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_storage: dict[int, Held] = {}
+        self.by_storage: dict[int, KeptStorage] = {}
         """The storages that are kept, by their keys."""
-        self._earlier: set[Held] = set()
+        self._earlier: set[KeptStorage] = set()
 
-    def hold(self, key: int, tensor: torch.Tensor, version: int | None, region: str) -> Held:
+    def hold(self, key: int, tensor: torch.Tensor, version: int | None, region: str) -> KeptStorage:
         """Count a holder of the tensor's storage; the holder keeps it alive itself, and says when it lets go.
 
         `key` and `version` are the tensor's: the caller knows them, and each costs a call.
@@ -158,7 +157,7 @@ class Keep(Home):
         held = self.by_storage.get(key)
         if held is None:
             size = tensor.untyped_storage().nbytes()
-            held = self.by_storage[key] = Held(self, key, region, size, version)
+            held = self.by_storage[key] = KeptStorage(self, key, region, size, version)
             self.tally.count(region, size)
         else:
             held.holders += 1
@@ -166,7 +165,7 @@ class Keep(Home):
                 held.version = version
         return held
 
-    def forget(self, held: Held) -> None:
+    def forget(self, held: KeptStorage) -> None:
         """Nobody holds the storage any more, or it counts no longer."""
         self._earlier.discard(held)
         if self.by_storage.get(held.key) is held:
@@ -190,7 +189,7 @@ class Keep(Home):
         held = self.by_storage.get(key)
         return held is not None and held.version == version
 
-    def stay(self, entry: Entry) -> Held:
+    def stay(self, entry: Entry) -> KeptStorage:
         """The place of an entry of another home that leaves its bytes where they are."""
         origin = entry.origin
         assert origin is not None

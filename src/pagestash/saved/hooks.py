@@ -16,7 +16,7 @@ from pagestash.saved.homes import Keep, TakesGroups
 from pagestash.saved.packed import Handle, Kept, Look, Packed, Untouched
 from pagestash.saved.region import Recording, Region, frames
 from pagestash.saved.storage import (
-    PLAIN,
+    PLAIN_TENSORS,
     STRIDED,
     SavedView,
     ViewRecipe,
@@ -146,7 +146,7 @@ class SavedTensorHooks:
         last bit. It is then nobody else's object, and has no graph.
         """
         # (`plain_storage`, without a call.)
-        plain = type(tensor) in PLAIN and tensor.layout is STRIDED and not tensor.is_nested
+        plain = type(tensor) in PLAIN_TENSORS and tensor.layout is STRIDED and not tensor.is_nested
         key = storage_key(tensor) if plain else None
         owner = region.claimed(key) or region if region.claims else region
         run = owner.run

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pagestash.kernels.pages.layout import Counter
 from pagestash.pages.pool import PagePool
 from pagestash.policy import PoolConfig
-from pagestash.saved.homes import Held, Keep, Tally
+from pagestash.saved.homes import Keep, KeptStorage, Tally
 from pagestash.saved.storage import Entry
 from pagestash.sizes import format_bytes
 
@@ -29,7 +29,7 @@ class Unpaged:
     """The place of an entry that found no page: it stays where it is."""
 
     no_page: "NoPage"
-    held: Held
+    held: KeptStorage
 
     def get(self, entry: Entry) -> torch.Tensor:
         return self.held.get(entry)

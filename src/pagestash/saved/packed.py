@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from pagestash.saved.compiled import hidden
-from pagestash.saved.homes import Held
+from pagestash.saved.homes import KeptStorage
 from pagestash.saved.region import Region
 from pagestash.saved.storage import Entry, ViewRecipe
 from pagestash.saved.valid_rows.rowwise import NODES
@@ -74,7 +74,7 @@ class Kept(Packed):
     tensor: torch.Tensor
     version: int
     region: str
-    held: Held
+    held: KeptStorage
 
     @hidden
     def __del__(self) -> None:  # `let_go`, without a call

@@ -20,7 +20,7 @@ class ReceivedRows:
     def __init__(self) -> None:
         self.expected = 0
         """What a keeper has chosen; a forward reads it."""
-        self.recording: Recording | None = None
+        self.recording: RowsRecording | None = None
         """Where the keeper wants events, in the step that runs."""
         self._log: torch.Tensor | None = None
 
@@ -44,7 +44,7 @@ class ReceivedRows:
         return ReceivedRows, ()
 
 
-class Waiting(NamedTuple):
+class WaitingRows(NamedTuple):
     """What waits from one forward of a layer to its backward."""
 
     layer: ReceivedRows
@@ -59,10 +59,10 @@ class Waiting(NamedTuple):
 
 
 @dataclass(slots=True)
-class Recording:
+class RowsRecording:
     """One step: what waits, and the order in which it begins and ends to wait."""
 
-    waiting: list[Waiting] = field(default_factory=list)
+    waiting: list[WaitingRows] = field(default_factory=list)
     events: list[tuple[int, int]] = field(default_factory=list)
     """Index into `waiting`, and +1 for its forward or -1 for its backward."""
 
@@ -70,7 +70,7 @@ class Recording:
         self, layer: ReceivedRows, row_bytes: tuple[int, ...], head_bytes: int, gradient_bytes: int
     ) -> "Ending":
         call = sum(other.layer is layer for other in self.waiting)
-        self.waiting.append(Waiting(layer, call, row_bytes, head_bytes, gradient_bytes))
+        self.waiting.append(WaitingRows(layer, call, row_bytes, head_bytes, gradient_bytes))
         self.events.append((len(self.waiting) - 1, 1))
         return Ending(self, len(self.waiting) - 1)
 
@@ -79,7 +79,7 @@ class Recording:
 class Ending:
     """For the backward of a recorded forward."""
 
-    recording: Recording
+    recording: RowsRecording
     number: int
 
     def tell(self) -> None:

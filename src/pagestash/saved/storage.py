@@ -251,7 +251,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor | None:
     return (sums * (2 * torch.arange(sums.numel(), device=sums.device) + 1)).sum()
 
 
-PLAIN, STRIDED = (torch.Tensor, nn.Parameter), torch.strided
+PLAIN_TENSORS, STRIDED = (torch.Tensor, nn.Parameter), torch.strided
 """Types and layout of tensors with plain memory."""
 
 
@@ -260,7 +260,7 @@ def storage_keys(tensors: Iterable[torch.Tensor | None]) -> set[int]:
     found = set()
     for tensor in tensors:
         if tensor is not None:
-            local = tensor if type(tensor) in PLAIN else getattr(tensor, LOCAL_PART, tensor)
+            local = tensor if type(tensor) in PLAIN_TENSORS else getattr(tensor, LOCAL_PART, tensor)
             if local.layout is STRIDED:  # a sparse one has no storage of its own
                 found.add(storage_key(local))
     return found
@@ -291,6 +291,6 @@ def is_nested(tensor: torch.Tensor) -> bool:
 
 def plain_storage(tensor: torch.Tensor) -> int | None:
     """The storage of a tensor with plain memory; None for a subclass, a nested tensor or a sparse one."""
-    if type(tensor) not in PLAIN or tensor.layout is not STRIDED or is_nested(tensor):
+    if type(tensor) not in PLAIN_TENSORS or tensor.layout is not STRIDED or is_nested(tensor):
         return None
     return storage_key(tensor)

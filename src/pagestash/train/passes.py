@@ -22,7 +22,7 @@ from pagestash.train.parallel import RunRanks
 from pagestash.train.prepare import RunPlan
 
 Precision = Callable[[], AbstractContextManager[Any]]
-Held = dict[Any, int | torch.Tensor]
+HeldBytes = dict[Any, int | torch.Tensor]
 
 
 class WholeModel:
@@ -34,9 +34,9 @@ class WholeModel:
         (self._model,) = models
         self._parts, self._keeper, self._precision = plan.config.parts, keeper, precision
 
-    def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor | None, Held]:
+    def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor | None, HeldBytes]:
         losses: list[torch.Tensor] = []
-        held: Held = {}
+        held: HeldBytes = {}
         for part in tokens.chunk(self._parts):
             with self._precision():
                 loss, aux = self._model(part[:, :-1], part[:, 1:])
@@ -92,7 +92,7 @@ class PipelinedModel:
         self._fullest = _Fullest(keeper)
         Observation(self._schedule, self._fullest)
 
-    def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor | None, Held]:
+    def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor | None, HeldBytes]:
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         losses: list[torch.Tensor] = []
         ends: dict[str, Any] = {}
@@ -127,7 +127,7 @@ class _Fullest:
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
         self._when, self._done = 0, 0
-        self.held: Held = {}
+        self.held: HeldBytes = {}
 
     def begin_step(self, plan: Plan) -> None:
         totals = [sum(counts.values()) for counts in plan.held()]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pagestash.saved.names import plain_names
-from pagestash.saved.recompute.trees import PLAIN
+from pagestash.saved.recompute.trees import PLAIN_VALUES
 
 Kind = Literal[
     "loss",
@@ -96,8 +96,8 @@ class _Walk:
     def _inside(self, item: Item) -> Iterator[Item]:
         pairs = item.value.items() if isinstance(item.value, dict) else enumerate(item.value)
         for key, value in pairs:
-            if type(value) not in PLAIN:
-                part = key if type(key) in PLAIN else self._tensors.get(id(key), type(key).__name__)
+            if type(value) not in PLAIN_VALUES:
+                part = key if type(key) in PLAIN_VALUES else self._tensors.get(id(key), type(key).__name__)
                 yield Item(_joined(item.name, part), item.kind, value)
 
     def _is_users(self, value: Any) -> bool:
@@ -111,7 +111,7 @@ def _of_module(name: str, kind: Kind, module: nn.Module) -> Iterator[Item]:
         if key in _PARTS:
             for own, each in value.items():
                 yield Item(_joined(name, own), _PARTS[key], each)
-        elif key not in _OF_TORCH and type(value) not in PLAIN:
+        elif key not in _OF_TORCH and type(value) not in PLAIN_VALUES:
             yield Item(_joined(name, key), kind, value)
 
 

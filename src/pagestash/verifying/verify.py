@@ -22,7 +22,7 @@ from pagestash.verifying.compare import Copies, Digests, Distance, Distances
 from pagestash.verifying.result import Difference, Spread, Verification
 from pagestash.verifying.runs import Key, Runs, See
 
-Place = tuple[str, Rule]
+RegionRule = tuple[str, Rule]
 """A region and its rule."""
 
 
@@ -180,7 +180,7 @@ class _Verify:
                 report, notes=("it did not differ again when the same steps were run once more",)
             )
 
-        def differs(places: list[Place]) -> bool:
+        def differs(places: list[RegionRule]) -> bool:
             difference, _, refused = self._under(_part(self._policy, places))
             return difference is not None or refused is not None
 
@@ -209,7 +209,7 @@ class _Verify:
             self._run(policy, distances)
         return distances.of
 
-    def _narrow(self, report: Verification, differs: Callable[[list[Place]], bool]) -> Verification:
+    def _narrow(self, report: Verification, differs: Callable[[list[RegionRule]], bool]) -> Verification:
         """Find the fewest regions that make the difference: those of one rule, then half by half."""
         names = dict.fromkeys([*named_modules(self._runs.step.model), *self._runs.regions])
         places = [(name, rule) for name in names if (rule := self._policy.rule_for(name)) is not None]
@@ -230,7 +230,7 @@ class _Verify:
         )
 
 
-def _part(policy: Policy, places: Sequence[Place]) -> Policy:
+def _part(policy: Policy, places: Sequence[RegionRule]) -> Policy:
     """The policy for these regions alone."""
     return replace(policy, rules=[replace(rule, match=name) for name, rule in places])
 

@@ -14,11 +14,10 @@ from torch import nn
 
 from pagestash.integrations.hf.report import Report, patched_already
 from pagestash.kernels.layer.rms_norm import forward_reference, rms_norm
+from pagestash.saved.storage import PLAIN_TENSORS
 
 FORMS = {"Llama's": (0.0, True), "gpt-oss's": (0.0, False), "Gemma's": (1.0, False)}
 """(offset, early) by the model that has it."""
-
-PLAIN = (nn.Parameter, torch.Tensor)
 
 WIDTH = 64
 """Of the rows that a norm without a weight is tried on."""
@@ -59,7 +58,7 @@ def _norm(eps: float, offset: float, early: bool) -> Callable[..., torch.Tensor]
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = getattr(self, "weight", None)
-        if weight is not None and type(weight) not in PLAIN:  # of DTensors kernels know nothing
+        if weight is not None and type(weight) not in PLAIN_TENSORS:  # of DTensors kernels know nothing
             return type(self).forward(self, hidden_states)
         return rms_norm(hidden_states, weight, eps, offset=offset, early=early)
 

@@ -22,7 +22,7 @@ import torch
 
 from pagestash.pages.copies import copy_each
 from pagestash.pages.slabs import HostExtent
-from pagestash.saved.homes import Held
+from pagestash.saved.homes import KeptStorage
 from pagestash.saved.offload.window import WindowGroup
 from pagestash.saved.stash import StashPlace
 from pagestash.saved.storage import Entry
@@ -39,7 +39,7 @@ class Member:
 
     share: int
     at: int
-    stays: Held | None = None
+    stays: KeptStorage | None = None
     rows: torch.Tensor | None = None
     rest: Entry | None = None
     rest_place: StashPlace | None = None

@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from pagestash.saved.recompute.trees import PLAIN
+from pagestash.saved.recompute.trees import PLAIN_VALUES
 
 _NOT_DATA = (nn.Module, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 _MOST_LEVELS, _MOST_VALUES = 5, 512
@@ -36,7 +36,7 @@ class _SameTensor:
 
 def may_change(leaf: Any) -> bool:
     """Whether a leaf that is no tensor is an object that a forward could change."""
-    return type(leaf) not in PLAIN and hasattr(leaf, "__dict__") and not isinstance(leaf, _NOT_DATA)
+    return type(leaf) not in PLAIN_VALUES and hasattr(leaf, "__dict__") and not isinstance(leaf, _NOT_DATA)
 
 
 def _content(value: Any) -> Any:
@@ -45,14 +45,14 @@ def _content(value: Any) -> Any:
 
     def look(value: Any, depth: int) -> Any:
         left[0] -= 1
-        if type(value) in PLAIN:
+        if type(value) in PLAIN_VALUES:
             return value
         if isinstance(value, torch.Tensor):
             return _SameTensor(value)
         if depth == _MOST_LEVELS or left[0] < 0 or isinstance(value, _NOT_DATA):
             return None
         if isinstance(value, dict):
-            return {key: look(item, depth + 1) for key, item in value.items() if type(key) in PLAIN}
+            return {key: look(item, depth + 1) for key, item in value.items() if type(key) in PLAIN_VALUES}
         if isinstance(value, (list, tuple, set, frozenset)):
             return [len(value), *(look(item, depth + 1) for item in value)]
         if hasattr(value, "__dict__"):
@@ -67,7 +67,7 @@ def _unchanged(before: Any, after: Any) -> bool:
 
     An attribute that was None or absent and is a plain value now is no change: the object has cached something.
     """
-    if before is None and type(after) in PLAIN:
+    if before is None and type(after) in PLAIN_VALUES:
         return True
     if type(before) is not type(after):
         return False

@@ -30,7 +30,7 @@ class Learned:
     draws_in_python: DrawsInPython = field(default_factory=DrawsInPython)
 
 
-class HeldTensor:
+class ReplayInput:
     """A tensor held for a replay: an input, or a result of `once`. (No dataclass: those are looked into.)"""
 
     __slots__ = ("packed", "requires_grad", "summary")
@@ -95,7 +95,7 @@ class Recipe:
         self.complete = False
         """Whether the forward is over."""
         self.inputs: Any = None
-        """Its arguments, each tensor of them a `HeldTensor`."""
+        """Its arguments, each tensor of them a `ReplayInput`."""
         self.once_results: list[OnceResult] = []
         self.saved: list[tuple[torch.Size | None, torch.dtype]] = []
         """Shape and dtype of each tensor that an operation saved, in order."""
@@ -153,10 +153,10 @@ class Recipe:
 
     def bring_back(self, tree: Any) -> Any:
         """`tree` with tensors in place of what was held, without a graph."""
-        found: dict[HeldTensor, torch.Tensor] = {}
+        found: dict[ReplayInput, torch.Tensor] = {}
 
         def bring(leaf: Any) -> Any:
-            if not isinstance(leaf, HeldTensor):
+            if not isinstance(leaf, ReplayInput):
                 return leaf
             if leaf in found:
                 return found[leaf]
@@ -169,7 +169,7 @@ class Recipe:
             found[leaf] = tensor.requires_grad_(leaf.requires_grad)
             return tensor
 
-        return map_leaves(bring, tree, HeldTensor)
+        return map_leaves(bring, tree, ReplayInput)
 
     def compare(self, summary: torch.Tensor, tensor: torch.Tensor, differs: str) -> None:
         """Raise `differs` if `tensor` has other values than the one that `summary` is of."""

@@ -12,11 +12,11 @@ from pagestash.saved.storage import Entry
 from pagestash.saved.streams import current_stream
 
 
-class Waiting(Protocol):
+class ReplayHome(Protocol):
     """Counts what was recomputed and waits to be asked for, in all regions: the home."""
 
     lock: RLock
-    """Held during a replay: autograd has a thread for each device."""
+    """KeptStorage during a replay: autograd has a thread for each device."""
     replayed: "WeakSet[Recomputed]"
 
     def hold(self, region: str, tensor: torch.Tensor) -> None: ...
@@ -36,7 +36,7 @@ class Recomputed:
     A saved tensor has a number, its place in the order of saving; so has an output.
     """
 
-    def __init__(self, recipe: Recipe, home: Waiting) -> None:
+    def __init__(self, recipe: Recipe, home: ReplayHome) -> None:
         self.recipe = recipe
         self.replay_bytes = 0
         """Bytes that a replay brings back, with those of the replays that it needs for its inputs."""

@@ -19,7 +19,7 @@ from pagestash.saved.recompute.attributes import Attributes
 from pagestash.saved.recompute.home import Recompute
 from pagestash.saved.recompute.once import once
 from pagestash.saved.recompute.packed import Discarded, Output, OutputHandle
-from pagestash.saved.recompute.recipe import HeldTensor, Layout, OnceResult, Recipe, form_of
+from pagestash.saved.recompute.recipe import Layout, OnceResult, Recipe, ReplayInput, form_of
 from pagestash.saved.recompute.recomputed import Recomputed
 from pagestash.saved.recompute.rng import (
     python_rng_drawn,
@@ -148,7 +148,7 @@ class RecordedForward(Recording):
 
         `note`: where an operation saves one of them, there is nothing to discard.
         """
-        known: dict[int, HeldTensor] = {}
+        known: dict[int, ReplayInput] = {}
 
         def hold(leaf: Any) -> Any:
             # (An inference tensor is never saved and has no version; outside inference mode nothing changes it.)
@@ -164,7 +164,7 @@ class RecordedForward(Recording):
 
         return map_leaves(hold, tree)
 
-    def _hold_tensor(self, tensor: torch.Tensor, region: Region, *, chained: bool, note: bool) -> HeldTensor:
+    def _hold_tensor(self, tensor: torch.Tensor, region: Region, *, chained: bool, note: bool) -> ReplayInput:
         key, alone = plain_storage(tensor), tensor.detach()
         packed = self._hooks.pack_in(region, alone, chained=chained, for_replay=True)
         if note and key is not None:
@@ -180,7 +180,7 @@ class RecordedForward(Recording):
         if self._recipe.checked and key is not None and self._hooks.rows_of(region, tensor) is None:
             # What is held must have every bit; what is recomputed may differ by rounding.
             summary = summary_of(tensor) if isinstance(packed, OutputHandle) else checksum(tensor)
-        return HeldTensor(packed, tensor.requires_grad, summary)
+        return ReplayInput(packed, tensor.requires_grad, summary)
 
     # --- the end ---
 

@@ -9,7 +9,7 @@ import torch
 
 from pagestash.torch_internals import tree_map
 
-PLAIN: frozenset[type] = frozenset(
+PLAIN_VALUES: frozenset[type] = frozenset(
     (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 )
 """Types whose values cannot be changed."""
@@ -21,7 +21,7 @@ def map_leaves(change: Callable[[Any], Any], tree: Any, leaf: type = torch.Tenso
     Most leaves are of the class `leaf`, and for those this takes a tenth of the time of torch's `tree_map`.
     """
     kind = type(tree)
-    if kind is leaf or kind in PLAIN:
+    if kind is leaf or kind in PLAIN_VALUES:
         return change(tree)
     if kind is tuple or kind is list:
         return kind([change(item) if type(item) is leaf else map_leaves(change, item, leaf) for item in tree])
@@ -54,7 +54,7 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 def _collect(tree: Any, found: list[torch.Tensor]) -> None:
     """As `map_leaves` goes through it, without a new tree."""
     kind = type(tree)
-    if kind in PLAIN:
+    if kind in PLAIN_VALUES:
         return
     if isinstance(tree, torch.Tensor):
         found.append(tree)

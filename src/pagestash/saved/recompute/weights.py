@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from pagestash.saved.storage import checksum, storage_keys
+from pagestash.saved.storage import PLAIN_TENSORS, checksum, storage_keys
 from pagestash.saved.streams import capturing
 from pagestash.torch_internals import (
     LOCAL_PART,
@@ -25,7 +25,6 @@ VersionOnly = WeakKeyDictionary[nn.Module, set[str]]
 
 _ABSENT = object()
 _NOTHING = nullcontext()
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class _Weight(NamedTuple):
@@ -70,7 +69,7 @@ class Weights:
             for name, weight in parameters_of(owner).items():
                 if weight is not None:
                     memory = None
-                    if type(weight) in _PLAIN and weight.layout is torch.strided:
+                    if type(weight) in PLAIN_TENSORS and weight.layout is torch.strided:
                         storage = weight.untyped_storage()
                         memory = (storage, weight.data_ptr(), weight.storage_offset())
                         self.storages.add(key_of_storage(storage))

@@ -77,7 +77,7 @@ class Effect:
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class Unsettled:
     """A saved tensor whose reader is still to be seen."""
 
     key: int

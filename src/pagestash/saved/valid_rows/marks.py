@@ -17,7 +17,7 @@ import torch
 
 from pagestash.saved.storage import plain_storage
 from pagestash.saved.valid_rows.gradient_check import expect_garbage, watch_gradient
-from pagestash.saved.valid_rows.mark import Effect, Mark, Valid, Waiting
+from pagestash.saved.valid_rows.mark import Effect, Mark, Unsettled, Valid
 from pagestash.torch_internals import StorageWeakRef
 
 
@@ -35,12 +35,12 @@ class Marks:
         self.checking = False
         self.checked = 0
         self._marks: dict[int, list[Mark]] = {}
-        self._waiting: list[Waiting] = []
+        self._waiting: list[Unsettled] = []
         self._last_effect: Effect | None = None
         self._last_results: list[torch.Tensor] = []
         self._last_keys: set[int] = set()
         self._last_number: int | None = None
-        self._last_read: list[Waiting] = []
+        self._last_read: list[Unsettled] = []
         self._counts: dict[int, tuple[torch.Tensor, int, int]] = {}
 
     def start(self, *, check: bool) -> None:
@@ -130,7 +130,7 @@ class Marks:
 
     def wait(self, key: int, region: str, shape: torch.Size, number: int, whole: Callable[[], None]) -> None:
         """A tensor was saved as if its reader were row-wise; `whole` is called if it turns out not to be."""
-        self._waiting.append(Waiting(key, region, shape, whole, number))
+        self._waiting.append(Unsettled(key, region, shape, whole, number))
 
     def settle(
         self,

@@ -30,7 +30,7 @@ from pagestash.torch_internals import (
 )
 
 Find = Callable[[torch.Tensor], Any]
-Rule = Callable[[Find, tuple[Any, ...], dict[str, Any]], Effect | None]
+EffectOf = Callable[[Find, tuple[Any, ...], dict[str, Any]], Effect | None]
 
 
 class RowWise(TorchDispatchMode):
@@ -117,7 +117,7 @@ def _keys(*tensors: Any) -> set[int]:
 # --- rules ---
 
 
-def elementwise(divisors: Callable[[tuple[Any, ...]], tuple[int, ...]] = lambda args: ()) -> Rule:
+def elementwise(divisors: Callable[[tuple[Any, ...]], tuple[int, ...]] = lambda args: ()) -> EffectOf:
     """Results as large as the operands broadcast; of `divisors`, by their number, backward needs every row."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Effect | None:
@@ -142,7 +142,7 @@ def elementwise(divisors: Callable[[tuple[Any, ...]], tuple[int, ...]] = lambda 
     return rule
 
 
-def product(left: int) -> Rule:
+def product(left: int) -> EffectOf:
     """Operand `left` [rows, k] times what follows it; what stands before it is added to every row."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Effect | None:
@@ -176,7 +176,7 @@ def normalized(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Eff
     return Effect(found[0], found[1] - args[0].ndim, _keys(args[0]), _keys(*args[1:]), sums=learned)
 
 
-def along(number: int) -> Rule:
+def along(number: int) -> EffectOf:
     """Over one dimension, argument `number`, that is not the rows'."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Effect | None:
@@ -238,7 +238,7 @@ _by_second = elementwise(lambda args: (1,) if len(args) > 1 and isinstance(args[
 class Operation(NamedTuple):
     """What is known of an operation."""
 
-    rule: Rule | None
+    rule: EffectOf | None
     """None: it does not work row by row."""
     node: str | None
     """The node that reads operands or results that were cut; "" if it needs all of them. None: its backward needs
@@ -246,7 +246,7 @@ class Operation(NamedTuple):
     in_place: bool = False
 
 
-def _each(rule: Rule | None, node: str | None, *of: Any, in_place: bool = False) -> dict[Any, Operation]:
+def _each(rule: EffectOf | None, node: str | None, *of: Any, in_place: bool = False) -> dict[Any, Operation]:
     return dict.fromkeys(of, Operation(rule, node, in_place))
 
 

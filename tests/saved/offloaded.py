@@ -23,7 +23,7 @@ def moving(keeper) -> Moving:
 def nothing_left(keeper) -> None:
     gc.collect()
     offload = moving(keeper)
-    offload._sweep()
+    offload.sweep()
     stats = keeper.stats()
     assert {home: size.bytes for home, size in stats.homes.items() if size.bytes} == {}
     assert offload.slabs.used == 0

@@ -383,3 +383,15 @@ def test_tensors_that_leave_whole_need_no_pages():
         assert same(run(model, x, count, keeper), plain)
     assert keeper._offload.tally.peak
     assert keeper.pool is None
+
+
+def test_what_a_freed_graph_held_is_counted_no_more():
+    model, x = MLP(), torch.randn(32, 64)
+    keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE))
+    for _ in range(3):
+        with keeper.step():
+            loss, looked_at = model(x).sum(), model(x).sum()  # of which one is only looked at
+            loss.backward()
+        del loss, looked_at
+        assert keeper.stats().homes["offload"].bytes == 0
+        assert keeper.held()["offload"] == 0

@@ -250,6 +250,19 @@ class Replacing(nn.Module):
         return y.sin()
 
 
+class Unset(nn.Module):
+    """Has a buffer that is None until its first forward is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, x):
+        before = 0.5 if self.mean is None else self.mean
+        self.mean = x.detach().abs().mean() + 0.5
+        return (x * before).tanh()
+
+
 def detached(wrap):
     return lambda mean: wrap(mean.detach())
 
@@ -287,6 +300,7 @@ KINDS = {
     "list that grows in once": AppendingOnce,
     "set in some steps": Seldom,
     "None that becomes a buffer": Buffered,
+    "buffer that is None at first": Unset,
     "with a gradient, set in once": DecidedWithGradient,
     "weight norm by a hook": lambda: hooked(nn.utils.weight_norm),
     "spectral norm by a hook": lambda: hooked(nn.utils.spectral_norm),

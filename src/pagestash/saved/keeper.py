@@ -289,11 +289,13 @@ class Keeper:
 
     def held(self) -> dict[HomeName, int | torch.Tensor]:
         """Valid bytes in each home now. The pool's are a device integer, so that the host need not wait."""
+        self._offload.sweep()
         waiting = {home.name: home.held() for home in self._homes}
         return {name: waiting[name] for name in HOMES}
 
     def stats(self) -> KeeperStats:
         """Bytes and peak by home and region, and the pool's tiers. Waits for the device."""
+        self._offload.sweep()
         return collect(self._homes, self._stash, self._offload)
 
     def __repr__(self) -> str:

@@ -143,6 +143,11 @@ class Offload(Home):
 
     # --- counts ---
 
+    def sweep(self) -> None:
+        """Count no more what was freed behind the last look."""
+        if self.moving is not None:
+            self.moving.sweep()
+
     def limits(self) -> OffloadStats | None:
         """Host memory; None before there is a plan."""
         if self.moving is None:

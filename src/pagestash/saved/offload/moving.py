@@ -67,7 +67,7 @@ class Moving:
     @property
     def live(self) -> bool:
         """Whether a backward is still to come."""
-        self._sweep()
+        self.sweep()
         return bool(self._groups)
 
     # --- a step ---
@@ -84,7 +84,7 @@ class Moving:
     def settle(self) -> None:
         """End of a step: the current stream has waited for both side streams, and the host knows what is free."""
         self._asked = None
-        self._sweep()
+        self.sweep()
         self._carry_out(self.window.let_all_go())
         self.transfers.join()
 
@@ -131,7 +131,7 @@ class Moving:
 
     def put(self, entries: Sequence[Entry]) -> None:
         self._asked = None
-        self._sweep()
+        self.sweep()
         rule, region = entries[0].rule, entries[0].region
         assert rule is not None
         key = self._order.key(region)
@@ -186,7 +186,7 @@ class Moving:
     # --- in: backward asks for an entry ---
 
     def get(self, group: OffloadedGroup, entry: Entry) -> torch.Tensor:
-        self._sweep()
+        self.sweep()
         stays = group.members[entry].stays
         if self._asked is not group or (stays is None and entry not in group.restored):
             self._see_what_has_left()
@@ -255,7 +255,7 @@ class Moving:
         if group.incoming:  # which nobody asked for
             self.transfers.outlive(group)
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Give back what dropped entries had, and the host memory of groups that are dropped as a whole."""
         while self._dead:
             group, entry = self._dead.popleft()
@@ -289,7 +289,7 @@ class Moving:
 
 
 def _drop_rest(member: Member) -> None:
-    """Give back the pages of rows that did not leave, once: the last drop and `_sweep` may be in two threads."""
+    """Give back the pages of rows that did not leave, once: the last drop and `sweep` may be in two threads."""
     if member.rest is not None:
         rest, member.rest = member.rest, None
         if rest is not None and rest.place is not None:

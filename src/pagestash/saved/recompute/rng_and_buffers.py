@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -153,6 +152,10 @@ class RngAndBuffers:
             for name, buffer in buffers_of(owner).items()
             if buffer is not None
         ]
+        self._unset = [
+            (owner, name) for owner in modules for name, buffer in buffers_of(owner).items() if buffer is None
+        ]
+        """Buffers that are None before forward; once it is over, those that it has given a tensor."""
         self._autocast = [_autocast(kind) for kind in _kinds(device)]
         self._attention = _attention_kernels()
         self._torch_rng: TorchRng | None = torch_rng_state(device)
@@ -204,6 +207,10 @@ class RngAndBuffers:
                 self._draws.add(self._module)
             else:
                 self._python_rng = None
+        if self._unset:
+            self._unset = [
+                (owner, name) for owner, name in self._unset if buffers_of(owner).get(name) is not None
+            ]
         lost = None
         if self._buffers:
             lost = [buffer.name for buffer in self._buffers if not buffer.small and not self._learn(buffer)]
@@ -251,7 +258,7 @@ class RngAndBuffers:
 
     def restored(self) -> AbstractContextManager[None]:
         """As it was before the first forward; what the replay changes is undone."""
-        nothing = not self._buffers and self._torch_rng is None and self._python_rng is None
+        nothing = not (self._buffers or self._unset) and self._torch_rng is None and self._python_rng is None
         return _NOTHING if nothing and self._same_modes() else self._restored()
 
     def _same_modes(self) -> bool:
@@ -265,10 +272,8 @@ class RngAndBuffers:
     def _restored(self) -> Iterator[None]:
         with ExitStack() as stack:
             self._restore_modes(stack)
-            buffers_now: list[tuple[nn.Module, str, Any]] = [
-                (buffer.owner, buffer.name, buffers_of(buffer.owner).get(buffer.name))
-                for buffer in self._buffers
-            ]
+            noted = [*((buffer.owner, buffer.name) for buffer in self._buffers), *self._unset]
+            buffers_now = [(owner, name, buffers_of(owner).get(name)) for owner, name in noted]
             torch_rng_now = None if self._torch_rng is None else torch_rng_state(self._device)
             python_rng_now = None if self._python_rng is None else python_rng_state()
             try:
@@ -280,6 +285,8 @@ class RngAndBuffers:
                     # (Another may be there by now, such as one that `functional_call` put there.)
                     tensor = buffer.tensor if buffer.copy is None else buffer.copy.clone()
                     buffers_of(buffer.owner)[buffer.name] = tensor
+                for owner, name in self._unset:
+                    buffers_of(owner)[name] = None
                 yield
             finally:
                 for owner, name, value in buffers_now:

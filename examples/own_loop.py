@@ -47,7 +47,7 @@ def train(policy: ps.Policy, *, steps: int, capacity: int, width: int) -> tuple[
     torch.manual_seed(0)
     model = Model(layers=4, width=width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    keeper = ps.Keeper(policy).attach(model)
+    keeper = ps.Keeper(policy, check=True).attach(model)  # which counts also where nothing moves
     losses, waiting = [], 0
     for _ in range(steps):
         # On average a quarter of the buffer. On a GPU the router computes this number, and it stays there.
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=128)
     shape = vars(parser.parse_args(arguments))
     stash = ps.Policy([ps.Rule("layers.*", "stash", min_bytes=0)], ps.PoolConfig(page="4KiB"))
-    keep = ps.Policy([ps.Rule("layers.*", "keep")])  # moves nothing, and counts
+    keep = ps.Policy([ps.Rule("layers.*", "keep")])
     (plain, kept), (stashed, packed) = train(keep, **shape), train(stash, **shape)
     print(f"losses equal to the last bit: {plain == stashed}")
     print(f"bytes that wait for backward: {kept:,} kept whole, {packed:,} with the stash")

@@ -78,7 +78,8 @@ def loss_of(out, target):
 
 
 def make_keeper(rules):
-    return Keeper(Policy(rules=rules, pool=POOL), backend="torch")
+    counts = None if any(rule.moves for rule in rules) else True
+    return Keeper(Policy(rules=rules, pool=POOL), backend="torch", check=counts)
 
 
 class PlanInForce(Diary):

@@ -111,7 +111,7 @@ def test_more_memory_never_makes_a_plan_slower_on_average(part):
 
 
 @pytest.mark.whole_search
-@pytest.mark.parametrize("budget", [0.6, 0.5])
+@pytest.mark.parametrize("budget", [0.7, 0.55, 0.5])
 def test_a_plan_is_the_fastest_on_average_and_not_on_a_quick_host(monkeypatch, budget):
     profile = launched(0.45)
     plan = plan_profile(profile, budget=budget, host="1GiB")

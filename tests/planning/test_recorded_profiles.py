@@ -67,10 +67,10 @@ def test_parts_of_the_bytes_cost_little(folder, name):
 
 LOOP_BARS = {
     "qwen3-30b-a3b": {0.75: 1.02, 0.5: 1.07, 0.35: 1.18},
-    "hf-qwen3-30b-a3b": {0.75: 1.02, 0.5: 1.07, 0.35: 1.095, 0.3: 1.115},
+    "hf-qwen3-30b-a3b": {0.75: 1.02, 0.5: 1.07, 0.35: 1.125, 0.3: 1.17},
 }
-"""Of steps that follow each other. Their host is busy: it takes half of the device's time without a policy. Where
-candidates are not crossed, the last two are 1.102 and 1.133."""
+"""Of steps that follow each other. Their host is busy: it takes half of the device's time without a policy, and under
+one each saved tensor takes some of it. (The last two were 1.095 and 1.115 where only tensors that move did.)"""
 
 
 @pytest.mark.parametrize("name", LOOP_BARS)
@@ -91,14 +91,14 @@ def test_more_memory_makes_no_plan_slower_though_rules_that_move_nothing_are_lef
 
 
 def test_a_host_that_has_no_time_to_spare_gets_plans_with_few_launches(folder):
-    """A search by what the device takes alone finds 1.11 and 1.13."""
+    """A search by what the device takes alone finds 1.11 and 1.13, without the host's time for tensors that stay."""
     profile = load("hf-qwen3-30b-a3b", folder)
     segments = [replace(own, host_seconds=1.08 * own.host_seconds) for own in profile.segments]
     profile = replace(profile, segments=segments, overhead=profile.overhead.scaled(1.08))
     step = MeasuredStep(profile, base_bytes(profile, 0), loops=True)
     found = find_candidates(step, HOST)
     unplanned = predictor_of(step).predict(RuleTable({}, ps.PoolConfig()))
-    for part, bar in ((0.5, 1.07), (0.42, 1.10)):
+    for part, bar in ((0.5, 1.10), (0.42, 1.13)):
         plan = choose(step, unplanned, parse_budget(part, unplanned, profile.device), HOST, found)
         assert plan.predicted.mean_seconds <= bar * unplanned.mean_seconds
 
@@ -130,7 +130,7 @@ def test_a_host_that_is_slower_by_a_tenth_does_not_make_half_of_the_bytes_slower
     machine = Machine(step, factor)
     plan = plan_step(step, budget=0.5, host=HOST, measure=machine)
     found = machine(plan.policy)
-    assert 1.1 * found.launch_seconds <= found.seconds <= 1.07 * plan.unplanned.seconds
+    assert 1.1 * found.launch_seconds <= found.seconds <= 1.10 * plan.unplanned.seconds
 
 
 def recompute(*names, layers="*"):

@@ -423,3 +423,41 @@ def test_a_list_that_forward_appends_to_is_rebuilt_for_each_run():
     boxes = [[torch.ones(WIDTH)], [torch.ones(WIDTH)]]
     assert torch.equal(takes(append, boxes[0]), takes(append, boxes[1], home="keep"))
     assert len(boxes[0]) == 2
+
+
+class Drops(nn.Module):
+    """Drops its result by chance, once the training loop says so."""
+
+    def __init__(self, draw) -> None:
+        super().__init__()
+        self.linear, self.out, self.draw, self.on = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            draw,
+            False,
+        )
+
+    def forward(self, x):
+        return x + self.out(self.linear(x).tanh() * (self.draw() if self.on else 1.0))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.randn],
+    ids=["Python", "Python's normal", "NumPy", "NumPy's normal"],
+)
+def test_a_forward_that_draws_in_python_from_a_later_step_on(draw):
+    found = []
+    for rules in ([], [("1", "recompute"), ("2", "recompute")]):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Drops(draw), Drops(draw), nn.Linear(WIDTH, 1))
+        keeper = keeper_of(model, *rules)
+        for step in range(5):
+            model[1].on = model[2].on = step > 1
+            with keeper.step():
+                model(X).square().mean().backward()
+        drawn = torch.tensor([random.random(), np.random.rand()])  # noqa: NPY002
+        found.append([*(p.grad for p in model.parameters()), drawn])
+    assert same(*found)

@@ -13,8 +13,8 @@ from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.packed import Packed
 from pagestash.saved.recompute.argument_objects import ArgumentObjects
 from pagestash.saved.recompute.attributes import Attributes, Change
-from pagestash.saved.recompute.rng import PythonRng, TorchRng
-from pagestash.saved.recompute.rng_and_buffers import ChangesBuffers, DrawsInPython, RngAndBuffers
+from pagestash.saved.recompute.rng import PythonRng, PythonRngStates, TorchRng
+from pagestash.saved.recompute.rng_and_buffers import ChangesBuffers, RngAndBuffers
 from pagestash.saved.recompute.trees import map_leaves
 from pagestash.saved.recompute.value_checks import Checks
 from pagestash.saved.recompute.weights import VersionOnly, Weights
@@ -27,7 +27,7 @@ class Learned:
 
     changes_buffers: ChangesBuffers = field(default_factory=WeakKeyDictionary)
     version_only: VersionOnly = field(default_factory=WeakKeyDictionary)
-    draws_in_python: DrawsInPython = field(default_factory=DrawsInPython)
+    python_rng: PythonRngStates = field(default_factory=PythonRngStates)
 
 
 class ReplayInput:
@@ -114,7 +114,7 @@ class Recipe:
             name,
             self.device,
             learned.changes_buffers,
-            learned.draws_in_python,
+            learned.python_rng,
             checks,
             search=self.checked,
         )

@@ -22,8 +22,6 @@ from pagestash.saved.recompute.packed import Discarded, Output, OutputHandle
 from pagestash.saved.recompute.recipe import Layout, OnceResult, Recipe, ReplayInput, form_of
 from pagestash.saved.recompute.recomputed import Recomputed
 from pagestash.saved.recompute.rng import (
-    python_rng_drawn,
-    python_rng_state,
     torch_rng_drawn,
     torch_rng_state,
 )
@@ -121,19 +119,19 @@ class RecordedForward(Recording):
         if inner.run is not None:
             region = Region(self._hooks, recipe.name, self._outer.rule, weights=inner.weights)
         torch_rng = torch_rng_state(recipe.device)
-        python_rng = python_rng_state() if recipe.rng_and_buffers.watches_python_rng() else None
+        python_rng = self._home.learned.python_rng.now()
         set_frames((*current[:start], region))
         try:
             # (A forward recorded around this one may have to hold the result, too.)
             before = Attributes(self._modules)
             result = once(fn)
             drew = torch_rng_drawn(recipe.device, torch_rng)
-            drew_in_python = python_rng is not None and python_rng_drawn(python_rng)
+            python_rng_now = self._home.learned.python_rng.now()
             recipe.once_results.append(
                 OnceResult(
                     self._hold(result, region, note=region is not inner),
                     torch_rng_state(recipe.device) if drew else None,
-                    python_rng_state() if drew_in_python else None,
+                    None if python_rng_now is python_rng else python_rng_now,
                     before.changes(),
                 )
             )

@@ -1,8 +1,9 @@
 """Random number generators that a forward may draw from: torch's default ones, Python's and NumPy's."""
 
 import random
+import struct
 import sys
-from ctypes import CDLL, c_int, c_size_t, c_void_p
+from ctypes import CDLL, c_int, c_size_t, c_void_p, string_at
 from typing import Any, NamedTuple
 
 import torch
@@ -96,12 +97,56 @@ def set_python_rng_state(state: PythonRng) -> None:
         sys.modules["numpy"].random.set_state(of_numpy)
 
 
-def python_rng_drawn(before: PythonRng) -> bool:
-    """Whether Python's or NumPy's generator was drawn from since its state was `before`."""
-    (of_python, of_numpy), (python_now, numpy_now) = before, python_rng_state()
-    if of_python != python_now:
-        return True
-    if of_numpy is None or numpy_now is None:
-        return False
-    # (name, key array, position, whether a normal number waits, that number)
-    return of_numpy[2:] != numpy_now[2:] or bool((of_numpy[1] != numpy_now[1]).any())
+class PythonRngStates:
+    """The states of Python's and NumPy's generators, read anew only if one was drawn from since."""
+
+    def __init__(self) -> None:
+        self._known: PythonRng | None = None
+        self._place: Any = None
+
+    def now(self) -> PythonRng:
+        """The same object as before, if nothing was drawn. Takes a few µs then."""
+        place = _place_in_python()
+        if self._known is None or place is None or place != self._place or _has_normal(self._known):
+            self._known = python_rng_state()
+            self._place = _place_in_python()  # NumPy loads its generator when it is first asked
+        return self._known
+
+
+_PYTHONS: Any = random.getstate.__self__  # type: ignore[attr-defined]
+"""Python's generator."""
+_HEAD = object.__basicsize__
+
+
+def _in_memory(address: int) -> bytes:
+    """The first words of Python's generator: how many of its block were drawn, and some of these."""
+    return string_at(address + _HEAD, 32)
+
+
+def _is_as_expected() -> bool:
+    words = random.Random(1).getstate()[1]
+    probe = random.Random(1)
+    return _in_memory(id(probe)) == struct.pack("=i7I", words[-1], *words[:7])
+
+
+_CAN_SEE = sys.implementation.name == "cpython" and _is_as_expected()
+
+
+def _place_in_python() -> Any:
+    """Where in their sequences the generators are, as far as a few words tell; None if that cannot be seen."""
+    if not _CAN_SEE:
+        return None
+    place = _in_memory(id(_PYTHONS)), _PYTHONS.gauss_next
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None:
+        return place
+    bits = numpy.get_bit_generator()
+    if type(bits) is not numpy.MT19937:
+        return None
+    # (624 words, and how many of them were drawn.)
+    return *place, string_at(bits.ctypes.state_address + 2496 - 28, 32)
+
+
+def _has_normal(state: PythonRng) -> bool:
+    """Whether NumPy's generator gives out a number next that it has already made, which shows nowhere else."""
+    return state[1] is not None and bool(state[1][3])

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -12,9 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from pagestash.saved.recompute.rng import (
     PythonRng,
+    PythonRngStates,
     TorchRng,
     own_generator,
-    python_rng_drawn,
     python_rng_state,
     set_python_rng_state,
     set_torch_rng_state,
@@ -33,21 +33,6 @@ SMALL_BUFFER = 65536
 _NOTHING = nullcontext()
 ChangesBuffers = WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]]
 """For each large buffer of a module that was seen, in training and not: whether a forward ever changed it."""
-
-
-class DrawsInPython:
-    """Modules whose forward was seen to draw from Python's or NumPy's generator."""
-
-    def __init__(self) -> None:
-        self.any = False  # (as a rule there is none, and to ask a `WeakSet` takes half a microsecond)
-        self._modules: WeakSet[nn.Module] = WeakSet()
-
-    def add(self, module: nn.Module) -> None:
-        self.any = True
-        self._modules.add(module)
-
-    def __contains__(self, module: nn.Module) -> bool:
-        return module in self._modules
 
 
 def _attention_kernels() -> tuple[bool, ...]:
@@ -130,21 +115,21 @@ class RngAndBuffers:
         region: str,
         device: torch.device,
         changes: ChangesBuffers,
-        draws: DrawsInPython,
+        python: PythonRngStates,
         checks: Checks,
         *,
         search: bool,
     ) -> None:
         """Of the region's module, the first of `modules`, and those inside.
 
-        `search`: find out whether its forward draws from Python's or NumPy's generator, or from one of its own.
+        `search`: look for generators of its own.
         """
         self._searched = modules if search else ()
         self._module = modules[0]
         self._region = region
         self._device = device
         self._changes = changes
-        self._draws = draws
+        self._python = python
         self._checks = checks
         self._buffers = [
             self._before(owner, name, buffer)
@@ -159,9 +144,7 @@ class RngAndBuffers:
         self._autocast = [_autocast(kind) for kind in _kinds(device)]
         self._attention = _attention_kernels()
         self._torch_rng: TorchRng | None = torch_rng_state(device)
-        self._python_rng: PythonRng | None = None
-        if search or (draws.any and self._module in draws):
-            self._python_rng = python_rng_state()
+        self._python_rng: PythonRng | None = python.now()
 
     def _before(self, owner: nn.Module, name: str, buffer: torch.Tensor) -> _Buffer:
         if is_lazy(buffer):
@@ -182,10 +165,6 @@ class RngAndBuffers:
             owner, name, buffer, _version(buffer), buffer.untyped_storage(), copy, found, owner.training
         )
 
-    def watches_python_rng(self) -> bool:
-        """Whether forward may draw from Python's or NumPy's generator, as far as is known."""
-        return self._python_rng is not None
-
     def close(self) -> None:
         """Forward is over: learn which large buffers it changes, and let go of the copies of the others.
 
@@ -202,11 +181,8 @@ class RngAndBuffers:
                 )
         if self._torch_rng is not None and not torch_rng_drawn(self._device, self._torch_rng):
             self._torch_rng = None
-        if self._python_rng is not None:
-            if python_rng_drawn(self._python_rng):
-                self._draws.add(self._module)
-            else:
-                self._python_rng = None
+        if self._python.now() is self._python_rng:
+            self._python_rng = None
         if self._unset:
             self._unset = [
                 (owner, name) for owner, name in self._unset if buffers_of(owner).get(name) is not None

@@ -296,6 +296,9 @@ KINDS = {
     ),
     "ordered dict that grows": lambda: Appending(OrderedDict(), set_and_move, lambda own: own["last"]),
     "counter that grows": lambda: Appending(Counter(), set_and_move, lambda own: own["last"]),
+    "dict of a class of its own that grows": lambda: Appending(
+        Outputs(last=0.5), lambda own, value: own.update(last=value), lambda own: own["last"]
+    ),
     "deque that grows": lambda: Appending(deque(maxlen=2), deque.append, itemgetter(-1)),
     "list that grows in once": AppendingOnce,
     "set in some steps": Seldom,

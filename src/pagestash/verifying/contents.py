@@ -86,12 +86,13 @@ class _Walk:
                     if key in _OF_TORCH and isinstance(own, Container)
                 )
                 waiting += reversed(list(_of_module(name, kind, value)))
-            elif isinstance(value, torch.optim.Optimizer) or self._is_users(value):
-                waiting.append(Item(name, kind, vars(value)))
-            elif isinstance(value, Container | tuple):
-                if not isinstance(value, tuple):
+            else:
+                if isinstance(value, torch.optim.Optimizer) or self._is_users(value):
+                    waiting.append(Item(name, kind, vars(value)))
+                if isinstance(value, Container):
                     yield item
-                waiting += reversed(list(self._inside(item)))
+                if isinstance(value, Container | tuple):
+                    waiting += reversed(list(self._inside(item)))
 
     def _inside(self, item: Item) -> Iterator[Item]:
         pairs = item.value.items() if isinstance(item.value, dict) else enumerate(item.value)

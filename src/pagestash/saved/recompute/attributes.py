@@ -4,7 +4,7 @@ All are held that are not torch's own: as references, and with the contents of l
 module changes inside of other objects, or in place in a tensor that is no buffer, is not put back.
 """
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
@@ -14,7 +14,7 @@ from torch import nn
 
 _TORCHS = frozenset(nn.Module().__dict__) - {"training"}
 _REGISTERED = "_parameters", "_buffers", "_modules"
-_CONTAINERS = frozenset((list, deque, dict, OrderedDict, defaultdict, Counter))
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque)
 _ABSENT = object()
 
 Names = Callable[[dict[str, Any]], Collection[str]]
@@ -49,8 +49,8 @@ class Attributes:
         """`containers`: others whose contents are to be held."""
         self._modules = modules
         self._values = [_attributes(module) for module in modules]
-        found = [v for values in self._values for v in values.values() if type(v) in _CONTAINERS]
-        self._contents = [(container, container.copy()) for container in (*found, *containers)]
+        found = [v for values in self._values for v in values.values() if _is_container(v)]
+        self._contents = [(container, _contents(container)) for container in (*found, *containers)]
 
     @contextmanager
     def restored(self, stay: Names = lambda own: ()) -> Iterator[None]:
@@ -77,7 +77,7 @@ class Attributes:
 
     def changes(self) -> list[Change]:
         """What has been set since."""
-        found = [Change(own, own.copy()) for own, contents in self._contents if not _same(own, contents)]
+        found = [Change(own, _contents(own)) for own, contents in self._contents if not _same(own, contents)]
         for module, before in zip(self._modules, self._values):
             now = _attributes(module)
             if not _same(now, before):
@@ -87,12 +87,21 @@ class Attributes:
                     if value is not before.get(name, _ABSENT):
                         values[name] = value
                 found.append(Change(module.__dict__, values))
-                found += [Change(v, v.copy()) for v in values.values() if type(v) in _CONTAINERS]
+                found += [Change(v, _contents(v)) for v in values.values() if _is_container(v)]
         return found
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if name not in _TORCHS}
+
+
+def _is_container(value: Any) -> bool:
+    # (Not `isinstance`, which asks a proxy for the class of what it stands for.)
+    return issubclass(type(value), _CONTAINERS)
+
+
+def _contents(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -103,9 +112,11 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _fill(container: Any, contents: Any) -> None:
-    container.clear()
+    """(By the methods of the class below: `update` of a `Counter` adds, and other classes do more.)"""
+    kind = next(each for each in _CONTAINERS if isinstance(container, each))
+    kind.clear(container)
     if isinstance(container, dict):
-        for key, value in contents.items():  # (`update` of a `Counter` adds)
-            container[key] = value
+        for key, value in contents.items():
+            kind.__setitem__(container, key, value)
     else:
-        container.extend(contents)
+        kind.extend(container, contents)

@@ -145,3 +145,29 @@ def test_received_slots_wait_where_the_rule_for_expert_fc1_says(home):
     rows = CONFIG.capacity * D * 4 if home == "stash" else padded_rows(CONFIG.capacity) * D * 4
     for number in range(2):
         assert keeper.stats().regions[f"{number}.moe.expert_fc1"].peak == rows + T * D * 4
+
+
+def test_a_region_of_another_home_between_two_recomputed_ones_has_the_weights_of_a_functional_call():
+    """Those of the experts belong to modules beside `experts`."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = MoE(MoEConfig(width=D, expert_width=16, experts=4, top_k=2))
+
+        def forward(self, x):
+            return x + self.moe(x)[0]
+
+    homes = {"1": "recompute", "1.moe": "offload", "1.moe.experts": "recompute"}
+    rules = [ps.Rule(name, home, min_bytes=0) for name, home in homes.items()]
+    found = []
+    for chosen in ([], rules):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(D, D), Layer())
+        keeper = ps.Keeper(ps.Policy(chosen), backend="torch").attach(model)
+        for step in range(3):
+            weights = {n: (p.detach() * (1 + step)).requires_grad_() for n, p in model.named_parameters()}
+            with keeper.step():
+                torch.func.functional_call(model, weights, (torch.randn(20, D),)).square().mean().backward()
+        found.append([weight.grad for weight in weights.values()])
+    assert same(*found)

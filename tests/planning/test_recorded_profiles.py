@@ -69,8 +69,8 @@ LOOP_BARS = {
     "qwen3-30b-a3b": {0.75: 1.02, 0.5: 1.07, 0.35: 1.18},
     "hf-qwen3-30b-a3b": {0.75: 1.02, 0.5: 1.07, 0.35: 1.125, 0.3: 1.17},
 }
-"""Of steps that follow each other. Their host is busy: it takes half of the device's time without a policy, more for
-each saved tensor with one. (The last two were 1.095 and 1.115 where only tensors that move took any.)"""
+"""Of steps that follow each other. Their host is busy: it takes half of the device's time without a policy and
+more with one. (The last two were 1.095 and 1.115 where no saved tensor took any that does not move.)"""
 
 
 @pytest.mark.parametrize("name", LOOP_BARS)

@@ -12,8 +12,23 @@ F = torch.nn.functional
 WIDTH, ROWS = 16, 8
 
 
-class Log(list):
-    """Counts replays, too: contents of a plain list would be as if there had been none."""
+class Log:
+    """Counts replays, too: contents of a list would be as if there had been none."""
+
+    def __init__(self) -> None:
+        self.all: list = []
+
+    def append(self, value) -> None:
+        self.all.append(value)
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def __getitem__(self, at):
+        return self.all[at]
+
+    def __iter__(self):
+        return iter(self.all)
 
 
 class Counted(nn.Module):
@@ -30,7 +45,7 @@ class Counted(nn.Module):
 
     @forwards.setter
     def forwards(self, count: int) -> None:
-        self.calls[:] = [None] * count
+        self.calls.all[:] = [None] * count
 
     def see(self, tensor):
         self.made.append(StorageWeakRef(tensor.untyped_storage()))

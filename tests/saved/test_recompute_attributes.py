@@ -263,6 +263,15 @@ class Unset(nn.Module):
         return (x * before).tanh()
 
 
+class Late(nn.Module):
+    """Registers a buffer in its first forward."""
+
+    def forward(self, x):
+        before = self.mean if hasattr(self, "mean") else 0.5
+        self.register_buffer("mean", x.detach().abs().mean() + 0.5)
+        return (x * before).tanh()
+
+
 def detached(wrap):
     return lambda mean: wrap(mean.detach())
 
@@ -304,6 +313,7 @@ KINDS = {
     "set in some steps": Seldom,
     "None that becomes a buffer": Buffered,
     "buffer that is None at first": Unset,
+    "buffer that forward registers": Late,
     "with a gradient, set in once": DecidedWithGradient,
     "weight norm by a hook": lambda: hooked(nn.utils.weight_norm),
     "spectral norm by a hook": lambda: hooked(nn.utils.spectral_norm),

@@ -140,9 +140,9 @@ class Attached:
         )
 
     def _made_with(self, above: Sequence[str]) -> bool:
-        """Whether one of the modules `above` is under recompute, and so recomputes all that is inside it."""
-        rules = [self._policy.rule_for(name) for name in above]
-        return any(rule is not None and rule.home == "recompute" for rule in rules)
+        """Whether the innermost of the modules `above` that has a rule is recomputed, with all in it."""
+        rules = [rule for name in above if (rule := self._policy.rule_for(name)) is not None]
+        return bool(rules) and rules[-1].home == "recompute"
 
     # --- what is attached ---
 

@@ -55,8 +55,8 @@ class Replay(Forward):
             # All that the forward read is as it was before it; what the replay changes is undone.
             with (
                 recipe.weights.restored(),
+                recipe.rng_and_buffers.restored(),  # before attributes: one may have become a buffer
                 recipe.attributes.restored(recipe.weights.names_in),
-                recipe.rng_and_buffers.restored(),
                 torch.enable_grad(),
             ):
                 push_saved_tensors_hooks(_pack, _unpack)

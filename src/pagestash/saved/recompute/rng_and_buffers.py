@@ -137,10 +137,9 @@ class RngAndBuffers:
             for name, buffer in buffers_of(owner).items()
             if buffer is not None
         ]
-        self._unset = [
-            (owner, name) for owner in modules for name, buffer in buffers_of(owner).items() if buffer is None
-        ]
-        """Buffers that are None before forward; once it is over, those that it has given a tensor."""
+        self._found = [(owner, dict(buffers_of(owner))) for owner in modules]
+        self._made: list[tuple[nn.Module, str, bool]] = []
+        """Buffers that forward has registered, or found to be None and gave a tensor; and whether the former."""
         self._autocast = [_autocast(kind) for kind in _kinds(device)]
         self._attention = _attention_kernels()
         self._torch_rng: TorchRng | None = torch_rng_state(device)
@@ -183,10 +182,11 @@ class RngAndBuffers:
             self._torch_rng = None
         if self._python.now() is self._python_rng:
             self._python_rng = None
-        if self._unset:
-            self._unset = [
-                (owner, name) for owner, name in self._unset if buffers_of(owner).get(name) is not None
-            ]
+        for owner, names in self._found:
+            for name, value in buffers_of(owner).items():
+                if value is not None and names.get(name) is None:
+                    self._made.append((owner, name, name not in names))
+        self._found = []
         lost = None
         if self._buffers:
             lost = [buffer.name for buffer in self._buffers if not buffer.small and not self._learn(buffer)]
@@ -234,7 +234,7 @@ class RngAndBuffers:
 
     def restored(self) -> AbstractContextManager[None]:
         """As it was before the first forward; what the replay changes is undone."""
-        nothing = not (self._buffers or self._unset) and self._torch_rng is None and self._python_rng is None
+        nothing = not (self._buffers or self._made) and self._torch_rng is None and self._python_rng is None
         return _NOTHING if nothing and self._same_modes() else self._restored()
 
     def _same_modes(self) -> bool:
@@ -248,7 +248,8 @@ class RngAndBuffers:
     def _restored(self) -> Iterator[None]:
         with ExitStack() as stack:
             self._restore_modes(stack)
-            noted = [*((buffer.owner, buffer.name) for buffer in self._buffers), *self._unset]
+            noted = [(buffer.owner, buffer.name) for buffer in self._buffers]
+            noted += [(owner, name) for owner, name, _ in self._made]
             buffers_now = [(owner, name, buffers_of(owner).get(name)) for owner, name in noted]
             torch_rng_now = None if self._torch_rng is None else torch_rng_state(self._device)
             python_rng_now = None if self._python_rng is None else python_rng_state()
@@ -261,8 +262,11 @@ class RngAndBuffers:
                     # (Another may be there by now, such as one that `functional_call` put there.)
                     tensor = buffer.tensor if buffer.copy is None else buffer.copy.clone()
                     buffers_of(buffer.owner)[buffer.name] = tensor
-                for owner, name in self._unset:
-                    buffers_of(owner)[name] = None
+                for owner, name, registered in self._made:
+                    if registered:
+                        buffers_of(owner).pop(name, None)
+                    else:
+                        buffers_of(owner)[name] = None
                 yield
             finally:
                 for owner, name, value in buffers_now:

@@ -109,7 +109,9 @@ def moves_of(
             name = names[path]
             # (For a module without a rule only valid rows are claimed.)
             own = not tensor.claimed or not (tensor.has_rows or name == path[-1])
-            found.add(tensor, _Group(timeline.last(tensor.saved_at, name), own, name))
+            # It leaves with the innermost region that has a rule or is no module.
+            until = tensor.block if tensor.block and tensor.block in path[path.index(name) :] else name
+            found.add(tensor, _Group(timeline.last(tensor.saved_at, until), own, name))
     rules = {where.name: rule for where in found.groups if (rule := policy.rule_for(where.name)) is not None}
     split = RowSplit(_expected_rows((rules[where.name], own) for where, own in found.groups.items()))
     ends, moves = timeline.ends, []
@@ -117,16 +119,15 @@ def moves_of(
     for where, entries in sorted(found.groups.items(), key=lambda item: item[0][:2]):
         last, own, name = where
         split.go_on_with(positions[name][1] if name in positions else 0)
-        rule, thin = rules[name], found.slices.get(where, [])
-        sliced = sum([tensor.bytes for tensor in thin])
+        rule = rules[name]
         whole = rule.fraction == 1.0  # then an entry without spare rows leaves, and nothing is owed
         shares = [
             entry.length if whole and not _has_spare_rows(entry.tensor) else split.share(rule, entry.shape)
             for entry in entries
         ]
-        members = [*[entry.tensors for entry in entries], *[[tensor] for tensor in thin]]
-        asked = sorted([_first_request(tensors, name, replayed, holders) for tensors in members])
-        storages = tuple(dict.fromkeys([entry.storage for entry in entries]))
+        asked = sorted([_first_request(entry.tensors, name, replayed, holders) for entry in entries])
+        thin, others = ([entry for entry in entries if entry.thin is thin] for thin in (True, False))
+        storages = tuple(dict.fromkeys([entry.storage for entry in others]))
         kept = [entry for entry, share in zip(entries, shares) if not share]
         kept_bytes = sum([entry.length for entry in kept])
         moves.append(
@@ -134,18 +135,18 @@ def moves_of(
                 key=(*positions.get(name, ()), name, 2 * last + own),
                 ready=ends[last],
                 needed=ends[asked[0][0] - 1],
-                bytes=sum(shares) + sliced,
-                device_bytes=sum([entry.length for entry in entries]) - kept_bytes + sliced,
+                bytes=sum(shares),
+                device_bytes=sum([entry.length for entry in entries]) - kept_bytes,
                 kept_bytes=kept_bytes,
                 window=rule.prefetch_bytes,
                 storages=storages,
                 leaving=frozenset(storages).difference([entry.storage for entry in kept]),
                 put_at=last + 1,
                 asked_at=tuple([at for at, _ in asked]),
-                dropped_at=1 + max([tensor.last_use for tensors in members for tensor in tensors]),
+                dropped_at=1 + max([tensor.last_use for entry in entries for tensor in entry.tensors]),
                 own=own,
                 request=asked[0][1],
-                slices=tuple(map(_slice, thin)),
+                slices=tuple([_slice(entry.tensor) for entry in thin]),
             )
         )
     return moves
@@ -172,6 +173,8 @@ class _Entry:
     first: int
     last: int
     covered: int
+    thin: bool = False
+    """Whether it is a thin slice, whose elements are copied."""
 
     @property
     def tensor(self) -> SavedTensor:
@@ -184,12 +187,12 @@ class _Entry:
 
     @property
     def length(self) -> int:
-        return self.last - self.first
+        return self.covered if self.thin else self.last - self.first
 
     @property
     def shape(self) -> EntryShape:
         """What the keeper's split sees; with rows where the measured step did not fill all of them."""
-        length = self.last - self.first
+        length = self.length
         rows = self.tensor.shape[0] if _has_spare_rows(self.tensor) else 0
         return EntryShape(length, rows if rows and not length % rows else 0)
 
@@ -199,7 +202,6 @@ class _Groups:
 
     def __init__(self) -> None:
         self.groups: dict[_Group, list[_Entry]] = {}
-        self.slices: dict[_Group, list[SavedTensor]] = {}
         self._known: dict[int, list[tuple[_Group, _Entry]]] = {}
 
     def add(self, tensor: SavedTensor, where: _Group) -> None:
@@ -212,8 +214,8 @@ class _Groups:
             group == where and max(entry.last, last) - min(entry.first, first) - entry.length < tensor.bytes
             for group, entry in known
         ):
-            self.groups.setdefault(where, [])
-            self.slices.setdefault(where, []).append(tensor)
+            thin = _Entry([tensor], first, last, tensor.bytes, thin=True)
+            self.groups.setdefault(where, []).append(thin)
             self._join_slices(tensor.storage, where)
             return
         first -= first % 16
@@ -232,14 +234,18 @@ class _Groups:
 
     def _join_slices(self, storage: int, where: _Group) -> None:
         """Slices that are together most of what they span are one entry."""
-        found = [each for each in self.slices[where] if each.storage == storage]
-        sizes = {each.span or (0, each.storage_bytes): each.bytes for each in found}
+        found = [entry for entry in self.groups[where] if entry.thin and entry.storage == storage]
+        sizes = {(entry.first, entry.last): entry.covered for entry in found}
         low, high = min(first for first, _ in sizes), max(last for _, last in sizes)
         if len(sizes) > 1 and high - low <= SPARSE * sum(sizes.values()):
-            self.slices[where] = [each for each in self.slices[where] if each.storage != storage]
-            entry = _Entry(found, low - low % 16, high, high - low)
-            self._known[storage].append((where, entry))
-            self.groups[where].append(entry)
+            low -= low % 16
+            joined = _Entry([entry.tensor for entry in found], low, high, high - low)
+            self._known[storage].append((where, joined))
+            self.groups[where] = [
+                joined if entry is found[0] else entry
+                for entry in self.groups[where]
+                if entry not in found[1:]
+            ]
 
 
 def _has_spare_rows(tensor: SavedTensor) -> bool:

@@ -100,7 +100,8 @@ class ProfiledStep:
 
         The step is simulated by the keeper's own rules, so `moved_bytes` is what a keeper copies. That includes a
         tensor that a later region keeps: the keeper decides when a tensor is saved (`home_bytes` says `keep`).
-        Assumes that nothing else uses the link, and that recomputation takes no time.
+        `unmoved` says of each rule that moves nothing why. Assumes that nothing else uses the link, and that
+        recomputation takes no time.
         """
         if isinstance(policy, str):
             policy = Policy([Rule(policy, "offload", min_bytes=min_bytes)])
@@ -108,7 +109,7 @@ class ProfiledStep:
         policy.check(region.name for region in self.regions)
         index = TensorIndex(self.tensors)
         homes = assign_when_saved(policy, index, Recomputing(policy, index, self.regions))
-        return fit(policy, self.tensors, homes, self.segments, self.link)
+        return fit(policy, index, homes, self.segments, self.link)
 
     # --- JSON ---
 

@@ -149,6 +149,7 @@ class TensorRecorder:
             once=self.tracker.inside_once,
             claimed=claimed is not None,
             has_rows=claimed is not None and claimed.rows is not None,
+            block=self.tracker.block(),
         )
         rows = self._rows(local, frame, claimed)
         if rows is not None:
@@ -256,6 +257,7 @@ class TensorRecorder:
                     once=saved.once,
                     claimed=saved.claimed,
                     has_rows=saved.has_rows,
+                    block=saved.block,
                     request=storage.request,
                     span=saved.span,
                     asked=(last, self._requests + 1) if saved.asked is None else saved.asked,

@@ -72,6 +72,9 @@ class SavedTensor:
     has_rows: bool = True
     """Of a claimed tensor: whether the claim says how many of its rows are valid. It then moves apart under any
     rule, and so it does in a file of an earlier version, which does not say."""
+    block: str = ""
+    """The innermost `ps.region` or fused operation around it. It leaves when that ends, also by the rule of a
+    module around. "" if there is none, or in a file of an earlier version."""
 
     @property
     def elsewhere(self) -> bool:

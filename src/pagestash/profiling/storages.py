@@ -76,6 +76,7 @@ class Saved:
     once: bool
     claimed: bool
     has_rows: bool
+    block: str
     held: bool = True
     asked: tuple[int, int] | None = None
     done_at: int | None = None

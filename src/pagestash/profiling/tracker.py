@@ -46,6 +46,7 @@ class RegionTracker:
         self.marks = Marks(on=listener is not None)
         self.weights: set[int] = set()
         self.inside_once = False
+        self._blocks: set[Region] = set()
         self._listener = listener
         self._modules = list(watched(model))
         for name, module in model.named_modules():
@@ -55,6 +56,10 @@ class RegionTracker:
         """The running regions; a `ps.region` without a name belongs to the one around it."""
         names = [frame.name for frame in frames() if frame.owner is self]
         return tuple(name for index, name in enumerate(names) if index == 0 or name != names[index - 1])
+
+    def block(self) -> str:
+        """The innermost running region that is no module; "" if there is none."""
+        return next((frame.name for frame in reversed(frames()) if frame in self._blocks), "")
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -76,10 +81,12 @@ class RegionTracker:
                 hook.remove()
 
     def open(self, region: Region) -> None:
+        self._blocks.add(region)
         if self._switch():
             self._count()
 
     def close(self, region: Region) -> None:
+        self._blocks.discard(region)
         self._switch()
 
     def check_stream(self, region: str) -> None:

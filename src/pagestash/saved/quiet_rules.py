@@ -16,6 +16,14 @@ from pagestash.policy import Policy, Rule
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.offload.home import Offload
 from pagestash.saved.packed import Handle, Kept, Packed
+from pagestash.saved.reasons import (
+    NO_EXPECTED_ROWS,
+    NO_FRACTION,
+    ONLY_WEIGHTS,
+    WITHIN_WINDOW,
+    kept_by,
+    too_small,
+)
 from pagestash.saved.recompute.trees import tensors_of
 from pagestash.saved.region import Region
 from pagestash.saved.region_hooks import Opening
@@ -98,8 +106,7 @@ class QuietRules:
         if owner.rule is None:
             return "its tensors have a known size, so that there is nothing to compact"
         if kept.held.region != owner.name:
-            where = f"region {kept.held.region!r}" if kept.held.region else "what is outside all regions"
-            return f"{where} saves the same tensors, and keeps them; give that a rule, too"
+            return kept_by(kept.held.region)
         if rule.home == "recompute":
             return "it saves nothing but what it was given, which is held in any case"
         return "its tensors have no plain memory of their own to move"
@@ -113,7 +120,7 @@ class QuietRules:
             return True
         for rule, seen in self._rules.items():
             if rule.home == "stash" and rule.offloads:
-                why = self._window(rule, offload) if seen.offloaded else _NO_EXPECTED_ROWS
+                why = self._window(rule, offload) if seen.offloaded else NO_EXPECTED_ROWS
                 if why is not None:
                     log.warning(
                         "rule %r: its fraction offloaded nothing in %d steps: %s", rule.match, STEPS, why
@@ -139,19 +146,15 @@ class QuietRules:
         if moving is None or any(self._policy.rule_for(name) is rule for name in moving.moved_regions):
             return None
         if not rule.fraction:
-            return "its fraction is 0"
+            return NO_FRACTION
         if moving.refused.peak:
             if moving.slabs.wanted <= moving.slabs.limit:
                 return None  # the step was larger than those before; there will be room in the next
             return f"there is no host memory for it: [pool] host allows {format_bytes(moving.slabs.limit)}"
-        return (
-            "all that it saves is within the window of what backward asks for next, which stays on the device: it "
-            "pays for several layers, or with a smaller prefetch_bytes"
-        )
+        return WITHIN_WINDOW
 
 
 _SMALL = "too small"
-_NO_EXPECTED_ROWS = "it saves no expected rows of min_bytes or more; MoEConfig(expected_rows=...) makes them"
 _NOT_CODED = (
     "rule %r: bits=8 coded nothing in %d steps. It codes bfloat16 and float16 tensors of at least %d bytes whose "
     "last dimension is 32 or more; there were tensors of %s"
@@ -162,10 +165,7 @@ def _reason(rule: Rule, seen: _Seen, openings: list[Opening]) -> str:
     if seen.reasons:
         reason = max(seen.reasons, key=lambda each: seen.reasons[each])
         if reason is _SMALL:
-            reason = (
-                f"its largest saved tensor has {format_bytes(seen.largest)}, and min_bytes is "
-                f"{format_bytes(rule.least_bytes)}"
-            )
+            return too_small(seen.largest, rule)
         return reason
     if any(opening.others for opening in openings):
         return (
@@ -173,7 +173,7 @@ def _reason(rule: Rule, seen: _Seen, openings: list[Opening]) -> str:
             "save; switch it off for them"
         )
     if any(opening.ran for opening in openings):
-        return "its regions ran, and saved nothing but weights"
+        return ONLY_WEIGHTS
     if any(opening.no_grad for opening in openings):
         return "its regions ran without gradients only (reentrant checkpointing does that)"
     name = f" ({openings[0].name!r} for one)" if openings else ""

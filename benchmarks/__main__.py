@@ -21,6 +21,7 @@ BENCHMARKS = (
     "hf_step",
     "hf_lora",
     "offload",
+    "offload_deep",
     "hooks",
     "eight_bits",
     "plan",
@@ -39,6 +40,7 @@ NEED_CUDA = (
     "hf_step",
     "hf_lora",
     "offload",
+    "offload_deep",
     "pipeline_gpu",
 )
 

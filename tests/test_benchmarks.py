@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as command_line
-from benchmarks import hooks, step_memory, tables
+from benchmarks import hooks, offload, offload_deep, step_memory, tables
 from benchmarks.harness import Claim, write
 
 FAST = Claim(what="stash over `a | b`", value=0.951234, bar=0.92, better="at least")
@@ -199,3 +199,28 @@ def test_the_cost_of_each_hook_is_measured_on_any_machine(tmp_path):
     # A GPU's step is compared as a whole, too.
     assert {claim["unit"] for claim in body["claims"]} <= {"µs", ""}
     assert len(body["claims"]) >= 5
+
+
+@pytest.fixture
+def reference_kernels(monkeypatch):
+    """The interpreter would take a minute."""
+    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+
+
+@pytest.mark.usefixtures("reference_kernels")
+def test_a_deep_slice_offloads_on_any_machine(tmp_path):
+    body = json.loads(offload_deep.run(tmp_path, quick=True).read_text())
+    keep, moved, again = body["rows"]
+    assert keep["moved_bytes"] == again["moved_bytes"] == 0 < moved["moved_bytes"]
+    assert keep["loss"] == moved["loss"]
+    assert "step time over keep" in body["claims"][0]["what"]
+
+
+@pytest.mark.usefixtures("reference_kernels")
+def test_a_fraction_that_moves_nothing_is_0_and_has_its_reasons(capsys):
+    bench = offload.Bench(offload.Slice("tiny", 2, 2, 64), torch.device("cpu"))
+    chosen = offload.rules("offload", ("layers.*.moe.expert_fc1",), min_bytes=1024)
+    _, fraction = offload.fitting(bench.profile(repeats=1), chosen)
+    assert fraction == 0.0
+    assert "region 'layers.1.moe.router' saves the same tensors" in capsys.readouterr().out
+    assert offload.fall_over_moved({"peak_bytes": 1}, {"peak_bytes": 1, "moved_bytes": 0}) == 0.0

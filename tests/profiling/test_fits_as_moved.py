@@ -89,6 +89,7 @@ RULES = {
     "the MoE layer": {"moe": 1.0},
     "the MoE layer, half": {"moe": 0.5},
     "all in it": {"moe.*": 1.0},
+    "all in it, a third": {"moe.*": 0.3},
     "nothing of attention": {"attn.**": 0.0},
 }
 

@@ -116,7 +116,12 @@ def moves_of(
     split = RowSplit(_expected_rows((rules[where.name], own) for where, own in found.groups.items()))
     ends, moves = timeline.ends, []
     holders = {(entry.storage, where.name) for where, own in found.groups.items() for entry in own}
-    for where, entries in sorted(found.groups.items(), key=lambda item: item[0][:2]):
+
+    def order(group: tuple[_Group, list[_Entry]]) -> tuple[int, bool, int]:
+        where, entries = group
+        return where.last, where.own, 0 if where.own else entries[0].tensor.claim
+
+    for where, entries in sorted(found.groups.items(), key=order):
         last, own, name = where
         split.go_on_with(positions[name][1] if name in positions else 0)
         rule = rules[name]

@@ -150,6 +150,7 @@ class TensorRecorder:
             claimed=claimed is not None,
             has_rows=claimed is not None and claimed.rows is not None,
             block=self.tracker.block(),
+            claim=0 if claimed is None else list(frame.claims).index(storage_key(local)),
         )
         rows = self._rows(local, frame, claimed)
         if rows is not None:
@@ -258,6 +259,7 @@ class TensorRecorder:
                     claimed=saved.claimed,
                     has_rows=saved.has_rows,
                     block=saved.block,
+                    claim=saved.claim,
                     request=storage.request,
                     span=saved.span,
                     asked=(last, self._requests + 1) if saved.asked is None else saved.asked,

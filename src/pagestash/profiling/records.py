@@ -75,6 +75,8 @@ class SavedTensor:
     block: str = ""
     """The innermost `ps.region` or fused operation around it. It leaves when that ends, also by the rule of a
     module around. "" if there is none, or in a file of an earlier version."""
+    claim: int = 0
+    """The place of its claim among those of the fused operation: what they claim moves in this order."""
 
     @property
     def elsewhere(self) -> bool:

@@ -77,6 +77,7 @@ class Saved:
     claimed: bool
     has_rows: bool
     block: str
+    claim: int
     held: bool = True
     asked: tuple[int, int] | None = None
     done_at: int | None = None

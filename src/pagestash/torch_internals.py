@@ -7,13 +7,14 @@ costs no more.
 """
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
 from operator import attrgetter
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -355,6 +356,12 @@ def is_replica(module: nn.Module) -> bool:
 
 # --- torch.compile. Nothing here loads dynamo, which takes two seconds. ---
 
+
+def dynamo_is_loaded() -> bool:
+    """Whether anything can be compiled already."""
+    return "torch._dynamo" in sys.modules
+
+
 _COMPILED = "torch.compile of a model with a keeper may fail"
 _frames = "_dynamo.eval_frame."
 compiling_around: Callable[[], Any] = internal_or(
@@ -411,6 +418,16 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 ScalerState = tuple[torch.Tensor | None, torch.Tensor | None, Any]
 _SCALER = ("_scale", "_growth_tracker", "_per_optimizer_states")
+
+
+def calling_scaler() -> GradScaler | None:
+    """The gradient scaler whose `step` calls an optimizer that this is called from."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is GradScaler.step.__code__:
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None
 
 
 def scaler_state(scaler: GradScaler) -> ScalerState:

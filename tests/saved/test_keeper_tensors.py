@@ -6,6 +6,7 @@ from stack import CAPACITY, Experts, Stack, batch, run
 from torch import nn
 
 import pagestash as ps
+from pagestash.torch_internals import StorageWeakRef
 
 
 def test_tails_may_be_nan(sized):
@@ -271,4 +272,24 @@ def test_a_thin_slice_does_not_bring_back_a_buffer_that_nobody_asks_for():
     with keeper.step():
         loss = model(x)
         assert keeper.stats().homes["stash"].bytes == 32 * 12 * 4 + x.nbytes
+        loss.backward()
+
+
+@pytest.mark.parametrize("thin", [False, True])
+def test_what_only_a_graph_that_was_let_go_of_has_saved_is_free_when_its_region_is_over(thin):
+    class Looks(nn.Module):
+        def forward(self, x):
+            figure = x * 2.0
+            seen.append(StorageWeakRef(figure.untyped_storage()))
+            (figure[:, :2] if thin else figure).square().sum()  # nobody keeps the result
+            return x.sin()
+
+    seen: list[StorageWeakRef] = []
+    model = nn.Sequential(Looks())
+    keeper = ps.Keeper(ps.Policy([ps.Rule("0", "stash", min_bytes=16)], ps.PoolConfig(page=256))).attach(
+        model
+    )
+    with keeper.step():
+        loss = model(torch.randn(64, 16, requires_grad=True)).sum()
+        assert seen[0].expired()
         loss.backward()

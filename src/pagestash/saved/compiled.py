@@ -6,7 +6,6 @@ nothing of dynamo is imported. Where it compiles a module, it follows the module
 once when they are compiled: there is no graph break.
 """
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from pagestash.torch_internals import (
     compiled_graphs,
     compiled_in_place,
     constant_when_compiled,
+    dynamo_is_loaded,
     forget_compiled,
     never_compile,
 )
@@ -63,7 +63,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def compile_anew(modules: Iterable[nn.Module]) -> None:
     """Forget the compiled forwards of `modules`: dynamo does not notice that a module inside has got a hook."""
-    if "torch._dynamo" not in sys.modules:
+    if not dynamo_is_loaded():
         return
     codes: set[Any] = {
         getattr(getattr(type(module), "forward", None), "__code__", None) for module in modules

@@ -181,14 +181,6 @@ class Keep(Home):
         for held in set(self.by_storage.values()) - self._earlier:
             self.forget(held)
 
-    def holds(self, key: int, version: int) -> bool:
-        """Whether a storage is kept as it was at `version`, whatever other homes decide.
-
-        (Else what a plan lets stay would change what is saved next, and so the order that the plan was made from.)
-        """
-        held = self.by_storage.get(key)
-        return held is not None and held.version == version
-
     def stay(self, entry: Entry) -> KeptStorage:
         """The place of an entry of another home that leaves its bytes where they are."""
         origin = entry.origin

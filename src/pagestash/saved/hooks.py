@@ -190,7 +190,8 @@ class SavedTensorHooks:
         number: int | None,
     ) -> Packed | None:
         """A handle of what moves or is recomputed; None for what stays. What must be `exact` is not coded."""
-        # What another region keeps alive anyway is worth neither a copy nor a forward. (`holds`, without a call.)
+        # What another region keeps alive anyway is worth neither a copy nor a forward. (Not what a plan lets stay:
+        # that would change what is saved next, and so the order that the plan was made from.)
         held = self._held.get(key)
         if held is not None and held.version == version:
             return None
@@ -316,7 +317,9 @@ class SavedTensorHooks:
             return
         group = []
         for entry in region.entries:
-            if entry.handles:
+            if not entry.handles:
+                entry.origin = entry.views = None  # its graph is gone, and the step lists it to its end
+            else:
                 # Autograd would refuse this in backward. Taking the new content would be a silent wrong gradient.
                 assert entry.origin is not None
                 if entry.origin._version != entry.version or (entry.rows is not None and entry.rows_moved()):

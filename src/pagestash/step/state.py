@@ -1,6 +1,5 @@
 """What a step changes besides parameters and optimizer state, saved so that a rerun starts from it."""
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from pagestash.saved.recompute.rng import (
 from pagestash.saved.weight_sums import WeightSums, memory_of
 from pagestash.torch_internals import (
     buffers_of,
+    calling_scaler,
     modules_in,
     parameters_of,
     scaler_state,
@@ -244,16 +244,12 @@ def on_device(generators: Iterable[Any]) -> list[torch.Generator]:
 
 def refuse_unknown_scaler(known: Sequence[GradScaler]) -> None:
     """Called from an optimizer's hook: raise if the caller is a gradient scaler that was not passed."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("grad_scaler.py"):
-            scaler = frame.f_locals.get("self")
-            if isinstance(scaler, GradScaler) and scaler.is_enabled() and scaler not in known:
-                raise ValueError(
-                    "train_step uses a GradScaler that GraphedStep does not know, so an overflowing step could "
-                    "not be undone in it; pass scaler=..."
-                )
-        frame = frame.f_back
+    scaler = calling_scaler()
+    if scaler is not None and scaler.is_enabled() and scaler not in known:
+        raise ValueError(
+            "train_step uses a GradScaler that GraphedStep does not know, so an overflowing step could not be "
+            "undone in it; pass scaler=..."
+        )
 
 
 def generator_state(generator: Any) -> Any:

@@ -7,8 +7,9 @@ module changes inside of other objects, or in place in a tensor that is no buffe
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -19,27 +20,6 @@ _ABSENT = object()
 
 Names = Callable[[dict[str, Any]], Collection[str]]
 """Of the module that has this `__dict__`."""
-
-
-class Change(NamedTuple):
-    """What a call set in one module or container, where no replay calls it."""
-
-    own: Any
-    values: Any
-
-    def set_again(self) -> None:
-        if type(self.values) is not _Set:
-            _fill(self.own, self.values)
-            return
-        for name, value in self.values.items():
-            if value is _ABSENT:
-                self.own.pop(name, None)
-            else:
-                self.own[name] = value
-
-
-class _Set(dict[str, Any]):
-    """Attributes of a module that were set, or are `_ABSENT` now."""
 
 
 class Attributes:
@@ -75,20 +55,29 @@ class Attributes:
             if not _same(container, contents):
                 _fill(container, contents)
 
-    def changes(self) -> list[Change]:
-        """What has been set since."""
-        found = [Change(own, _contents(own)) for own, contents in self._contents if not _same(own, contents)]
+    def changes(self) -> list[Callable[[], None]]:
+        """What has been set since: each sets something of it again."""
+        found: list[Callable[[], None]] = [
+            partial(_fill, own, _contents(own))
+            for own, contents in self._contents
+            if not _same(own, contents)
+        ]
         for module, before in zip(self._modules, self._values):
             now = _attributes(module)
             if not _same(now, before):
-                values = _Set()
-                for name in {**before, **now}:
-                    value = now.get(name, _ABSENT)
-                    if value is not before.get(name, _ABSENT):
-                        values[name] = value
-                found.append(Change(module.__dict__, values))
-                found += [Change(v, _contents(v)) for v in values.values() if _is_container(v)]
+                values = {name: now.get(name, _ABSENT) for name in {**before, **now}}
+                values = {n: v for n, v in values.items() if v is not before.get(n, _ABSENT)}
+                found.append(partial(_set, module.__dict__, values))
+                found += [partial(_fill, v, _contents(v)) for v in values.values() if _is_container(v)]
         return found
+
+
+def _set(own: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if value is _ABSENT:
+            own.pop(name, None)
+        else:
+            own[name] = value
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import nn
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.packed import Packed
 from pagestash.saved.recompute.argument_objects import ArgumentObjects
-from pagestash.saved.recompute.attributes import Attributes, Change
+from pagestash.saved.recompute.attributes import Attributes
 from pagestash.saved.recompute.rng import PythonRng, PythonRngStates, TorchRng
 from pagestash.saved.recompute.rng_and_buffers import ChangesBuffers, RngAndBuffers
 from pagestash.saved.recompute.trees import map_leaves
@@ -45,7 +45,7 @@ class OnceResult(NamedTuple):
     value: Any
     torch_rng: TorchRng | None
     python_rng: PythonRng | None
-    attributes: Sequence[Change] = ()
+    attributes: Sequence[Callable[[], None]] = ()
 
 
 class Layout(NamedTuple):

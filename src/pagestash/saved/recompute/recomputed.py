@@ -16,7 +16,7 @@ class ReplayHome(Protocol):
     """Counts what was recomputed and waits to be asked for, in all regions: the home."""
 
     lock: RLock
-    """KeptStorage during a replay: autograd has a thread for each device."""
+    """Held during a replay: autograd has a thread for each device."""
     replayed: "WeakSet[Recomputed]"
 
     def hold(self, region: str, tensor: torch.Tensor) -> None: ...

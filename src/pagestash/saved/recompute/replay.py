@@ -94,8 +94,8 @@ class Replay(Forward):
             set_torch_rng_state(self._recipe.device, result.torch_rng)
         if result.python_rng is not None:
             set_python_rng_state(result.python_rng)
-        for attribute in result.attributes:
-            attribute.set_again()
+        for set_again in result.attributes:
+            set_again()
         return self._recipe.bring_back(result.value)
 
     def note(self, tensor: torch.Tensor) -> None:

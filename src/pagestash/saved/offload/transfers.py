@@ -157,19 +157,18 @@ class Transfers:
         buffers: dict[Entry, torch.Tensor] = {}
         parts: list[torch.Tensor] = []
         hosts: list[torch.Tensor] = []
-        device = self._device
         for entry in entries:
-            form, whole = entry.form, False
-            if group.members[entry].share:  # (else all of its valid rows are in pages)
-                host, whole = group.host_memory(entry)
-                hosts.append(host)
+            # (Without a share all of its valid rows are in pages.)
+            host, whole = group.host_memory(entry) if group.members[entry].share else (None, False)
+            form = entry.form
             if whole and form is not None:
-                buffer = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=device)
-                parts.append(buffer)
+                buffer = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self._device)
             else:
-                buffer = torch.empty(entry.last - entry.first, dtype=torch.uint8, device=device)
-                parts += [buffer[: len(host)] for host in hosts[len(parts) :]]
+                buffer = torch.empty(entry.last - entry.first, dtype=torch.uint8, device=self._device)
             buffers[entry] = buffer
+            if host is not None:
+                hosts.append(host)
+                parts.append(buffer if whole else buffer[: len(host)])
         with self._in.after(group.left):
             if parts:
                 copy_each(parts, hosts, self._device)

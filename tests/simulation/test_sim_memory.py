@@ -9,7 +9,7 @@ from pagestash.models.costs import layer_costs
 from pagestash.pipeline.stages import partition
 from pagestash.policy import Policy, PoolConfig, Rule
 from pagestash.schedules.plan import plans
-from pagestash.simulation.build import Run, place_by_memory, rank_peaks, step_costs
+from pagestash.simulation.build import Run, rank_peaks, step_costs
 from pagestash.simulation.cluster import load_cluster
 from pagestash.simulation.framework import FRAMEWORKS, ParameterBytes
 from pagestash.simulation.homes import MegatronHomes, PolicyHomes
@@ -67,15 +67,6 @@ def test_bytes_are_those_of_partition(schedule):
         static = {"parameters": 18 * parameters}
         peak = rank_peak(plan, own, PolicyHomes(), FRAMEWORKS["pagestash"], static, follows=True)
         assert peak.total == placed.peaks[rank]
-
-
-def test_placing_by_memory_is_partitions_placement():
-    layout = Layout(devices=4, pp=4)
-    found = place_by_memory(run(layout=layout, parameters=ParameterBytes(weight=2, gradient=4, optimizer=12)))
-    assert sum(found) == QWEN.layers
-    assert len(found) == 4
-    largest = [max(p.total for p in rank_peaks(run(layout=layout, placement=x))) for x in (found, None)]
-    assert largest[0] <= largest[1]
 
 
 def test_zero_divides_one_state_after_another():

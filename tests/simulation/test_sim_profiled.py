@@ -6,6 +6,7 @@ from itertools import combinations, product
 
 import pytest
 import torch
+from support.profiled_stage import link_of_profile, program_of_profile
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
@@ -16,7 +17,6 @@ from pagestash.policy import HomeName, Policy, Rule
 from pagestash.profiling import Link
 from pagestash.schedules.plan import plans
 from pagestash.simulation.played import Replay
-from pagestash.simulation.profiled import link_of_profile, program_of_profile
 from pagestash.simulation.replay import Machine, run_step
 
 

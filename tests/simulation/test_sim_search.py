@@ -12,7 +12,7 @@ from pagestash.cli import app
 from pagestash.models.config import preset
 from pagestash.policy import Policy, Rule
 from pagestash.simulation.build import Known, Run, step_costs, with_microbatches
-from pagestash.simulation.choices import choices_of, joined, plan_homes
+from pagestash.simulation.choices import HomePlanner, choices_of, joined
 from pagestash.simulation.cluster import read_cluster
 from pagestash.simulation.homes import PolicyHomes
 from pagestash.simulation.layout import Layout
@@ -51,7 +51,7 @@ def test_homes_fit_what_they_are_planned_for():
     plain = step_costs(run(**PIPED))
     most = max(rank.device_bytes for rank in plain.ranks)
     for budget in (most - 2 * GIB, most - 4 * GIB, most - 6 * GIB):
-        planned = plan_homes(run(**PIPED), budget=budget)
+        planned = HomePlanner(run(**PIPED)).plan(budget)
         assert planned.lacks_bytes == 0
         assert max(rank.device_bytes for rank in planned.costs.ranks) <= budget
         assert any(policy.rules for policy in planned.policies)
@@ -59,7 +59,7 @@ def test_homes_fit_what_they_are_planned_for():
 
 def test_the_ranks_policies_say_what_was_planned():
     made = run(**PIPED)
-    planned = plan_homes(made, budget=max(r.device_bytes for r in step_costs(made).ranks) - 4 * GIB)
+    planned = HomePlanner(made).plan(max(r.device_bytes for r in step_costs(made).ranks) - 4 * GIB)
     again = step_costs(replace(made, homes=PolicyHomes(joined(planned.policies))))
     assert [rank.device_bytes for rank in again.ranks] == [r.device_bytes for r in planned.costs.ranks]
     regions = [f"{layer.name}.{part.name}" for layer in layers_of(made.shape) for part in layer.parts]
@@ -69,12 +69,12 @@ def test_the_ranks_policies_say_what_was_planned():
 
 
 def test_what_fits_needs_no_policy():
-    planned = plan_homes(run(**PIPED), budget=1 << 42)
+    planned = HomePlanner(run(**PIPED)).plan(1 << 42)
     assert [policy.rules for policy in planned.policies] == [()] * 4
 
 
 def test_what_fits_with_no_policy_is_said_to_lack():
-    planned = plan_homes(run(**PIPED), budget=1 * GIB)
+    planned = HomePlanner(run(**PIPED)).plan(1 * GIB)
     assert planned.lacks_bytes > 0
 
 
@@ -148,7 +148,7 @@ def test_no_step_is_below_its_bound(layout, taken):
     )
     bound = {item.run.layout: item.seconds for item in worth_planning(asked)}.get(made.layout, 0.0)
     most = max(rank.device_bytes for rank in step_costs(made).ranks)
-    planned = plan_homes(made, budget=int(taken * most))
+    planned = HomePlanner(made).plan(int(taken * most))
     own = least_seconds(planned.costs, made.microbatches)
     assert own >= bound * (1 - 1e-9)
     assert replay(planned.costs).seconds >= own * (1 - 1e-9)

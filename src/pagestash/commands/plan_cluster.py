@@ -10,7 +10,6 @@ from pagestash.commands.step import check_numbers, exit_code
 from pagestash.simulation.choices import joined
 from pagestash.simulation.cluster import read_cluster
 from pagestash.simulation.flags import megatron_flags, pagestash_flags, torchtitan_flags
-from pagestash.simulation.improved import improve
 from pagestash.simulation.layout import Layout
 from pagestash.simulation.layouts import Wanted
 from pagestash.simulation.model import read_model
@@ -50,7 +49,7 @@ def _run(options: ClusterPlanOptions) -> None:
     if options.out is not None and options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out {options.out}: expected a folder")
     wanted = wanted_of(options)
-    found = improve(search(wanted, progress=_progress), wanted.allowed, progress=_progress)
+    found = search(wanted, progress=_progress)
     print(report(found))
     if options.out is not None:
         write(found, options.out)

@@ -5,8 +5,6 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 
-from pagestash.pipeline.costs import LayerCost
-from pagestash.pipeline.stages import partition
 from pagestash.policy import HOMES
 from pagestash.schedules.plan import Plan, plans
 from pagestash.simulation.costs import Amount, LayerCosts, RankCosts, StageCosts, StaticBytes, StepCosts
@@ -124,38 +122,6 @@ def _plans(schedule: str, ranks: int, microbatches: int, vpp: int) -> tuple[Plan
     """The plans of all ranks; a search asks for the same ones again and again."""
     found = plans(schedule, ranks=ranks, microbatches=microbatches, chunks=None if vpp == 1 else vpp)
     return tuple(found)
-
-
-def place_by_memory(run: Run, memory: int = 0) -> list[int]:
-    """Layers of each stage, placed by `pipeline.partition`; peaks below `memory` bytes count as equal."""
-    timed = _seconds(run)
-    costs = []
-    embedding, *blocks, head = layers_of(run.shape)
-    further = blocks[run.config.layers :]  # beside the head, wherever that is
-    end = Layer(name="head", parts=tuple(part for layer in (*further, head) for part in layer.parts))
-    for layer in (embedding, *blocks[: run.config.layers], end):
-        held = _layer_memory(run, layer)
-        forward = sum(timed.forward(part) for part in layer.parts)
-        backward = sum(timed.backward_input(part) + timed.backward_weight(part) for part in layer.parts)
-        costs.append(
-            LayerCost(
-                name=layer.name,
-                parameters=sum(static_bytes([layer], run.layout, run.parameters)),
-                activations=held.kept + held.bytes_of("stash"),
-                forward=forward,
-                backward=backward,
-            )
-        )
-    chunks = None if run.layout.vpp == 1 else run.layout.vpp
-    found = partition(
-        costs,
-        run.layout.stages,
-        run.layout.schedule,
-        microbatches=run.microbatches,
-        chunks=chunks,
-        memory=memory,
-    )
-    return [sum(name.startswith("layers.") for name in stage.layers) for stage in found.stages]
 
 
 def _split(layers: Sequence[Layer], placed: Sequence[int]) -> list[list[Layer]]:

@@ -114,11 +114,6 @@ def choices_of(run: Run, allowed: Sequence[Allowed] = BOTH) -> list[Choice]:
     return list(dict.fromkeys(found))
 
 
-def plan_homes(run: Run, allowed: Sequence[Allowed] = BOTH, budget: int | None = None) -> Planned:
-    """The run with a policy for each rank that fits the device and the host; the smallest one if none fits."""
-    return HomePlanner(run, allowed).plan(run.cluster.device.memory if budget is None else budget)
-
-
 class HomePlanner:
     """Plans homes of one run for several budgets."""
 

@@ -1,6 +1,5 @@
 """Which implementation of an operation runs: Triton where it can, else the torch reference."""
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ __all__ = [
     "choose",
     "described_tensor",
     "interpreted",
-    "launching_on",
+    "launch",
     "multiprocessors",
     "power_of_two",
     "tl",
@@ -40,8 +39,6 @@ except ImportError:  # no GPU build of torch: kernels below stay plain functions
 
     triton = tl = _NoTriton()
 
-_NOWHERE_ELSE = nullcontext()
-
 HAS_TRITON = not isinstance(triton, type) and hasattr(triton, "__version__")
 
 
@@ -63,11 +60,26 @@ def choose(device: torch.device, backend: str = "auto") -> Backend:
     return "triton" if backend == "triton" else "torch"
 
 
-def launching_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Launches inside go to `device`, whichever is current: Triton takes the current one."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _NOWHERE_ELSE
-    return torch.cuda.device(device)
+def launch(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, /, *operands: Any, **constants: Any
+) -> None:
+    """Start `kernel` on `device`, where its tensors are. All our kernels are started here.
+
+    Triton takes the current device and its current stream, which may be another's: the kernel would then read the
+    addresses of one GPU on the other, and in no order with what wrote there.
+
+    An error that comes with the launch says in a note which kernel it was. What a kernel does wrong while it runs
+    shows at some later call; with CUDA_LAUNCH_BLOCKING=1 at its own.
+    """
+    try:
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                kernel[grid](*operands, **constants)
+        else:
+            kernel[grid](*operands, **constants)
+    except Exception as error:
+        error.add_note(f"in {kernel.__module__}.{kernel.__name__} on {device}, grid {grid}")
+        raise
 
 
 def described_tensor(tensor: torch.Tensor, block: list[int]) -> Any:

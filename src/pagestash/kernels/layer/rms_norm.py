@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from pagestash.kernels.backend import cdiv, choose, launching_on, multiprocessors, power_of_two, tl, triton
+from pagestash.kernels.backend import cdiv, choose, launch, multiprocessors, power_of_two, tl, triton
 from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.layer.strided_rows import rows_of
 
@@ -46,25 +46,27 @@ def forward(
     out = torch.empty(x.shape, dtype=_result_dtype(x, weight, early), device=device)
     rstd = torch.empty(rows.number, dtype=_wide(x.dtype), device=device)
     tile = _tile(width)
-    with launching_on(device):
-        _forward_kernel[(cdiv(rows.number, tile.together),)](
-            rows.at,
-            rows.at if weight is None else weight,
-            out,
-            rstd,
-            rows.number,
-            rows.apart,
-            rows.step,
-            TOGETHER=rows.together,
-            WIDTH=width,
-            EPS=eps,
-            OFFSET=offset,
-            WEIGHTED=weight is not None,
-            EARLY=early,
-            ROWS=tile.together,
-            BLOCK=tile.block,
-            num_warps=tile.warps,
-        )
+    launch(
+        _forward_kernel,
+        (cdiv(rows.number, tile.together),),
+        device,
+        rows.at,
+        rows.at if weight is None else weight,
+        out,
+        rstd,
+        rows.number,
+        rows.apart,
+        rows.step,
+        TOGETHER=rows.together,
+        WIDTH=width,
+        EPS=eps,
+        OFFSET=offset,
+        WEIGHTED=weight is not None,
+        EARLY=early,
+        ROWS=tile.together,
+        BLOCK=tile.block,
+        num_warps=tile.warps,
+    )
     return out, rstd
 
 
@@ -89,30 +91,32 @@ def backward(
     tile = _tile(width)
     programs = min(cdiv(rows.number, tile.together), PROGRAMS_PER_SM * multiprocessors(device))
     partial = rstd.new_empty(programs if need_weight else 0, width)
-    with launching_on(device):
-        _backward_kernel[(programs,)](
-            gradients.at,
-            rows.at,
-            rows.at if weight is None else weight,
-            rstd,
-            dx,
-            partial,
-            rows.number,
-            gradients.apart,
-            gradients.step,
-            rows.apart,
-            rows.step,
-            GRADIENT_TOGETHER=gradients.together,
-            TOGETHER=rows.together,
-            WIDTH=width,
-            OFFSET=offset,
-            WEIGHTED=weight is not None,
-            EARLY=early,
-            NEED_WEIGHT=need_weight,
-            ROWS=tile.together,
-            BLOCK=tile.block,
-            num_warps=tile.warps,
-        )
+    launch(
+        _backward_kernel,
+        (programs,),
+        device,
+        gradients.at,
+        rows.at,
+        rows.at if weight is None else weight,
+        rstd,
+        dx,
+        partial,
+        rows.number,
+        gradients.apart,
+        gradients.step,
+        rows.apart,
+        rows.step,
+        GRADIENT_TOGETHER=gradients.together,
+        TOGETHER=rows.together,
+        WIDTH=width,
+        OFFSET=offset,
+        WEIGHTED=weight is not None,
+        EARLY=early,
+        NEED_WEIGHT=need_weight,
+        ROWS=tile.together,
+        BLOCK=tile.block,
+        num_warps=tile.warps,
+    )
     if not need_weight or weight is None:
         return dx, None
     return dx, partial.sum(0).to(weight.dtype)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from pagestash.kernels.backend import choose, launching_on, power_of_two, tl, triton
+from pagestash.kernels.backend import choose, launch, power_of_two, tl, triton
 
 Style = Literal["halves", "half_table", "deinterleave", "interleaved"]
 STYLES: tuple[Style, ...] = get_args(Style)
@@ -62,27 +62,29 @@ def rotate(
     sin_b, sin_s, _ = sin.stride()
     if cos.shape[0] == 1:  # one table for all batches
         cos_b = sin_b = 0
-    with launching_on(q.device):
-        _rotate_kernel[(batches * positions,)](
-            q,
-            k,
-            q_out,
-            k_out,
-            cos,
-            sin,
-            positions,
-            heads,
-            k.shape[1],
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *q_out.stride()[:3],
-            *k_out.stride()[:3],
-            cos_b,
-            cos_s,
-            sin_b,
-            sin_s,
-            **_constants(dimensions, rotary, style, wide, back, q.dtype),
-        )
+    launch(
+        _rotate_kernel,
+        (batches * positions,),
+        q.device,
+        q,
+        k,
+        q_out,
+        k_out,
+        cos,
+        sin,
+        positions,
+        heads,
+        k.shape[1],
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *q_out.stride()[:3],
+        *k_out.stride()[:3],
+        cos_b,
+        cos_s,
+        sin_b,
+        sin_s,
+        **_constants(dimensions, rotary, style, wide, back, q.dtype),
+    )
     return q_out, k_out
 
 

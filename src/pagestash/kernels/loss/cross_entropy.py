@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagestash.kernels.backend import choose, power_of_two, tl, triton
+from pagestash.kernels.backend import choose, launch, power_of_two, tl, triton
 
 CHUNK_BYTES = 256 << 20
 """Logits at a time, at least: a GEMM runs near its full rate, and it is 1 % of what a long batch would keep."""
@@ -124,7 +124,10 @@ def softmax_loss_(
     if choose(logits_CV.device, backend) == "torch":
         softmax_loss_reference_(logits_CV, labels_C, losses_C, scale, options)
     elif logits_CV.numel():
-        _softmax_loss_kernel[(logits_CV.shape[0],)](
+        launch(
+            _softmax_loss_kernel,
+            (logits_CV.shape[0],),
+            logits_CV.device,
             logits_CV,
             labels_C,
             losses_C,

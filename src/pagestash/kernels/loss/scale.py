@@ -5,7 +5,7 @@ In torch that is a product of the wider type first: for the gradient of a langua
 
 import torch
 
-from pagestash.kernels.backend import choose, launching_on, tl, triton
+from pagestash.kernels.backend import choose, launch, tl, triton
 
 BLOCK = 4096
 WARPS = 8
@@ -18,16 +18,18 @@ def scaled(values: torch.Tensor, by: torch.Tensor, dtype: torch.dtype, backend: 
     if choose(values.device, backend) == "torch" or not values.numel():
         return scaled_reference(values, by, dtype)
     out = torch.empty_like(values, dtype=dtype)
-    with launching_on(values.device):
-        _scaled_kernel[(-(-values.numel() // BLOCK),)](
-            values,
-            by,
-            out,
-            values.numel(),
-            WIDE=tl.float64 if torch.float64 in (values.dtype, by.dtype) else tl.float32,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+    launch(
+        _scaled_kernel,
+        (-(-values.numel() // BLOCK),),
+        values.device,
+        values,
+        by,
+        out,
+        values.numel(),
+        WIDE=tl.float64 if torch.float64 in (values.dtype, by.dtype) else tl.float32,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
     return out
 
 

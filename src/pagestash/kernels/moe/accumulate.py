@@ -10,7 +10,7 @@ What moves: the rows of each expert that has any, and its matrix once in and onc
 
 import torch
 
-from pagestash.kernels.backend import described_tensor, launching_on, multiprocessors, tl, triton
+from pagestash.kernels.backend import described_tensor, launch, multiprocessors, tl, triton
 from pagestash.kernels.moe.dots import dot_backend, load_tile, rows_of_experts, sum_dtype
 
 BLOCK_M = 128
@@ -45,24 +45,26 @@ def accumulate_(
         accumulate_reference(out_EMN, a_RM, b_RN, offsets_E)
     elif out_EMN.numel() and a_RM.shape[0]:
         described = all(_can_describe(each) for each in (a_RM, b_RN))
-        with launching_on(out_EMN.device):
-            _accumulate_kernel[(multiprocessors(out_EMN.device),)](
-                out_EMN,
-                a_RM,
-                b_RN,
-                described_tensor(a_RM, [BLOCK_ROWS, BLOCK_M]) if described else a_RM,
-                described_tensor(b_RN, [BLOCK_ROWS, BLOCK_N]) if described else b_RN,
-                offsets_E,
-                a_RM.shape[1],
-                b_RN.shape[1],
-                E=offsets_E.numel(),
-                DESCRIBED=described,
-                BLOCK_M=BLOCK_M,
-                BLOCK_N=BLOCK_N,
-                BLOCK_ROWS=BLOCK_ROWS,
-                num_warps=WARPS,
-                num_stages=STAGES,
-            )
+        launch(
+            _accumulate_kernel,
+            (multiprocessors(out_EMN.device),),
+            out_EMN.device,
+            out_EMN,
+            a_RM,
+            b_RN,
+            described_tensor(a_RM, [BLOCK_ROWS, BLOCK_M]) if described else a_RM,
+            described_tensor(b_RN, [BLOCK_ROWS, BLOCK_N]) if described else b_RN,
+            offsets_E,
+            a_RM.shape[1],
+            b_RN.shape[1],
+            E=offsets_E.numel(),
+            DESCRIBED=described,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            BLOCK_ROWS=BLOCK_ROWS,
+            num_warps=WARPS,
+            num_stages=STAGES,
+        )
     return out_EMN
 
 

@@ -5,7 +5,7 @@ The layout of codes, and their references in torch, are in `row_codes.py`.
 
 import torch
 
-from pagestash.kernels.backend import cdiv, choose, multiprocessors, power_of_two, tl, triton
+from pagestash.kernels.backend import cdiv, choose, launch, multiprocessors, power_of_two, tl, triton
 from pagestash.kernels.moe.coded_tiles import store_excess, store_expected, tile_mask, tile_values
 from pagestash.kernels.moe.routed_tiles import check_operands
 from pagestash.kernels.moe.row_codes import (
@@ -47,7 +47,10 @@ def permute_coded(
         page = page_bytes(codes.pages)
         expected, excess = codes.pointers()
         lines = min(power_of_two(codes.row.blocks), LINES)
-        _permute_kernel[(tokens, cdiv(codes.row.blocks, lines))](
+        launch(
+            _permute_kernel,
+            (tokens, cdiv(codes.row.blocks, lines)),
+            tokens_TD.device,
             tokens_TD,
             inverse_TK,
             out_RD,
@@ -80,7 +83,10 @@ def decode_rows(
         page = page_bytes(codes.pages)
         expected, excess = codes.pointers()
         work = (cdiv(out_RD.shape[0], TILE_ROWS) + 1) * codes.row.blocks
-        _decode_kernel[(min(work, PROGRAMS_PER_SM * multiprocessors(out_RD.device)),)](
+        launch(
+            _decode_kernel,
+            (min(work, PROGRAMS_PER_SM * multiprocessors(out_RD.device)),),
+            out_RD.device,
             out_RD,
             expected,
             excess,

@@ -12,7 +12,7 @@ What moves: each of a token's rows once, and their sum once.
 
 import torch
 
-from pagestash.kernels.backend import cdiv, choose, tl, triton
+from pagestash.kernels.backend import cdiv, choose, launch, tl, triton
 from pagestash.kernels.moe.routed_tiles import check_operands, tile_of, wide_dtype
 
 
@@ -42,7 +42,10 @@ def combine(
     elif out_TD.numel():
         tile = tile_of(width, rows_RD.element_size())
         first_RD = rows_RD if expected_SD is None else expected_SD
-        _combine_kernel[(cdiv(tokens, tile.together), tile.across)](
+        launch(
+            _combine_kernel,
+            (cdiv(tokens, tile.together), tile.across),
+            rows_RD.device,
             first_RD,
             rows_RD,
             first_RD.shape[0],
@@ -77,7 +80,10 @@ def weight_gradient(
         product = torch.linalg.vecdot(rows_RD[at_TK.clamp(min=0)].float(), gradient_TD[:, None, :].float())
         out_TK.copy_(torch.where(at_TK >= 0, product, 0.0))
     elif out_TK.numel():
-        _weight_gradient_kernel[(inverse_TK.numel(),)](
+        launch(
+            _weight_gradient_kernel,
+            (inverse_TK.numel(),),
+            rows_RD.device,
             rows_RD,
             inverse_TK,
             gradient_TD,

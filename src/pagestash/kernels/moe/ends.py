@@ -5,7 +5,7 @@ In a graph a launch costs some 4 µs however little it does, and a layer of 3 ms
 
 import torch
 
-from pagestash.kernels.backend import choose, launching_on, power_of_two, tl, triton
+from pagestash.kernels.backend import choose, launch, power_of_two, tl, triton
 from pagestash.kernels.pages.layout import K_GRANTED, K_HEADER, K_STATUS
 from pagestash.kernels.pages.paged import Pages
 
@@ -26,17 +26,20 @@ def cut_ends(
             log.scatter_(0, 1 + log[:1].to(torch.int64) % slots, offsets[-1:].to(torch.int32))
             log[:1] += 1
     else:
-        with launching_on(offsets.device):
-            _cut_kernel[(1,)](
-                offsets,
-                out,
-                out if log is None else log,
-                expected,
-                offsets.numel(),
-                BLOCK=power_of_two(offsets.numel()),
-                SLOTS=slots,
-            )
-    return out[0], out[1]
+        launch(
+            _cut_kernel,
+            (1,),
+            offsets.device,
+            offsets,
+            out,
+            out if log is None else log,
+            expected,
+            offsets.numel(),
+            BLOCK=power_of_two(offsets.numel()),
+            SLOTS=slots,
+        )
+    early, late = out.unbind()
+    return early, late
 
 
 def missing_ends(offsets: torch.Tensor, pages: Pages, *, backend: str = "auto") -> torch.Tensor:
@@ -44,15 +47,17 @@ def missing_ends(offsets: torch.Tensor, pages: Pages, *, backend: str = "auto") 
     if choose(offsets.device, backend) == "torch":
         return torch.where(pages.granted, 0, offsets)
     out = torch.empty_like(offsets)
-    with launching_on(offsets.device):
-        _missing_kernel[(1,)](
-            offsets,
-            out,
-            pages.book,
-            pages.member,
-            offsets.numel(),
-            BLOCK=power_of_two(offsets.numel()),
-        )
+    launch(
+        _missing_kernel,
+        (1,),
+        offsets.device,
+        offsets,
+        out,
+        pages.book,
+        pages.member,
+        offsets.numel(),
+        BLOCK=power_of_two(offsets.numel()),
+    )
     return out
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from pagestash.kernels.backend import cdiv, choose, multiprocessors, power_of_two
+from pagestash.kernels.backend import cdiv, choose, launch, multiprocessors, power_of_two
 from pagestash.kernels.moe.activations import (
     Activation,
     ActivationName,
@@ -276,7 +276,10 @@ def _launch(
     work = cdiv(h_RH.shape[0], together) + cdiv(split, together)
     if kernel is forward_kernel:
         work *= cdiv(inner, fixed["BLOCK"])
-    kernel[(max(1, min(work, PROGRAMS_PER_SM * multiprocessors(h_RH.device))),)](
+    launch(
+        kernel,
+        (max(1, min(work, PROGRAMS_PER_SM * multiprocessors(h_RH.device))),),
+        h_RH.device,
         *operands,
         split,
         info.rows,

@@ -10,7 +10,7 @@ most part, so each value is read and written once, and rounded once. Rows after 
 
 import torch
 
-from pagestash.kernels.backend import cdiv, launching_on, power_of_two, tl, triton
+from pagestash.kernels.backend import cdiv, launch, power_of_two, tl, triton
 from pagestash.kernels.moe.dots import dot_backend, load_tile, rows_of_experts, sum_dtype
 
 BLOCK_R = 128
@@ -44,22 +44,24 @@ def add_product_(
         add_product_reference_(out_RM, left_RK, right_EKM, ends_E)
     elif out_RM.numel():
         grid = (cdiv(rows, BLOCK_R), cdiv(columns, BLOCK_M))
-        with launching_on(out_RM.device):
-            _add_kernel[grid](
-                out_RM,
-                left_RK,
-                right_EKM,
-                ends_E,
-                columns,
-                *right_EKM.stride(),
-                E=experts,
-                EXPERTS=power_of_two(experts),
-                RANK=rank,
-                BLOCK_R=BLOCK_R,
-                BLOCK_M=BLOCK_M,
-                BLOCK_K=min(BLOCK_K, max(16, power_of_two(rank))),
-                num_warps=8,
-            )
+        launch(
+            _add_kernel,
+            grid,
+            out_RM.device,
+            out_RM,
+            left_RK,
+            right_EKM,
+            ends_E,
+            columns,
+            *right_EKM.stride(),
+            E=experts,
+            EXPERTS=power_of_two(experts),
+            RANK=rank,
+            BLOCK_R=BLOCK_R,
+            BLOCK_M=BLOCK_M,
+            BLOCK_K=min(BLOCK_K, max(16, power_of_two(rank))),
+            num_warps=8,
+        )
     return out_RM
 
 

@@ -13,7 +13,7 @@ times: 2.0 GiB rather than 1.1 at T=32,768, D=2048, K=8.)
 
 import torch
 
-from pagestash.kernels.backend import cdiv, choose, tl, triton
+from pagestash.kernels.backend import cdiv, choose, launch, tl, triton
 from pagestash.kernels.moe.routed_tiles import check_operands, tile_of, wide_dtype
 from pagestash.kernels.moe.rows import empty_rows
 from pagestash.kernels.pages.paged import (
@@ -76,7 +76,10 @@ def permute_split(
     elif tokens_TD.numel():
         page = page_bytes(pages)
         tile = tile_of(width, tokens_TD.element_size(), page)
-        _permute_kernel[(cdiv(tokens, tile.together), tile.across)](
+        launch(
+            _permute_kernel,
+            (cdiv(tokens, tile.together), tile.across),
+            tokens_TD.device,
             tokens_TD,
             inverse_TK,
             inverse_TK if weights_TK is None else weights_TK,

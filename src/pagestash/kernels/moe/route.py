@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagestash.kernels.backend import cdiv, choose, power_of_two, tl, triton
+from pagestash.kernels.backend import cdiv, choose, launch, power_of_two, tl, triton
 
 BLOCK = 128
 """Entries a program ranks: it compares all pairs, `PART` columns at a time."""
@@ -94,7 +94,10 @@ def multihot(
     block = power_of_two(experts)
     together = max(1, 1024 // block)
     if tokens:
-        _multihot_kernel[(cdiv(tokens, together),)](
+        launch(
+            _multihot_kernel,
+            (cdiv(tokens, together),),
+            ids_TK.device,
             ids_TK.contiguous(),
             weights_TK.contiguous(),
             chosen.view(torch.uint8),
@@ -301,9 +304,14 @@ def _launch(
     blocks_EB = torch.empty(experts, blocks, dtype=torch.int32, device=ids_TK.device)
     limit = ids_TK if tokens is None else tokens
     shared = {"K": choices, "LIMITED": tokens is not None, "BLOCK": BLOCK, "PART": PART}
-    _count_kernel[(blocks,)](ids_TK, limit, blocks_EB, entries, first, experts, **shared)
-    _scan_kernel[(experts,)](blocks_EB, out.counts, blocks, SCAN=SCAN)
-    _place_kernel[(blocks,)](
+    launch(
+        _count_kernel, (blocks,), ids_TK.device, ids_TK, limit, blocks_EB, entries, first, experts, **shared
+    )
+    launch(_scan_kernel, (experts,), ids_TK.device, blocks_EB, out.counts, blocks, SCAN=SCAN)
+    launch(
+        _place_kernel,
+        (blocks,),
+        ids_TK.device,
         ids_TK,
         limit,
         blocks_EB,

@@ -5,7 +5,7 @@
 
 import torch
 
-from pagestash.kernels.backend import cdiv, choose, power_of_two, tl, triton
+from pagestash.kernels.backend import cdiv, choose, launch, power_of_two, tl, triton
 
 LOWEST = torch.finfo(torch.float32).min
 """What -inf and NaN count as: still better than an expert that was already taken."""
@@ -31,8 +31,17 @@ def topk(scores: torch.Tensor, k: int, *, backend: str = "auto") -> torch.Tensor
     block = power_of_two(experts)
     together = max(1, ELEMENTS // block)
     if tokens:
-        _topk_kernel[(cdiv(tokens, together),)](
-            scores.contiguous(), ids, tokens, experts, K=k, TOKENS=together, BLOCK=block
+        launch(
+            _topk_kernel,
+            (cdiv(tokens, together),),
+            scores.device,
+            scores.contiguous(),
+            ids,
+            tokens,
+            experts,
+            K=k,
+            TOKENS=together,
+            BLOCK=block,
         )
     return ids
 

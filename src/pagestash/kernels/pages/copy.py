@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from pagestash.kernels.backend import launching_on, tl, triton
+from pagestash.kernels.backend import launch, tl, triton
 from pagestash.kernels.pages.chunks import copy_chunk, fill_chunk, page_address
 from pagestash.kernels.pages.grid import GROUP, Grid
 from pagestash.kernels.pages.layout import (
@@ -217,24 +217,26 @@ def _launch(
         part = slice(start, start + FUSED)
         work = sum(-(-span.max_bytes // chunk) for span in spans[part])
         programs = grid.programs(work, memory.state.device)
-        with launching_on(memory.state.device):
-            _copy_kernel[(min(programs, HOST_PROGRAMS) if tiers == "host" else programs,)](
-                tuple(buffers[part]),
-                tuple(span.max_bytes for span in spans[part]),
-                tuple(span.table for span in spans[part]),
-                tuple(members[part]),
-                tuple(pattern or 0 for pattern in patterns[part]),
-                book,
-                book if unless is None else unless,
-                memory.device_slab,
-                memory.host_slab if memory.host_pages else memory.device_slab,
-                N=len(spans[part]),
-                TO_PAGES=to_pages,
-                UNLESS=unless is not None,
-                TIERS=_TIER_CODE[tiers],
-                FILL=fill,
-                PAGE=memory.page_bytes,
-                CHUNK=chunk,
-                WIDE=all(buffer.data_ptr() % 16 == 0 for buffer in buffers[part]),
-                num_warps=HOST_WARPS if tiers == "host" else grid.warps,
-            )
+        launch(
+            _copy_kernel,
+            (min(programs, HOST_PROGRAMS) if tiers == "host" else programs,),
+            memory.state.device,
+            tuple(buffers[part]),
+            tuple(span.max_bytes for span in spans[part]),
+            tuple(span.table for span in spans[part]),
+            tuple(members[part]),
+            tuple(pattern or 0 for pattern in patterns[part]),
+            book,
+            book if unless is None else unless,
+            memory.device_slab,
+            memory.host_slab if memory.host_pages else memory.device_slab,
+            N=len(spans[part]),
+            TO_PAGES=to_pages,
+            UNLESS=unless is not None,
+            TIERS=_TIER_CODE[tiers],
+            FILL=fill,
+            PAGE=memory.page_bytes,
+            CHUNK=chunk,
+            WIDE=all(buffer.data_ptr() % 16 == 0 for buffer in buffers[part]),
+            num_warps=HOST_WARPS if tiers == "host" else grid.warps,
+        )

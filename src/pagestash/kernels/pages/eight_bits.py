@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from pagestash.kernels.backend import Backend, cdiv, interpreted, launching_on, tl, triton
+from pagestash.kernels.backend import Backend, cdiv, interpreted, launch, tl, triton
 from pagestash.kernels.pages.chunks import page_address
 from pagestash.kernels.pages.paged import Pages, arguments, copy_rows, granted_bytes, page_pointers
 
@@ -335,25 +335,27 @@ def _launch(
 ) -> None:
     pages = codes if isinstance(codes, Pages) else None
     flat = codes.memory.device_slab if isinstance(codes, Pages) else codes
-    with launching_on(values.device):
-        kernel[(cdiv(shape.rows * shape.blocks, LINES),)](
-            values,
-            flat,
-            *arguments(pages, flat),
-            shape.values,
-            shape.rows,
-            shape.width,
-            shape.blocks,
-            shape.row_bytes,
-            **options,
-            EVEN=shape.width % BLOCK == 0 and shape.values == shape.rows * shape.width,
-            FP8=converts(values.device),
-            PAGED=pages is not None,
-            PAGE=16 if pages is None else pages.memory.page_bytes,
-            L=LINES,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+    launch(
+        kernel,
+        (cdiv(shape.rows * shape.blocks, LINES),),
+        values.device,
+        values,
+        flat,
+        *arguments(pages, flat),
+        shape.values,
+        shape.rows,
+        shape.width,
+        shape.blocks,
+        shape.row_bytes,
+        **options,
+        EVEN=shape.width % BLOCK == 0 and shape.values == shape.rows * shape.width,
+        FP8=converts(values.device),
+        PAGED=pages is not None,
+        PAGE=16 if pages is None else pages.memory.page_bytes,
+        L=LINES,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
 
 
 @cache

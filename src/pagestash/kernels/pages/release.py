@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagestash.kernels.backend import launching_on, tl, triton
+from pagestash.kernels.backend import launch, tl, triton
 from pagestash.kernels.pages.layout import (
     HEADER,
     K_BYTES,
@@ -48,22 +48,24 @@ def release(
     for start in range(0, len(spans), FUSED):
         part = slice(start, start + FUSED)
         # One program: the appends of one release must follow each other, and 1,024 pages take 2.6 µs.
-        with launching_on(memory.state.device):
-            _release_kernel[(1,)](
-                tuple(span.table for span in spans[part]),
-                tuple(members[part]),
-                book,
-                memory.state,
-                memory.accounts,
-                account,
-                memory.device_ring,
-                memory.host_ring,
-                memory.device_pages,
-                memory.host_pages,
-                N=len(spans[part]),
-                BLOCK=BLOCK,
-                num_warps=8,
-            )
+        launch(
+            _release_kernel,
+            (1,),
+            memory.state.device,
+            tuple(span.table for span in spans[part]),
+            tuple(members[part]),
+            book,
+            memory.state,
+            memory.accounts,
+            account,
+            memory.device_ring,
+            memory.host_ring,
+            memory.device_pages,
+            memory.host_pages,
+            N=len(spans[part]),
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
 
 
 # --- what: the torch reference ------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagestash.kernels.backend import launching_on, tl, triton
+from pagestash.kernels.backend import launch, tl, triton
 from pagestash.kernels.pages.chunks import copy_chunk, page_address
 from pagestash.kernels.pages.copy import Tiers, copy_reference
 from pagestash.kernels.pages.grid import GROUP, Grid
@@ -318,31 +318,33 @@ def _launch(
     # Without a copy the unit of work is the page: one table entry.
     chunk = chunk_bytes(memory.page_bytes, grid.chunk if copy else memory.page_bytes)
     work = sum(-(-span.max_bytes // chunk) for span in spans)
-    with launching_on(memory.state.device):
-        _stash_kernel[(grid.programs(work, memory.state.device),)](
-            tuple(sources),
-            tuple(span.row_bytes for span in spans),
-            tuple(span.capacity for span in spans),
-            tuple(fixed_rows),
-            tuple(span.table for span in spans),
-            memory.state if rows is None else rows,
-            book,
-            memory.state,
-            memory.accounts,
-            account,
-            memory.overflow,
-            memory.device_ring,
-            memory.host_ring,
-            memory.device_slab,
-            memory.host_slab if memory.host_pages else memory.device_slab,
-            memory.device_pages,
-            memory.host_pages,
-            N=len(spans),
-            ROWS_ON_DEVICE=rows is not None,
-            EXPENDABLE=expendable,
-            COPY=copy,
-            PAGE=memory.page_bytes,
-            CHUNK=chunk,
-            WIDE=all(source.data_ptr() % 16 == 0 for source in sources),
-            num_warps=grid.warps,
-        )
+    launch(
+        _stash_kernel,
+        (grid.programs(work, memory.state.device),),
+        memory.state.device,
+        tuple(sources),
+        tuple(span.row_bytes for span in spans),
+        tuple(span.capacity for span in spans),
+        tuple(fixed_rows),
+        tuple(span.table for span in spans),
+        memory.state if rows is None else rows,
+        book,
+        memory.state,
+        memory.accounts,
+        account,
+        memory.overflow,
+        memory.device_ring,
+        memory.host_ring,
+        memory.device_slab,
+        memory.host_slab if memory.host_pages else memory.device_slab,
+        memory.device_pages,
+        memory.host_pages,
+        N=len(spans),
+        ROWS_ON_DEVICE=rows is not None,
+        EXPENDABLE=expendable,
+        COPY=copy,
+        PAGE=memory.page_bytes,
+        CHUNK=chunk,
+        WIDE=all(source.data_ptr() % 16 == 0 for source in sources),
+        num_warps=grid.warps,
+    )

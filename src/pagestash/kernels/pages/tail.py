@@ -2,7 +2,7 @@
 
 import torch
 
-from pagestash.kernels.backend import Backend, launching_on, multiprocessors, tl, triton
+from pagestash.kernels.backend import Backend, launch, multiprocessors, tl, triton
 from pagestash.kernels.pages.chunks import fill_chunk
 
 CHUNK = 16384
@@ -17,16 +17,18 @@ def zero_tail(buffer: torch.Tensor, rows: torch.Tensor, backend: Backend) -> Non
         zero_tail_reference(buffer, rows)
         return
     work = -(-buffer.numel() // CHUNK)
-    with launching_on(buffer.device):
-        _zero_tail_kernel[(max(1, min(work, 2 * multiprocessors(buffer.device))),)](
-            buffer,
-            rows,
-            buffer.shape[1],
-            buffer.numel(),
-            CHUNK=CHUNK,
-            WIDE=buffer.data_ptr() % 16 == 0,
-            num_warps=WARPS,
-        )
+    launch(
+        _zero_tail_kernel,
+        (max(1, min(work, 2 * multiprocessors(buffer.device))),),
+        buffer.device,
+        buffer,
+        rows,
+        buffer.shape[1],
+        buffer.numel(),
+        CHUNK=CHUNK,
+        WIDE=buffer.data_ptr() % 16 == 0,
+        num_warps=WARPS,
+    )
 
 
 # --- what: the torch reference ------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ PYTEST   = $(PY) -m pytest -q -n $(WORKERS) --dist loadfile
 
 # A set-up that fails half-way begins anew the next time.
 .DELETE_ON_ERROR:
-.PHONY: demo quick test test-newest hf-tests test-all coverage resolve lint docs wheel gpu-test bench clean
+.PHONY: demo quick test test-newest frameworks hf-tests test-all coverage resolve lint docs wheel gpu-test bench clean
 
 demo: $(VENV)/.demo
 	$(PY) -m pagestash demo
@@ -36,6 +36,15 @@ test: $(VENV)/.test
 test-newest:
 	rm -rf .venv-newest
 	$(MAKE) test VENV=.venv-newest PINS=
+
+# Frameworks that `make test` does not install, each in an environment of its own with the newest of everything.
+FRAMEWORKS ?= lightning
+frameworks: $(FRAMEWORKS:%=framework-%)
+
+framework-%:
+	$(MAKE) .venv-$*/.base VENV=.venv-$* PINS=
+	.venv-$*/bin/python -m pip install -q -e ".[test,$*]"
+	.venv-$*/bin/python -m pytest -q tests/integrations/test_$*.py tests/examples
 
 # transformers' own tests of its MoE models, unmodified, with our experts; SRC is a checkout of it, and their test
 # requirements (parameterized, pytest-xdist; torchvision for gemma4) must be installed. With EVERY_CALL=1 in the
@@ -86,7 +95,7 @@ bench: $(VENV)/.test
 	$(PY) -m benchmarks all
 
 clean:
-	rm -rf $(VENV) .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist site
+	rm -rf $(VENV) .venv-newest $(FRAMEWORKS:%=.venv-%) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist site
 
 # A stamp for each set of extras, so that `make demo` installs no test tools.
 $(VENV)/bin/python:

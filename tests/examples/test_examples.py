@@ -70,6 +70,14 @@ def test_hf_finetune_gives_the_losses_of_the_trainer_alone(run, adapters):
     assert any(line.startswith("recompute: ") and numbers(line) > [0] for line in printed)
 
 
+def test_lightning_fit_gives_the_losses_and_weights_of_the_trainer_alone(run):
+    pytest.importorskip("lightning", minversion="2.6", reason="Lightning is not installed")
+    printed = run("lightning_fit", "--steps", 2, "--sequence", 32)
+    assert "losses and weights equal to those of the trainer alone: True" in printed
+    homes = [line for line in printed if line.endswith(" bytes at the peak")]
+    assert all(numbers(line) > [0] for line in homes if not line.startswith("keep"))
+
+
 def test_jax_scan_gives_the_gradients_of_the_plain_scan(run):
     rows, recomputed, equal = run("jax_scan", "--layers", 4, "--rows", 64, "--width", 16)
     wanted, room, worst = numbers(rows)

@@ -1,7 +1,5 @@
 """Every Python example of the README and the guides runs as printed, and does what its page says."""
 
-import contextlib
-import io
 import re
 import shlex
 import sys
@@ -11,36 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.pages import PAGES, ROOT, blocks, run
 from torch import nn
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
 
-ROOT = Path(__file__).parents[2]
-PAGES = {page.relative_to(ROOT).as_posix(): page for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]}
 NOT_RUN = {"docs/maxtext.md": "lines of MaxText, which is not installed"}
-
-
-def blocks(page, kind="python"):
-    """The page's examples, with where they begin in it."""
-    text = PAGES[page].read_text()
-    for found in re.finditer(rf"^```{kind}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
-        yield text[: found.start(1)].count("\n"), found[1]
-
-
-def run(page, names=None, begin=lambda number, names: None):
-    """Run the page's examples one after the other, in one namespace; what they printed, and the namespace.
-
-    `begin(number, names)` comes before each, to make what a page takes for granted.
-    """
-    names = {} if names is None else names
-    printed = []
-    for number, (line, text) in enumerate(blocks(page)):
-        begin(number, names)
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile("\n" * line + text, PAGES[page], "exec"), names)
-        printed.append(out.getvalue())
-    return printed, names
+BESIDE = {"docs/lightning.md": "test_lightning.py"}
+"""Pages whose examples need a framework, and the file of tests of that framework that runs them."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +33,9 @@ def _place(tmp_path, monkeypatch):
 
 def test_every_page_with_examples_has_a_test():
     tested = re.findall(r'run\("([^"]+)"', Path(__file__).read_text())
-    assert {page for page in PAGES if list(blocks(page))} == {*tested, *NOT_RUN}
+    for page, name in BESIDE.items():
+        assert page in (ROOT / "tests" / "integrations" / name).read_text()
+    assert {page for page in PAGES if list(blocks(page))} == {*tested, *NOT_RUN, *BESIDE}
 
 
 @pytest.mark.parametrize("page", NOT_RUN)
@@ -322,9 +301,12 @@ def test_jax():
     assert printed[1].strip() in PAGES["docs/jax.md"].read_text()
 
 
-POLICIES = [(page, text) for page in PAGES for _, text in blocks(page, "toml") if "[[rule]]" in text] + [
-    (path.name, path.read_text()) for path in sorted(ROOT.glob("examples/*.toml"))
-]
+POLICIES = [
+    (page, text)
+    for page in sorted(PAGES.keys() - BESIDE.keys())
+    for _, text in blocks(page, "toml")
+    if "[[rule]]" in text
+] + [(path.name, path.read_text()) for path in sorted(ROOT.glob("examples/*.toml"))]
 
 
 def model_of(where):

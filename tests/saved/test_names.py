@@ -37,6 +37,22 @@ def test_wrappers_add_nothing_and_stand_for_what_they_wrap():
     assert [module for name, module in plain_names(whole) if name == "layers.0"] == [model.layers[0], first]
 
 
+@pytest.mark.parametrize(
+    ("package", "kind", "child"),
+    [
+        ("megatron.core.transformer.module", "Float16Module", "module"),
+        ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel", "module"),
+        ("deepspeed.runtime.engine", "DeepSpeedEngine", "module"),
+        ("lightning.fabric.wrappers", "_FabricModule", "_forward_module"),
+    ],
+)
+def test_wrappers_of_frameworks_add_nothing_and_a_class_of_the_same_name_does(package, kind, child):
+    for module, names in ((package, NAMES), ("mine", [child, *(f"{child}.{name}" for name in NAMES)])):
+        wrapper = type(kind, (nn.Module,), {"__module__": module})()
+        wrapper.add_module(child, Model())
+        assert list(named_modules(wrapper)) == names
+
+
 def adapted():
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(Model(), peft.LoraConfig(r=2, target_modules=["layers.0.0"]))

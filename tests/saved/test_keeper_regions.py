@@ -73,6 +73,36 @@ def test_a_region_has_a_rule_of_its_own_when_its_name_is_declared():
     assert stats.regions["0.inner"].peak == x.nbytes
 
 
+@pytest.mark.parametrize("around", [[], [ps.Rule("layers", "offload", min_bytes=16)]])
+def test_a_region_is_named_after_the_module_that_opens_it_also_if_no_rule_names_that(around):
+    class Named(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            with ps.region("inner"):
+                z = y.square()
+            return (z * z).sum()
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Sequential(Named()))
+
+        def forward(self, x):
+            return self.layers(x)
+
+    model, x = Layers(), torch.randn(64, 16, requires_grad=True)
+    found = {name for path in ps.profile(model, x, loss=torch.sum).regions for name in path.path}
+    assert "layers.0.0.inner" in found
+    policy = ps.Policy([ps.Rule("layers.0.0.inner", "stash", min_bytes=16), *around], ps.PoolConfig(page=256))
+    keeper = ps.Keeper(policy).attach(model, ["layers.0.0.inner"])
+    with keeper.step():
+        model(x).backward()
+    stats = keeper.stats()
+    assert stats.regions["layers.0.0.inner"].peak == x.nbytes
+    assert stats.homes["stash"].peak == x.nbytes  # y; z is saved outside
+    assert stats.homes["offload"].peak == (x.nbytes if around else 0)
+
+
 class Fused(torch.autograd.Function):
     """Two projections in one node; what it saves of the second belongs to another module."""
 

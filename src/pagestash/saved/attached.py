@@ -62,6 +62,12 @@ class Attached:
             and not self._known(name, module, rule)
             and not self._inside_compiled(model, names, name, rule)
         ]
+        # Regions inside are named after the module that opens them, also where no rule names that.
+        openers = dict.fromkeys(
+            max((outer for outer in prefixes(name) if outer in names), key=len, default="")
+            for name in regions
+        )
+        unruled = [name for name in openers if name and self._policy.rule_for(name) is None]
         for name, _, rule in found:
             _refuse_checkpointed(names, name, rule)
             _refuse_scripted(names, name, rule)
@@ -81,13 +87,19 @@ class Attached:
         for name, module, rule in found:
             self._saved.names[module] = name
             if id(module) not in asked:
-                path = [model, *(names[each] for each in prefixes(name)), module]
-                compile_anew(path[:-1])
-                self._regions.add(name, path, rule)
+                self._watch(model, names, name, rule)
             # (A module that writes pages by itself writes its values as they are, unless it says otherwise.)
             writes = rule.bits is None or getattr(module, "writes_codes", False)
             if rule.home == "stash" and writes and hasattr(module, "use_pool"):
                 self.own_stash[name] = module
+        for name in unruled:
+            self._watch(model, names, name, None)
+
+    def _watch(self, model: nn.Module, names: dict[str, nn.Module], name: str, rule: Rule | None) -> None:
+        """Put the hooks of a region on the module `name`."""
+        path = [model, *(names[each] for each in prefixes(name)), names[name]]
+        compile_anew(path[:-1])
+        self._regions.add(name, path, rule)
 
     def remove(self) -> None:
         """Take all hooks off, and tell modules that write pages or recompute by themselves to stop."""

@@ -77,7 +77,8 @@ class QuietRules:
         """A tensor was saved in `region`, and packed as `packed`."""
         self._saw = True
         owner = region.claimed(plain_storage(tensor)) or region
-        rule = self._policy.rule_for(owner.name)
+        # (By its name: what has a known size is under a rule made from that.)
+        rule = self._policy.rule_for(owner.name) or owner.rule
         if packed.recomputed_by:
             self.discarded_by(packed.recomputed_by)
         seen = self._rules.get(rule) if rule is not None else None
@@ -143,7 +144,7 @@ class QuietRules:
     def _window(self, rule: Rule, offload: Offload) -> str | None:
         """Why the plan moves nothing of a rule; None if it moves something."""
         moving = offload.moving
-        if moving is None or any(self._policy.rule_for(name) is rule for name in moving.moved_regions):
+        if moving is None or rule.match in moving.moved_rules:
             return None
         if not rule.fraction:
             return NO_FRACTION

@@ -80,8 +80,11 @@ class RegionHooks:
         self._next_to_forward.clear()
         self.notes.remove()
 
-    def add(self, name: str, path: Sequence[nn.Module], rule: Rule) -> None:
-        """Open a region around each forward of the last module of `path`, which leads down to it from the model."""
+    def add(self, name: str, path: Sequence[nn.Module], rule: Rule | None) -> None:
+        """Open a region around each forward of the last module of `path`, which leads down to it from the model.
+
+        Without a rule, it has the rule of the region around it: regions inside are named after it.
+        """
         module = path[-1]
         first = Opening(self, name, path, rule)
         self.openings.append(first)
@@ -90,7 +93,7 @@ class RegionHooks:
         # that was opened last is closed first.
         closing = module.register_forward_hook(Closing(first), always_call=True, prepend=True)
         self._hooks += [opening, closing]
-        if rule.home == "recompute":
+        if rule is not None and rule.home == "recompute":
             self._next_to_forward.append((name, module, opening, closing))
         self.notes.watch(modules_in(module)[1:])
 
@@ -104,7 +107,7 @@ class RegionHooks:
 class Opening(Hook):
     """Before forward: open the module's region."""
 
-    def __init__(self, regions: RegionHooks, name: str, path: Sequence[nn.Module], rule: Rule) -> None:
+    def __init__(self, regions: RegionHooks, name: str, path: Sequence[nn.Module], rule: Rule | None) -> None:
         self.regions = regions
         self.name = name
         self.path = path
@@ -124,17 +127,19 @@ class Opening(Hook):
             self.note_compiled()
             return
         # A replay outside the graph would save other tensors than the compiled forward did.
-        if self.rule.home == "recompute" and compiling_around() is not None and self._opens(frames()):
-            raise RuntimeError(_compiled_again(self.name, self.rule))
+        recomputed = self.rule if self.rule is not None and self.rule.home == "recompute" else None
+        if recomputed is not None and compiling_around() is not None and self._opens(frames()):
+            raise RuntimeError(_compiled_again(self.name, recomputed))
         self.open(module, args, kwargs)
 
     @at_compile_time
     def note_compiled(self) -> bool:
-        self.compiled = True
+        self.compiled = self.rule is not None
         return True
 
     def why_not(self) -> str:
         """The error for a hook that only the compiler has seen."""
+        assert self.rule is not None
         return (
             f"rule {self.rule.match!r} names {self.name!r}, which runs inside torch.compile of a module or "
             "function around it. That is one graph, in which regions cannot be told apart. (The gradients of this "
@@ -174,9 +179,9 @@ class Opening(Hook):
             )
         run, parameters = outer.run, None
         modules = modules_in(module)
-        if self.rule.home != "recompute":
+        if self.rule is not None and self.rule.home != "recompute":
             run = None
-        elif run is None:
+        elif run is None and self.rule is not None:
             before = next(reversed(forward_pre_hooks_of(module).values()))
             after = next(iter(forward_hooks_of(module).values()), None)
             if not (isinstance(before, Hook) and isinstance(after, Hook)):
@@ -200,7 +205,7 @@ class Opening(Hook):
         region = Region(
             regions.hooks,
             self.name,
-            self.rule,
+            self.rule or outer.rule,
             weights=parameters | buffers if buffers else parameters,
             run=run,
         )

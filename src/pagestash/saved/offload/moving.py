@@ -46,7 +46,8 @@ class Moving:
         self.transfers = Transfers(device)
         self.refused = Tally()
         """Bytes that should have left, but found no room on the host, and stayed."""
-        self.moved_regions: set[str] = set()
+        self.moved_rules: set[str] = set()
+        """Patterns of the rules of what has left."""
         self._tally = tally
         self._started = False
         self._backend = choose(device, backend)
@@ -159,7 +160,7 @@ class Moving:
         for entry in moved:
             entry.origin = None
         if moved:
-            self.moved_regions.add(region)
+            self.moved_rules.add(rule.match)
         self._see_what_has_left()
         self._carry_out(self.window.after_put(group.held))
 

@@ -10,12 +10,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
 import torch
 from torch import nn
 
-from pagestash.policy import Policy
+from pagestash.policy import Policy, Rule
 from pagestash.saved import keeper as saved
 from pagestash.saved.first_call import FirstCall
 from pagestash.saved.received_rows import decides_after, reads_after
@@ -39,6 +40,8 @@ class Keeper(saved.Keeper):
         with keeper.step():
             loss = model(batch)
             loss.backward()
+
+    The file of a policy does as well (`Keeper("policy.toml")`), and a list of rules.
 
     Results are the same to the last bit with and without a keeper. With `pool.device = "auto"` the first step that
     stashes anything is measured, which waits for the device; the pool is made when it ends.
@@ -70,7 +73,13 @@ class Keeper(saved.Keeper):
     _target: "Target | None" = None
 
     @overload
-    def __init__(self, policy: Policy, *, backend: str = "auto", check: bool | None = None) -> None: ...
+    def __init__(
+        self,
+        policy: Policy | Sequence[Rule] | str | Path,
+        *,
+        backend: str = "auto",
+        check: bool | None = None,
+    ) -> None: ...
 
     @overload
     def __init__(
@@ -90,7 +99,7 @@ class Keeper(saved.Keeper):
 
     def __init__(
         self,
-        policy: Policy | None = None,
+        policy: Policy | Sequence[Rule] | str | Path | None = None,
         *,
         budget: str | float | None = None,
         backend: str = "auto",
@@ -102,7 +111,7 @@ class Keeper(saved.Keeper):
         if budget is None and measure:
             raise TypeError(f"Keeper: {next(iter(measure))}= belongs to budget=")
         self._forget_rows()
-        super().__init__(Policy() if policy is None else policy, backend=backend, check=check)
+        super().__init__(Policy() if policy is None else Policy.of(policy), backend=backend, check=check)
         self._first: FirstCall | None = None
         """Until there is a plan."""
         self._opened: list[str] = []

@@ -1,6 +1,7 @@
 """A policy: which regions' saved tensors go to which home, and how large the pool is."""
 
 import json
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -28,6 +29,8 @@ MIN_BYTES: dict[str, int] = {"offload": 1 << 20, "recompute": 0}
 FRACTION: dict[str, float] = {"stash": 0.0}
 """The `fraction` of a rule that gives none; 1 for the other homes."""
 MOST_PAGE = 1 << 30
+MADE_BY_OPTIMIZE = ("core_attn", "expert_fc1", "moe_act", "expert_fc2")
+"""Parts of models of transformers that are none before `pagestash.hf.optimize`."""
 
 
 def _pattern_text(value: Any, what: str) -> str:
@@ -254,9 +257,16 @@ class Policy:
         for rule in self.rules:
             matched = [name for name in known if rule.matches(name)]
             if not matched:
-                near = get_close_matches(rule.match, known, n=5, cutoff=0.3) or known[:5]
+                # (One name of each kind: layers differ only by their number.)
+                kinds = list({re.sub(r"\d+", "*", name): name for name in reversed(known)}.values())[::-1]
+                near = get_close_matches(rule.match, kinds, n=5, cutoff=0.3) or kinds[:5]
                 deeper = replace(rule, match=f"**.{rule.match.lstrip('*.')}")
                 hint = f"{deeper.match!r} would match. " if any(map(deeper.matches, known)) else ""
+                if rule.match.rpartition(".")[2] in MADE_BY_OPTIMIZE:
+                    hint += (
+                        "A model of transformers has it after pagestash.hf.optimize(model), with "
+                        "experts_implementation='pagestash'. "
+                    )
                 raise ValueError(
                     f"rule {rule.match!r} matches no region. {hint}Names near it: {', '.join(near) or '(none)'}. "
                     "Regions opened with ps.region() must be declared: attach(model, regions=[...])."
@@ -289,6 +299,13 @@ class Policy:
         if self._offloads and self.pool.host != "auto" and int(self.pool.host) > most:
             told = f"offload takes up to {format_bytes(self.offload_bytes)}"
             warnings.warn(f"pool host={format_bytes(int(self.pool.host))}: {has}; {told}", stacklevel=3)
+
+    @classmethod
+    def of(cls, given: "Policy | Sequence[Rule] | str | Path") -> "Policy":
+        """A policy, from its rules or its file, too."""
+        if isinstance(given, Policy):
+            return given
+        return cls.load(given) if isinstance(given, str | Path) else cls(given)
 
     @classmethod
     def load(cls, path: str | Path) -> "Policy":

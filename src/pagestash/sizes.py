@@ -13,16 +13,17 @@ from typing import Any
 MOST_BYTES = 2**63 - 1
 """Sizes are counted in int64 on the device."""
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    f"{letter}iB": 1 << (10 * power) for power, letter in enumerate("KMGT", start=1)
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
+    f"{letter}ib": 1 << (10 * power) for power, letter in enumerate("kmgt", start=1)
 }
+"""In small letters: no unit means two things by its case."""
 
 
 WITH_UNIT = "a number with a unit, like '64KiB', '8GiB' or '2GB'"
 
 
 def parse_bytes(text: str | int, what: str = "size", expected: str = WITH_UNIT) -> int:
-    """Bytes of `"64KiB"`, `"1.5 GiB"`, `"2GB"` or a plain number; else an error that says what is expected.
+    """Bytes of `"64KiB"`, `"1.5 gib"`, `"2GB"`, `"8e9"` or a number; else an error that says what is expected.
 
     >>> parse_bytes("64KiB")
     65536
@@ -30,11 +31,12 @@ def parse_bytes(text: str | int, what: str = "size", expected: str = WITH_UNIT) 
     refusal = ValueError(f"{what}={text!r}: expected {expected}")
     value: Any = text
     if isinstance(text, str):
-        found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-        if not found or found[2] not in _UNITS:
+        found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", text)
+        unit = _UNITS.get(found[2].lower()) if found else None
+        if found is None or unit is None:
             raise refusal
-        amount = float(found[1]) * _UNITS[found[2]]
-        if _UNITS[found[2]] == 1 and not amount.is_integer():
+        amount = float(found[1]) * unit
+        if unit == 1 and not amount.is_integer():
             raise refusal  # a part of a byte
         size = round(amount) if math.isfinite(amount) else MOST_BYTES + 1
     elif isinstance(value, float) and value.is_integer():

@@ -272,11 +272,20 @@ def test_wrapping_twice_is_refused(tmp_path):
 
 def test_what_is_no_policy_is_refused_by_name(tmp_path):
     trainer = trainer_of(model_of(), tmp_path)
-    with pytest.raises(TypeError, match=r"expected a Policy, a Keeper or the file of a policy, got dict"):
+    with pytest.raises(
+        TypeError,
+        match=r"expected a policy, its rules or its file, a budget like '40GiB', or a Keeper; got \{",
+    ):
         pagestash.hf.wrap(trainer, {"rule": []})
     with pytest.raises(ValueError, match=r"none\.toml: No such file"):
         pagestash.hf.wrap(trainer, tmp_path / "none.toml")
     assert "training_step" not in trainer.__dict__
+
+
+@pytest.mark.parametrize("budget", ["40GiB", 0.5, "50%"])
+def test_a_budget_does_for_a_policy(tmp_path, budget):
+    trainer = trainer_of(model_of(), tmp_path)
+    assert repr(pagestash.hf.wrap(trainer, budget)) == f"Keeper(budget={budget!r}, not planned yet)"
 
 
 def test_two_models_in_one_process_have_policies_of_their_own():

@@ -403,7 +403,7 @@ def test_without_host_memory_nothing_is_offloaded():
     little = plan_profile(profile, budget=0.6, host=9 * MB)
     assert little.predicted.host_bytes <= 9 * MB
     with pytest.raises(NothingFits, match="Offload had no host memory"):
-        plan_profile(profile, budget=1000, host=0)
+        plan_profile(profile, budget=2 * MB, host=0)
 
 
 @pytest.mark.parametrize(
@@ -411,6 +411,7 @@ def test_without_host_memory_nothing_is_offloaded():
     [
         (-1, "budget=-1: expected 0 or more"),
         (0, "a step takes more"),
+        (40, "budget=40 is in bytes, and a step takes more; expected .* bytes like '40GiB'"),
         (0.0, "expected a part from 0 to 1"),
         (-0.5, "expected a part from 0 to 1"),
         (1.5, "expected a part from 0 to 1"),
@@ -419,8 +420,8 @@ def test_without_host_memory_nothing_is_offloaded():
         ("much", "expected a part from 0 to 1"),
         ("-0.5", "expected a part from 0 to 1"),
         ("1.5", "expected a part from 0 to 1"),
-        ("50%", "expected a part from 0 to 1"),
-        ("40gib", "bytes like '40GiB'"),
+        ("150%", "expected a part from 0 to 1"),
+        ("40gibs", "bytes like '40GiB'"),
         (torch.tensor(0.5), "expected a part from 0 to 1"),
         ("99999999999TiB", "expected less than"),
         ("auto", "has no memory of its own"),
@@ -431,9 +432,10 @@ def test_a_budget_that_means_nothing_is_refused(budget, says):
         plan_profile(made_up(2, (8 * MB, 2), (5 * MB, 6)), budget=budget)
 
 
-def test_a_part_is_of_the_saved_bytes_at_the_peak():
+@pytest.mark.parametrize("budget", [0.5, "0.5", "50%", " 50 % "])
+def test_a_part_is_of_the_saved_bytes_at_the_peak(budget):
     profile = made_up(4, (8 * MB, 2), (5 * MB, 6), head=8 * MB, workspace=7 * MB)
-    found = plan_profile(profile, budget="0.5", optimizer_bytes=3 * MB)
+    found = plan_profile(profile, budget=budget, optimizer_bytes=3 * MB)
     assert found.unplanned.peak_bytes == (4 * 13 + 8 + 7 + 3) * MB
     assert found.budget_bytes == (2 * 13 + 4 + 7 + 3) * MB
 

@@ -13,11 +13,12 @@ from pagestash.cli import app
 from pagestash.commands import step as commands_step
 from pagestash.planning import plan_profile
 
-PART = r"expected a part from 0 to 1 like 0\.5 \(1\.0 is all\), bytes like '40GiB', or 'auto'"
+PART = r"expected a part from 0 to 1 like 0\.5 or '50%' \(1\.0 is all\), bytes like '40GiB', or 'auto'"
 WRONG = [
     ({"budget": [1]}, rf"budget=\[1\]: {PART}"),
     ({"budget": -1}, "budget=-1: expected 0 or more"),
-    ({"budget": 1}, rf"budget=1: a step takes more; {PART}"),
+    ({"budget": 1}, rf"budget=1 is in bytes, and a step takes more; {PART}"),
+    ({"budget": 40}, rf"budget=40 is in bytes, and a step takes more; {PART}"),
     ({"budget": 1.5}, rf"budget=1\.5: {PART}"),
     ({"budget": 0.5, "host": -1}, "host=-1: expected 0 or more"),
     ({"budget": 0.5, "host": "-3"}, "host='-3': expected 0 or more"),

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 
+import pagestash as ps
 from pagestash import sizes
 from pagestash.planning.budget import parse_host
 from pagestash.policy import _POOL_FIELDS, _RULE_FIELDS, Policy, PoolConfig, Rule
@@ -17,13 +18,23 @@ from pagestash.sizes import format_bytes, machine_memory, parse_bytes
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("64KiB", 65536), ("1.5 GiB", 3 << 29), ("2GB", 2 * 10**9), ("0", 0), (4096, 4096), ("12B", 12)],
+    [
+        ("64KiB", 65536),
+        ("1.5 GiB", 3 << 29),
+        ("2GB", 2 * 10**9),
+        ("0", 0),
+        (4096, 4096),
+        ("12B", 12),
+        ("64 kib", 65536),
+        ("2gB", 2 * 10**9),
+        ("80e9", 80 * 10**9),
+    ],
 )
 def test_sizes_are_read_with_their_units(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["64 kib", "GiB", "-1", "1e9", "", "4 KiB/s", True, None, -1])
+@pytest.mark.parametrize("text", ["GiB", "-1", "1e-9", "0.5", "", "4 KiB/s", "1 e9", True, None, -1])
 def test_a_size_that_is_none_is_refused_with_its_name(text):
     with pytest.raises(ValueError, match="pool page="):
         parse_bytes(text, "pool page")
@@ -70,6 +81,30 @@ def test_a_rule_that_would_match_deeper_names_is_told_how(match, hint):
     policy = Policy(rules=[Rule(match, "stash")])
     with pytest.raises(ValueError, match=rf"matches no region\. {re.escape(repr(hint))} would match"):
         policy.check(["model.layers.0", "model.layers.0.mlp.experts"])
+
+
+def test_of_layers_that_differ_by_their_number_one_is_named():
+    names = [f"layers.{at}.{part}" for at in range(9) for part in ("attn", "mlp")]
+    with pytest.raises(ValueError, match=r"Names near it: layers\.0\.attn, layers\.0\.mlp\. "):
+        Policy(rules=[Rule("layers.*.atn", "offload")]).check(names)
+
+
+@pytest.mark.parametrize("part", ["core_attn", "moe_act", "expert_fc1", "expert_fc2"])
+def test_parts_that_optimize_makes_are_told_how(part):
+    policy = Policy(rules=[Rule(f"model.layers.*.{part}", "offload")])
+    with pytest.raises(ValueError, match=r"has it after pagestash\.hf\.optimize\(model\)"):
+        policy.check(["model.layers.0.self_attn", "model.layers.0.mlp.experts"])
+
+
+def test_rules_and_a_file_do_for_a_policy(tmp_path):
+    rules = [Rule("layers.*", "offload", min_bytes=0)]
+    Policy(rules).save(tmp_path / "policy.toml")
+    for given in (Policy(rules), rules, tmp_path / "policy.toml", str(tmp_path / "policy.toml")):
+        assert ps.Keeper(given).policy == Policy(rules)
+    with pytest.raises(ValueError, match=r"none\.toml: No such file"):
+        ps.Keeper("none.toml")
+    with pytest.raises(ValueError, match="expected a list of Rule"):
+        ps.Keeper(Rule("layers.*", "offload"))
 
 
 def test_a_rule_shadowed_by_an_earlier_one_is_refused():

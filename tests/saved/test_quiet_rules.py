@@ -41,8 +41,19 @@ def train(model, *rules, steps=4, forward=None, **pool):
 
 @pytest.mark.parametrize("home", ["stash", "recompute"])
 def test_a_rule_that_moves_something_is_not_mentioned(told, home):
-    train(net(), ps.Rule("*", home, min_bytes=0), ps.Rule("*.a", "keep"))
+    model = net()
+    count = torch.tensor([3])
+    rules = ps.Rule("*", home, min_bytes=0), ps.Rule("*.a", "keep")
+    train(model, *rules, forward=lambda x: model(ps.rows(x, count))[:3])
     assert told() == []
+
+
+def test_a_stash_of_tensors_whose_rows_are_all_valid_is_named(told):
+    train(net(), ps.Rule("*", "stash", min_bytes=0))
+    (line,) = told()
+    assert line.startswith(
+        "rule '*' (stash) made nothing smaller in 2 steps: no tensor under it has fewer valid rows"
+    )
 
 
 class Scaled(nn.Module):
@@ -126,12 +137,12 @@ def test_gradient_checkpointing_owns_the_layer(told, reentrant):
             x = checkpoint(layer, x, use_reentrant=reentrant)
         return x
 
-    train(model, ps.Rule("*", "stash", min_bytes=0), forward=forward)
+    train(model, ps.Rule("*", "recompute"), forward=forward)
     if reentrant:
         assert told() == []
         return
     (line,) = told()
-    assert line.startswith("rule '*' (stash) moved nothing in 2 steps: gradient checkpointing")
+    assert line.startswith("rule '*' (recompute) moved nothing in 2 steps: gradient checkpointing")
 
 
 def test_nothing_to_compact(told):
@@ -148,7 +159,7 @@ def test_nothing_to_compact(told):
 
 def test_a_region_that_never_ran(told):
     model = net()
-    train(model, ps.Rule("0", "stash", min_bytes=0), ps.Rule("1", "stash", min_bytes=0), forward=model[0])
+    train(model, ps.Rule("0", "recompute"), ps.Rule("1", "stash", min_bytes=0), forward=model[0])
     (line,) = told()
     assert line.startswith("rule '1' (stash) moved nothing in 2 steps: none of its regions ('1' for one) ran")
 
@@ -161,7 +172,7 @@ def test_a_region_that_ran_without_gradients(told):
             model[1](x)
         return model[0](x)
 
-    train(model, ps.Rule("0", "stash", min_bytes=0), ps.Rule("1", "stash", min_bytes=0), forward=forward)
+    train(model, ps.Rule("0", "recompute"), ps.Rule("1", "stash", min_bytes=0), forward=forward)
     (line,) = told()
     assert "ran without gradients only" in line
 

@@ -3,6 +3,15 @@
 from pagestash.jax import Rows, StashPolicy, stash_scan
 """
 
+try:
+    import jax as _jax  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "jax":
+        raise
+    raise ModuleNotFoundError(
+        "pagestash.jax needs jax: pip install 'pagestash[jax]', or jax[cuda12] for a GPU", name="jax"
+    ) from None
+
 from .overflow import StashOverflow
 from .policy import Rows, StashPolicy, StashReport
 from .scan import stash_scan

@@ -15,7 +15,9 @@ from pagestash.sizes import format_bytes, host_share, parse_bytes
 SPARE = 0.03
 """Part of the device that `"auto"` leaves free: the allocator cannot use every byte."""
 
-EXPECTED = "a part from 0 to 1 like 0.5 (1.0 is all), bytes like '40GiB', or 'auto'"
+EXPECTED = "a part from 0 to 1 like 0.5 or '50%' (1.0 is all), bytes like '40GiB', or 'auto'"
+LEAST = 1 << 20
+"""Bytes of a budget; fewer are a number whose unit was forgotten."""
 
 HELD_BY = {
     "base": "weights, optimizer and held gradients",
@@ -31,8 +33,8 @@ HELD_BY = {
 def parse_budget(budget: str | float, unplanned: Prediction, device: str) -> int:
     """Bytes that the device may hold at a step's peak, weights included.
 
-    `"40GiB"` or an int: bytes. A float up to 1: that part of the saved bytes at the unplanned peak, and all else
-    that is there then. `"auto"`: what this process can have of its GPU.
+    `"40GiB"` or an int: bytes. A float up to 1, or `"50%"`: that part of the saved bytes at the unplanned peak, and
+    all else that is there then. `"auto"`: what this process can have of its GPU.
     """
     check_budget(budget)
     if budget == "auto":
@@ -52,8 +54,8 @@ def check_budget(budget: str | float, device: str | None = None) -> None:
     elif _part(budget) is None:
         if isinstance(budget, float):
             raise ValueError(f"budget={budget!r}: expected {EXPECTED}")
-        if parse_bytes(budget, "budget", EXPECTED) <= 1:
-            raise ValueError(f"budget={budget!r}: a step takes more; expected {EXPECTED}")
+        if parse_bytes(budget, "budget", EXPECTED) < LEAST:
+            raise ValueError(f"budget={budget!r} is in bytes, and a step takes more; expected {EXPECTED}")
 
 
 def check_step(loss: object, optimizer: object) -> None:
@@ -70,10 +72,13 @@ def _part(budget: Any) -> float | None:
     """The budget as a part of the saved bytes; None if it is something else."""
     value = budget
     if isinstance(budget, str):
+        percent = budget.strip().endswith("%")
         try:
-            value = float(budget) if "." in budget else None
+            value = float(budget.strip(" %")) if percent or "." in budget else None
         except ValueError:
             return None
+        if percent and value is not None:
+            value /= 100
     if not isinstance(value, float) or not math.isfinite(value) or not 0 < value <= 1:
         return None
     return value

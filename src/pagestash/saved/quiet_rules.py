@@ -47,6 +47,9 @@ class _Seen:
     apart: bool = False
     """Whether something moved that is not in an entry of another rule, which saved the same memory before."""
     offloaded: bool = False
+    whole: bool = False
+    smaller: bool = False
+    """Whether what went to pages was as large there, and whether any was smaller."""
     coded: bool = False
     saved: int = 0
     """Bytes that were saved under it, without weights."""
@@ -90,7 +93,11 @@ class QuietRules:
             seen.moved = True
             seen.apart |= not isinstance(packed, Handle) or packed.entry.rule == rule
             seen.offloaded |= owner.rule is not None and owner.rule.home == "offload"
-            seen.coded |= isinstance(packed, Handle) and packed.entry.dtype is not None
+            if isinstance(packed, Handle):
+                entry = packed.entry
+                seen.coded |= entry.dtype is not None
+                seen.whole |= entry.rule == rule
+                seen.smaller |= entry.rows is not None or entry.dtype is not None
             seen.dtypes.add(tensor.dtype)
         elif isinstance(packed, Kept):
             seen.dtypes.add(tensor.dtype)
@@ -134,6 +141,8 @@ class QuietRules:
                 log.warning(_NOT_CODED, rule.match, STEPS, rule.least_bytes, dtypes)
             if rule.home == "keep":
                 continue
+            if rule.home == "stash" and seen.whole and not seen.smaller:
+                log.warning(_ALL_VALID, rule.match, STEPS)
             why = self._window(rule, offload) if rule.home == "offload" and seen.apart else None
             if why is None and not seen.moved:
                 why = _reason(rule, seen, mine)
@@ -156,6 +165,10 @@ class QuietRules:
 
 
 _SMALL = "too small"
+_ALL_VALID = (
+    "rule %r (stash) made nothing smaller in %d steps: no tensor under it has fewer valid rows than room for them, "
+    "so pages take as much as it did. ps.rows(tensor, count) says how many are valid; offload or recompute the rest"
+)
 _NOT_CODED = (
     "rule %r: bits=8 coded nothing in %d steps. It codes bfloat16 and float16 tensors of at least %d bytes whose "
     "last dimension is 32 or more; there were tensors of %s"

@@ -38,8 +38,18 @@ class DecoderConfig(ExpertSettings):
     dense_width: int = 0
     expert_bias: bool = False
     """Biases on both projections of the routed experts."""
+
+    # Only a simulation has these (`SIMULATED`).
     mtp_layers: int = 0
-    """Layers that predict further tokens (DeepSeek-V3's multi-token prediction). Only a simulation has them."""
+    """Layers that predict further tokens (DeepSeek-V3's multi-token prediction)."""
+    window: int = 0
+    """Tokens that a token of a layer with a sliding window attends to; 0: no layer has one."""
+    full_every: int = 0
+    """With a window: every so many layers one attends to all tokens; 0: none does."""
+    tied: bool = False
+    """Whether the head's weight is the embedding's."""
+    latent_width: int = 0
+    """Width of the rows that experts receive and return, between two projections; 0: the model's."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -64,6 +74,10 @@ class DecoderConfig(ExpertSettings):
             raise ValueError(
                 f"dense_width={self.dense_width}: {self.dense_layers} dense layers need at least 1"
             )
+        if self.full_every and not self.window:
+            raise ValueError(
+                f"full_every={self.full_every}: it is for layers with a window, and there is none"
+            )
         ExpertSettings.__post_init__(self)  # (a class with slots has no super() here)
 
     def _check_grouped(self) -> None:
@@ -83,6 +97,8 @@ class DecoderConfig(ExpertSettings):
         return MoEConfig(**shared, bias=self.expert_bias)
 
 
+SIMULATED = ("mtp_layers", "window", "tied", "latent_width")
+"""Fields that only a simulation has: a `Decoder` refuses them."""
 _COUNT, _FINITE = 2**31 - 1, sys.float_info.max
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("vocab", "width", "heads", "experts", "top_k", "expert_width"), (1, _COUNT)),
@@ -93,6 +109,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("norm_eps", "balance_loss", "z_loss"), (0, _FINITE)),
     "layers": (1, 10_000),
     "mtp_layers": (0, 16),
+    **dict.fromkeys(("window", "full_every", "latent_width"), (0, _COUNT)),
     "rope_theta": (sys.float_info.min, _FINITE),
     "route_scale": (-_FINITE, _FINITE),
 }

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pagestash.models.attention import RMSNorm, Rotation, make_attention, rotation
-from pagestash.models.config import DecoderConfig
+from pagestash.models.config import SIMULATED, DecoderConfig
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.layer import MoE
 from pagestash.moe.ops import cross_entropy
@@ -110,8 +110,9 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if config.mtp_layers:
-            raise ValueError(f"mtp_layers={config.mtp_layers}: a Decoder has none; they are for simulations")
+        for name in SIMULATED:
+            if getattr(config, name):
+                raise ValueError(f"{name}={getattr(config, name)}: a Decoder has none; it is for simulations")
         made: Any = {"device": device, "dtype": dtype}
         self.config = config
         self.is_stage = part is not None

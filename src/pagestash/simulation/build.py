@@ -1,6 +1,6 @@
 """`step_costs`: a model on a layout of a cluster, as the values that the replay reads."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
@@ -159,7 +159,7 @@ def _peak(run: Run, plan: Plan, stages: Sequence[Sequence[Layer]], memory: Seque
         static["gathered"] = gathered
     step = step_bytes(own, run.layout, run.parameters)
     own_memory = [memory[stage] for stage in plan.stages]
-    return rank_peak(
+    found = rank_peak(
         plan,
         own_memory,
         run.homes,
@@ -169,6 +169,8 @@ def _peak(run: Run, plan: Plan, stages: Sequence[Sequence[Layer]], memory: Seque
         overlaps=run.overlaps_dispatch,
         step=step,
     )
+    more = run.cluster.calibration.allocated - 1
+    return replace(found, groups={**found.groups, "calibrated": round(more * found.total)}) if more else found
 
 
 def _alike(plan: Plan, memory: Sequence[StageMemory], known: Known) -> tuple[int, ...]:
@@ -255,7 +257,9 @@ def _layer_costs(run: Run, memory: LayerMemory) -> LayerCosts:
         )
         for home in HOMES
     }
-    makers = {item.maker for item in memory.placed if item.home == "recompute"}
+    dropped = [item for item in memory.placed if item.home == "recompute"]
+    makers, whole = {item.maker for item in dropped}, {item.scope for item in dropped if item.reruns}
+    again = {part.name: repeated(part, makers, whole) for part in layer.parts}
     sent = layer.dispatch_bytes
     moved = dispatch_seconds(cluster, run.shape, run.dispatcher) if sent else 0.0
     weights = static_bytes([layer], run.layout, run.parameters)[0]
@@ -264,7 +268,8 @@ def _layer_costs(run: Run, memory: LayerMemory) -> LayerCosts:
         forward=total("forward"),
         backward_input=total("backward_input"),
         backward_weight=total("backward_weight"),
-        recompute=Amount(*seconds.recompute(layer, makers)),
+        recompute=Amount(*seconds.recompute(layer, again)),
+        dispatches_again=bool(whole & {"", "moe"}),
         stash_seconds=saved["stash"] * (2 / cluster.memory_rate),
         dispatch_bytes=Amount(0.0, sent),
         combine_bytes=Amount(0.0, sent),
@@ -277,11 +282,11 @@ def _layer_costs(run: Run, memory: LayerMemory) -> LayerCosts:
         gather_seconds=_weight_gather_seconds(run, layer) if run.layout.zero == 3 and weights else 0.0,
         saved=saved,
         workspace=Amount(float(memory.walk(run.shape.stream_bytes)[0])),
-        host=_host_seconds(run, layer, makers, memory),
+        host=_host_seconds(run, layer, again, memory),
     )
 
 
-def _host_seconds(run: Run, layer: Layer, makers: set[str], memory: LayerMemory) -> HostSeconds:
+def _host_seconds(run: Run, layer: Layer, again: Mapping[str, float], memory: LayerMemory) -> HostSeconds:
     if run.factors:  # measured times have waits for the host in them
         return HostSeconds()
     scopes = {item.scope for item in memory.placed if item.home == "recompute"}
@@ -291,7 +296,7 @@ def _host_seconds(run: Run, layer: Layer, makers: set[str], memory: LayerMemory)
         loops=run.framework.loops_experts,
         casts=run.shape.quantized,
         scopes=run.graphs,
-        repeated={part.name: repeated(part, makers) for part in layer.parts},
+        repeated=again,
         regions=len(scopes),
         region=run.cluster.host.region,
     )

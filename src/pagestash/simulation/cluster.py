@@ -104,6 +104,16 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What a measured run has over its prediction; `pagestash calibrate` finds both."""
+
+    kernels: float = 1.0
+    """Rate of products, attention and memory, over what their efficiencies say."""
+    allocated: float = 1.0
+    """Allocated bytes at the peak."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Devices of one kind."""
 
@@ -113,6 +123,7 @@ class Cluster:
     matmul: Matmul
     host: Host
     node: Node
+    calibration: Calibration = Calibration()
 
     def __post_init__(self) -> None:
         if not 1 <= self.devices <= MOST_DEVICES:
@@ -125,7 +136,7 @@ class Cluster:
     @property
     def memory_rate(self) -> float:
         """Bytes that kernels read and write a second."""
-        return self.device.memory_bandwidth * self.device.memory_efficiency
+        return self.device.memory_bandwidth * self.device.memory_efficiency * self.calibration.kernels
 
     def product_seconds(self, m: float, n: float, k: float, precision: Precision, groups: int = 1) -> float:
         """Time of `groups` products [m, k] x [k, n] in one launch: read both operands, write the result."""
@@ -133,6 +144,7 @@ class Cluster:
             return 0.0
         operations = 2 * groups * m * n * k
         rate = getattr(self.matmul, precision) * self.matmul.efficiency * self.shape(m, n, k, groups)
+        rate *= self.calibration.kernels
         size = ELEMENT_BYTES[precision]
         traffic = groups * (size * (m * k + k * n) + 2 * m * n)
         return max(operations / rate, traffic / self.memory_rate)
@@ -147,7 +159,8 @@ class Cluster:
 
     def attention_seconds(self, operations: float) -> float:
         """Time of attention's scores, which are in 16 bits in every precision."""
-        return operations / (self.matmul.bf16 * self.matmul.attention_efficiency)
+        rate = self.matmul.bf16 * self.matmul.attention_efficiency * self.calibration.kernels
+        return operations / rate
 
     def kernel_seconds(self, size: float) -> float:
         """Time of a kernel that reads and writes so many bytes."""
@@ -214,7 +227,13 @@ class Cluster:
         return self.host.memory // self.node.devices
 
 
-_TABLES: dict[str, type] = {"device": Device, "matmul": Matmul, "host": Host, "node": Node}
+_TABLES: dict[str, type] = {
+    "device": Device,
+    "matmul": Matmul,
+    "host": Host,
+    "node": Node,
+    "calibration": Calibration,
+}
 _BYTES = ("memory", "product_workspace", "outside")
 _COUNTS = ("processors", "devices", "nvlink_devices", "dispatch_processors")
 _MAY_BE_ZERO = ("latency", "launch", "region", "kernel", "dispatch_processors")
@@ -262,6 +281,8 @@ def parse_cluster(tables: dict[str, Any], devices: int, where: str = "cluster") 
 
 
 def _parse_table(table: Any, key: str, kind: Any, where: str) -> Any:
+    if table is None and kind is Calibration:
+        return Calibration()
     if not isinstance(table, dict):
         raise ValueError(f"{where}: the table [{key}] is missing")
     known = [field.name for field in fields(kind)]

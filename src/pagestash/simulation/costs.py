@@ -48,6 +48,8 @@ class LayerCosts:
     backward_weight: Amount
     recompute: Amount = Amount()
     """Seconds of forward that backward repeats."""
+    dispatches_again: bool = False
+    """Whether that includes dispatch and combine."""
     stash_seconds: Amount = Amount()
     """Of copying into pages, and again of copying back."""
     dispatch_bytes: Amount = Amount()

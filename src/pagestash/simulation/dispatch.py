@@ -29,7 +29,7 @@ def dispatch_seconds(cluster: Cluster, shape: Shape, dispatcher: Dispatcher) -> 
     config, ranks = shape.config, shape.layout.ep
     if ranks == 1:
         return 0.0
-    row = shape.element_bytes * config.width
+    row = shape.element_bytes * shape.row_width
     if dispatcher == "alltoall":
         return cluster.all_to_all_seconds(row * shape.rows * (ranks - 1) / ranks, ranks)
     node = cluster.node

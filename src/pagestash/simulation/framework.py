@@ -24,6 +24,8 @@ class Framework:
     once."""
     keeps_logits: bool
     """Whether the loss keeps logits; otherwise both gradients, which it computes in forward."""
+    copies_values: bool
+    """Whether attention keeps a copy of its values, not the projection that they are a view of."""
     weight_gradients: bool
     """Whether a whole weight gradient is a temporary tensor, before it is added to what was there."""
     margin: Literal["window", "last"]
@@ -47,6 +49,7 @@ FRAMEWORKS: dict[str, Framework] = {
         keeps_combined=False,
         fused_experts=True,
         keeps_logits=False,
+        copies_values=False,
         weight_gradients=True,
         margin="window",
     ),
@@ -59,6 +62,7 @@ FRAMEWORKS: dict[str, Framework] = {
         keeps_combined=False,
         fused_experts=False,
         keeps_logits=True,
+        copies_values=True,
         weight_gradients=False,
         margin="last",
         loops_experts=True,
@@ -74,6 +78,7 @@ FRAMEWORKS: dict[str, Framework] = {
         keeps_combined=True,
         fused_experts=False,
         keeps_logits=True,
+        copies_values=False,
         weight_gradients=True,
         margin="last",
         waits_for_rows=True,

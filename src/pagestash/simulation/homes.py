@@ -35,6 +35,8 @@ class Placed:
     maker: str = HELD
     window: int | None = None
     """Its rule's `prefetch_bytes`."""
+    reruns: bool = False
+    """Whether all of its region runs again, communication included: a checkpoint as Megatron-LM has them."""
 
 
 class Homes(Protocol):
@@ -131,8 +133,10 @@ _RECOMPUTE = {
     "moe_act": (ACTIVATION,),
     "mlp": ("mlp",),
     "shared_experts": ("moe.shared_experts",),
+    "moe": (),
 }
-"""`--recompute-modules`: the makers of what each drops. Of core attention the result stays, for the projection."""
+"""`--recompute-modules`: the makers of what each drops. Of core attention the result stays, for the projection.
+`moe` runs the whole MoE layer again, dispatch and combine included."""
 _OFFLOAD = {
     "attn_norm": "attn_norm",
     "qkv_linear": "attn.qkv_linear",
@@ -153,6 +157,8 @@ class MegatronHomes:
     offload: Sequence[str] = ()
     stash: bool = False
     """`--moe-paged-stash`: what experts keep of received rows is in pages."""
+    full: bool = False
+    """`--recompute-granularity full`: layers keep their input alone."""
 
     def __post_init__(self) -> None:
         for names, known in ((self.recompute, _RECOMPUTE), (self.offload, _OFFLOAD)):
@@ -177,13 +183,22 @@ class MegatronHomes:
         for part in layer.parts:
             for piece in part.pieces:
                 home: HomeName = "keep"
-                scope = ""
-                if piece.maker in self._dropped:
+                scope, reruns = "", False
+                if self.full:
+                    if layer.name.startswith("layers.") and piece is not layer.parts[0].pieces[0]:
+                        home, reruns = "recompute", True
+                elif "moe" in self.recompute and part.name.startswith("moe.") and piece.maker != "mlp_norm":
+                    home, scope, reruns = "recompute", "moe", True
+                elif piece.maker in self._dropped:
                     region = UP if piece.maker == KV_UP else piece.maker  # both projections are one region
                     home, scope = "recompute", region
                 elif part.name in self._moved:
                     home, scope = "offload", part.name
                 elif self.stash and part.routed:
                     home, scope = "stash", part.name
-                placed.append(Placed(part.name, home, piece.bytes, part.routed, scope, piece.maker))
+                placed.append(
+                    Placed(part.name, home, piece.bytes, part.routed, scope, piece.maker, reruns=reruns)
+                )
+            if "core_attn" in self.recompute and part.view_bytes:
+                placed.append(Placed(part.name, "keep", part.view_bytes, part.routed))
         return placed

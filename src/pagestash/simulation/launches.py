@@ -29,6 +29,7 @@ OTHERS = {
     "moe.experts": 12,  # positions of rows, permutation, dispatch, combine, the residual sum
     "moe.moe_act": 1,
     "moe.shared_experts": 2,
+    "moe.latent": 0,
     "mtp.proj": 4,
     "norm": 1,
     "mtp.norm": 1,

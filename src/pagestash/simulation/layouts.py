@@ -128,10 +128,10 @@ class _Work(NamedTuple):
 
 def _work(layer: LayerCosts, costs: StepCosts) -> _Work:
     both = layer.stash_seconds.at() + layer.moved_bytes.at() / costs.memory_rate
-    if not costs.overlaps_dispatch:
-        both += layer.dispatch_seconds.at() + layer.combine_seconds.at()
+    sent = 0.0 if costs.overlaps_dispatch else layer.dispatch_seconds.at() + layer.combine_seconds.at()
+    both += sent
     backward = layer.backward_input.at() + layer.backward_weight.at() + layer.recompute.at()
-    return _Work(layer.forward.at() + both, backward + both)
+    return _Work(layer.forward.at() + both, backward + both + (sent if layer.dispatches_again else 0.0))
 
 
 class _Bounds:

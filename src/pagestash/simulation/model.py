@@ -76,8 +76,9 @@ def from_huggingface(config: Mapping[str, Any], where: str = "the configuration"
         "layers": read("num_hidden_layers"),
         "heads": read("num_attention_heads"),
         "top_k": read("num_experts_per_tok"),
+        "tied": bool(config.get("tie_word_embeddings")),
     }
-    values |= _KINDS[kind](read)
+    values |= _KINDS[kind](read) | read.windows()
     try:
         return DecoderConfig(**values)
     except ValueError as error:
@@ -99,6 +100,20 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{self.where}: {name}={value!r}: expected a whole number")
         return value
+
+    def windows(self) -> dict[str, int]:
+        """The sliding window, and every how many layers one has none."""
+        window = self("sliding_window", 0)
+        kinds = self.config.get("layer_types") or []
+        if not window or self.config.get("use_sliding_window") is False:
+            return {}
+        if kinds and "sliding_attention" not in kinds:
+            return {}
+        full = [number for number, kind in enumerate(kinds, start=1) if kind == "full_attention"]
+        every = full[0] if full else 0
+        if full != (list(range(every, len(kinds) + 1, every)) if every else []):
+            raise ValueError(f"{self.where}: layer_types: expected full attention in every n-th layer")
+        return {"window": window, "full_every": every}
 
     def grouped(self) -> dict[str, Any]:
         return {"kv_heads": self("num_key_value_heads", 0), "head_dim": self("head_dim", 0)}

@@ -29,20 +29,24 @@ _INDEX = 4  # bytes of an index, a weight, or a row's statistic
 def layers_of(shape: Shape) -> list[Layer]:
     """Embedding, layers, those of multi-token prediction, and head."""
     config = shape.config
-    dense, moe = (
-        (*_attention(shape), *_dense(shape)) if config.dense_layers else (),
-        (*_attention(shape), *_experts(shape)),
-    )
+    attention = {window: tuple(_attention(shape, window)) for window in {0, config.window}}
+    dense, experts = tuple(_dense(shape)) if config.dense_layers else (), tuple(_experts(shape))
+    # Layers that are alike have the same tuple of parts: they are costed once.
+    kinds = {
+        (window, routed): (*own, *(experts if routed else dense))
+        for window, own in attention.items()
+        for routed in (False, True)
+    }
     ep = shape.layout.ep
-    sent = shape.element_bytes * config.width * shape.rows * (ep - 1) / ep
-    blocks = [
-        Layer(name=f"layers.{index}", parts=dense)
-        if index < config.dense_layers
-        else Layer(name=f"layers.{index}", parts=moe, dispatch_bytes=sent)
-        for index in range(config.layers)
-    ]
+    sent = shape.element_bytes * shape.row_width * shape.rows * (ep - 1) / ep
+    blocks = []
+    for index in range(config.layers):
+        routed = index >= config.dense_layers
+        whole = config.full_every and (index + 1) % config.full_every == 0
+        parts = kinds[0 if whole else config.window, routed]
+        blocks.append(Layer(name=f"layers.{index}", parts=parts, dispatch_bytes=sent if routed else 0.0))
     for index in range(config.mtp_layers):
-        parts = (_joined(shape, first=index == 0), *moe, *_head_again(shape))
+        parts = (_joined(shape, first=index == 0), *kinds[config.window, True], *_head_again(shape))
         blocks.append(Layer(name=f"layers.{config.layers + index}", parts=parts, dispatch_bytes=sent))
     return [_embedding(shape), *blocks, _head(shape)]
 
@@ -98,17 +102,19 @@ def _weights(shape: Shape, parameters: int) -> int:
     return shape.element_bytes * parameters if shape.framework.weight_gradients else 0
 
 
-def _attention(shape: Shape) -> list[Part]:
+def _attention(shape: Shape, window: int) -> list[Part]:
     config, tp, tokens, b = shape.config, shape.layout.tp, shape.tokens, shape.element_bytes
     parts = [_norm(shape, "attn_norm", HELD)]
     heads = config.heads // tp
+    copies, viewed = shape.framework.copies_values, 0
     if config.attention == "mla":
         queries, values = heads * (config.nope_dim + config.rope_dim), heads * config.v_dim
         keys = queries
+        gathered = keys + values
         parts.append(_latent_qkv(shape, queries))
         pieces = [
             Piece(tokens * b * 2 * queries, UP),
-            Piece(tokens * b * heads * (config.nope_dim + config.v_dim), KV_UP),
+            Piece(tokens * b * heads * (config.v_dim + (0 if copies else config.nope_dim)), KV_UP),
         ]
     else:
         size, shared = config.head_size, (config.kv_heads or config.heads) // tp
@@ -127,6 +133,9 @@ def _attention(shape: Shape) -> list[Part]:
             )
         )
         pieces = [Piece(tokens * b * (heads + shared) * size, ROPE)]
+        gathered = 2 * shared * size
+        rest = tokens * b * (heads + shared) * size  # of the projection, beside the values
+        viewed = rest if copies else 0
         if config.qk_norm:
             parts.append(
                 Part(
@@ -141,7 +150,7 @@ def _attention(shape: Shape) -> list[Part]:
                 )
             )
         else:
-            pieces.append(Piece(tokens * b * fused, "attn.qkv_linear"))
+            pieces.append(Piece(tokens * b * fused - viewed, "attn.qkv_linear"))
     core = Part(
         name="attn.core_attn",
         pieces=(
@@ -149,11 +158,12 @@ def _attention(shape: Shape) -> list[Part]:
             Piece(tokens * b * values, "attn.core_attn"),
             Piece(tokens * _INDEX * heads, STATISTICS),
         ),
-        scores=tokens * shape.sequence * (queries + values),
+        scores=2 * tokens * shape.attended(window) * (queries + values),
         traffic=2 * b * tokens * (queries + keys),
         # Gradients of queries, keys and values, of the result, and a sum of queries' gradients in float32.
         temporary=tokens * (b * (queries + keys + 2 * values) + 4 * queries),
-        context_bytes=b * tokens * shape.layout.cp * 2 * values if shape.layout.cp > 1 else 0.0,
+        context_bytes=b * tokens * shape.layout.cp * gathered if shape.layout.cp > 1 else 0.0,
+        view_bytes=viewed,
     )
     width = config.width
     bias = width if config.attention_bias else 0
@@ -234,7 +244,8 @@ def _mlp(shape: Shape, name: str, inner: int, *, new_input: bool) -> Part:
 
 def _experts(shape: Shape) -> list[Part]:
     config, frame, b = shape.config, shape.framework, shape.element_bytes
-    d, n, rows, tokens = config.width, config.expert_width, shape.rows, shape.local_tokens
+    d, n, rows, tokens = shape.row_width, config.expert_width, shape.rows, shape.local_tokens
+    width = config.width
     here = config.experts // shape.layout.ep
     parts, fused = 2 if config.gated else 1, frame.fused_experts
     moved = rows if shape.layout.ep > 1 or frame.keeps_rows else 0
@@ -244,11 +255,11 @@ def _experts(shape: Shape) -> list[Part]:
         _norm(shape, "mlp_norm", RESIDUAL),
         Part(
             name="moe.router",
-            pieces=(Piece(b * d * tokens, "mlp_norm"), Piece(_INDEX * config.top_k * tokens, HELD)),
-            parameters=d * config.experts,
-            products=(Product(tokens, config.experts, d),),
+            pieces=(Piece(b * width * tokens, "mlp_norm"), Piece(_INDEX * config.top_k * tokens, HELD)),
+            parameters=width * config.experts,
+            products=(Product(tokens, config.experts, width),),
             traffic=3 * _INDEX * config.experts * tokens,
-            temporary=b * d * tokens + 2 * _INDEX * config.experts * tokens,
+            temporary=b * width * tokens + 2 * _INDEX * config.experts * tokens,
         ),
         Part(name="moe.experts", pieces=(Piece(3 * _INDEX * config.top_k * tokens, HELD),)),
         Part(
@@ -284,6 +295,17 @@ def _experts(shape: Shape) -> list[Part]:
     if frame.keeps_combined:
         combined = Piece(b * d * rows, HELD)
         found.append(Part(name="moe.combine", pieces=(combined,), routed=True, temporary=2 * b * d * rows))
+    if config.latent_width:
+        found.append(
+            Part(
+                name="moe.latent",  # into rows, and out of their sums
+                pieces=(Piece(shape.product_input(d * tokens), HELD),),
+                parameters=2 * width * d,
+                products=(Product(tokens, d, width), Product(tokens, width, d)),
+                temporary=b * (width + d) * tokens,
+                weight_gradient=_weights(shape, width * d),
+            )
+        )
     if config.shared_experts:
         inner = config.expert_width * config.shared_experts // shape.layout.tp
         found.append(_mlp(shape, "moe.shared_experts", inner, new_input=False))
@@ -317,7 +339,7 @@ def _head(shape: Shape) -> Layer:
     projection = Part(
         name="head",
         pieces=(Piece(saved + _INDEX * shape.local_tokens, HELD),),
-        parameters=vocab * config.width,
+        parameters=0 if config.tied and shape.layout.pp == 1 else vocab * config.width,
         products=(Product(tokens, vocab, config.width),),
         traffic=2 * b * tokens * vocab,
         temporary=temporary,

@@ -78,6 +78,8 @@ class Part:
     """Bytes of all-gathers and reduce-scatters over tensor parallel ranks in forward; backward has as many."""
     context_bytes: float = 0.0
     """Of keys and values that context parallel ranks gather."""
+    view_bytes: int = 0
+    """What a checkpoint of the part holds more: its values are a view of the whole projection."""
 
     @property
     def saved(self) -> int:
@@ -142,6 +144,16 @@ class Shape:
     def local_tokens(self) -> int:
         """Ts: tokens of this rank where tensor parallel ranks share the sequence."""
         return self.tokens // self.layout.tp
+
+    @property
+    def row_width(self) -> int:
+        """Of the rows that experts receive."""
+        return self.config.latent_width or self.config.width
+
+    def attended(self, window: int) -> float:
+        """Tokens that a token attends to, on average: half of the sequence, or those of a window before it."""
+        reach = min(window, self.sequence) if window else self.sequence
+        return reach * (1 - reach / (2 * self.sequence))
 
     @property
     def rows(self) -> int:

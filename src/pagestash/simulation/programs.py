@@ -198,7 +198,9 @@ class _Layer:
         pieces = [
             *self._gather(seconds.at()),
             *self._other("stash", costs.stash_seconds),
+            *(self._other("dispatch", costs.dispatch_seconds) if costs.dispatches_again else ()),
             *self._other("recompute", costs.recompute, costs.host.recompute),
+            *(self._other("combine", costs.combine_seconds) if costs.dispatches_again else ()),
             *self._other("combine", costs.combine_seconds),
             self._piece(kind, Amount(0.0, seconds.routed), host=part * costs.host.backward_rows),
             *self._other("dispatch", costs.dispatch_seconds),

@@ -13,6 +13,8 @@ from pagestash.simulation.launches import GRAPHED
 from pagestash.simulation.layout import Layout, check_placement, place_evenly
 from pagestash.simulation.parts import Shape
 
+RESERVE = 0.06
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -44,6 +46,8 @@ class Run:
     graphs: Sequence[str] = ()
     """What is captured in CUDA graphs: `attn`, `router` and `mlp` layer by layer, or all of forward and backward
     (`full`)."""
+    reserve: float = RESERVE
+    """Part of the device's memory that is left for what allocators reserve beyond what is allocated."""
     skew: float = 1.0
     """Received rows over balanced rows, for the memory of a rank that is always hot."""
 
@@ -54,6 +58,8 @@ class Run:
             )
         if self.capacity and not 1 <= self.capacity < inf:
             raise ValueError(f"capacity={self.capacity}: expected at least 1, or 0 for buffers of exact size")
+        if not 0 <= self.reserve < 1:
+            raise ValueError(f"reserve={self.reserve}: expected a part of the device's memory, like 0.06")
         if self.dispatcher not in DISPATCHERS:
             raise ValueError(f"dispatcher={self.dispatcher!r}: expected {' or '.join(DISPATCHERS)}")
         for scope in self.graphs:
@@ -80,6 +86,11 @@ class Run:
             product_bytes=SAVED_BYTES[self.precision],
             sorts_rows=self.framework.sorts_rows and self.dispatcher == "alltoall",
         )
+
+    @property
+    def room(self) -> int:
+        """Device bytes to plan for: without the reserve."""
+        return int((1 - self.reserve) * self.cluster.device.memory)
 
     @property
     def microbatches(self) -> int:

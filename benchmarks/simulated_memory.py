@@ -123,7 +123,7 @@ def peaks() -> Iterator[Row]:
             "GB",
             36.618,
             published.bridge_moonlight(),
-            "not explained: its 2.2 GB are 26 layers of 83 MB",
+            "",
         ),
         (
             "arXiv 2603.07685, DeepSeek-V3, PP4 VPP4 EP64",

@@ -13,8 +13,6 @@ from pagestash.simulation.build import Run, step_costs
 from pagestash.simulation.steady import step_seconds
 
 ABSOLUTE = 0.12
-ISSUED = "time, earlier", "time, seen"
-"""Groups of which 11 of 15 rows are to be within the bar; Moonlight's is the sixteenth."""
 
 
 def rows() -> list[Row]:

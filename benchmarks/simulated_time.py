@@ -4,6 +4,7 @@ Constants are those of the cluster files; `FITTED` names the row that each was f
 """
 
 from collections.abc import Iterator
+from math import ceil
 
 from benchmarks import published
 from benchmarks.harness import Claim
@@ -13,6 +14,8 @@ from pagestash.simulation.build import Run, step_costs
 from pagestash.simulation.steady import step_seconds
 
 ABSOLUTE = 0.12
+SHARE = 11 / 15
+"""Of steps, to be within the bar."""
 
 
 def rows() -> list[Row]:
@@ -22,19 +25,19 @@ def rows() -> list[Row]:
 def claims(found: list[Row]) -> list[Claim]:
     """What share of rows is within its bar."""
     made = []
-    for what, groups, least in (
-        ("what offload adds to a step", ["time, offload"], 0),
-        ("what recompute adds to a step, Moonlight", ["time, recompute"], 0),
-        ("what overlap saves of a step", ["time, overlap"], 0),
-        ("steps within 12 %, no constant fitted to any", ["time, earlier", "time, seen"], 11),
-        ("steps within 12 %, written down before they were predicted", ["time, held out"], 0),
+    for what, groups, share in (
+        ("what offload adds to a step, within half of it", ["time, offload"], 1.0),
+        ("what recompute adds to a step, within half of it", ["time, recompute"], 1.0),
+        ("what overlap saves of a step, within half of it", ["time, overlap"], 1.0),
+        ("steps within 12 %, no constant fitted to any", ["time, earlier", "time, seen"], SHARE),
+        ("steps within 12 %, written down before they were predicted", ["time, held out"], SHARE),
     ):
         own = [row for row in found if row.group in groups and row.bar is not None]
         made.append(
             Claim(
                 what=f"simulated time, {what}, of {len(own)}",
                 value=sum(bool(row.holds) for row in own),
-                bar=least or len(own),
+                bar=ceil(share * len(own)),
                 better="at least",
             )
         )

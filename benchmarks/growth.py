@@ -13,12 +13,12 @@ from typing import Any
 
 from benchmarks.harness import write
 from pagestash.models.config import preset
-from pagestash.simulation.build import Run
-from pagestash.simulation.choices import Allowed
-from pagestash.simulation.cluster import read_cluster
-from pagestash.simulation.layout import Layout
-from pagestash.simulation.layouts import Wanted
-from pagestash.simulation.search import describe, search
+from pagestash.simulation.cluster.cluster import read_cluster
+from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.search.homes import Allowed
+from pagestash.simulation.search.layouts import Wanted
+from pagestash.simulation.search.search import describe, search
 
 DEVICES = (64, 256, 1024, 4096, 16384)
 HOMES: dict[str, tuple[Allowed, ...]] = {

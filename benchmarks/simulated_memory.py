@@ -10,14 +10,15 @@ from benchmarks.simulated import EFFECT, Row
 from pagestash.models.config import DecoderConfig, preset
 from pagestash.policy import Policy, Rule
 from pagestash.schedules.plan import plans
-from pagestash.simulation.build import Run, rank_peaks
-from pagestash.simulation.cluster import read_cluster
-from pagestash.simulation.framework import FRAMEWORKS, ParameterBytes
-from pagestash.simulation.homes import PolicyHomes
-from pagestash.simulation.layout import Layout
-from pagestash.simulation.memory import LayerMemory, RankPeak, StageMemory, pool_bytes, rank_peak
-from pagestash.simulation.modules import layers_of
-from pagestash.simulation.parts import Layer, Part, Piece, Product, Shape
+from pagestash.simulation.cluster.cluster import read_cluster
+from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.costs.build import rank_peaks
+from pagestash.simulation.costs.homes import PolicyHomes
+from pagestash.simulation.costs.memory import LayerMemory, RankPeak, StageMemory, pool_bytes, rank_peak
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.framework import FRAMEWORKS, ParameterBytes
+from pagestash.simulation.model.modules import layers_of
+from pagestash.simulation.model.parts import Layer, Part, Piece, Product, Shape
 
 GIB, MIB, GB = 2**30, 2**20, 10**9
 ALLOCATED = 0.06

@@ -10,8 +10,9 @@ from benchmarks import published
 from benchmarks.harness import Claim
 from benchmarks.published_times import EARLIER, FITTED, HELD_OUT, SEEN, Timed
 from benchmarks.simulated import EFFECT, Row
-from pagestash.simulation.build import Run, step_costs
-from pagestash.simulation.steady import step_seconds
+from pagestash.simulation.costs.build import step_costs
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.replay.lengthened import step_seconds
 
 ABSOLUTE = 0.12
 SHARE = 11 / 15

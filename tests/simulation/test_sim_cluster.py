@@ -4,10 +4,10 @@ from importlib.resources import files
 
 import pytest
 
-from pagestash.simulation.cluster import SHIPPED, load_cluster, parse_cluster, read_cluster
+from pagestash.simulation.cluster.cluster import SHIPPED, load_cluster, parse_cluster, read_cluster
 from pagestash.toml import read_toml
 
-FOLDER = files("pagestash.simulation").joinpath("clusters")
+FOLDER = files("pagestash.simulation.cluster").joinpath("files")
 
 
 @pytest.fixture

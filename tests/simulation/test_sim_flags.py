@@ -11,11 +11,16 @@ from typer.testing import CliRunner
 from pagestash.cli import app
 from pagestash.models.config import preset
 from pagestash.policy import Policy, Rule
-from pagestash.simulation.build import Run
-from pagestash.simulation.cluster import read_cluster
-from pagestash.simulation.flags import megatron_flags, pagestash_flags, torchtitan_division, torchtitan_flags
-from pagestash.simulation.layout import Layout
-from pagestash.simulation.layouts import Wanted, layouts
+from pagestash.simulation.cluster.cluster import read_cluster
+from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.search.flags import (
+    megatron_flags,
+    pagestash_flags,
+    torchtitan_division,
+    torchtitan_flags,
+)
+from pagestash.simulation.search.layouts import Wanted, layouts
 from pagestash.train.config import checked, merge, parse_assignments
 
 # What is printed, checked by hand against Megatron-LM d98e8a64dd (core 0.20, 22 August 2026): `megatron/training/

@@ -6,15 +6,16 @@ import pytest
 
 from pagestash.models.config import preset
 from pagestash.models.decoder import Decoder
-from pagestash.simulation.build import Run, rank_peaks, step_costs
-from pagestash.simulation.cluster import load_cluster
-from pagestash.simulation.framework import FRAMEWORKS
-from pagestash.simulation.homes import MegatronHomes
-from pagestash.simulation.layout import Layout
-from pagestash.simulation.model import read_model
-from pagestash.simulation.modules import layers_of
-from pagestash.simulation.parts import Shape, total_parameters
-from pagestash.simulation.replay import replay
+from pagestash.simulation.cluster.cluster import load_cluster
+from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.costs.build import rank_peaks, step_costs
+from pagestash.simulation.costs.homes import MegatronHomes
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.framework import FRAMEWORKS
+from pagestash.simulation.model.modules import layers_of
+from pagestash.simulation.model.parts import Shape, total_parameters
+from pagestash.simulation.model.read import read_model
+from pagestash.simulation.replay.replay import replay
 
 QWEN = preset("qwen3-30b-a3b", layers=4)
 MLA = preset("deepseek-v3", layers=4)

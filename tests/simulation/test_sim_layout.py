@@ -3,7 +3,7 @@
 import pytest
 
 from pagestash.models.config import PRESETS
-from pagestash.simulation.layout import Layout, check_placement, place_evenly
+from pagestash.simulation.cluster.layout import Layout, check_placement, place_evenly
 
 
 def test_groups_of_a_layout():

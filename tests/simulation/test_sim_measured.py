@@ -11,15 +11,16 @@ import pagestash as ps
 from pagestash.cli import app
 from pagestash.models import Decoder, preset
 from pagestash.policy import Policy, Rule
-from pagestash.simulation.build import Run, step_costs
-from pagestash.simulation.cluster import load_cluster
-from pagestash.simulation.homes import PolicyHomes
-from pagestash.simulation.layout import Layout
-from pagestash.simulation.measured import measured, profiled_shape
-from pagestash.simulation.modules import layers_of
-from pagestash.simulation.parts import Shape
-from pagestash.simulation.regions import check_policy, part_of, split
-from pagestash.simulation.seconds import Seconds
+from pagestash.simulation.cluster.cluster import load_cluster
+from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.costs.build import step_costs
+from pagestash.simulation.costs.homes import PolicyHomes
+from pagestash.simulation.costs.measured import measured, profiled_shape
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.costs.seconds import Seconds
+from pagestash.simulation.model.modules import layers_of
+from pagestash.simulation.model.parts import Shape
+from pagestash.simulation.model.regions import check_policy, part_of, split
 
 TINY = preset("tiny", layers=3)
 BATCH, SEQUENCE = 2, 64

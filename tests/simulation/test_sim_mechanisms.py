@@ -8,16 +8,17 @@ from hypothesis import strategies as st
 
 from pagestash.models import Decoder
 from pagestash.models.config import preset
-from pagestash.simulation.build import Run, rank_peaks, step_costs
-from pagestash.simulation.cluster import Cluster, load_cluster
-from pagestash.simulation.dispatch import dispatch_seconds, needed
-from pagestash.simulation.framework import FRAMEWORKS
-from pagestash.simulation.homes import MegatronHomes
-from pagestash.simulation.launches import GRAPHED, launches, tensors
-from pagestash.simulation.layout import Layout
-from pagestash.simulation.modules import layers_of
-from pagestash.simulation.parts import Shape, total_parameters
-from pagestash.simulation.replay import replay
+from pagestash.simulation.cluster.cluster import Cluster, load_cluster
+from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.costs.build import rank_peaks, step_costs
+from pagestash.simulation.costs.dispatch import dispatch_seconds, needed
+from pagestash.simulation.costs.homes import MegatronHomes
+from pagestash.simulation.costs.launches import GRAPHED, launches, tensors
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.framework import FRAMEWORKS
+from pagestash.simulation.model.modules import layers_of
+from pagestash.simulation.model.parts import Shape, total_parameters
+from pagestash.simulation.replay.replay import replay
 from pagestash.simulation.result import simulate
 
 QWEN, DEEPSEEK = preset("qwen3-30b-a3b", layers=4), preset("deepseek-v3", layers=4)

@@ -9,14 +9,15 @@ from pagestash.models.costs import layer_costs
 from pagestash.pipeline.stages import partition
 from pagestash.policy import Policy, PoolConfig, Rule
 from pagestash.schedules.plan import plans
-from pagestash.simulation.build import Run, rank_peaks, step_costs
-from pagestash.simulation.cluster import load_cluster
-from pagestash.simulation.framework import FRAMEWORKS, ParameterBytes
-from pagestash.simulation.homes import MegatronHomes, PolicyHomes
-from pagestash.simulation.layout import Layout
-from pagestash.simulation.memory import LayerMemory, StageMemory, rank_peak
-from pagestash.simulation.modules import layers_of
-from pagestash.simulation.parts import Shape
+from pagestash.simulation.cluster.cluster import load_cluster
+from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.costs.build import rank_peaks, step_costs
+from pagestash.simulation.costs.homes import MegatronHomes, PolicyHomes
+from pagestash.simulation.costs.memory import LayerMemory, StageMemory, rank_peak
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.framework import FRAMEWORKS, ParameterBytes
+from pagestash.simulation.model.modules import layers_of
+from pagestash.simulation.model.parts import Shape
 
 QWEN = preset("qwen3-30b-a3b", layers=8)
 

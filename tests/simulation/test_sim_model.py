@@ -6,11 +6,11 @@ import pytest
 
 from pagestash.models.config import PRESETS
 from pagestash.models.costs import layer_costs
-from pagestash.simulation.framework import FRAMEWORKS, framework
-from pagestash.simulation.layout import Layout
-from pagestash.simulation.model import from_huggingface, read_model
-from pagestash.simulation.modules import layers_of
-from pagestash.simulation.parts import Shape
+from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.model.framework import FRAMEWORKS, framework
+from pagestash.simulation.model.modules import layers_of
+from pagestash.simulation.model.parts import Shape
+from pagestash.simulation.model.read import from_huggingface, read_model
 
 QWEN = {
     "model_type": "qwen3_moe",

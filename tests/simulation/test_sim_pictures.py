@@ -9,8 +9,8 @@ import pytest
 from test_sim_replay import Amount, HostLink, LayerCosts, replay, step
 
 from pagestash.profiling.picture import write
-from pagestash.simulation.played import Replay
-from pagestash.simulation.trace import events, write_trace
+from pagestash.simulation.replay.played import Replay
+from pagestash.simulation.replay.trace import events, write_trace
 
 GIB = 1 << 30
 LINK = HostLink(out=55e9, back=55e9, both=50e9, shared_out=300e9, shared_back=300e9, devices=8)
@@ -33,7 +33,7 @@ def played(name: str = "InterleavedZeroBubble", microbatches: int = 8) -> Replay
 @pytest.mark.parametrize("microbatches", [8, 64])
 def test_the_picture_names_all_it_shows(microbatches, tmp_path: Path):
     pytest.importorskip("matplotlib")
-    from pagestash.simulation.plot import draw_step
+    from pagestash.simulation.replay.plot import draw_step
 
     shown = played(microbatches=microbatches)
     path = tmp_path / "step.svg"
@@ -48,7 +48,7 @@ def test_the_picture_names_all_it_shows(microbatches, tmp_path: Path):
 
 def test_a_picture_of_the_same_step_is_the_same_file(tmp_path: Path):
     pytest.importorskip("matplotlib")
-    from pagestash.simulation.plot import draw_step
+    from pagestash.simulation.replay.plot import draw_step
 
     first, second = tmp_path / "1.svg", tmp_path / "2.svg"
     for path in (first, second):

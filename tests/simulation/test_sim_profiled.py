@@ -16,8 +16,8 @@ from pagestash.planning.prediction import Prediction
 from pagestash.policy import HomeName, Policy, Rule
 from pagestash.profiling import Link
 from pagestash.schedules.plan import plans
-from pagestash.simulation.played import Replay
-from pagestash.simulation.replay import Machine, run_step
+from pagestash.simulation.replay.played import Replay
+from pagestash.simulation.replay.replay import Machine, run_step
 
 
 @pytest.fixture(autouse=True)

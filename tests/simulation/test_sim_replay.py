@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from pagestash.pipeline import partition
 from pagestash.pipeline.costs import LayerCost
 from pagestash.schedules.plan import SCHEDULES, Action, Plan, in_flight, plans, stages_a_rank
-from pagestash.simulation.costs import (
+from pagestash.simulation.cluster.cluster import HostLink
+from pagestash.simulation.costs.costs import (
     Amount,
-    HostLink,
     LayerCosts,
     RankCosts,
     StageCosts,
     StaticBytes,
     StepCosts,
 )
-from pagestash.simulation.programs import MovedGroup, Piece, StageProgram, programs_of
-from pagestash.simulation.replay import Machine, replay, run_step
+from pagestash.simulation.replay.programs import MovedGroup, Piece, StageProgram, programs_of
+from pagestash.simulation.replay.replay import Machine, replay, run_step
 
 FAST = HostLink(out=1e15, back=1e15, both=1e15, shared_out=1e15, shared_back=1e15, devices=1)
 

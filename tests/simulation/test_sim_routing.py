@@ -4,8 +4,8 @@ import pytest
 from test_sim_replay import replay, routed, step
 
 from pagestash.planning.rows import RowDistribution
-from pagestash.simulation.programs import Balanced
-from pagestash.simulation.routing import PERIOD, Drawn, routing_of
+from pagestash.simulation.replay.programs import Balanced
+from pagestash.simulation.replay.routing import PERIOD, Drawn, routing_of
 
 
 @pytest.mark.parametrize("skew", [1.1, 1.5, 2.0])

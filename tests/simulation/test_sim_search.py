@@ -11,12 +11,16 @@ from typer.testing import CliRunner
 from pagestash.cli import app
 from pagestash.models.config import preset
 from pagestash.policy import Policy, Rule
-from pagestash.simulation.build import Known, Run, step_costs, with_microbatches
-from pagestash.simulation.choices import HomePlanner, choices_of, joined
-from pagestash.simulation.cluster import read_cluster
-from pagestash.simulation.homes import PolicyHomes
-from pagestash.simulation.layout import Layout
-from pagestash.simulation.layouts import (
+from pagestash.simulation.cluster.cluster import read_cluster
+from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.costs.build import Known, step_costs, with_microbatches
+from pagestash.simulation.costs.homes import PolicyHomes
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.modules import layers_of
+from pagestash.simulation.replay.lengthened import step_seconds
+from pagestash.simulation.replay.replay import replay, replay_alone
+from pagestash.simulation.search.homes import HomePlanner, choices_of, joined
+from pagestash.simulation.search.layouts import (
     RUNNERS_UP,
     Bounded,
     Wanted,
@@ -25,10 +29,7 @@ from pagestash.simulation.layouts import (
     seconds_around,
     worth_planning,
 )
-from pagestash.simulation.modules import layers_of
-from pagestash.simulation.replay import replay, replay_alone
-from pagestash.simulation.search import search, try_layout
-from pagestash.simulation.steady import step_seconds
+from pagestash.simulation.search.search import search, try_layout
 
 GIB = 1 << 30
 

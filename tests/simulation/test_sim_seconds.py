@@ -4,13 +4,14 @@ import pytest
 
 import pagestash as ps
 from pagestash.models import preset
-from pagestash.simulation.build import Run, step_costs
-from pagestash.simulation.cluster import load_cluster
-from pagestash.simulation.homes import PolicyHomes
-from pagestash.simulation.layout import Layout
-from pagestash.simulation.modules import layers_of
-from pagestash.simulation.parts import Shape
-from pagestash.simulation.seconds import Seconds
+from pagestash.simulation.cluster.cluster import load_cluster
+from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.costs.build import step_costs
+from pagestash.simulation.costs.homes import PolicyHomes
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.costs.seconds import Seconds
+from pagestash.simulation.model.modules import layers_of
+from pagestash.simulation.model.parts import Shape
 
 
 def test_backward_is_about_twice_forward_and_fp8_is_faster():

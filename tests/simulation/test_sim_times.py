@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import simulated_time
 from benchmarks.published_times import EARLIER, FITTED, HELD_OUT, SEEN
-from pagestash.simulation.cluster import SHIPPED, load_cluster
+from pagestash.simulation.cluster.cluster import SHIPPED, load_cluster
 
 
 @pytest.fixture(scope="module")

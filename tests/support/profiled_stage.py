@@ -11,8 +11,8 @@ from pagestash.profiling.copies import as_asked
 from pagestash.profiling.groups import Move
 from pagestash.profiling.link import Link
 from pagestash.profiling.profiled import ProfiledStep
-from pagestash.simulation.costs import HostLink
-from pagestash.simulation.programs import MovedGroup, Piece, StageProgram
+from pagestash.simulation.cluster.cluster import HostLink
+from pagestash.simulation.replay.programs import MovedGroup, Piece, StageProgram
 
 
 def program_of_profile(profile: ProfiledStep, policy: Policy) -> StageProgram:

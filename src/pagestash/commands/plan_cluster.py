@@ -7,14 +7,14 @@ from pathlib import Path
 
 from pagestash.commands.simulate import factors_of, precision_of, zero_of
 from pagestash.commands.step import check_numbers, exit_code
-from pagestash.simulation.choices import joined
-from pagestash.simulation.cluster import read_cluster
-from pagestash.simulation.flags import megatron_flags, pagestash_flags, torchtitan_flags
-from pagestash.simulation.layout import Layout
-from pagestash.simulation.layouts import Wanted
-from pagestash.simulation.model import read_model
-from pagestash.simulation.run import Run
-from pagestash.simulation.search import Found, Search, describe, search
+from pagestash.simulation.cluster.cluster import read_cluster
+from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.read import read_model
+from pagestash.simulation.search.flags import megatron_flags, pagestash_flags, torchtitan_flags
+from pagestash.simulation.search.homes import joined
+from pagestash.simulation.search.layouts import Wanted
+from pagestash.simulation.search.search import Found, Search, describe, search
 from pagestash.sizes import format_bytes
 
 JOINED = "policy.toml"

@@ -13,19 +13,19 @@ from pagestash.planning.tokens_per_expert import read_tokens_per_expert
 from pagestash.policy import Policy
 from pagestash.profiling.picture import write
 from pagestash.profiling.profiled import ProfiledStep
-from pagestash.simulation.cluster import PRECISIONS, Cluster, Precision, load_cluster, read_cluster
-from pagestash.simulation.dispatch import DISPATCHERS, Dispatcher
-from pagestash.simulation.framework import framework
-from pagestash.simulation.homes import PolicyHomes
-from pagestash.simulation.launches import GRAPHED
-from pagestash.simulation.layout import Layout
-from pagestash.simulation.measured import measured
-from pagestash.simulation.model import read_model
-from pagestash.simulation.modules import layers_of
-from pagestash.simulation.regions import check_policy
+from pagestash.simulation.cluster.cluster import PRECISIONS, Cluster, Precision, load_cluster, read_cluster
+from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.costs.dispatch import DISPATCHERS, Dispatcher
+from pagestash.simulation.costs.homes import PolicyHomes
+from pagestash.simulation.costs.launches import GRAPHED
+from pagestash.simulation.costs.measured import measured
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.framework import framework
+from pagestash.simulation.model.modules import layers_of
+from pagestash.simulation.model.read import read_model
+from pagestash.simulation.model.regions import check_policy
+from pagestash.simulation.replay.trace import write_trace
 from pagestash.simulation.result import simulate
-from pagestash.simulation.run import Run
-from pagestash.simulation.trace import write_trace
 
 Zero = Literal[0, 1, 2, 3]
 
@@ -82,7 +82,7 @@ def _run(options: SimulateOptions) -> None:
     if options.trace is not None:
         write_trace(found.played, options.trace)
     if options.plot is not None:
-        from pagestash.simulation.plot import draw_step
+        from pagestash.simulation.replay.plot import draw_step
 
         title = f"{Path(options.model).stem} on {options.cluster}, {made.layout.schedule}"
         write(draw_step(found.played, title=title, capacity_bytes=made.cluster.device.memory), options.plot)

@@ -4,13 +4,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pagestash.planning.rows import RowDistribution
-from pagestash.simulation.build import step_costs
-from pagestash.simulation.costs import StepCosts
-from pagestash.simulation.played import Replay
-from pagestash.simulation.programs import COMMUNICATION
-from pagestash.simulation.replay import replay
-from pagestash.simulation.routing import routing_of
-from pagestash.simulation.run import Run
+from pagestash.simulation.costs.build import step_costs
+from pagestash.simulation.costs.costs import StepCosts
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.replay.played import Replay
+from pagestash.simulation.replay.programs import COMMUNICATION
+from pagestash.simulation.replay.replay import replay
+from pagestash.simulation.replay.routing import routing_of
 from pagestash.sizes import format_bytes
 
 

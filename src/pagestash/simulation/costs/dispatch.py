@@ -17,8 +17,8 @@ arXiv 2603.07685 has 1,485 µs on H100 with EP 16 (here 1,377), 4,626 with EP 64
 from math import comb
 from typing import Literal, get_args
 
-from pagestash.simulation.cluster import Cluster
-from pagestash.simulation.parts import Shape
+from pagestash.simulation.cluster.cluster import Cluster
+from pagestash.simulation.model.parts import Shape
 
 Dispatcher = Literal["alltoall", "flex"]
 DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate, groupby, pairwise
 
 from pagestash.policy import Policy
-from pagestash.simulation.run import Run
+from pagestash.simulation.costs.run import Run
 
 _MEGATRON_OFFLOAD = {
     "moe.expert_fc1": "expert_fc1",

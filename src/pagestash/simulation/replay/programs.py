@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from pagestash.simulation.costs import Amount, LayerCosts, StepCosts
+from pagestash.simulation.costs.costs import Amount, LayerCosts, StepCosts
 
 PieceKind = Literal["forward", "backward", "weight", "recompute", "stash", "dispatch", "combine", "gather"]
 COMMUNICATION: tuple[PieceKind, ...] = ("dispatch", "combine", "gather")

@@ -7,9 +7,9 @@ backward is 2.5 times its forward.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pagestash.simulation.cluster import Cluster, Precision
-from pagestash.simulation.launches import launches
-from pagestash.simulation.parts import (
+from pagestash.simulation.cluster.cluster import Cluster, Precision
+from pagestash.simulation.costs.launches import launches
+from pagestash.simulation.model.parts import (
     ACTIVATION,
     HEAD_NORMS,
     KV_UP,
@@ -21,7 +21,7 @@ from pagestash.simulation.parts import (
     Part,
     Product,
 )
-from pagestash.simulation.regions import EXPERTS
+from pagestash.simulation.model.regions import EXPERTS
 
 CAST_BYTES: dict[str, int] = {"mxfp8": 4, "fp8": 6}
 """Read and written of each element of a product's operand in 8 bits: once in 16 bits, twice in 8. FP8 with one

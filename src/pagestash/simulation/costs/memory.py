@@ -15,10 +15,10 @@ from itertools import groupby
 from pagestash.saved.follow import immediate_backwards
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, make_plan
 from pagestash.schedules.plan import Plan
-from pagestash.simulation.framework import Framework, ParameterBytes
-from pagestash.simulation.homes import Homes, Placed
-from pagestash.simulation.layout import Layout
-from pagestash.simulation.parts import Layer, Part
+from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.costs.homes import Homes, Placed
+from pagestash.simulation.model.framework import Framework, ParameterBytes
+from pagestash.simulation.model.parts import Layer, Part
 
 HELD_PATTERN = 4
 """Times the stages: microbatches after which a schedule's pattern of offloads repeats."""

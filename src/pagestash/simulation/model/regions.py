@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from pagestash.policy import Policy, PoolConfig
-from pagestash.simulation.parts import HEAD_NORMS, KV_UP, ROPE, Layer
+from pagestash.simulation.model.parts import HEAD_NORMS, KV_UP, ROPE, Layer
 
 EXPERTS = ("moe.expert_fc1", "moe.moe_act", "moe.expert_fc2", "moe.combine", "moe.experts")
 """Run as one node, whose time is that of `moe.experts`."""

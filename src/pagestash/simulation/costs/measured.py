@@ -12,12 +12,12 @@ from dataclasses import dataclass, fields
 
 from pagestash.models.config import DecoderConfig
 from pagestash.profiling.profiled import ProfiledStep
-from pagestash.simulation.cluster import Cluster, Precision
-from pagestash.simulation.layout import Layout
-from pagestash.simulation.modules import layers_of
-from pagestash.simulation.parts import Layer, Part, Shape
-from pagestash.simulation.regions import EXPERTS, part_of, split
-from pagestash.simulation.seconds import Seconds
+from pagestash.simulation.cluster.cluster import Cluster, Precision
+from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.costs.seconds import Seconds
+from pagestash.simulation.model.modules import layers_of
+from pagestash.simulation.model.parts import Layer, Part, Shape
+from pagestash.simulation.model.regions import EXPERTS, part_of, split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

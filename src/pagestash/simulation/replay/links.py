@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from pagestash.simulation.clock import Clock, Flag
-from pagestash.simulation.costs import HostLink
+from pagestash.simulation.cluster.cluster import HostLink
+from pagestash.simulation.replay.clock import Clock, Flag
 
 Way = Literal["out", "back"]
 WAYS: tuple[Way, Way] = ("out", "back")

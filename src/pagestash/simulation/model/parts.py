@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagestash.models.config import DecoderConfig
-from pagestash.simulation.framework import FRAMEWORKS, Framework
-from pagestash.simulation.layout import Layout
+from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.model.framework import FRAMEWORKS, Framework
 
 
 @dataclass(frozen=True, slots=True)

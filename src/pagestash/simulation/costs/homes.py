@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Protocol
 
 from pagestash.policy import HomeName, Policy, PoolConfig, Rule
-from pagestash.simulation.parts import (
+from pagestash.simulation.model.parts import (
     ACTIVATION,
     HEAD_NORMS,
     HELD,
@@ -19,7 +19,7 @@ from pagestash.simulation.parts import (
     Part,
     Piece,
 )
-from pagestash.simulation.regions import aliases
+from pagestash.simulation.model.regions import aliases
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pagestash.simulation.played import Replay
-from pagestash.simulation.programs import COMMUNICATION
+from pagestash.simulation.replay.played import Replay
+from pagestash.simulation.replay.programs import COMMUNICATION
 
 LANES = ("compute", "communication", "send", "out", "back")
 

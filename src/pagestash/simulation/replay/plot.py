@@ -8,8 +8,8 @@ from math import ceil
 from typing import Any
 
 from pagestash.profiling.picture import FAINT, INK, byte_unit, new_figure, tidy
-from pagestash.simulation.played import RankReplay, Replay, Span
-from pagestash.simulation.programs import COMMUNICATION
+from pagestash.simulation.replay.played import RankReplay, Replay, Span
+from pagestash.simulation.replay.programs import COMMUNICATION
 from pagestash.sizes import format_bytes
 
 # Okabe and Ito's colours, which colour-blind readers tell apart.

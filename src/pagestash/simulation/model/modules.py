@@ -7,7 +7,7 @@ tokens; experts have 1 / EP of the experts (letters: `parts.py`).
 
 from dataclasses import replace
 
-from pagestash.simulation.parts import (
+from pagestash.simulation.model.parts import (
     ACTIVATION,
     HEAD_NORMS,
     HELD,

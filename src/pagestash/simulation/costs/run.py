@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from math import inf
 
 from pagestash.models.config import DecoderConfig
-from pagestash.simulation.cluster import SAVED_BYTES, Cluster, Precision
-from pagestash.simulation.dispatch import DISPATCHERS, Dispatcher
-from pagestash.simulation.framework import FRAMEWORKS, Framework, ParameterBytes
-from pagestash.simulation.homes import Homes, PolicyHomes
-from pagestash.simulation.launches import GRAPHED
-from pagestash.simulation.layout import Layout, check_placement, place_evenly
-from pagestash.simulation.parts import Shape
+from pagestash.simulation.cluster.cluster import SAVED_BYTES, Cluster, Precision
+from pagestash.simulation.cluster.layout import Layout, check_placement, place_evenly
+from pagestash.simulation.costs.dispatch import DISPATCHERS, Dispatcher
+from pagestash.simulation.costs.homes import Homes, PolicyHomes
+from pagestash.simulation.costs.launches import GRAPHED
+from pagestash.simulation.model.framework import FRAMEWORKS, Framework, ParameterBytes
+from pagestash.simulation.model.parts import Shape
 
 RESERVE = 0.06
 

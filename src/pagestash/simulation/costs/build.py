@@ -7,11 +7,11 @@ from itertools import accumulate, pairwise
 
 from pagestash.policy import HOMES
 from pagestash.schedules.plan import Plan, plans
-from pagestash.simulation.costs import Amount, LayerCosts, RankCosts, StageCosts, StaticBytes, StepCosts
-from pagestash.simulation.dispatch import dispatch_seconds
-from pagestash.simulation.homes import Placed
-from pagestash.simulation.launches import HostSeconds, graphed_parts, host_seconds, step_launches
-from pagestash.simulation.memory import (
+from pagestash.simulation.costs.costs import Amount, LayerCosts, RankCosts, StageCosts, StaticBytes, StepCosts
+from pagestash.simulation.costs.dispatch import dispatch_seconds
+from pagestash.simulation.costs.homes import Placed
+from pagestash.simulation.costs.launches import HostSeconds, graphed_parts, host_seconds, step_launches
+from pagestash.simulation.costs.memory import (
     LayerMemory,
     RankPeak,
     StageMemory,
@@ -20,10 +20,10 @@ from pagestash.simulation.memory import (
     static_bytes,
     step_bytes,
 )
-from pagestash.simulation.modules import layers_of
-from pagestash.simulation.parts import Layer
-from pagestash.simulation.run import Run as Run
-from pagestash.simulation.seconds import Seconds, repeated
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.costs.seconds import Seconds, repeated
+from pagestash.simulation.model.modules import layers_of
+from pagestash.simulation.model.parts import Layer
 
 MOST_ACTIONS = 2_000_000
 """Most microbatches × stages of a simulated step."""

@@ -19,11 +19,11 @@ from typing import Literal
 from pagestash.planning.result import number_ranges
 from pagestash.policy import Policy, PoolConfig, Rule
 from pagestash.saved.offload.plan import WINDOW
-from pagestash.simulation.build import Known, step_costs
-from pagestash.simulation.costs import LayerCosts, RankCosts, StepCosts
-from pagestash.simulation.homes import Placed, PolicyHomes
-from pagestash.simulation.parts import Layer
-from pagestash.simulation.run import Run
+from pagestash.simulation.costs.build import Known, step_costs
+from pagestash.simulation.costs.costs import LayerCosts, RankCosts, StepCosts
+from pagestash.simulation.costs.homes import Placed, PolicyHomes
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.parts import Layer
 
 Allowed = Literal["recompute", "offload"]
 BOTH: tuple[Allowed, ...] = ("recompute", "offload")

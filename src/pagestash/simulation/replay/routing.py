@@ -19,8 +19,8 @@ from math import sqrt
 from statistics import NormalDist
 
 from pagestash.planning.rows import RowDistribution
-from pagestash.simulation.costs import StepCosts
-from pagestash.simulation.programs import Balanced, Routing
+from pagestash.simulation.costs.costs import StepCosts
+from pagestash.simulation.replay.programs import Balanced, Routing
 
 CORRELATION = 0.8
 """Between microbatches of one step: an assumption, no measurement."""

@@ -20,13 +20,13 @@ from heapq import heappop, heappush
 from itertools import count
 
 from pagestash.policy import Policy
-from pagestash.simulation.choices import BOTH, Allowed, HomePlanner, Planned
-from pagestash.simulation.cluster import SHIPPED, load_cluster
-from pagestash.simulation.costs import StepCosts
-from pagestash.simulation.layouts import Bounded, Wanted, least_seconds, seconds_around, worth_planning
-from pagestash.simulation.played import Replay
-from pagestash.simulation.run import Run
-from pagestash.simulation.steady import alone_seconds, shortened, step_seconds
+from pagestash.simulation.cluster.cluster import SHIPPED, load_cluster
+from pagestash.simulation.costs.costs import StepCosts
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.replay.lengthened import alone_seconds, shortened, step_seconds
+from pagestash.simulation.replay.played import Replay
+from pagestash.simulation.search.homes import BOTH, Allowed, HomePlanner, Planned
+from pagestash.simulation.search.layouts import Bounded, Wanted, least_seconds, seconds_around, worth_planning
 from pagestash.sizes import format_bytes
 
 RUNG = 1.04

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from pagestash.simulation.build import step_costs, with_microbatches
-from pagestash.simulation.costs import StepCosts
-from pagestash.simulation.played import Replay
-from pagestash.simulation.replay import replay, replay_alone
-from pagestash.simulation.run import Run
+from pagestash.simulation.costs.build import step_costs, with_microbatches
+from pagestash.simulation.costs.costs import StepCosts
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.replay.played import Replay
+from pagestash.simulation.replay.replay import replay, replay_alone
 
 STEADY = 2
 """Times the pipeline's ranks: microbatches from which on a schedule only repeats itself."""

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from pagestash.simulation.build import rank_peaks
-from pagestash.simulation.cluster import Calibration
-from pagestash.simulation.run import Run
-from pagestash.simulation.steady import step_seconds
+from pagestash.simulation.cluster.cluster import Calibration
+from pagestash.simulation.costs.build import rank_peaks
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.replay.lengthened import step_seconds
 
 LEAST = 0.05
 ROUNDS = 20

@@ -18,7 +18,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pagestash.simulation.costs import HostLink
 from pagestash.sizes import parse_bytes
 from pagestash.toml import read_toml
 
@@ -101,6 +100,21 @@ class Node:
     """Multiprocessors that dispatch and combine take from the compute beside them."""
     beside_compute: float = 1.0
     """Seconds of dispatch and combine beside compute, over those alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLink:
+    """The link between a device and its host, in bytes a second."""
+
+    out: float
+    back: float
+    both: float
+    """Each way while both ways are in use."""
+    shared_out: float
+    """All devices of a node together."""
+    shared_back: float
+    devices: int
+    """Devices of a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +272,7 @@ def read_cluster(text: str) -> Cluster:
 def load_cluster(name: str | Path, devices: int) -> Cluster:
     """`devices` devices of a shipped cluster or of a file."""
     if str(name) in SHIPPED:
-        path = Path(str(files("pagestash.simulation").joinpath("clusters", f"{name}.toml")))
+        path = Path(str(files("pagestash.simulation.cluster").joinpath("files", f"{name}.toml")))
     elif str(name).endswith(".toml"):
         path = Path(name)
     else:

@@ -15,7 +15,7 @@ of 48 layers (Nsight profile of a step in Megatron-Bridge), which is 151 each; t
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from pagestash.simulation.parts import Layer, Part
+from pagestash.simulation.model.parts import Layer, Part
 
 OTHERS = {
     "embed": 2,

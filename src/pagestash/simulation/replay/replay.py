@@ -24,12 +24,13 @@ from typing import Literal
 from pagestash.saved.follow import immediate_backwards
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, make_plan
 from pagestash.schedules.plan import Action, Plan
-from pagestash.simulation.clock import Clock, Flag, Process
-from pagestash.simulation.costs import HostLink, StepCosts
-from pagestash.simulation.links import WAYS, NodeLinks
-from pagestash.simulation.moving import Moving, MovingAhead, Offloading
-from pagestash.simulation.played import RankReplay, Replay, Span
-from pagestash.simulation.programs import (
+from pagestash.simulation.cluster.cluster import HostLink
+from pagestash.simulation.costs.costs import StepCosts
+from pagestash.simulation.replay.clock import Clock, Flag, Process
+from pagestash.simulation.replay.links import WAYS, NodeLinks
+from pagestash.simulation.replay.moving import Moving, MovingAhead, Offloading
+from pagestash.simulation.replay.played import RankReplay, Replay, Span
+from pagestash.simulation.replay.programs import (
     COMMUNICATION,
     Balanced,
     MovedGroup,

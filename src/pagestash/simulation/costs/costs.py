@@ -16,7 +16,8 @@ from typing import Literal
 
 from pagestash.policy import HomeName
 from pagestash.schedules.plan import Plan
-from pagestash.simulation.launches import HostSeconds
+from pagestash.simulation.cluster.cluster import HostLink
+from pagestash.simulation.costs.launches import HostSeconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,21 +156,6 @@ class RankCosts:
     gradient_seconds: float = 0.0
     """Of reducing gradients and gathering weights over data parallel ranks, once a step."""
     optimizer_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostLink:
-    """The link between a device and its host, in bytes a second."""
-
-    out: float
-    back: float
-    both: float
-    """Each way while both ways are in use."""
-    shared_out: float
-    """All devices of a node together."""
-    shared_back: float
-    devices: int
-    """Devices of a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

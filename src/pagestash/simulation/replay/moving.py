@@ -13,9 +13,9 @@ from typing import Protocol
 
 from pagestash.saved.offload.plan import Key, OffloadPlan
 from pagestash.saved.offload.window import Decision, Window, WindowGroup
-from pagestash.simulation.clock import Clock, Flag, Process
-from pagestash.simulation.links import Way
-from pagestash.simulation.programs import MovedGroup
+from pagestash.simulation.replay.clock import Clock, Flag, Process
+from pagestash.simulation.replay.links import Way
+from pagestash.simulation.replay.programs import MovedGroup
 
 Copy = Callable[[Way, float], Flag]
 """Begins a copy of so many bytes; the flag is set when it is over."""

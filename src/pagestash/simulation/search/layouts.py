@@ -13,14 +13,14 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from pagestash.models.config import DecoderConfig
-from pagestash.simulation.choices import BOTH, Allowed, choices_of, kind_of, layer_costs, layer_kinds
-from pagestash.simulation.cluster import Cluster
-from pagestash.simulation.costs import LayerCosts, StepCosts
-from pagestash.simulation.layout import Layout
-from pagestash.simulation.memory import static_bytes
-from pagestash.simulation.modules import layers_of
-from pagestash.simulation.parts import Layer
-from pagestash.simulation.run import Run
+from pagestash.simulation.cluster.cluster import Cluster
+from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.costs.costs import LayerCosts, StepCosts
+from pagestash.simulation.costs.memory import static_bytes
+from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.modules import layers_of
+from pagestash.simulation.model.parts import Layer
+from pagestash.simulation.search.homes import BOTH, Allowed, choices_of, kind_of, layer_costs, layer_kinds
 
 VPP = (1, 2, 4, 8)
 MOST_TP, MOST_PP = 8, 16

@@ -1,0 +1,1 @@
+"""Devices, links and layouts of ranks."""

@@ -1,0 +1,1 @@
+"""What a step takes: bytes and seconds of every layer and rank."""

@@ -1,0 +1,1 @@
+"""A step, event by event."""

@@ -1,0 +1,1 @@
+"""The fastest layout and homes that fit a cluster."""

@@ -66,9 +66,9 @@ QUICK = {
         "uninitialised",
     ),
     "models": ("attention", "costs", "decoder", "presets", "stage"),
-    "moe": ("layer", "ops", "router"),
+    "moe": ("boundaries", "layer", "ops", "router"),
     "pages": ("expendable", "pool", "pool_misuse", "pool_overflow", "slabs"),
-    "pipeline": ("early_free", "follow_turns", "partition", "split_backward"),
+    "pipeline": ("follow_turns", "partition", "split_backward"),
     "profiling": ("times",),
     "saved": (
         "keeper",

@@ -24,7 +24,6 @@ from pagestash.models import Decoder, preset
 from pagestash.moe import MoE, MoEConfig
 from pagestash.pages.copies import copy_each
 from pagestash.saved.compiled import compile_anew, hidden
-from pagestash.saved.early_free import early_free
 from pagestash.saved.region import frames
 from pagestash.step.inputs import StaticBatch
 from pagestash.torch_internals import TorchInternalMissing, internal, internal_if_called
@@ -33,7 +32,7 @@ from pagestash.train.passes import WholeModel
 
 OWN = "torch_internals.py"
 ON_OBJECTS = {
-    "_cdata", "_use_count", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
+    "_cdata", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
     "_forward_hooks", "_forward_pre_hooks", "_local_tensor", "_sequence_nr", "_scale",
     "_growth_tracker", "_per_optimizer_states", "_stage", "_stages", "_num_stages", "_n_microbatches",
     "_has_backward", "_orig_mod", "_compiled_call_impl", "_is_replica", "_step_supports_amp_scaling",
@@ -179,7 +178,6 @@ def details():
     code = WITHOUT + (
         "import pagestash.hf, pagestash.jax, pagestash.cli, pagestash.moe, pagestash.train, pagestash.models\n"
         "import pagestash.pipeline, pagestash.planning, pagestash.profiling, pagestash.step.graphed\n"
-        "import pagestash.saved.early_free\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     (warning,) = (line for line in done.stderr.splitlines() if "which pagestash uses" in line)
@@ -260,12 +258,6 @@ def experts():
     x = torch.randn(12, 16, requires_grad=True)
     layer(x)[0].square().sum().backward()
     assert x.grad.isfinite().all()
-
-
-def free_early():
-    """A part of a buffer, which autograd does not have."""
-    found = early_free(torch.ones(8)[:4])
-    assert found.freed or found.reason
 
 
 def compiled():
@@ -380,7 +372,7 @@ DETAILS = {
     "_foreach_copy_": lambda: copy_each([torch.ones(2)], [torch.zeros(2)], torch.device("cpu")),
     autograd + "_get_current_graph_task_keep_graph": experts,
     "_non_persistent_buffers_set": capacity,
-    **dict.fromkeys(["_base", "_storage_Use_Count", "_use_count"], free_early),
+    "_storage_Use_Count": profile,
     **dict.fromkeys([dynamo + "_debug_get_cache_entry_list", dynamo + "reset_code"], compiled),
     dynamo + "_FrameAction.SKIP": lambda: hidden(lambda: None),
     **dict.fromkeys(LATER, lambda: hidden(lambda: None)),

@@ -133,12 +133,6 @@ storage_key: Callable[[torch.Tensor], int] = getattr(torch._C, "_storage_address
 """The same number, of a plain tensor's storage."""
 storage_references: Callable[[int], int] = internal_if_called(torch._C, "_storage_Use_Count")
 """Number of references to a storage (by its key), in torch and in Python."""
-tensor_references: Callable[[torch.Tensor], int] = internal_if_called(torch.Tensor, "_use_count")
-"""Number of references to a tensor in torch, its Python object included."""
-base_of: Callable[[torch.Tensor], torch.Tensor | None] = _attribute(torch.empty(0), "_base")
-"""The tensor that a view is a view of."""
-MISSING_FOR_REFERENCES = _first_missing(storage_references, tensor_references, base_of)
-"""What lacks to count references, if anything does."""
 _free_weak_ref: Callable[[int], None] = internal_if_called(torch.UntypedStorage, "_free_weak_ref")
 _expired: Callable[[int], bool] = internal_if_called(torch.UntypedStorage, "_expired")
 _weak_ref: Callable[[torch.UntypedStorage], int] = _all_or_none(

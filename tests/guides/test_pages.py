@@ -175,16 +175,8 @@ def test_pipeline():
     }
     step = names["schedule"].step
     names["schedule"].step = lambda tokens: step(tokens, target=torch.zeros_like(tokens))
-
-    def begin(number, names):
-        if number == 2:
-            assert layers.layers[0].weight.grad.abs().sum() > 0
-            work = torch.distributed.all_reduce(torch.ones(1), async_op=True)
-            names |= {"combine": torch.sum, "rows": torch.ones(4), "sent": torch.ones(4), "work": work}
-
-    _, names = run("docs/pipeline.md", names, begin)
-    names["release"].wait()
-    assert names["rows"].untyped_storage().size() == names["sent"].untyped_storage().size() == 0
+    run("docs/pipeline.md", names)
+    assert layers.layers[0].weight.grad.abs().sum() > 0
 
 
 def test_huggingface(monkeypatch):

@@ -14,7 +14,6 @@ from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct, SelfSaving
 from pagestash.moe.saving import BlockOptions, Saving
 from pagestash.pages.pool import PagePool
 from pagestash.saved.compiled import run_as_it_is
-from pagestash.saved.early_free import early_free
 from pagestash.saved.fused import claim, has_rule, needs_backward
 from pagestash.saved.received_rows import ReceivedRows
 from pagestash.saved.recompute.once import once
@@ -85,21 +84,26 @@ class Experts(SelfSaving):
 
         # The number, too: a keeper may choose another before a replay, which must save the same tensors.
         received, expected = once(send)
-        y = routed_experts(
-            received.slots,
-            received.weights,
-            up,
-            down,
-            received.ids,
-            received.routing,
-            options,
-            received=True,
-            expected_rows=expected,
-        )
-        # Unless backward needs them, or a recomputed forward, which asks for the same slots.
-        if received.slots is not x and not recomputed:
-            early_free(received.slots)
-        return dispatch.collect(y, received)
+        slots = received.slots
+        if not recomputed:
+            # The experts permute their own rows out of it, and nobody else needs it; a replay does.
+            del received.slots
+        # In a list, which is emptied: then only the dispatch has it, and lets go of it when it has been sent.
+        y = [
+            routed_experts(
+                slots,
+                received.weights,
+                up,
+                down,
+                received.ids,
+                received.routing,
+                options,
+                received=True,
+                expected_rows=expected,
+            )
+        ]
+        del slots
+        return dispatch.collect(y.pop(), received)
 
     def _expected(self, received: Received) -> int:
         """Rows that this layer expects now."""

@@ -11,10 +11,12 @@ from pagestash.moe.config import MoEConfig
 from pagestash.moe.experts import Experts
 from pagestash.moe.parallel.capacity import HEADROOM
 from pagestash.moe.parallel.dispatch import Dispatch
+from pagestash.moe.parallel.overlap import Beside
 from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct
 from pagestash.moe.router import Router
 from pagestash.moe.shared import SharedExperts
 from pagestash.pages.pool import PagePool
+from pagestash.saved.region import in_recompute
 
 
 class MoE(nn.Module):
@@ -80,7 +82,20 @@ class MoE(nn.Module):
         with without_autocast:
             tokens = x.reshape(-1, self.config.width).contiguous()
             weights, ids, aux = self.router(tokens)
-            y = self.experts(tokens, weights, ids)
-            if self.shared_experts is not None:
-                y = y + self.shared_experts(tokens)
+            y = self._through_experts(tokens, weights, ids)
         return y.view(x.shape), aux
+
+    def _through_experts(
+        self, tokens: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """The routed experts, and the shared ones while the tokens are on their way to other ranks."""
+        shared_experts = self.shared_experts
+        if shared_experts is None:
+            return self.experts(tokens, weights, ids)
+        # Under recompute they run afterwards: a replay sends nothing, and must save in the order of forward.
+        if self.experts.dispatch is None or torch.compiler.is_compiling() or in_recompute():
+            return self.experts(tokens, weights, ids) + shared_experts(tokens)
+        shared = Beside(lambda: shared_experts(tokens))
+        with shared.waiting():
+            y = self.experts(tokens, weights, ids)
+        return y + shared.result()

@@ -1,11 +1,11 @@
 """Pipeline parallelism with `torch.distributed.pipelining`: plans of schedules, and layers placed by memory."""
 
 from pagestash.pipeline.costs import LayerCost, read_costs
+from pagestash.pipeline.early_free import Release, early_free
 from pagestash.pipeline.from_costs import profile_of_costs
 from pagestash.pipeline.planned import PipelinePlan, RankPlan, plan_pipeline
 from pagestash.pipeline.split_backward import delay_weight_gradients
 from pagestash.pipeline.stages import Partition, Stage, partition
-from pagestash.saved.early_free import Release, early_free
 from pagestash.schedules.observe import Listener, Observation
 from pagestash.schedules.plan import SCHEDULES, Action, Plan, in_flight, plans, read_plan
 

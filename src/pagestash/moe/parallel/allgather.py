@@ -9,14 +9,14 @@ backward moves as much the other way.
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from pagestash.kernels.moe.route import route
 from pagestash.kernels.moe.rows import ALIGNMENT
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.parallel.capacity import HEADROOM, Capacity
-from pagestash.moe.parallel.collectives import Ranks
+from pagestash.moe.parallel.collectives import Ranks, UnderWay
 from pagestash.moe.parallel.dispatch import Received
+from pagestash.moe.parallel.exchange import Exchange, Gradients, arrive, depart, gradients_of
 
 
 class AllGather:
@@ -47,7 +47,8 @@ class AllGather:
     ) -> Received:
         if x.shape[0] > self.max_tokens:
             raise ValueError(f"{x.shape[0]} tokens on rank {self.ranks.rank}: max_tokens={self.max_tokens}")
-        x_AD, weights_AK, ids_AK = _Gather.apply(x, weights.float(), ids, self.max_tokens, self.ranks)
+        gather = _Gather(x.shape[0], self.max_tokens, self.ranks)
+        x_AD, weights_AK, ids_AK = arrive(gather, depart(gather, x, weights.float(), ids))
         capacity = self._rows.limit(self._most)
         first = self.ranks.rank * self.experts
         routing = route(ids_AK, self.experts, first=first, capacity=capacity, over=over)
@@ -58,7 +59,11 @@ class AllGather:
 
     def collect(self, slots: torch.Tensor, received: Received) -> torch.Tensor:
         # Each rank has added up what its own experts made of a token, in the order of the choices; now the ranks.
-        return _ReduceScatter.apply(slots, self.ranks)[: received.state]
+        scatter = _ReduceScatter(self.ranks)
+        departed = depart(scatter, slots)
+        del slots
+        (sums,) = arrive(scatter, departed)
+        return sums[: received.state]
 
     def grow_capacity(self, *, headroom: float = HEADROOM, alignment: int = ALIGNMENT) -> bool:
         """Make room on every rank for the most rows that any rank wanted. Every rank calls it; it waits."""
@@ -74,54 +79,41 @@ def _padded(tensor: torch.Tensor, rows: int, value: float = 0) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_full((rows - tensor.shape[0], tensor.shape[1]), value)])
 
 
-class _Gather(torch.autograd.Function):
-    """Tokens [T, D], weights [T, K] and ids [T, K] of every rank, M of each; backward adds gradients up.
+class _Gather(Exchange):
+    """Tokens [T, D], weights [T, K] and ids [T, K] of every rank, M of each; backward adds gradients up."""
 
-    One node for both gradients: their collectives then come in the same order on every rank. Saves nothing.
-    """
+    def __init__(self, tokens: int, most: int, ranks: Ranks) -> None:
+        super().__init__()
+        self._tokens, self._most, self._ranks = tokens, most, ranks
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: torch.Tensor,
-        weights_TK: torch.Tensor,
-        ids_TK: torch.Tensor,
-        tokens: int,
-        ranks: Ranks,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.ranks, ctx.tokens = ranks, x_TD.shape[0]
-        choices = ids_TK.shape[1]
+    def start(self, x_TD: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor) -> list[UnderWay]:
         # A padding token chooses -1, which is nobody's expert.
-        chosen = torch.cat([_padded(ids_TK.to(torch.int32), tokens, -1),
-                            _padded(weights_TK, tokens).view(torch.int32)], dim=1)  # fmt: skip
-        x_AD, chosen_all = ranks.all_gather(_padded(x_TD, tokens)), ranks.all_gather(chosen)
-        ids_AK = chosen_all[:, :choices].contiguous()
-        weights_AK = chosen_all[:, choices:].contiguous().view(torch.float32)
-        ctx.mark_non_differentiable(ids_AK)
-        return x_AD, weights_AK, ids_AK
+        chosen = torch.cat([_padded(ids_TK.to(torch.int32), self._most, -1),
+                            _padded(weights_TK, self._most).view(torch.int32)], dim=1)  # fmt: skip
+        return [self._ranks.start_all_gather(each) for each in (_padded(x_TD, self._most), chosen)]
 
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, dx_AD: torch.Tensor, dweights_AK: torch.Tensor, _ids: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        dx_TD = ctx.ranks.reduce_scatter(dx_AD)[: ctx.tokens] if ctx.needs_input_grad[0] else None
+    def finish(self, x_AD: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ids_AK, weights_AK = (half.contiguous() for half in chosen.chunk(2, dim=1))
+        return x_AD, weights_AK.view(torch.float32), ids_AK
+
+    def start_back(self, dx_AD: torch.Tensor, dweights_AK: torch.Tensor, _: torch.Tensor) -> list[UnderWay]:
         # A choice has its row on one rank; the others add zeros.
-        dweights_TK = None
-        if ctx.needs_input_grad[1]:
-            dweights_TK = ctx.ranks.reduce_scatter(dweights_AK)[: ctx.tokens]
-        return dx_TD, dweights_TK, None, None, None
+        gradients = (dx_AD, dweights_AK)
+        return [self._ranks.start_reduce_scatter(each) for each, asked in zip(gradients, self.needs) if asked]
+
+    def finish_back(self, *arrived: torch.Tensor) -> Gradients:
+        return gradients_of(self.needs, [each[: self._tokens] for each in arrived])
 
 
-class _ReduceScatter(torch.autograd.Function):
-    """The sum over ranks of this rank's tokens: [A, D] to [M, D]. Saves nothing."""
+class _ReduceScatter(Exchange):
+    """The sum over ranks of this rank's tokens: [A, D] to [M, D]."""
 
-    @staticmethod
-    def forward(ctx: Any, y_AD: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        ctx.ranks = ranks
-        return ranks.reduce_scatter(y_AD)
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self._ranks = ranks
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_MD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.ranks.all_gather(dy_MD), None
+    def start(self, y_AD: torch.Tensor) -> list[UnderWay]:
+        return [self._ranks.start_reduce_scatter(y_AD)]
+
+    def start_back(self, dy_MD: torch.Tensor) -> list[UnderWay]:
+        return [self._ranks.start_all_gather(dy_MD)]

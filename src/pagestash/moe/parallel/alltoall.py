@@ -22,9 +22,9 @@ from pagestash.kernels.moe.route import route
 from pagestash.kernels.moe.rows import ALIGNMENT
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.parallel.capacity import HEADROOM, Capacity
-from pagestash.moe.parallel.collectives import Ranks
+from pagestash.moe.parallel.collectives import Ranks, UnderWay
 from pagestash.moe.parallel.dispatch import Received
-from pagestash.saved.early_free import early_free
+from pagestash.moe.parallel.exchange import Exchange, Gradients, arrive, depart, gradients_of
 
 
 class AllToAll:
@@ -83,7 +83,10 @@ class AllToAll:
     ) -> Received:
         wire = self._lay_out_padded(x, ids, over) if self.padded else self._lay_out_exact(ids)
         x_SD = _ToSlots.apply(x, wire.slot_TK, wire.slots)
-        x_SD, weights_S, ids_S, wanted_W = _ToExperts.apply(x_SD, weights.float(), ids, wire, self.ranks)
+        exchange = _ToExperts(wire, self.ranks)
+        departed = depart(exchange, x_SD, weights.float(), ids)
+        del x_SD  # from here on the exchange alone has it
+        x_SD, weights_S, ids_S, wanted_W = arrive(exchange, departed)
         # At least one row: a rank that receives nothing runs the same kernels over no valid rows.
         capacity = max(1, self._rows.limit(ids_S.numel()))
         routing = route(ids_S.view(-1, 1), self.experts, capacity=capacity, over=over)
@@ -99,8 +102,10 @@ class AllToAll:
 
     def collect(self, slots: torch.Tensor, received: Received) -> torch.Tensor:
         wire = received.state
-        returned_SD = _ToTokens.apply(slots, wire, self.ranks)
-        early_free(slots)  # while the caller still has it
+        exchange = _ToTokens(wire, self.ranks)
+        departed = depart(exchange, slots)
+        del slots
+        (returned_SD,) = arrive(exchange, departed)
         return _FromSlots.apply(returned_SD, wire.slot_TK)
 
     def grow_capacity(self, *, headroom: float = HEADROOM, alignment: int = ALIGNMENT) -> bool:
@@ -135,7 +140,7 @@ class AllToAll:
     def _lay_out_exact(self, ids: torch.Tensor) -> "_Wire":
         owner_TK = torch.div(ids, self.experts, rounding_mode="floor")
         routing = route(owner_TK, self.ranks.count)
-        coming_W = self.ranks.all_to_all(routing.counts)
+        coming_W = self.ranks.start_all_to_all(routing.counts).finish()
         # The one wait of a forward, for both.
         sent, arriving = torch.stack([routing.counts, coming_W]).tolist()
         return _Wire(routing.inverse, sum(sent), routing.counts, coming_W, sent=sent, arriving=arriving)
@@ -188,50 +193,45 @@ class _FromSlots(torch.autograd.Function):
         return permute(dy_TD.contiguous(), slot_TK, ctx.slots), None
 
 
-class _ToExperts(torch.autograd.Function):
+class _ToExperts(Exchange):
     """Slots [S, D], and the weights and ids [T, K] of their choices, to the experts' ranks.
 
     Gives the slots that arrive, their weights and experts (counted from this rank's first; -1 where a slot is
-    padding), and how many rows each rank wanted to send here. One node for both gradients: their collectives
-    then come in the same order on every rank.
+    padding), and how many rows each rank wanted to send here.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_SD: torch.Tensor,
-        weights_TK: torch.Tensor,
-        ids_TK: torch.Tensor,
-        wire: _Wire,
-        ranks: Ranks,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.wire, ctx.ranks = wire, ranks
-        x_SD = ranks.all_to_all(x_SD, wire.sent, wire.arriving)
-        about = ranks.all_to_all(_describe(weights_TK, ids_TK, wire, ranks), wire.sent, wire.arriving)
+    def __init__(self, wire: _Wire, ranks: Ranks) -> None:
+        super().__init__()
+        self._wire, self._ranks = wire, ranks
+
+    def start(self, x_SD: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor) -> list[UnderWay]:
+        wire, ranks = self._wire, self._ranks
+        about = _describe(weights_TK, ids_TK, wire, ranks)
+        return [ranks.start_all_to_all(each, wire.sent, wire.arriving) for each in (x_SD, about)]
+
+    def finish(self, x_SD: torch.Tensor, about: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wire = self._wire
         if wire.pair:
-            parts = about.view(ranks.count, wire.pair + 1, 2)
+            parts = about.view(self._ranks.count, wire.pair + 1, 2)
             wanted_W, about = parts[:, 0, 0].contiguous(), parts[:, 1:].reshape(-1, 2)
         else:
             assert wire.coming_W is not None
             wanted_W = wire.coming_W.clone()
         ids_S, weights_S = (column.contiguous() for column in about.unbind(1))
-        ctx.mark_non_differentiable(ids_S, wanted_W)
         return x_SD, weights_S.view(torch.float32), ids_S, wanted_W
 
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, dx_SD: torch.Tensor, dweights_S: torch.Tensor, *_: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        wire, ranks = ctx.wire, ctx.ranks
-        if ctx.needs_input_grad[0]:
-            dx_SD = ranks.all_to_all(dx_SD, wire.arriving, wire.sent)
-        dweights_TK = None
-        if ctx.needs_input_grad[1]:
-            back_S = ranks.all_to_all(dweights_S, wire.arriving, wire.sent)
-            at_TK = wire.slot_TK.clamp(min=0).to(torch.int64)
-            dweights_TK = torch.where(wire.slot_TK >= 0, back_S[at_TK], 0.0)
-        return dx_SD, dweights_TK, None, None, None
+    def start_back(self, dx_SD: torch.Tensor, dweights_S: torch.Tensor, *_: torch.Tensor) -> list[UnderWay]:
+        wire, gradients = self._wire, zip((dx_SD, dweights_S), self.needs)
+        return [
+            self._ranks.start_all_to_all(each, wire.arriving, wire.sent) for each, asked in gradients if asked
+        ]
+
+    def finish_back(self, *arrived: torch.Tensor) -> Gradients:
+        dx_SD, back_S, _ = gradients_of(self.needs, arrived)
+        dweights_TK, slot_TK = None, self._wire.slot_TK
+        if back_S is not None:
+            dweights_TK = torch.where(slot_TK >= 0, back_S[slot_TK.clamp(min=0).to(torch.int64)], 0.0)
+        return dx_SD, dweights_TK, None
 
 
 def _describe(weights_TK: torch.Tensor, ids_TK: torch.Tensor, wire: _Wire, ranks: Ranks) -> torch.Tensor:
@@ -250,15 +250,15 @@ def _describe(weights_TK: torch.Tensor, ids_TK: torch.Tensor, wire: _Wire, ranks
     return about[:-1]
 
 
-class _ToTokens(torch.autograd.Function):
+class _ToTokens(Exchange):
     """Results [S, D] from the experts' ranks to the slots they came from."""
 
-    @staticmethod
-    def forward(ctx: Any, y_SD: torch.Tensor, wire: _Wire, ranks: Ranks) -> torch.Tensor:
-        ctx.wire, ctx.ranks = wire, ranks
-        return ranks.all_to_all(y_SD, wire.arriving, wire.sent)
+    def __init__(self, wire: _Wire, ranks: Ranks) -> None:
+        super().__init__()
+        self._wire, self._ranks = wire, ranks
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_SD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.ranks.all_to_all(dy_SD, ctx.wire.sent, ctx.wire.arriving), None, None
+    def start(self, y_SD: torch.Tensor) -> list[UnderWay]:
+        return [self._ranks.start_all_to_all(y_SD, self._wire.arriving, self._wire.sent)]
+
+    def start_back(self, dy_SD: torch.Tensor) -> list[UnderWay]:
+        return [self._ranks.start_all_to_all(dy_SD, self._wire.sent, self._wire.arriving)]

@@ -12,8 +12,11 @@ from pagestash.kernels.moe.route import Routing
 class Received:
     """Slots that came off the wire for the experts of this rank; everything stays on the device."""
 
-    slots: torch.Tensor
-    """[slots, d], differentiable; where no expert of this rank was chosen, garbage, and so is its gradient."""
+    slots: torch.Tensor = field(repr=False)
+    """[slots, d], differentiable; where no expert of this rank was chosen, garbage, and so is its gradient.
+
+    The layer deletes the attribute when the experts have it: they permute their own rows out of it.
+    """
     weights: torch.Tensor
     """Float32 [slots, choices], differentiable: the weight of each choice."""
     ids: torch.Tensor
@@ -50,7 +53,7 @@ class Dispatch(Protocol):
     def collect(self, slots: torch.Tensor, received: Received) -> torch.Tensor:
         """What the experts made of `received.slots`, back at their tokens and summed: [T, d].
 
-        `slots` is used up: its memory may be given back before the results are summed.
+        `slots` is the dispatch's alone: its memory is free again as soon as it lets go of it.
         """
         ...
 

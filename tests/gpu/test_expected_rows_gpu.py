@@ -192,7 +192,7 @@ def hold_back(monkeypatch, which):
 
     monkeypatch.setattr(SideStream, "_late", False, raising=False)
     monkeypatch.setattr(SideStream, "after", late)
-    return lambda keeper: setattr(getattr(keeper._offload.moving.transfers, which), "_late", True)
+    return lambda keeper: setattr(getattr(keeper._offload.transfers, which), "_late", True)
 
 
 @pytest.mark.parametrize("which", ["_out", "_in"])

@@ -12,11 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import pagestash as ps
 from pagestash.pages.host import host_slab
-from pagestash.pages.slabs import HostSlabs
-from pagestash.saved.homes import Keep, Tally
+from pagestash.saved.homes import Keep
 from pagestash.saved.offload import transfers
-from pagestash.saved.offload.moving import Moving
-from pagestash.saved.offload.plan import OffloadPlan, StepOrder
+from pagestash.saved.offload.measured import Outlook
+from pagestash.saved.offload.moving import Offload
+from pagestash.saved.offload.plan import OffloadPlan
 from pagestash.saved.offload.split import RowSplit
 from pagestash.saved.stash import Stash
 from pagestash.saved.storage import Entry
@@ -113,7 +113,7 @@ def test_in_a_graph_gradients_are_the_same_to_the_last_bit(model, x, prefetch):
         step(batch)
         step.wait()
         assert same([p.grad for p in model.parameters()], expected)
-    assert keeper._offload.moving is not None
+    assert keeper._offload.plan is not None
 
 
 def test_tensors_with_valid_rows_in_a_graph():
@@ -224,7 +224,7 @@ def hold_back(monkeypatch, which):
 
     monkeypatch.setattr(SideStream, "_late", False, raising=False)
     monkeypatch.setattr(SideStream, "after", late)
-    return lambda keeper: setattr(getattr(keeper._offload.moving.transfers, which), "_late", True)
+    return lambda keeper: setattr(getattr(keeper._offload.transfers, which), "_late", True)
 
 
 @pytest.mark.parametrize("which", ["_out", "_in"])
@@ -269,20 +269,18 @@ def test_events_of_groups_that_are_over_mark_later_ones(model, x, prefetch):
     keeper = keeper_for(model, prefetch)
     for _ in range(6):
         assert same(gradients(model, x, keeper), plain)
-    transfers = keeper._offload.moving.transfers
+    transfers = keeper._offload.transfers
     for side in (transfers._out, transfers._in):
         assert 0 < len(side._unused) <= len(model.layers) + 1  # one for each group at a time, and one to join
 
 
-def alone(size: int) -> Moving:
+def alone(size: int) -> Offload:
     """Offload by a plan, without a keeper, whose host memory holds one tensor of `size` bytes."""
-    device = torch.device("cuda", 0)
-    slabs = HostSlabs(device, size)
-    slabs.fit(size)
+    policy, keep = ps.Policy([ps.Rule("r", "offload")], ps.PoolConfig(host=size)), Keep()
+    home = Offload(policy, keep, Stash(policy, keep, "auto"), lambda: None)
     plan = OffloadPlan({}, window=4 * size)  # room for copies under way
-    keep = Keep()
-    stash = Stash(ps.Policy([]), keep, "auto")
-    return Moving(device, slabs, plan, RowSplit({}), keep, stash, StepOrder(), Tally())
+    home.begin(Outlook(plan, RowSplit({}), host_bytes=size, pages=0), torch.device("cuda", 0))
+    return home
 
 
 def entry_of(tensor: torch.Tensor) -> Entry:

@@ -273,7 +273,7 @@ def test_expected_rows_that_a_capture_is_the_first_to_see_stay(monkeypatch):
     plain = run(model)
     keeper = keeper_for(model, rules(), device=1 << 20)
     with monkeypatch.context() as patch:
-        patch.setattr("pagestash.saved.offload.home.capturing", lambda: True)
+        patch.setattr("pagestash.saved.offload.moving.capturing", lambda: True)
         assert same(run(model, keeper), plain)
     assert keeper.stats().homes["offload"].peak == 0
     assert keeper.stats().homes["keep"].peak >= DEPTH * EXPECTED * ROW

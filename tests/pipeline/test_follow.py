@@ -95,7 +95,7 @@ class PlanInForce(Diary):
 
     def begin(self, action):
         super().begin(action)
-        self.plan = self.plan or getattr(self.keeper._offload.moving, "plan", None)
+        self.plan = self.plan or self.keeper._offload.plan
 
 
 def steps_of(name, world):
@@ -130,7 +130,7 @@ def run(name, rank, world, rules=None):
             with keeper.step():
                 losses = take_step(schedule, stages, x, y)
             homes = {home: stats.peak for home, stats in keeper.stats().homes.items()}
-            told.append((homes, watch.plan is getattr(keeper._offload.moving, "plan", None)))
+            told.append((homes, watch.plan is keeper._offload.plan))
         gradients = [value.grad.clone() for stage in stages for value in stage.submod.parameters()]
         results.append((losses, gradients))
     return results, told

@@ -36,8 +36,8 @@ def moved_by_a_keeper(model, policy, step, steps=2) -> tuple[int, set]:
         with keeper.step():
             step()
     peak = keeper.stats().homes["offload"].peak
-    moving = keeper._offload.moving
-    stays = set() if moving is None else {key[-2] for key in moving.plan.stays}
+    plan = keeper._offload.plan
+    stays = set() if plan is None else {key[-2] for key in plan.stays}
     keeper.detach()
     return peak, stays
 

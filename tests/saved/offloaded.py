@@ -5,7 +5,7 @@ import gc
 from torch import nn
 
 import pagestash as ps
-from pagestash.saved.offload.moving import Moving
+from pagestash.saved.offload.moving import Offload
 
 RULE = {"min_bytes": 256}
 
@@ -15,9 +15,9 @@ def keeper_for(model, *rules, **pool) -> ps.Keeper:
     return ps.Keeper(ps.Policy(list(rules), ps.PoolConfig(**pool)), backend="torch").attach(model)
 
 
-def moving(keeper) -> Moving:
-    assert keeper._offload.moving is not None
-    return keeper._offload.moving
+def moving(keeper) -> Offload:
+    assert keeper._offload.plan is not None
+    return keeper._offload
 
 
 def nothing_left(keeper) -> None:

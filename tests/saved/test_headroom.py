@@ -82,13 +82,13 @@ def test_a_pool_that_is_made_takes_its_part():
     rules = [ps.Rule("a", "offload", min_bytes=0), ps.Rule("b", "stash", min_bytes=0)]
     keeper = ps.Keeper(ps.Policy(rules, ps.PoolConfig(page=1024)), backend="torch").attach(model)
     peaks = chain([0, 1 << 20], repeat(2 << 20))
-    keeper._offload.measuring.meter = HeadroomMeter(lambda: Reading(100, next(peaks), {}))
+    keeper._offload.measured.meter = HeadroomMeter(lambda: Reading(100, next(peaks), {}))
     x = torch.randn(32, 64, requires_grad=True)
     with keeper.step():
         (model["b"](model["a"](x) * 2.0).sum() + model["a"](x + 1).sum()).backward()
     taken = keeper.pool.device_pages * 1024
     assert taken
-    assert keeper._offload.moving.plan.headroom[("put", ("a", 0))] == (1 << 20) - taken
+    assert keeper._offload.plan.headroom[("put", ("a", 0))] == (1 << 20) - taken
 
 
 def test_nothing_is_read_where_nothing_is_offloaded():
@@ -99,6 +99,6 @@ def test_nothing_is_read_where_nothing_is_offloaded():
     def read():
         raise AssertionError("read")
 
-    keeper._offload.measuring.meter = HeadroomMeter(read)
+    keeper._offload.measured.meter = HeadroomMeter(read)
     with keeper.step():
         model(torch.randn(4, 8)).sum().backward()

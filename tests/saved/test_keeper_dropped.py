@@ -16,9 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import pagestash as ps
 from pagestash.saved import hooks
 from pagestash.saved.eight_bits import EightBits
-from pagestash.saved.offload.home import Offload
-from pagestash.saved.offload.moving import Moving
-from pagestash.saved.offload.transfers import OffloadedGroup
+from pagestash.saved.offload.moving import Offload, OffloadedGroup
 from pagestash.saved.packed import unpack
 from pagestash.saved.paged import PagedStash, StashedGroup
 from pagestash.saved.stash import Stash
@@ -44,7 +42,7 @@ POLICIES = {
 def memory_of(keeper: ps.Keeper) -> list[StorageWeakRef]:
     """The storages of the keeper's pool and of its host memory, as far as it has them."""
     found = [] if keeper.pool is None else [keeper.pool.memory.device_slab, keeper.pool.memory.state]
-    if keeper._offload.moving is not None:
+    if keeper._offload.plan is not None:
         found += moving(keeper).slabs._slabs
     return [StorageWeakRef(slab.untyped_storage()) for slab in found]
 
@@ -150,13 +148,13 @@ def test_an_entry_that_is_collected_while_its_group_is_put_leaves_the_others_the
 
     plain = gradient()
     assert torch.equal(gradient(), plain)
-    admit, admitted = Moving._admit, []
+    admit, admitted = Offload._admit, []
 
     def collected(self, *args):  # the collector runs when it likes: here between two entries of a group
         admit(self, *args)
         admitted.append(gc.collect())
 
-    monkeypatch.setattr(Moving, "_admit", collected)
+    monkeypatch.setattr(Offload, "_admit", collected)
     assert torch.equal(gradient(), plain)
     assert sum(admitted) > 0
     keeper.detach()
@@ -283,7 +281,7 @@ def test_an_entry_that_is_collected_before_it_has_its_place_is_dropped_there(nam
     assert all(torch.equal(each, plain[0]) for each in plain)
     check_nothing_waits(keeper)
     if "keep" not in name:  # else the measured step would never be over
-        assert keeper.pool is not None or keeper._offload.moving is not None
+        assert keeper.pool is not None or keeper._offload.plan is not None
 
 
 class SavedAgain(nn.Module):

@@ -25,7 +25,7 @@ def test_losses_and_gradients_are_the_same_to_the_last_bit(fraction, prefetch):
     keeper = keeper_for(model, rule)
     for _ in range(4):
         assert same(losses_and_grads(model, x, keeper), plain)
-        if keeper._offload.moving is not None:
+        if keeper._offload.plan is not None:
             nothing_left(keeper)
 
 
@@ -345,7 +345,7 @@ def test_a_copy_that_fails_leaves_nothing_behind(monkeypatch):
         raise MemoryError("no")
 
     with monkeypatch.context() as patch:  # in the measured step
-        patch.setattr(torch.Tensor, "to", fail)
+        patch.setattr("pagestash.saved.offload.moving.ordinary_extent", fail)
         with pytest.raises(MemoryError), keeper.step():
             model(x)
     assert same(losses_and_grads(model, [x], keeper), plain)

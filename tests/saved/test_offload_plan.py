@@ -8,7 +8,7 @@ from torch import nn
 
 import pagestash as ps
 from pagestash.saved.offload import transfers
-from pagestash.saved.offload.moving import Moving
+from pagestash.saved.offload.moving import Offload
 
 STEPS = {
     "more microbatches": (
@@ -64,7 +64,7 @@ def test_an_evaluation_does_not_count():
     keeper = keeper_for(model, ps.Rule("layers.*", "offload", prefetch_bytes=0, **RULE))
     with keeper.step(), torch.no_grad():
         model(x[0])
-    assert keeper._offload.moving is None
+    assert keeper._offload.plan is None
     assert same(losses_and_grads(model, x, keeper), plain)
     planned = moving(keeper).plan
     with keeper.step(), torch.no_grad():
@@ -96,7 +96,7 @@ def test_what_leaves_shares_the_window_with_what_comes_back(monkeypatch):
 
     assert same(one_forward_one_backward(), plain)
     monkeypatch.setattr(transfers, "is_done", lambda event: False)  # copies take as long as they are let
-    put, fetch = Moving.put, Moving._fetch
+    put, fetch = Offload.put, Offload._fetch
 
     def note(self, coming=0):
         leaving = sum(origin.nbytes for each in self.transfers._leaving for _, origin in each.sources)
@@ -111,8 +111,8 @@ def test_what_leaves_shares_the_window_with_what_comes_back(monkeypatch):
         note(self, sum(entry.length for entry in group.members))
         fetch(self, group, asked)
 
-    monkeypatch.setattr(Moving, "put", noting_put)
-    monkeypatch.setattr(Moving, "_fetch", noting_fetch)
+    monkeypatch.setattr(Offload, "put", noting_put)
+    monkeypatch.setattr(Offload, "_fetch", noting_fetch)
     assert same(one_forward_one_backward(), plain)
     window = moving(keeper).plan.window
     assert all(leaving + there <= window for leaving, there in seen)
@@ -126,13 +126,13 @@ def test_copies_may_take_longer_where_memory_is_far_from_its_peak(monkeypatch):
     keeper = keeper_for(model, ps.Rule("layers.*", "offload", **RULE))
     losses_and_grads(model, [x], keeper)
     monkeypatch.setattr(transfers, "is_done", lambda event: False)
-    put, seen, layer = Moving.put, [], 32 * (64 + 128 + 128) * 4
+    put, seen, layer = Offload.put, [], 32 * (64 + 128 + 128) * 4
 
     def noting(self, group):
         put(self, group)
         seen.append(self.window.leaving // layer)
 
-    monkeypatch.setattr(Moving, "put", noting)
+    monkeypatch.setattr(Offload, "put", noting)
     assert same(losses_and_grads(model, [x], keeper), plain)
     assert seen == [1, 2, 2, 2, 2, 1, 0, 0]  # a window of three, with the one being made and those that stay
     seen.clear()
@@ -183,13 +183,13 @@ def test_what_a_fraction_leaves_on_the_device_takes_no_part_of_the_window(monkey
     plain = losses_and_grads(model, [x])
     keeper = keeper_for(model, ps.Rule("layers.*.1", "offload", fraction=0.6, **RULE))  # a tensor a layer
     losses_and_grads(model, [x], keeper)
-    late, fetch = [], Moving._fetch
+    late, fetch = [], Offload._fetch
 
     def noting(self, group, asked=None):
         late.append(asked in group.members)
         fetch(self, group, asked)
 
-    monkeypatch.setattr(Moving, "_fetch", noting)
+    monkeypatch.setattr(Offload, "_fetch", noting)
     assert same(losses_and_grads(model, [x], keeper), plain)
     moved = keeper._offload.tally.peak // (32 * 128 * 4)
     assert late == [False] * moved

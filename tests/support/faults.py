@@ -1,7 +1,7 @@
 """Hand-overs of offload with a wait left out: a test that holds a stream back must notice."""
 
 from pagestash.saved.offload import transfers
-from pagestash.saved.offload.moving import Moving
+from pagestash.saved.offload.moving import Offload
 from pagestash.saved.offload.transfers import Transfers
 from pagestash.saved.offload.window import Window
 
@@ -21,11 +21,11 @@ def broken_let_go(monkeypatch):
 
 def broken_arrival(monkeypatch):
     """A reader that does not wait for the copy back."""
-    right = Moving._take_in
+    right = Offload._take_in
 
     def wrong(self, group):
         arrived, group.arrived = group.arrived, None
         right(self, group)
         group.arrived = arrived
 
-    monkeypatch.setattr(Moving, "_take_in", wrong)
+    monkeypatch.setattr(Offload, "_take_in", wrong)

@@ -81,18 +81,22 @@ class BatchedCopies:
 
 
 def copy_each(
-    destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], device: torch.device
+    destinations: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    device: torch.device,
+    *,
+    wait: bool = False,
 ) -> None:
     """Copy each source to its destination, on the current stream of `device`; the host does not wait.
 
     Each pair has the same dtype, sizes and strides, and its elements lie side by side. One of the two is in host
-    memory, pinned where the device is a GPU.
+    memory, pinned where the device is a GPU; else the host has to `wait`.
     """
-    if device.type == "cuda" and len(sources) > 1 and not stream_captures():
+    if device.type == "cuda" and len(sources) > 1 and not wait and not stream_captures():
         batched, stream = _batched(device), current_raw_stream(device.index)
         if batched is not None and stream and batched.start(destinations, sources, stream):
             return
-    foreach_copy_(destinations, sources, non_blocking=True)
+    foreach_copy_(destinations, sources, non_blocking=not wait)
 
 
 @cache

@@ -141,6 +141,11 @@ class HostSlabs:
             self._slabs.append(more)
 
 
+def ordinary_extent(size: int) -> HostExtent:
+    """Memory of no slab, for a step that shows how large slabs should be."""
+    return HostExtent(torch.empty(size, dtype=torch.uint8, device="cpu"), (-1, 0, size), {})
+
+
 def aligned(size: int) -> int:
     """`size` rounded up to the alignment of host memory."""
     return -(-size // ALIGNMENT) * ALIGNMENT

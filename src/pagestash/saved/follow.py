@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from pagestash.saved.offload.home import Offload
+from pagestash.saved.offload.moving import Offload
 from pagestash.saved.offload.plan import Event, GroupBytes, Key
 from pagestash.schedules.observe import Observation
 from pagestash.schedules.plan import Action, Kind, Plan, read_plan
@@ -61,9 +61,9 @@ class _Following:
     def begin_step(self, plan: Plan) -> None:
         self._order.immediate_backwards = immediate_backwards(plan)
         # Another schedule of these stages, or a step that went its own way, may have put its own plan in place.
-        ours = plan.actions == self._expected and self._offload.expected() is self._groups
+        ours = plan.actions == self._expected and self._offload.window.plan.groups is self._groups
         if not ours and self._expect(plan):
-            self._expected, self._groups = plan.actions, self._offload.expected()
+            self._expected, self._groups = plan.actions, self._offload.window.plan.groups
         # The first step of a schedule runs the stages once more, to learn their shapes.
         self._before_first.enter_context(self._aside())
 
@@ -88,7 +88,9 @@ class _Following:
     def _expect(self, plan: Plan) -> bool:
         """Tell the home the order of the step; False while some action was never seen, or no group's size is."""
         sizes: dict[Key, GroupBytes] = {
-            (key[0], *key[2:]): group for key, group in self._offload.expected().items() if len(key) == 4
+            (key[0], *key[2:]): group
+            for key, group in self._offload.window.plan.groups.items()
+            if len(key) == 4
         }
         events: list[Event] = []
         groups: dict[Key, GroupBytes] = {}

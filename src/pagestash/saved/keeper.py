@@ -18,7 +18,7 @@ from pagestash.saved.follow import StageEvents, follow
 from pagestash.saved.homes import Home, Keep, TakesGroups
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.offload.headroom import Reading, read_memory
-from pagestash.saved.offload.home import Offload
+from pagestash.saved.offload.moving import Offload
 from pagestash.saved.overflow import Agreement, grow, refuse_if_overflowed
 from pagestash.saved.quiet_rules import QuietRules, StepNeverOpened
 from pagestash.saved.received_rows import RowsChoice

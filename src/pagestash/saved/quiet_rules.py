@@ -14,7 +14,7 @@ import torch
 
 from pagestash.policy import Policy, Rule
 from pagestash.saved.hooks import SavedTensorHooks
-from pagestash.saved.offload.home import Offload
+from pagestash.saved.offload.moving import Offload
 from pagestash.saved.packed import Handle, Kept, Packed
 from pagestash.saved.reasons import (
     NO_EXPECTED_ROWS,
@@ -152,15 +152,14 @@ class QuietRules:
 
     def _window(self, rule: Rule, offload: Offload) -> str | None:
         """Why the plan moves nothing of a rule; None if it moves something."""
-        moving = offload.moving
-        if moving is None or rule.match in moving.moved_rules:
+        if offload.plan is None or rule.match in offload.moved_rules:
             return None
         if not rule.fraction:
             return NO_FRACTION
-        if moving.refused.peak:
-            if moving.slabs.wanted <= moving.slabs.limit:
+        if offload.refused.peak:
+            if offload.slabs.wanted <= offload.slabs.limit:
                 return None  # the step was larger than those before; there will be room in the next
-            return f"there is no host memory for it: [pool] host allows {format_bytes(moving.slabs.limit)}"
+            return f"there is no host memory for it: [pool] host allows {format_bytes(offload.slabs.limit)}"
         return WITHIN_WINDOW
 
 

@@ -26,7 +26,7 @@ class EntryShape(NamedTuple):
 
     @classmethod
     def of(cls, entry: Entry) -> "EntryShape":
-        return cls(entry.length, 0 if entry.rows is None else entry.capacity)
+        return cls(entry.last - entry.first, 0 if entry.rows is None else entry.capacity)
 
 
 def mean_rows(found: Mapping[tuple[str, int], Sequence[int]]) -> dict[tuple[str, int], float]:

@@ -16,12 +16,11 @@ One stream for each direction: out during forward, in during backward. The hand-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from pagestash.pages.copies import copy_each
-from pagestash.pages.slabs import HostExtent
+from pagestash.pages.slabs import HostExtent, HostSlabs
 from pagestash.saved.homes import KeptStorage
 from pagestash.saved.offload.window import WindowGroup
 from pagestash.saved.stash import StashPlace
@@ -45,40 +44,22 @@ class Member:
     rest_place: StashPlace | None = None
 
 
-class GroupOwner(Protocol):
-    """Who answers for the entries of a group."""
-
-    def get(self, group: "OffloadedGroup", entry: Entry) -> torch.Tensor: ...
-
-    def drop(self, group: "OffloadedGroup", entry: Entry) -> None: ...
-
-    def ended(self, group: "OffloadedGroup") -> None: ...
-
-
 @dataclass(slots=True, eq=False)
-class OffloadedGroup:
-    """The entries of one region in one microbatch, on their way out, on the host, and on their way back.
+class TravellingGroup:
+    """The entries of one region in one microbatch, on their way out, on the host, and on their way back."""
 
-    It is the place of each of them, whatever became of it.
-    """
-
-    owner: GroupOwner | None = field(repr=False)
-    """None once all entries are dropped: the owner knows its groups, and a circle would keep pinned memory."""
     held: WindowGroup
     """Its bytes, as the window sees them."""
-    alive: int = 0
-    """Entries that were not dropped yet."""
     members: dict[Entry, Member] = field(default_factory=dict)
     extent: HostExtent | None = None
     """Its host memory, if anything of it has left."""
-    refused: int = 0
-    """Bytes for which there was none."""
+    slabs: HostSlabs | None = None
+    """Whose memory that is; None: ordinary memory, whose copies the host waits for."""
     sources: list[tuple[Entry, torch.Tensor]] = field(default_factory=list)
     """The memory that its copies out read, until it is let go."""
     left: torch.cuda.Event | None = None
     incoming: dict[Entry, torch.Tensor] = field(default_factory=dict)
     arrived: torch.cuda.Event | None = None
-    restored: dict[Entry, torch.Tensor] = field(default_factory=dict)
 
     def host_memory(self, entry: Entry) -> tuple[torch.Tensor, bool]:
         """Where the bytes of an entry are that leave, and whether in its form, which is cheaper than to see it as
@@ -91,19 +72,6 @@ class OffloadedGroup:
                 return made, True
         return self.extent.memory[member.at : member.at + member.share], False
 
-    def get(self, entry: Entry) -> torch.Tensor:
-        assert self.owner is not None
-        return self.owner.get(self, entry)
-
-    def drop(self, entry: Entry) -> None:
-        assert self.owner is not None
-        entry.place = None
-        self.owner.drop(self, entry)
-        self.alive -= 1
-        if not self.alive:
-            self.owner.ended(self)
-            self.owner = None
-
 
 class Transfers:
     """The copies that are under way."""
@@ -112,9 +80,9 @@ class Transfers:
         self._device = device
         self._out = SideStream(device)
         self._in = SideStream(device)
-        self._leaving: deque[OffloadedGroup] = deque()
+        self._leaving: deque[TravellingGroup] = deque()
 
-    def move_out(self, group: OffloadedGroup, entries: Sequence[Entry]) -> None:
+    def move_out(self, group: TravellingGroup, entries: Sequence[Entry]) -> None:
         """Start to copy the leading bytes of `entries` to the group's extent."""
         sources, leaving_bytes = [], 0
         origins: list[torch.Tensor] = []
@@ -128,7 +96,7 @@ class Transfers:
             sources.append((entry, origin))
             leaving_bytes += entry.storage_bytes or origin.untyped_storage().nbytes()
         with self._out.after():
-            copy_each(hosts, origins, self._device)
+            copy_each(hosts, origins, self._device, wait=group.slabs is None)
         group.left = self._out.mark()
         group.sources = sources
         group.held.leaving_bytes = leaving_bytes
@@ -152,7 +120,7 @@ class Transfers:
             entry.spoiled |= origin._version != entry.version
         group.sources = []
 
-    def fetch(self, group: OffloadedGroup, entries: Sequence[Entry]) -> None:
+    def fetch(self, group: TravellingGroup, entries: Sequence[Entry]) -> None:
         """Start to copy what of `entries` has left to new memory of their full length."""
         buffers: dict[Entry, torch.Tensor] = {}
         parts: list[torch.Tensor] = []
@@ -171,15 +139,15 @@ class Transfers:
                 parts.append(buffer if whole else buffer[: len(host)])
         with self._in.after(group.left):
             if parts:
-                copy_each(parts, hosts, self._device)
+                copy_each(parts, hosts, self._device, wait=group.slabs is None)
         group.arrived = self._in.mark()
         group.incoming |= buffers
 
-    def wait_for(self, group: OffloadedGroup) -> None:
+    def wait_for(self, group: TravellingGroup) -> None:
         """The compute stream goes on behind the group's copy back."""
         wait_here(group.arrived)
 
-    def forget(self, group: OffloadedGroup) -> None:
+    def forget(self, group: TravellingGroup) -> None:
         """Nothing of the group can be asked for any more; its copy out may still be under way."""
         self._in.forget(group.arrived)
         if not group.held.leaving_bytes:  # else `let_go` is still to ask for its event
@@ -187,7 +155,7 @@ class Transfers:
             group.left = None
         group.arrived = None
 
-    def outlive(self, group: OffloadedGroup) -> None:
+    def outlive(self, group: TravellingGroup) -> None:
         """The group's copy back may still be under way when its buffers are freed."""
         self._in.outlive(list(group.incoming.values()))
 

@@ -14,7 +14,7 @@ from torch import nn
 import pagestash as ps
 from pagestash.moe.saving import Saving
 from pagestash.pages.pool import PagePool
-from pagestash.saved import streams
+from pagestash.saved import one_stream
 
 MAIN, SIDE = (0, 0, 1), (7, 0, 1)
 
@@ -23,13 +23,13 @@ MAIN, SIDE = (0, 0, 1), (7, 0, 1)
 def on(monkeypatch):
     """A context in which another stream is the current one."""
     now = [MAIN]
-    start = streams.OneStream.start
+    start = one_stream.OneStream.start
 
     def on_a_gpu(self, device):
         start(self, torch.device("cuda", 0))
 
-    monkeypatch.setattr(streams.OneStream, "start", on_a_gpu)
-    monkeypatch.setattr(streams, "current_stream_ids", lambda index: now[0])
+    monkeypatch.setattr(one_stream.OneStream, "start", on_a_gpu)
+    monkeypatch.setattr(one_stream, "current_stream_ids", lambda index: now[0])
 
     @contextmanager
     def other(stream):

@@ -13,6 +13,7 @@ from pagestash.saved.compiled import hidden
 from pagestash.saved.eight_bits import can_code, is_cast_weight
 from pagestash.saved.entries import Entries
 from pagestash.saved.homes import Keep, TakesGroups
+from pagestash.saved.one_stream import OneStream
 from pagestash.saved.packed import Handle, Kept, Look, Packed, Untouched
 from pagestash.saved.region import Recording, Region, frames
 from pagestash.saved.storage import (
@@ -25,7 +26,6 @@ from pagestash.saved.storage import (
     row_range,
     saved_view,
 )
-from pagestash.saved.streams import OneStream
 from pagestash.saved.valid_rows.mark import Valid
 from pagestash.saved.valid_rows.marks import Marks
 from pagestash.torch_internals import (

@@ -114,34 +114,6 @@ class SideStream:
             self.forget(event)
 
 
-class OneStream:
-    """Refuses tensors of a second stream: homes that move bytes hand memory on in the order of one."""
-
-    def __init__(self) -> None:
-        self._index: int | None = None
-        self._first: StreamIds | None = None
-
-    def start(self, device: torch.device | None) -> None:
-        """A step begins; the first tensor that moves says which stream it is."""
-        self._index = device.index if device is not None and device.type == "cuda" else None
-        self._first = None
-
-    def check(self, region: str) -> None:
-        """A tensor of `region` is saved now, or is about to move."""
-        if self._index is None:
-            return
-        here = current_stream_ids(self._index)
-        if here == self._first:
-            return
-        if self._first is not None:
-            raise RuntimeError(
-                f"region {region!r} saves tensors on another CUDA stream than others of the step. Stash, offload "
-                "and bits=8 hand memory on in the order of one stream: give the region the home keep, or recompute "
-                "inside no region that moves its input; or run it on the stream of the others"
-            )
-        self._first = here
-
-
 def wait_here(event: torch.cuda.Event | None) -> None:
     """The current stream of the event's device goes on only after `event`; the host does not wait."""
     if event is not None:

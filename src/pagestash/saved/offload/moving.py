@@ -18,7 +18,7 @@ import torch
 from pagestash.kernels.backend import choose
 from pagestash.kernels.pages.tail import zero_tail
 from pagestash.pages.host import MakeSlab, host_slab
-from pagestash.pages.slabs import HostSlabs, ordinary_extent, places
+from pagestash.pages.slabs import HostExtent, HostSlabs, ordinary_extent, places
 from pagestash.policy import HomeName, Policy, Rule
 from pagestash.saved.homes import Home, Keep, Tally
 from pagestash.saved.offload.headroom import HeadroomMeter, Reading
@@ -51,6 +51,8 @@ class OffloadedGroup(TravellingGroup):
 
     owner: "Offload | None" = field(default=None, repr=False)
     """None once all entries are dropped: the owner knows its groups, and a circle would keep pinned memory."""
+    extent: HostExtent | None = None
+    """Its host memory, if anything of it has left."""
     alive: int = 0
     """Entries that were not dropped yet."""
     refused: int = 0
@@ -293,12 +295,10 @@ class Offload(Home):
         if group.extent is None:
             group.refused = size
             self.refused.count(region, size)
-        else:
-            self.slabs.fixed = self.slabs.fixed or capturing()
 
     def _admit(self, group: OffloadedGroup, entry: Entry, rule: Rule, share: int, at: int) -> None:
         """Settle what becomes of an entry's bytes, and put away those that do not leave."""
-        member = group.members[entry] = Member(share, at)
+        member = group.members[entry] = Member(share)
         entry.place = group  # from here on its end gives back what it was given, also if something fails
         held = group.held
         if not share and (entry.rows is None or self._split.mostly_valid(rule, EntryShape.of(entry))):
@@ -306,6 +306,11 @@ class Offload(Home):
             member.stays = self._keep.stay(entry)
             return
         if share:
+            assert group.extent is not None
+            form = entry.form if share == entry.last - entry.first else None
+            made = None if form is None else group.extent.in_form(at, form)
+            member.whole = made is not None
+            member.host = group.extent.memory[at : at + share] if made is None else made
             self.tally.count(entry.region, share)
             held.travelling_bytes += share
             held.away_bytes += entry.last - entry.first

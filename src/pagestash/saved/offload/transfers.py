@@ -20,24 +20,26 @@ from dataclasses import dataclass, field
 import torch
 
 from pagestash.pages.copies import copy_each
-from pagestash.pages.slabs import HostExtent, HostSlabs
+from pagestash.pages.slabs import HostSlabs
 from pagestash.saved.homes import KeptStorage
 from pagestash.saved.offload.window import WindowGroup
 from pagestash.saved.stash import StashPlace
 from pagestash.saved.storage import Entry
-from pagestash.saved.streams import SideStream, is_done, wait_here
+from pagestash.saved.streams import SideStream, capturing, is_done, wait_here
 
 
 @dataclass(slots=True, eq=False)
 class Member:
     """What became of one entry of a group.
 
-    It stays as a whole (`stays`); or its first `share` bytes are in the group's extent, from byte `at` on, and the
-    rows behind them, where it has valid rows, in pages (`rest`).
+    It stays as a whole (`stays`); or its first `share` bytes are on the host, and the rows behind them, where it
+    has valid rows, in pages (`rest`).
     """
 
     share: int
-    at: int
+    host: torch.Tensor | None = None
+    """Where its share is: `whole`, in the entry's form, which is cheaper than to see it as bytes, or flat."""
+    whole: bool = False
     stays: KeptStorage | None = None
     rows: torch.Tensor | None = None
     rest: Entry | None = None
@@ -51,26 +53,13 @@ class TravellingGroup:
     held: WindowGroup
     """Its bytes, as the window sees them."""
     members: dict[Entry, Member] = field(default_factory=dict)
-    extent: HostExtent | None = None
-    """Its host memory, if anything of it has left."""
     slabs: HostSlabs | None = None
-    """Whose memory that is; None: ordinary memory, whose copies the host waits for."""
+    """Whose memory its host memory is; None: ordinary memory, for whose copies the host waits."""
     sources: list[tuple[Entry, torch.Tensor]] = field(default_factory=list)
     """The memory that its copies out read, until it is let go."""
     left: torch.cuda.Event | None = None
     incoming: dict[Entry, torch.Tensor] = field(default_factory=dict)
     arrived: torch.cuda.Event | None = None
-
-    def host_memory(self, entry: Entry) -> tuple[torch.Tensor, bool]:
-        """Where the bytes of an entry are that leave, and whether in its form, which is cheaper than to see it as
-        bytes: not if a part of it leaves, or it has no form, or one with gaps."""
-        member, form = self.members[entry], entry.form
-        assert self.extent is not None
-        if form is not None and member.share == entry.last - entry.first:
-            made = self.extent.in_form(member.at, form)
-            if made is not None:
-                return made, True
-        return self.extent.memory[member.at : member.at + member.share], False
 
 
 class Transfers:
@@ -83,18 +72,20 @@ class Transfers:
         self._leaving: deque[TravellingGroup] = deque()
 
     def move_out(self, group: TravellingGroup, entries: Sequence[Entry]) -> None:
-        """Start to copy the leading bytes of `entries` to the group's extent."""
+        """Start to copy the leading bytes of `entries` to the host."""
         sources, leaving_bytes = [], 0
         origins: list[torch.Tensor] = []
         hosts: list[torch.Tensor] = []
         for entry in entries:
-            origin = entry.origin
+            origin, member = entry.origin, group.members[entry]
             assert origin is not None
-            host, whole = group.host_memory(entry)
-            hosts.append(host)
-            origins.append(origin if whole else entry.part(0, len(host)))
+            assert member.host is not None
+            hosts.append(member.host)
+            origins.append(origin if member.whole else entry.part(0, member.share))
             sources.append((entry, origin))
             leaving_bytes += entry.storage_bytes or origin.untyped_storage().nbytes()
+        if group.slabs is not None:
+            group.slabs.fixed = group.slabs.fixed or capturing()
         with self._out.after():
             copy_each(hosts, origins, self._device, wait=group.slabs is None)
         group.left = self._out.mark()
@@ -126,17 +117,15 @@ class Transfers:
         parts: list[torch.Tensor] = []
         hosts: list[torch.Tensor] = []
         for entry in entries:
-            # (Without a share all of its valid rows are in pages.)
-            host, whole = group.host_memory(entry) if group.members[entry].share else (None, False)
-            form = entry.form
-            if whole and form is not None:
+            member, form = group.members[entry], entry.form
+            if member.whole and form is not None:
                 buffer = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self._device)
             else:
                 buffer = torch.empty(entry.last - entry.first, dtype=torch.uint8, device=self._device)
             buffers[entry] = buffer
-            if host is not None:
-                hosts.append(host)
-                parts.append(buffer if whole else buffer[: len(host)])
+            if member.host is not None:  # else all of its valid rows are in pages
+                hosts.append(member.host)
+                parts.append(buffer if member.whole else buffer[: member.share])
         with self._in.after(group.left):
             if parts:
                 copy_each(parts, hosts, self._device, wait=group.slabs is None)

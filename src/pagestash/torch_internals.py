@@ -333,7 +333,8 @@ def modules_in(*roots: nn.Module) -> list[nn.Module]:
 
 COMPILED = "_orig_mod"
 """The name that `torch.compile(module)` gives the inner module."""
-WRAPPERS = frozenset({COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+FSDP1_WRAPPED = "_fsdp_wrapped_module"
+WRAPPERS = frozenset({COMPILED, FSDP1_WRAPPED, "_checkpoint_wrapped_module"})
 """The names that `torch.compile`, FSDP and activation checkpointing give the module they wrap."""
 
 

@@ -6,7 +6,6 @@ from stack import batch, run
 from torch import nn
 
 import pagestash as ps
-from pagestash.saved.note_weights import LOOK_AGAIN
 from pagestash.saved.packed import Untouched
 from pagestash.torch_internals import modules_in
 
@@ -27,26 +26,6 @@ def test_weights_stay_where_they_are(sized):
     run(model, x, rows, keeper)
     assert any(is_weight for is_weight, _ in packed)
     assert all(through for is_weight, through in packed if is_weight)
-
-
-def test_weights_reallocated_before_forward_stay_where_they_are():
-    """As FSDP2 does it: the parameter of a child gets new storage in a hook of its own, after the step began."""
-    model = nn.Sequential(nn.Sequential(nn.Linear(16, 16, bias=False)))
-    linear = model[0][0]
-
-    def reallocate(module, args):
-        module.weight = nn.Parameter(module.weight.detach().clone())
-
-    linear.register_forward_pre_hook(reallocate, prepend=True)
-    keeper = ps.Keeper(ps.Policy([ps.Rule("0", "stash", min_bytes=16)], ps.PoolConfig(page=256))).attach(
-        model
-    )
-    x = torch.randn(8, 16, requires_grad=True)
-    for _ in range(2):
-        with keeper.step():
-            model(x).square().sum().backward()
-    peak = keeper.stats().homes["stash"].peak
-    assert peak == x.nbytes  # the input, for the weight's gradient; the weight itself was not taken
 
 
 class Borrower(nn.Module):
@@ -104,10 +83,16 @@ def test_modules_are_found_once_each_wherever_they_are():
     assert sorted(map(id, found)) == sorted(map(id, model.modules()))
 
 
-def test_a_module_in_several_regions_notes_its_weights_once():
-    model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(4, 4))))
-    ps.Keeper(ps.Policy([ps.Rule("**", "keep")])).attach(model)
-    assert len(model[0][0][0]._forward_pre_hooks) == 2  # one that notes, and one that opens its own region
+def test_a_unit_in_several_regions_notes_its_weights_once():
+    model = nn.Sequential(nn.Sequential(nn.Sequential(Unit(4))))
+    keeper = ps.Keeper(ps.Policy([ps.Rule("**", "stash", min_bytes=16)])).attach(model)
+    with keeper.step():
+        model(torch.ones(2, 4)).sum().backward()
+    assert (
+        len(model[0][0][0]._forward_pre_hooks) == 3
+    )  # its own, one that notes, and one that opens its region
+    keeper.detach()
+    assert len(model[0][0][0]._forward_pre_hooks) == 1
 
 
 def test_a_weight_changed_between_forward_and_backward_is_refused(sized):
@@ -121,46 +106,33 @@ def test_a_weight_changed_between_forward_and_backward_is_refused(sized):
             loss.backward()
 
 
-class Reallocates:
-    """As FSDP2 does it, once switched on: shards between steps, and a weight in new memory before forward."""
+class Unit(nn.Linear):
+    """As FSDP2 makes of a module: once switched on, its weight is in new memory before each forward."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        self.on, self.linear = False, linear
-        linear.register_forward_pre_hook(self, prepend=True)
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, bias=False)
+        self.on = False
+        self.register_forward_pre_hook(Unit.gather, prepend=True)
 
-    def between_steps(self) -> None:
+    def gather(self, args):
         if self.on:
-            self.linear.weight.data = self.linear.weight.data.clone()
+            self.weight.data = self.weight.data.clone()
 
-    def __call__(self, module, args):
-        if self.on:
-            module.weight.data = module.weight.data.clone()
+    def unshard(self) -> None: ...
+    def reshard(self) -> None: ...
 
 
-def test_a_module_whose_weights_stay_where_they_are_is_called_without_a_hook_after_the_first_step():
+def test_modules_that_gather_nothing_are_called_without_a_hook():
     model = nn.Sequential(nn.Sequential(nn.Linear(16, 16, bias=False)))
     keeper = ps.Keeper(ps.Policy([ps.Rule("0", "stash")])).attach(model)
-    assert len(model[0][0]._forward_pre_hooks) == 1
-    with torch.no_grad(), keeper.step():
-        model(torch.ones(2, 16))  # an evaluation, which opens no region and shows nothing
-    for _ in range(2):
-        with keeper.step():
-            model(torch.ones(2, 16)).sum().backward()
-    assert not model[0][0]._forward_pre_hooks
-    on = []
-    for _ in range(2 * LOOK_AGAIN):
-        with keeper.step():
-            on.append(bool(model[0][0]._forward_pre_hooks))
-            model(torch.ones(2, 16)).sum().backward()
-    assert sum(on) == 2  # it looks again now and then: something may have put other weights there
-    keeper.detach()
+    with keeper.step():
+        model(torch.ones(2, 16)).sum().backward()
+        assert not model[0][0]._forward_pre_hooks
 
 
 @pytest.mark.parametrize("home", ["stash", "recompute"])
 def test_weights_that_begin_to_be_reallocated_after_some_steps_stay_where_they_are(home):
-    """The hooks that were taken off are back before the first such forward."""
-    model = nn.Sequential(nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh()))
-    sharding = Reallocates(model[0][0])
+    model = nn.Sequential(nn.Sequential(Unit(16), nn.Tanh()))
     rule = ps.Rule("0", home, min_bytes=16)
     keeper = ps.Keeper(ps.Policy([rule], ps.PoolConfig(page=256))).attach(model)
     seen = []
@@ -175,8 +147,7 @@ def test_weights_that_begin_to_be_reallocated_after_some_steps_stay_where_they_a
     keeper._saved.pack = spy
     x = torch.randn(8, 16, requires_grad=True)
     for step in range(5):
-        sharding.on = step >= 2
-        sharding.between_steps()
+        model[0][0].on = step >= 2
         with keeper.step():
             loss = model(x).square().sum()
             if home == "stash":

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -11,12 +12,14 @@ from pagestash.saved.calls import begin, end, set_calls, under_way
 from pagestash.saved.compiled import at_compile_time, hidden, hidden_here
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.module_hook import Hook
-from pagestash.saved.note_weights import WeightNotes
 from pagestash.saved.recompute.home import Recompute
 from pagestash.saved.recompute.recorded_forward import RecordedForward
+from pagestash.saved.recompute.replay import is_sharded_class
 from pagestash.saved.region import Region, enter, frames, leave
 from pagestash.saved.storage import buffer_keys, parameter_keys
 from pagestash.torch_internals import (
+    FSDP1_WRAPPED,
+    children_of,
     compiling_around,
     current_transform,
     forward_hooks_of,
@@ -47,7 +50,7 @@ class RegionHooks:
         self.recompute = recompute
         self._hooks: list[Any] = []
         self._next_to_forward: list[tuple[str, nn.Module, Any, Any]] = []
-        self.notes = WeightNotes()
+        self._units: WeakSet[nn.Module] = WeakSet()
         self._calls = under_way()
 
     def start(self) -> None:
@@ -62,13 +65,12 @@ class RegionHooks:
             # A replay runs `forward` itself, so no other hook may come between it and ours.
             before.move_to_end(opening.id)
             after.move_to_end(closing.id, last=False)
-        self.in_step = self.notes.in_step = True
+        self.in_step = True
         self._calls = under_way()
 
     def stop(self) -> None:
         """The step is over, and so are calls that an exception left open."""
         self.in_step = False
-        self.notes.step_over()
         set_calls(self._calls)
 
     def remove(self) -> None:
@@ -78,7 +80,7 @@ class RegionHooks:
         self._hooks.clear()
         self.openings.clear()
         self._next_to_forward.clear()
-        self.notes.remove()
+        self._units.clear()
 
     def add(self, name: str, path: Sequence[nn.Module], rule: Rule | None) -> None:
         """Open a region around each forward of the last module of `path`, which leads down to it from the model.
@@ -95,13 +97,39 @@ class RegionHooks:
         self._hooks += [opening, closing]
         if rule is not None and rule.home == "recompute":
             self._next_to_forward.append((name, module, opening, closing))
-        self.notes.watch(modules_in(module)[1:])
+
+    def watch_units(self, modules: Sequence[nn.Module]) -> None:
+        """Note the weights that FSDP's units among `modules` gather from here on; the first's are there."""
+        units: list[nn.Module | None] = [module for module in modules[1:] if is_sharded_class(type(module))]
+        units += [children_of(module).get(FSDP1_WRAPPED) for module in modules]
+        for unit in units:
+            if unit is not None and unit not in self._units:
+                self._units.add(unit)
+                self._hooks.append(unit.register_forward_pre_hook(Gathered()))
 
     def refuse_compiled(self) -> None:
         """At the end of a step: raise for hooks that were compiled into a graph, so that no region was opened."""
         for opening in self.openings:
             if opening.compiled and not opening.ran:
                 raise RuntimeError(opening.why_not())
+
+
+class Gathered(Hook):
+    """Before the forward of an FSDP unit inside a region: its weights have just got new memory.
+
+    (FSDP2's own hook is before all others; FSDP1 gathers in the forward of the wrapper.)
+    """
+
+    @hidden_here
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.note(module)
+
+    @hidden
+    def note(self, module: nn.Module) -> None:
+        current = frames()
+        if current:
+            current[-1].weights |= parameter_keys(modules_in(module))
 
 
 class Opening(Hook):
@@ -200,7 +228,7 @@ class Opening(Hook):
             parameters = parameter_keys(modules)
         if parameters != self._parameters:
             self._parameters = frozenset(parameters)
-            regions.notes.watch(modules[1:])
+            regions.watch_units(modules)
         buffers = buffer_keys(modules)
         region = Region(
             regions.hooks,

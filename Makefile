@@ -38,7 +38,7 @@ test-newest:
 	$(MAKE) test VENV=.venv-newest PINS=
 
 # Frameworks that `make test` does not install, each in an environment of its own with the newest of everything.
-FRAMEWORKS ?= lightning
+FRAMEWORKS ?= lightning torchtitan megatron
 frameworks: $(FRAMEWORKS:%=framework-%)
 
 framework-%:

@@ -67,7 +67,7 @@ ALONE = {
     """,
 }
 """For each extra a program that uses what it is for."""
-FRAMEWORKS = {"lightning"}
+FRAMEWORKS = {"lightning", "megatron", "torchtitan"}
 """Extras with tests of their own, by `make frameworks`: `make test` does not install them."""
 
 

@@ -1,0 +1,232 @@
+"""torchtitan's own training with our experts and under a policy: losses, norms and weights are those without.
+
+Each run is torchtitan's `train.main()` under torchrun, on a CPU (`titan/train.py`), and takes half a minute.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+HERE = Path(__file__).parent / "titan"
+sys.path.insert(0, str(HERE))
+
+import small  # noqa: E402
+from support.compare import same  # noqa: E402
+from support.pages import ROOT, blocks  # noqa: E402
+from torchtitan.config import derive  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import SelectiveAC  # noqa: E402
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts  # noqa: E402
+from torchtitan.models.common.token_dispatcher import (  # noqa: E402
+    AllToAllTokenDispatcher,
+    HybridEPTokenDispatcher,
+)
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts  # noqa: E402
+
+from pagestash.integrations import torchtitan as ours  # noqa: E402
+
+EXPERTS = "pagestash.integrations.torchtitan.experts"
+POLICY = 'pagestash.integrations.torchtitan.policy={"path": "policy.toml"}'
+HOMES = """
+[pool]
+page = "4KiB"
+[[rule]]
+match = "layers.*.moe.routed_experts.inner_experts"
+home = "stash"
+min_bytes = 0
+[[rule]]
+match = "layers.*.attention"
+home = "offload"
+min_bytes = 0
+[[rule]]
+match = "layers.*.*_norm"
+home = "recompute"
+"""
+LAYERS = """
+[[rule]]
+match = "layers.*"
+home = "{home}"
+"""
+ATTENTION = {"qwen3": "small.sdpa", "deepseek": "small.sdpa", "gptoss": "small.math_attention"}
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Run torchtitan's training of a small model; steps, weights and bytes in homes of each rank."""
+    folder = tmp_path_factory.mktemp("titan")
+    small.assets(folder)
+
+    @cache
+    def train(model, *overrides, ranks=1, policy=HOMES, settings=()):
+        out = folder / f"run{len(list(folder.glob('run*.log')))}"
+        (folder / "policy.toml").write_text(policy)
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+        ]
+        command += [str(HERE / "train.py"), "--module", "small", "--config", model]
+        command += ["--override.imports", ATTENTION[model], *overrides]
+        command += ["--training.local_batch_size", "2", "--training.seq_len", "64", "--training.steps", "3"]
+        command += ["--training.disable_cuda_graphs", "--debug.seed", "0", "--debug.deterministic", *settings]
+        command += ["--dump_folder", str(out), "activation-checkpoint:selective"]
+        place = os.pathsep.join([str(ROOT / "src"), str(HERE)])
+        quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, **quiet, "PYTHONPATH": place, "OUT": str(out)},
+            capture_output=True,
+            text=True,
+        )
+        out.with_suffix(".log").write_text(done.stdout + done.stderr)
+        if done.returncode:
+            raise RuntimeError((done.stdout + done.stderr)[-6000:])
+        told = [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(ranks)]
+        return SimpleNamespace(
+            steps=[each["steps"] for each in told],
+            weights=[torch.load(f"{out}.{rank}.pt") for rank in range(ranks)],
+            homes=[each["homes"] for each in told],
+        )
+
+    return train
+
+
+def losses(run):
+    return torch.tensor([float.fromhex(loss) for loss, _ in run.steps[0]])
+
+
+def check(plain, kept, homes=("stash", "offload", "recompute")):
+    assert len(plain.steps[0]) == 3
+    assert kept.steps == plain.steps
+    assert same(kept.weights, plain.weights)
+    for home in homes:
+        assert all(each[home] > 0 for each in kept.homes), home
+
+
+# --- one rank ---
+
+
+@pytest.mark.parametrize("model", ATTENTION)
+def test_losses_norms_and_weights_are_those_without_a_policy_and_losses_those_of_stock(train, model):
+    stock, plain, kept = train(model), train(model, EXPERTS), train(model, EXPERTS, POLICY)
+    check(plain, kept)
+    assert same(list(kept.weights[0]), list(stock.weights[0]))  # the names that stock's checkpoints have
+    torch.testing.assert_close(losses(plain), losses(stock), rtol=0.02, atol=0)  # experts are in bf16
+    torch.testing.assert_close(losses(plain)[0], losses(stock)[0], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("home", ["offload", "recompute"])
+def test_a_policy_holds_for_stock_experts(train, home):
+    check(train("qwen3"), train("qwen3", POLICY, policy=LAYERS.format(home=home)), [home])
+
+
+def test_gradients_accumulate(train):
+    more = ("--training.global_batch_size", "4")
+    check(train("qwen3", EXPERTS, settings=more), train("qwen3", EXPERTS, POLICY, settings=more))
+
+
+# --- two ranks ---
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("--parallelism.expert_parallel_degree", "2"),
+        ("--parallelism.pipeline_parallel_degree", "2"),
+        (
+            "--parallelism.pipeline_parallel_degree",
+            "2",
+            "--parallelism.pipeline_parallel_schedule",
+            "Interleaved1F1B",
+        ),
+    ],
+    ids=["FSDP2", "experts on two ranks", "1F1B", "interleaved 1F1B"],
+)
+def test_two_ranks(train, settings):
+    plain = train("qwen3", EXPERTS, ranks=2, settings=settings)
+    check(plain, train("qwen3", EXPERTS, POLICY, ranks=2, settings=settings), ["stash", "recompute"])
+
+
+# --- checkpoints ---
+
+
+def configs():
+    shape = {"dim": 32, "hidden_dim": 16, "num_experts": 4}
+    for inner in (GroupedExperts.Config(**shape), GptOssGroupedExperts.Config(**shape)):
+        dispatcher = AllToAllTokenDispatcher.Config(num_experts=4, top_k=2)
+        yield RoutedExperts.Config(inner_experts=inner, token_dispatcher=dispatcher)
+
+
+@pytest.mark.parametrize("config", configs(), ids=["GroupedExperts", "GptOssGroupedExperts"])
+def test_weights_go_to_stock_experts_and_back(config):
+    theirs, mine = config.build(), ours.experts(config).build()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter)
+    mine.load_state_dict(theirs.state_dict())
+    again = config.build()
+    again.load_state_dict(mine.state_dict())
+    assert same(dict(again.state_dict()), dict(theirs.state_dict()))
+
+
+# --- refusals ---
+
+
+def test_dispatchers_and_experts_of_another_kind_are_refused():
+    config = next(configs())
+    hybrid = HybridEPTokenDispatcher.Config(num_experts=4, top_k=2)
+    with pytest.raises(ValueError, match=r"HybridEPTokenDispatcher\.Config"):
+        ours.experts(derive(config, RoutedExperts.Config, token_dispatcher=hybrid))
+
+    class Other(GroupedExperts):
+        class Config(GroupedExperts.Config):
+            pass
+
+    inner = Other.Config(dim=32, hidden_dim=16, num_experts=4)
+    with pytest.raises(ValueError, match="computes something of its own"):
+        ours.experts(derive(config, RoutedExperts.Config, inner_experts=inner))
+
+
+@pytest.mark.parametrize("asked", [{}, {"path": "policy.toml", "budget": "1GiB"}])
+def test_a_policy_needs_a_path_or_a_budget(asked):
+    with pytest.raises(ValueError, match="one of them"):
+        ours.policy(SelectiveAC.Config(), **asked)
+
+
+def trainer_of(checkpoint, *, graphs=False):
+    config = SimpleNamespace(
+        activation_checkpoint=checkpoint,
+        override=SimpleNamespace(imports=["small.sdpa", ("pagestash.integrations.torchtitan.policy", {})]),
+        training=SimpleNamespace(disable_cuda_graphs=not graphs),
+    )
+    return SimpleNamespace(config=config)
+
+
+def test_a_policy_that_nothing_was_replaced_for_is_refused():
+    with pytest.raises(ValueError, match="activation-checkpoint:selective"):
+        ours.keeper_of(trainer_of(None))
+
+
+def test_a_policy_in_a_cuda_graph_is_refused():
+    with pytest.raises(ValueError, match=r"--training\.disable_cuda_graphs"):
+        ours.keeper_of(trainer_of(ours.Homes.Config(path="policy.toml"), graphs=True))
+
+
+# --- the page ---
+
+
+def test_the_page_names_what_is_there():
+    (command,) = (text for _, text in blocks("docs/torchtitan.md", "bash") if "torchrun" in text)
+    assert EXPERTS in command
+    assert POLICY in command

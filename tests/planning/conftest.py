@@ -1,6 +1,6 @@
 import pytest
 
-from pagestash.planning import improve, solve
+from pagestash.planning import candidates, search
 
 THOROUGH = ("test_recorded_profiles",)
 """Files that compare plans with the best there is, or with figures."""
@@ -16,5 +16,5 @@ def reference_kernels(monkeypatch):
 def quick_search(request, monkeypatch):
     """Searches with less effort, where it does not matter how good a plan is: that takes minutes less."""
     if request.path.stem not in THOROUGH and "whole_search" not in request.keywords:
-        monkeypatch.setattr(improve, "MOST", 100)
-        monkeypatch.setattr(solve, "EXHAUSTIVE", solve.EXHAUSTIVE_ON_A_RANK)
+        monkeypatch.setattr(search, "MOST", 100)
+        monkeypatch.setattr(candidates, "EXHAUSTIVE", candidates.EXHAUSTIVE_ON_A_RANK)

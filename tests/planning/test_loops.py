@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from test_graphed_plans import on_gpu
 from test_lanes import COSTLY, POLICIES, launched
 from test_plans import MB, made_up
+from test_timed_plans import predicted
 from typer.testing import CliRunner
 
 import pagestash as ps
 from pagestash.cli import app
 from pagestash.pipeline import plans
 from pagestash.planning import plan_profile, predict
-from pagestash.planning.checked import Measured, Steps
-from pagestash.planning.lanes import HOST_BOUND, SLOWER, SLOWER_IN_LOOP, Lanes
+from pagestash.planning.checked import Measured
+from pagestash.planning.lanes import SLOWER, SLOWER_IN_LOOP, Lanes
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.make import plan_step
-from pagestash.planning.timed import CLOSE, CLOSE_IN_LOOP, _predict, _Trials, fit
 from pagestash.profiling.overhead import Overhead
 
 seconds = st.floats(0.0, 1.0)
@@ -140,21 +140,6 @@ def aware_and_free(step):
     return found
 
 
-@pytest.mark.parametrize("faster", [CLOSE_IN_LOOP / 2, (CLOSE + CLOSE_IN_LOOP) / 2])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_smaller_differences_of_time_decide_in_a_loop(faster, ahead):
-    step = MeasuredStep(on_gpu(launched(0.75)), loops=ahead)
-    aware, free = aware_and_free(step)
-
-    def measure(policy):
-        share = 1 - faster if policy == free.policy else 1
-        return Measured(_predict(step, policy).peak_bytes, aware.predicted.seconds * share)
-
-    plan = plan_step(step, budget=0.5, host="1GiB", measure=measure)
-    decides = faster > (CLOSE_IN_LOOP if ahead else CLOSE)
-    assert plan.policy == (free if decides else aware).policy
-
-
 @pytest.mark.parametrize(
     ("parts", "is_taken"),
     [([0.6, 0.6], True), ([0.98, 0.98], False), ([0.98, 0.6], True), ([1.5, 0.6], True)],
@@ -171,42 +156,10 @@ def test_a_plan_that_is_launched_just_in_time_is_not_taken_for_a_little_speed(pa
     def measure(policy):
         share, busy = (0.98, next(left)) if policy == free.policy else (1.0, 0.5)
         seconds = share * aware.predicted.seconds
-        return Measured(_predict(step, policy).peak_bytes, seconds, busy * seconds)
+        return Measured(predicted(step, policy).peak_bytes, seconds, busy * seconds)
 
     plan = plan_step(step, budget=0.5, host="1GiB", measure=measure)
     assert plan.policy == (free if is_taken else aware).policy
-    assert (f"took {0.98e3 * aware.predicted.seconds:.2f} ms was not taken" in str(plan)) == (not is_taken)
-
-
-@pytest.mark.parametrize("longer", [1.0, 1.5])
-def test_what_a_step_takes_longer_than_both_lanes_is_not_counted_for_a_slow_host_again(longer):
-    """The host that is slow there may be what took so long."""
-    step = MeasuredStep(on_gpu(launched(0.95)), loops=True)
-    plan = plan_step(step, budget=0.6, host="1GiB")
-    found = plan.predicted
-    trials = _Trials(step, Steps(lambda policy: Measured(0, longer * found.seconds, found.launch_seconds)))
-    trial = trials.add(replace(plan, measured_bytes=0, measured_seconds=longer * found.seconds), 1.0)
-    slow = SLOWER_IN_LOOP * found.launch_seconds
-    assert found.seconds < slow < 1.5 * found.seconds
-    assert trial.rank[1] == pytest.approx((longer * found.seconds + max(longer * found.seconds, slow)) / 2)
-
-
-@pytest.mark.parametrize("factor", [0.4, 0.99])
-def test_a_plan_for_the_cost_that_launches_show_is_tried_though_the_first_took_what_was_predicted(factor):
-    """Its device bounds the first plan, whatever a keeper costs the host: that leaves it room."""
-    step = MeasuredStep(on_gpu(launched(0.7)), loops=True)
-    machine, ran = Machine(step, factor), []
-
-    def measure(policy):
-        if policy not in ran:
-            ran.append(policy)
-        return machine(policy)
-
-    first, free = aware_and_free(step)
-    assert machine(first.policy).seconds == pytest.approx(first.predicted.seconds, rel=CLOSE)
-    plan_step(step, budget=0.5, host="1GiB", measure=measure)
-    others = [policy for policy in ran if policy not in (first.policy, free.policy)]
-    assert bool(others) == (factor < 0.9)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -250,43 +203,8 @@ class Machine:
         self.step = step.with_overhead(step.overhead.scaled(factor))
 
     def __call__(self, policy):
-        found = _predict(self.step, policy)
+        found = predicted(self.step, policy)
         return Measured(found.peak_bytes, found.seconds, found.launch_seconds)
-
-
-@pytest.mark.parametrize("factor", [0.1, 0.4, 2.0, 3.0])
-def test_the_factor_of_a_loop_is_that_of_its_launches(factor):
-    """With a cost that is measured much too high a plan is predicted to wait for the host, and does not."""
-    step = MeasuredStep(on_gpu(launched(0.5, overhead=COSTLY.scaled(3.0))), loops=True)
-    machine = Machine(step, factor)
-    plan = plan_step(step, budget=0.5, host="1GiB", measure=machine)
-    assert plan.predicted.seconds == pytest.approx(plan.measured_seconds, rel=CLOSE)
-    assert plan.measured_seconds == machine(plan.policy).seconds
-    informed = plan_step(machine.step, budget=0.5, host="1GiB")
-    assert plan.measured_seconds <= (1 + CLOSE) * informed.predicted.mean_seconds
-
-
-def test_no_factor_is_taken_that_explains_a_time_no_better():
-    step = MeasuredStep(on_gpu(launched(0.3)), loops=True)
-    plan = plan_step(step, budget=0.5, host="1GiB")
-    for longer in (0.5, 2.0):
-        seconds = longer * plan.predicted.seconds
-        assert fit(step, replace(plan, measured_seconds=seconds), 0.5 * plan.predicted.launch_seconds) == 1.0
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_a_loop_may_take_longer_than_both_lanes_where_the_host_is_busy(busy):
-    """Its host is not always ahead of the device then; one with time to spare is."""
-    step = MeasuredStep(on_gpu(launched(0.85 if busy else 0.2)), loops=True)
-    plan = plan_step(step, budget=0.6, host="1GiB")
-    found = plan.predicted
-    assert (found.launch_seconds > HOST_BOUND * found.seconds) == busy
-    longer = replace(plan, measured_seconds=1.05 * found.seconds)
-    factor = fit(step, longer, found.launch_seconds)
-    assert (factor > 1) == busy
-    if busy:
-        scaled = step.with_overhead(step.overhead.scaled(factor))
-        assert _predict(scaled, plan.policy).seconds == pytest.approx(longer.measured_seconds, rel=2e-3)
 
 
 def test_a_step_that_waits_by_itself_is_planned_level_for_what_its_loop_takes(tmp_path):
@@ -308,11 +226,3 @@ def test_a_step_that_waits_by_itself_is_planned_level_for_what_its_loop_takes(tm
     for way in ({"waits": True}, {"graphed": True}):  # which wait anyway, or launch all at once
         assert "makes the host wait" not in str(plan_profile(waiting, budget=0.5, host="1GiB", **way))
     assert "makes the host wait" not in str(plan_profile(profile, budget=0.5, host="1GiB"))
-
-
-def test_predictions_of_a_step_that_waits_by_itself_follow_its_loop():
-    step = MeasuredStep(replace(on_gpu(launched(0.5)), loop_seconds=0.9, host_waits=True), loops=True).taking(
-        1.1
-    )
-    assert _predict(step, ps.Policy()).seconds == pytest.approx(1.1)
-    assert (step.ahead, step.loops, step.waits, step.sees_copies) == (False, True, False, True)

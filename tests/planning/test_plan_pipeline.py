@@ -19,7 +19,7 @@ from test_plans import MB, made_up
 
 import pagestash as ps
 from pagestash.pipeline import SCHEDULES, in_flight, plans
-from pagestash.planning import NothingFits, improve, plan_profile, plan_stages, predict
+from pagestash.planning import NothingFits, plan_profile, plan_stages, predict, search
 from pagestash.planning.prediction import RuleTable
 from pagestash.planning.rank import RankPredictor, RankStep
 from pagestash.planning.stage import received, stage_step
@@ -373,7 +373,7 @@ PREDICTED = {
 
 
 def work(rank, world):
-    improve.MOST = 100  # as in the other tests here: a rank is a process of its own, without fixtures
+    search.MOST = 100  # as in the other tests here: a rank is a process of its own, without fixtures
     found = {
         name: work_predicted(rank, world, name, PREDICTED[name]) for name in PREDICTED if name in RUN_HERE
     }

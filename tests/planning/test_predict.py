@@ -12,8 +12,8 @@ from torch import nn
 import pagestash as ps
 from pagestash.models import Decoder, preset
 from pagestash.planning import plan_profile
+from pagestash.planning.choices import find_groups
 from pagestash.planning.fused import permuted_bytes
-from pagestash.planning.layers import find_groups
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import predict
 from pagestash.profiling import Link

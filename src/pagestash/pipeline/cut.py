@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from pagestash.pipeline.costs import LayerCost
-from pagestash.planning.layers import layer_of
+from pagestash.planning.choices import layer_of
 from pagestash.planning.lifetimes import MeasuredStep, lives_of
 from pagestash.planning.unrolled import StageStep, gradients_so_far
 from pagestash.profiling.profiled import ProfiledStep

@@ -24,9 +24,9 @@ from pagestash.pipeline.costs import LayerCost
 from pagestash.pipeline.cut import WholeModel
 from pagestash.pipeline.stages import Partition, at_costs, partition
 from pagestash.planning.budget import notes_on, parse_budget, parse_host
+from pagestash.planning.candidates import Candidate, unbeaten
 from pagestash.planning.choose import choose, find_candidates
 from pagestash.planning.prediction import Prediction, RuleTable
-from pagestash.planning.problem import Candidate, unbeaten
 from pagestash.planning.rank import RankPredictor, RankStep
 from pagestash.planning.result import NothingFits, Plan
 from pagestash.policy import Policy, PoolConfig
@@ -173,7 +173,7 @@ class _Rank:
 
     step: RankStep
     unplanned: Prediction
-    candidates: tuple[list[Candidate], bool] | None = None
+    candidates: list[Candidate] | None = None
 
 
 @dataclass(slots=True)
@@ -198,7 +198,7 @@ class _Solver:
             self.known[key] = _Rank(step, RankPredictor(step).predict(RuleTable({}, PoolConfig())))
         return self.known[key]
 
-    def candidates(self, own: _Rank) -> tuple[list[Candidate], bool]:
+    def candidates(self, own: _Rank) -> list[Candidate]:
         if own.candidates is None:
             own.candidates = find_candidates(own.step, self.host_bytes)
         return own.candidates
@@ -249,7 +249,7 @@ class _Solver:
         fronts = [
             [own.unplanned]
             if own.unplanned.peak_bytes <= limit
-            else [item.predicted for item in unbeaten(self.candidates(own)[0])]
+            else [item.predicted for item in unbeaten(self.candidates(own))]
             for own in ranks
         ]
         known: dict[tuple[int, int], list[float]] = {}

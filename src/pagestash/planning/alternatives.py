@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from pagestash.planning.layers import find_units, least_bytes_of, rule
+from pagestash.planning.choices import find_units, least_bytes_of, rule
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.policy import HomeName, PoolConfig, Rule

@@ -108,19 +108,6 @@ class MeasuredStep:
         found.overhead = overhead
         return found
 
-    def taking(self, seconds: float) -> "MeasuredStep":
-        """The same step, if it takes so long without a policy."""
-        found = copy(self)
-        for name in ("exposed_overhead", "exposed_launches", "segments", "timeline"):
-            found.__dict__.pop(name, None)
-        profile = self.profile
-        found.profile = (
-            replace(profile, loop_seconds=seconds) if self.loops else replace(profile, plain_seconds=seconds)
-        )
-        found.lanes = Lanes.of(found.profile, loops=self.loops)
-        found.seconds = found.lanes.seconds()
-        return found
-
     def read_tensors(self) -> None:
         """What follows from the profile's tensors alone."""
         self.index = TensorIndex(self.profile.tensors)

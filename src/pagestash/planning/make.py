@@ -23,14 +23,7 @@ from pagestash.planning.budget import (
     rank_bytes,
 )
 from pagestash.planning.checked import Measure, Measured, Steps, checked, measure_under
-from pagestash.planning.choose import (
-    Candidates,
-    choose,
-    find_candidates,
-    predicted_again,
-    predictor_of,
-    told_by,
-)
+from pagestash.planning.choose import choose, find_candidates, limit_of, predictor_of
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.pool import OVERFLOW
 from pagestash.planning.predict import Predictor
@@ -39,7 +32,7 @@ from pagestash.planning.rank import RankStep
 from pagestash.planning.result import Plan
 from pagestash.planning.skew import Rows, Skew, row_distribution
 from pagestash.planning.stage import ResultBytes, rank_plan, received, stage_step
-from pagestash.planning.timed import timed
+from pagestash.planning.timed import faster
 from pagestash.policy import Policy, PoolConfig
 from pagestash.profiling.link import Link
 from pagestash.profiling.measure import Loss, Progress, default_loss, repeated_step
@@ -301,27 +294,19 @@ def _plan_step(step: MeasuredStep, budget: str | float, host: str | int, measure
         )
 
     steps = None if measure is None else Steps(measure)
-    searched: list[Candidates] = []
+    found = find_candidates(step, host_bytes)
 
-    def plan_of(step: MeasuredStep, known: Candidates) -> Plan:
-        found = choose(step, unplanned, limit, host_bytes, known)
+    def plan_on(step: MeasuredStep) -> Plan:
+        own = found if step.overhead is profiled else find_candidates(step, host_bytes)
+        plan = choose(step, unplanned, limit, host_bytes, own)
         if steps is None:
-            return found
-        return checked(found, steps, lambda aim: choose(step, unplanned, aim, host_bytes, known))
+            return plan
+        return checked(plan, steps, lambda aim: choose(step, unplanned, aim, host_bytes, own))
 
-    def search_on(step: MeasuredStep, predictor: Predictor | None = None) -> Plan:
-        searched.append(find_candidates(step, host_bytes, predictor))
-        return plan_of(step, searched[-1])
-
-    first = search_on(step, predictor)
-
-    def choose_on(step: MeasuredStep) -> Plan:
-        return plan_of(step, predicted_again(step, searched, first.planned_for or limit))
-
-    found, fitted = timed(first, step, search_on, choose_on, steps)
-    if found.policy != first.policy or fitted is not step:
-        known = predictor_of(fitted)
-        found = replace(found, unplanned=known.predict(RuleTable({}, PoolConfig())))
-        found = told_by(found, predicted_again(fitted, searched, limit))
-        beside = alternatives(known, host_bytes)
-    return replace(found, alternatives=beside)
+    profiled = step.overhead
+    first = plan_on(step)
+    best = faster(first, step, plan_on, steps)
+    if best.policy != first.policy:  # it was predicted for another host
+        predicted = predictor.predict(RuleTable.of(best.policy, profile.regions))
+        best = replace(best, predicted=predicted, limit=limit_of(predicted, found, limit), curve=first.curve)
+    return replace(best, alternatives=beside)

@@ -73,13 +73,13 @@ class Prediction:
         """Whether compute waits for copies, on a quick host or a slow one."""
         return self.wait_seconds > 0 or self.slow_wait_seconds > 0
 
-    def longer(self, more: "Cost", slow_steps: float) -> float:
-        """How much longer a step of a loop takes with this more, by sums, if host and link are slow in so many.
+    def longer(self, more: "Cost") -> float:
+        """How much longer a step of a loop takes on average with this more, by sums.
 
         The host launches a step while the device runs the one before: it takes what the slower of both takes.
         """
         found = 0.0
-        for slower, part in ((1.0, 1 - slow_steps), (self.slower_host, slow_steps)):
+        for slower, part in ((1.0, 1 - SLOW_STEPS), (self.slower_host, SLOW_STEPS)):
             device, host = self.device_seconds, slower * self.launch_seconds
             after = max(device + more.device_seconds, host + slower * more.launch_seconds)
             found += part * (after - max(device, host))

@@ -28,10 +28,9 @@ takes, and a slow host takes longer. There the program minimises
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 
+from pagestash.planning.choices import Group, Unit
 from pagestash.planning.lanes import SLOW_STEPS
-from pagestash.planning.layers import Group, Unit
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.prediction import Prediction
 
@@ -94,8 +93,6 @@ class Program:
         """`plain`: the step without a policy."""
         self.step, self.groups, self.host_bytes = step, groups, host_bytes
         self.in_flight = others
-        self.exact = True
-        """Whether counts are solved for; False without scipy."""
         self.link = step.profile.link
         self.forward, self.backward = sum(step.seconds[: step.turn]), sum(step.seconds[step.turn :])
         self.others = [sum(map(others, names)) / len(names) for names in map(_names, self.groups)]
@@ -180,11 +177,8 @@ class Program:
 
     def solve(self, target: float, rate: float = 1.0) -> Counts | None:
         """The counts for a memory target, with a part of the link's rates; None if there are none."""
-        try:
-            from scipy.optimize import Bounds, LinearConstraint, milp
-        except ImportError:
-            self.exact = False
-            return self._greedy(target, rate)
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         flat = [cost for group in self.groups for cost in group.costs]
         ahead = self.step.ahead
         columns = len(flat) + (4 if ahead else 2)
@@ -241,58 +235,3 @@ class Program:
             counts.append(_rounded(group, [float(x) for x in found.x[start : start + len(group.costs)]]))
             start += len(group.costs)
         return tuple(counts)
-
-    def _greedy(self, target: float, rate: float) -> Counts | None:
-        """Without a solver: change one unit after the other, by the least seconds for a byte."""
-        counts = [list(own) for own in uniform(self.groups, [0] * len(self.groups))]
-        moved, spent, replayed = 0, 0.0, 0.0
-        while (level := self.level(tuple(map(tuple, counts)))) > target:
-            best: tuple[float, int, int, int] | None = None
-            for number, group in enumerate(self.groups):
-                for old, new in product(range(len(group.costs)), repeat=2):
-                    if not counts[number][old] or old == new:
-                        continue
-                    before, after = group.costs[old], group.costs[new]
-                    freed = before.kept_bytes - after.kept_bytes
-                    moves = moved + after.moved_bytes - before.moved_bytes
-                    if freed <= 0 or moves * (1 + self.others[number]) > (self.host_bytes if rate else 0):
-                        continue
-                    if (
-                        after.moved_bytes
-                        and not before.moved_bytes
-                        and self._moving(counts, number) >= self.far[number]
-                    ):
-                        continue
-                    seconds = spent + after.seconds - before.seconds
-                    replays = replayed + after.device_seconds - before.device_seconds
-                    price = (
-                        seconds
-                        + self._waits(moves, replays, rate)
-                        - spent
-                        - self._waits(moved, replayed, rate)
-                    )
-                    price /= freed
-                    if best is None or (price, -freed) < best[:2]:
-                        best = price, -freed, number, old * len(group.costs) + new
-            if best is None:
-                return None
-            number, (old, new) = best[2], divmod(best[3], len(self.groups[best[2]].costs))
-            counts[number][old] -= 1
-            counts[number][new] += 1
-            costs = self.groups[number].costs
-            moved += costs[new].moved_bytes - costs[old].moved_bytes
-            spent += costs[new].seconds - costs[old].seconds
-            replayed += costs[new].device_seconds - costs[old].device_seconds
-            if self.level(tuple(map(tuple, counts))) > level:
-                return None
-        return tuple(map(tuple, counts))
-
-    def _moving(self, counts: Sequence[Sequence[int]], number: int) -> int:
-        """Units of a group that move something."""
-        costs = self.groups[number].costs
-        return sum(own for own, cost in zip(counts[number], costs) if cost.moved_bytes)
-
-    def _waits(self, moved: int, replayed: float, rate: float) -> float:
-        """Time of waits for copies, some of which hide behind replays."""
-        out, back = (max(1.0, rate * of) for of in (self.link.out, self.link.back))
-        return max(0.0, moved / out - self.forward) + max(0.0, moved / back - self.backward - replayed)

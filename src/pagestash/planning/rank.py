@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from pagestash.planning.candidates import Candidate, Problem, in_order, unbeaten
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
-from pagestash.planning.problem import Candidate, Problem, unbeaten
-from pagestash.planning.solve import candidates
 from pagestash.planning.steady import shortened
 from pagestash.planning.unrolled import StageStep, Unrolled, joined
 from pagestash.policy import PoolConfig
@@ -103,8 +102,8 @@ class RankPredictor(Predictor):
         return replace(found, staying=staying, moving=moving)
 
 
-def rank_candidates(step: RankStep, host_bytes: int) -> tuple[list[Candidate], bool]:
-    """Candidates for a rank, the fastest first, and whether they were solved for (see `Problem.exact`).
+def rank_candidates(step: RankStep, host_bytes: int) -> list[Candidate]:
+    """Candidates for a rank, the fastest first.
 
     All are predicted on a step whose steady state is cut short, and on the whole one those that no other beats.
     """
@@ -112,15 +111,12 @@ def rank_candidates(step: RankStep, host_bytes: int) -> tuple[list[Candidate], b
     short = step if plan is step.plan else RankStep(step.stages.values(), plan, step.base_bytes)
     short.skew = step.skew
     problem = Problem(short.one, host_bytes, predictor=RankPredictor(short), others=short.others)
-    found = candidates(problem)
-    if short is not step:
-        predictor, fronts = RankPredictor(step), unbeaten(found)
-        again = [Candidate(c.rules, predictor.predict(RuleTable(c.rules, PoolConfig()))) for c in fronts]
-        found = sorted(
-            (item for item in again if item.predicted.host_bytes <= host_bytes),
-            key=lambda item: (item.predicted.mean_seconds, item.predicted.peak_bytes),
-        )
-    return found, problem.exact
+    found = problem.candidates()
+    if short is step:
+        return found
+    predictor = RankPredictor(step)
+    again = [Candidate(c.rules, predictor.predict(RuleTable(c.rules, PoolConfig()))) for c in unbeaten(found)]
+    return in_order([item for item in again if item.predicted.host_bytes <= host_bytes])
 
 
 def _check(stages: Mapping[int, StageStep], plan: Plan) -> None:

@@ -7,30 +7,26 @@ choices.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache, partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property, lru_cache
 from itertools import permutations
+from operator import le
 
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Cost, RuleTable
 from pagestash.policy import MIN_BYTES, HomeName, PoolConfig, Rule
-from pagestash.profiling.link import Link
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import Region
 
 LIKE_TIME = 2.0
-MOST_CHOICES = 24
-"""Choices of a group; of more, those on the lower hull of time over bytes are considered."""
 FEW_CHOICES = 18
 """So many are all considered: one may be worse by its sums, and better at the moment that counts."""
+CELLS = 16
+"""Of more, sums are rounded to a 16th of the largest, and those are considered that no other beats."""
 FEW_STEPS = 7
 """So many homes are all combined; of more, those that take a part of a region are for the search alone."""
-PRICES = (0.0, 0.3, 1.0, 3.0, 30.0)
-"""What a moved byte may cost, as a part of its time on the link: that depends on what else is moved."""
-MOST_MOVES = 3
-"""Sets of regions that are offloaded beside a choice, one after the other, and to begin with."""
 WORTH = 0.01
 """Part of a unit's bytes: a home that frees less of it is not considered."""
 
@@ -69,8 +65,6 @@ class Group:
     units: list[Unit]
     choices: list[Choice] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
-    mixes: dict[Choice, Cost] = field(default_factory=dict)
-    """Choices that move nothing, and the same with some regions offloaded beside them."""
     steps: list[Choice] = field(default_factory=list)
     """Homes that a choice is made of."""
     cost: Callable[[Choice], Cost] = lambda choice: Cost(0, 0, 0.0, 0)
@@ -97,7 +91,7 @@ def find_groups(step: MeasuredStep, *, host: bool, least_bytes: int) -> list[Gro
         _choose(step, first, host=host, least_bytes=least_bytes)
         for group in others:  # they differ in time alone
             ratio = group.seconds / first.seconds if first.seconds else 1.0
-            group.choices, group.mixes, group.steps = first.choices, first.mixes, first.steps
+            group.choices, group.steps = first.choices, first.steps
             group.cost = first.cost
             group.costs = [_slower(cost, ratio) for cost in first.costs]
     return [group for alike in found.values() for group in alike if len(group.choices) > 1]
@@ -196,37 +190,9 @@ def _choose(step: MeasuredStep, group: Group, *, host: bool, least_bytes: int) -
             joined = _join(before, item)
             if joined is not None and joined not in known:
                 known[joined] = cost(joined)
-        front = _best(known, step.profile.link)
+        front = _best(known)
     group.choices, group.costs = front, [known[choice] for choice in front]
     group.steps, group.cost = steps, cost
-    moves = [item for item in steps if item[0][1] == "offload" and item[0][2] == 1.0]
-    still = [choice for choice in front if not known[choice].moved_bytes]
-    moving = [choice for before in still for choice in _offloaded_beside(before, moves, cost)]
-    group.mixes = {choice: cost(choice) for choice in (*still, *moving)}
-
-
-def _offloaded_beside(
-    still: Choice, moves: Sequence[Choice], cost: Callable[[Choice], Cost]
-) -> Iterator[Choice]:
-    """The choice with offload beside it: of each of the sets of regions that free most, and of more after it."""
-    for chosen in _freeing(still, moves, cost)[:MOST_MOVES]:
-        yield chosen
-        for _ in range(MOST_MOVES - 1):
-            more = _freeing(chosen, moves, cost)
-            if not more:
-                break
-            chosen = more[0]
-            yield chosen
-
-
-def _freeing(choice: Choice, moves: Sequence[Choice], cost: Callable[[Choice], Cost]) -> list[Choice]:
-    """The choice with one more set of regions offloaded, what frees most first."""
-    joined = {other for item in moves if (other := _join(choice, item)) is not None}
-    least = (1 - WORTH) * cost(choice).kept_bytes
-    return sorted(
-        (other for other in joined if cost(other).kept_bytes < least),
-        key=lambda other: (cost(other).kept_bytes, other),
-    )
 
 
 def _steps(unit: Unit, own: ProfiledStep, *, host: bool) -> list[Choice]:
@@ -304,74 +270,36 @@ def _around(outer: str, inner: str) -> bool:
     return outer != inner and (not outer or inner.startswith(outer + "."))
 
 
-def _best(known: dict[Choice, Cost], link: Link) -> list[Choice]:
-    """A few choices, or those that no other beats in all respects; the one that keeps all comes first."""
-    order = sorted(
-        known, key=lambda choice: (known[choice].kept_bytes, known[choice].seconds, len(choice), choice)
-    )
-    front = order if len(order) <= FEW_CHOICES else _unbeaten(order, known, 4)
-    if len(front) > MOST_CHOICES:
-        front = _unbeaten(front, known, 3)
-    if len(front) > MOST_CHOICES:
-        chosen = {
-            choice
-            for price in PRICES
-            for choice in _hull(front, known, price * (1 / link.out + 1 / link.back))
-        }
-        # And the smallest, whatever the times: what fits must not depend on how long a step happened to take.
-        chosen |= {
-            min(front, key=lambda choice: known[choice].kept_bytes),
-            min(front, key=partial(_most, known)),
-        }
-        front = [choice for choice in front if choice in chosen]
-    return [(), *(choice for choice in reversed(front) if choice)]
+def _best(known: dict[Choice, Cost]) -> list[Choice]:
+    """A few choices, or of many those that no other beats in all respects; the one that keeps all comes first."""
+    front = list(known) if len(known) <= FEW_CHOICES else _unbeaten(known)
+    front.sort(key=lambda choice: (-known[choice].kept_bytes, -known[choice].seconds, len(choice), choice))
+    return [(), *(choice for choice in front if choice)]
 
 
-def with_mixes(group: Group) -> Group:
-    """The group with its mixes among its choices: those that no other beats by its sums."""
-    known = group.mixes | dict(zip(group.choices, group.costs))
-    order = sorted(known, key=lambda choice: (known[choice], len(choice), choice))
-    choices = [(), *(choice for choice in reversed(_unbeaten(order, known, 3)) if choice)]
-    return replace(group, choices=choices, costs=[known[choice] for choice in choices])
+def _unbeaten(known: dict[Choice, Cost]) -> list[Choice]:
+    """Those that no other beats by its bytes on the device and over the link, and its time on device and host.
 
-
-def _most(known: dict[Choice, Cost], choice: Choice) -> int:
-    """Bytes of one unit in its own backward."""
-    cost = known[choice]
-    return cost.kept_bytes + cost.recomputed_bytes + cost.moved_bytes
-
-
-def _unbeaten(order: Sequence[Choice], known: dict[Choice, Cost], measures: int) -> list[Choice]:
-    """Choices that no earlier one beats in the first so many measures, 3 or 4; those of least bytes come first."""
-    front: list[Choice] = []
-    before: list[tuple[int, float, int]] = []
-    for choice in order:
-        _, moved, seconds, recomputed, *_ = known[choice]
-        if measures < 4:
-            recomputed = 0
-        for less_moved, less_seconds, less_recomputed in before:
-            if less_seconds <= seconds and less_moved <= moved and less_recomputed <= recomputed:
-                break
-        else:
-            front.append(choice)
-            before.append((moved, seconds, recomputed))
-    return front
-
-
-def _hull(front: Sequence[Choice], known: dict[Choice, Cost], price: float) -> list[Choice]:
-    """The lower convex hull of seconds over kept bytes, where a moved byte costs `price` seconds."""
-    points: list[tuple[int, float, int]] = []
-    for at, choice in enumerate(front):
-        kept, moved, seconds, *_ = known[choice]
-        points.append((kept, seconds + price * moved, at))
-    hull: list[tuple[int, float, int]] = []
-    for x, y, at in sorted(points):
-        if hull and y >= hull[-1][1]:
-            continue
-        while len(hull) > 1:
-            (x1, y1, _), (x2, y2, _) = hull[-2:]
-            if (y2 - y1) * (x - x2) < (y - y2) * (x2 - x1):
-                break
-            hull.pop()
-        hull.append((x, y, at))
-    return [front[at] for _, _, at in hull]
+    To a `CELLS`th of the most: what is a little slower or larger by its sums may be what fits best.
+    """
+    sums = {
+        choice: (
+            cost.kept_bytes,
+            cost.moved_bytes,
+            cost.device_seconds,
+            cost.seconds - cost.device_seconds + cost.launch_seconds,
+        )
+        for choice, cost in known.items()
+    }
+    most = [max(own) or 1 for own in zip(*sums.values())]
+    cells: dict[tuple[int, ...], Choice] = {}
+    for choice in sorted(
+        known, key=lambda choice: (known[choice].seconds, known[choice], len(choice), choice)
+    ):
+        cell = tuple(round(CELLS * own / whole) for own, whole in zip(sums[choice], most))
+        cells.setdefault(cell, choice)
+    front: list[tuple[int, ...]] = []
+    for cell in sorted(cells):  # none beats one before it
+        if not any(all(map(le, other, cell)) for other in front):
+            front.append(cell)
+    return [cells[cell] for cell in front]

@@ -1,32 +1,27 @@
-"""Candidates that are better than those of the linear program, found by changing a few layers at a time.
+"""A local search for better candidates: a few layers are changed at a time.
 
-For each of the memory levels T (parts of what is saved at the unplanned peak) the best known candidate is changed,
-and then the best of those that differ from it: a *block* of neighbouring layers takes a home more, or one less, or
-the choice of the block beside it; or all layers of a group take a home, or lose it. With a price p for a byte too
-much, a change is taken if it makes
+For each of some memory levels T (parts of what is saved at the unplanned peak) the best known candidate is changed:
+a *block* of neighbouring layers takes a home more, or one less, or the choice of the block beside it; or all layers
+of a group take a home, or lose it. With a price p for a byte too much, a change is taken if it makes
 
-    seconds  +  p × max(0, peak - T)
+    seconds on average  +  p × max(0, peak - T)
 
-smaller. Every change is predicted, and everything that was predicted is a candidate for all budgets. So neither the
-levels nor what is tried depend on the budget, and more memory never makes a plan slower. Changes are tried in the
-order of what they should bring by the sums of their layers, those of a kind that brought nothing later.
-
-Such steps end where each one makes it worse. So good candidates are also *crossed*: the first layers of one are
-joined to the last layers of another, for each layer at which they can be cut. (Layers are in the order of groups.)
+smaller. Every change is predicted, and everything that was predicted is a candidate for all budgets. Changes are
+tried in the order of what they should bring by the sums of their layers; those of a kind that brought nothing come
+later. Where no change makes the best better, the best of those that differ from it is changed, too.
 
 How many predictions that takes is given by the size of the step, and not by a clock: a plan is the same each time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise, product
-from operator import attrgetter, ne
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
-from pagestash.planning.layers import Choice, Group, toggled
+from pagestash.planning.choices import Choice, Group, toggled
 from pagestash.planning.prediction import Cost
 
 MOST, SIZE = 1_440, 571
-"""Predictions of all searches for a step: `MOST × (SIZE / size)²`, and at most `MOST`, where a step's size is the
+"""Predictions of the search of a step: `MOST × (SIZE / size)²`, and at most `MOST`, where a step's size is the
 number of its segments and saved tensors. A prediction takes longer the larger the step, and so does the search
 between two."""
 MOST_OF_LAYERS, MOST_OF_ALIKE = 18_000, 720_000
@@ -38,15 +33,12 @@ BLOCKS = 8
 """Of a group of alike layers: so many are changed one by one, of more a whole number together."""
 PATIENCE = 25
 """Changes in a row that bring nothing before the next level is looked at."""
-FIRST, APART = 0.6, 5
-"""Part of a level's predictions for what is best there. The others are for the best of what has so many other homes
-in its layers."""
+APART = 5
+"""What differs from the best at a level has so many other homes in its layers."""
 PRICE = 2.0
 """Of a byte too much, in times of what a byte costs from the fastest to the smallest candidate."""
 DOUBT = 2e-4
 """Part of the step's time: how much better a change must look for each time that its kind brought nothing."""
-PARENTS, NEAR = 3, 2
-"""Of the best at a level, so many are crossed with each other, and with the best of so many levels beside it."""
 COPIED, WAITED = 0.1, 0.3
 """Part of its time on the link that a byte is taken to cost, to say which changes are tried first: where all copies
 hide, and where compute waits for some."""
@@ -58,7 +50,10 @@ Kind = tuple[int, object, bool]
 
 
 class Predicted(Protocol):
-    """What the search reads of a prediction, beside its cost."""
+    """What the search reads of a prediction."""
+
+    @property
+    def mean_seconds(self) -> float: ...
 
     @property
     def peak_bytes(self) -> int: ...
@@ -91,18 +86,13 @@ class _Change(NamedTuple):
 
 
 def predictions_for(size: int, layers: int, alike: int) -> int:
-    """How many predictions searches are worth in a step of this size, with so many layers, and alike ones."""
+    """How many predictions a search is worth in a step of this size, with so many layers, and alike ones."""
     return min(
         MOST,
         MOST * SIZE**2 // max(1, size) ** 2,
         MOST_OF_LAYERS // max(1, layers),
         MOST_OF_ALIKE // max(1, alike) ** 2,
     )
-
-
-def by_seconds(found: object, more: Cost) -> float:
-    """How much longer a step takes with so much more."""
-    return more.seconds
 
 
 class Search:
@@ -114,14 +104,11 @@ class Search:
         pool: Pool,
         *,
         byte_seconds: float,
-        cost: Callable[[Any], float] = attrgetter("seconds"),
-        longer: Callable[[Any, Cost], float] = by_seconds,
+        longer: Callable[[Any, Cost], float] | None = None,
     ) -> None:
         self.groups, self.pool = groups, pool
-        self.cost = cost
-        """Of a prediction: its seconds, or another time that is to be short."""
-        self.longer = longer
-        """How much longer that is with so much more, by sums."""
+        self.longer = longer or (lambda found, more: more.seconds)
+        """How much longer a predicted step takes with so much more, by sums."""
         self.byte_seconds = byte_seconds
         """Of a byte over the link and back."""
         self.blocks = [list(_blocks(group, first)) for group, first in zip(groups, _firsts(groups))]
@@ -129,90 +116,34 @@ class Search:
         self.failed: dict[Kind, int] = {}
 
     def run(self, levels: Sequence[int], predictions: int) -> None:
-        """Change what is best at each level."""
-        self._sweep(levels, predictions, self._improve)
-
-    def cross(self, levels: Sequence[int], predictions: int) -> None:
-        """Join the first layers of what is good at a level to the last layers of what is good there or near it."""
-        self._sweep(levels, predictions, self._cross)
-
-    def _sweep(
-        self, levels: Sequence[int], predictions: int, visit: Callable[[Sequence[int], int, float, int], None]
-    ) -> None:
-        """Visit each level below the fastest candidate's peak, from the largest to the smallest and back.
-
-        `visit` takes these levels, which of them it is for, what a byte too much costs, and how many predictions.
-        """
+        """Change what is best at each level below the fastest candidate's peak, from the largest to the smallest
+        and back."""
         known = [found for _, found in self.pool.known()]
-        fastest = min(known, key=lambda item: (self.cost(item), item.peak_bytes))
-        smallest = min(known, key=lambda item: (item.peak_bytes, self.cost(item)))
+        fastest = min(known, key=lambda item: (item.mean_seconds, item.peak_bytes))
+        smallest = min(known, key=lambda item: (item.peak_bytes, item.mean_seconds))
         freed = max(1, fastest.peak_bytes - smallest.peak_bytes)
-        price = PRICE * max(1e-6, self.cost(smallest) - self.cost(fastest)) / freed
+        price = PRICE * max(1e-6, smallest.mean_seconds - fastest.mean_seconds) / freed
         below = [level for level in levels if level < fastest.peak_bytes]
-        rounds = [*range(len(below)), *reversed(range(len(below)))]
+        rounds = [*below, *reversed(below)]
         begun = self.pool.count
-        for number, at in enumerate(rounds):
+        for number, level in enumerate(rounds):
             most = (predictions - (self.pool.count - begun)) // (len(rounds) - number)
             if most > 0:
-                visit(below, at, price, most)
+                self._improve(level, price, most)
 
-    def _score(self, level: int, price: float) -> Callable[[Predicted], float]:
-        """What is to be small at a level."""
+    def _improve(self, level: int, price: float, most: int) -> None:
+        """Change what is best at a level, and then the best of what differs from it, which may lead further."""
 
         def score(found: Predicted) -> float:
-            return self.cost(found) + price * max(0, found.peak_bytes - level)
+            return found.mean_seconds + price * max(0, found.peak_bytes - level)
 
-        return score
+        def ranked() -> list[tuple[Assignment, Predicted]]:
+            return sorted(self.pool.known(), key=lambda item: (score(item[1]), item[1].peak_bytes))
 
-    def _ranked(self, score: Callable[[Predicted], float]) -> list[tuple[Assignment, Predicted]]:
-        return sorted(self.pool.known(), key=lambda item: (score(item[1]), item[1].peak_bytes))
-
-    def _cross(self, levels: Sequence[int], at: int, price: float, most: int) -> None:
-        """Cross what is best at a level, also with what is best at those beside it."""
-        level = levels[at]
-        near = [*levels[max(0, at - NEAR) : at], *levels[at + 1 : at + 1 + NEAR]]
-        score = self._score(level, price)
-        best, *others = self._ranked(score)
-        parents = [best]
-        for item in others:
-            if len(parents) == PARENTS:
-                break
-            # Two that differ in one unit alone give nothing new.
-            if all(sum(map(ne, item[0], one)) > 1 for one, _ in parents):
-                parents.append(item)
-        partners = [*parents, *(self._ranked(self._score(other, price))[0] for other in near)]
-        children: dict[Assignment, float] = {}
-        for (one, found), (other, _) in product(parents, partners):
-            for child, more in self._crossed(one, other):
-                expected = score(found) + self._worse(found, more, level, price)
-                children[child] = min(expected, children.get(child, expected))
         begun = self.pool.count
-        for child in sorted(children, key=children.__getitem__):
-            if self.pool.count - begun >= most:
-                break
-            self.pool.predict(child)
-
-    def _crossed(self, one: Assignment, other: Assignment) -> Iterator[tuple[Assignment, Cost]]:
-        """All that begins as one of them and ends as the other, and by what its sums differ from the first's."""
-        if one == other:
-            return
-        costs = [group.cost for group in self.groups for _ in group.units]
-        each = [cost(new).minus(cost(old)) for cost, old, new in zip(costs, one, other)]
-        total = Cost(*map(sum, zip(*each)))
-        for at, before in enumerate(accumulate(each[:-1], Cost.plus), start=1):
-            if one[at - 1] != other[at - 1]:  # else as with the cut before
-                yield (*other[:at], *one[at:]), before
-                yield (*one[:at], *other[at:]), total.minus(before)
-
-    def _improve(self, levels: Sequence[int], at: int, price: float, most: int) -> None:
-        """Change what is best at a level, and then the best of what differs from it, which may lead further."""
-        level = levels[at]
-        score = self._score(level, price)
-        begun = self.pool.count
-        self._climb(self._ranked(score)[0], score, level, price, round(FIRST * most))
-        best, *others = self._ranked(score)
-        homes = _homes(best[0])
-        other = next((item for item in others if len(_homes(item[0]) ^ homes) >= APART), None)
+        self._climb(ranked()[0], score, level, price, most)
+        (best, _), *others = ranked()
+        other = next((item for item in others if len(_homes(item[0]) ^ _homes(best)) >= APART), None)
         if other is not None:
             self._climb(other, score, level, price, most - (self.pool.count - begun))
 
@@ -249,7 +180,7 @@ class Search:
         """All changes, what should bring most first."""
 
         def worse(change: _Change) -> float:
-            doubt = DOUBT * self.failed.get(change.kind, 0) * self.cost(found)
+            doubt = DOUBT * self.failed.get(change.kind, 0) * found.mean_seconds
             return self._worse(found, change.more, level, price) + doubt
 
         return sorted(self._changes(current), key=worse)

@@ -1,0 +1,212 @@
+"""The candidates of a plan: ways to give each layer a choice, each predicted.
+
+What one would write by hand comes first: so no plan is slower than that, and what fits by hand is never refused.
+Where there are few ways in all, all of them are predicted. Else a linear program (`program.py`) proposes how many
+layers of each group take which choice, for some memory levels, and a local search (`search.py`) goes on from there.
+
+Nothing of this depends on the budget, so more memory never makes a plan slower.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import product
+from math import prod
+
+from pagestash.planning.alternatives import by_hand
+from pagestash.planning.choices import Choice, Group, Unit, find_groups, least_bytes_of, rules_of
+from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.predict import Predictor
+from pagestash.planning.prediction import Prediction, RuleTable
+from pagestash.planning.program import Counts, Program, uniform
+from pagestash.planning.search import BLOCKS, LEVELS, Assignment, Search, predictions_for
+from pagestash.policy import HOMES, PoolConfig, Rule
+
+EXHAUSTIVE, EXHAUSTIVE_ON_A_RANK = 2_000, 900
+"""So many ways to give each layer a choice are all predicted. A rank of a pipeline is planned many times."""
+GRID = 12
+"""Memory levels that the program is solved for, between the smallest and the unplanned one."""
+RATES = (1.0, 0.4, 0.0)
+"""Parts of the link's rates that it may count on: real copies hide less well than their sum says. With 0 nothing
+is moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Rules by region, and what is predicted for them."""
+
+    rules: dict[str, Rule]
+    predicted: Prediction
+
+
+def unbeaten(found: Sequence[Candidate]) -> list[Candidate]:
+    """Of candidates, the fastest first, those that take less memory than all faster ones."""
+    front: list[Candidate] = []
+    for item in found:
+        if not front or item.predicted.peak_bytes < front[-1].predicted.peak_bytes:
+            front.append(item)
+    return front
+
+
+def in_order(found: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest first."""
+    return sorted(found, key=lambda item: (item.predicted.mean_seconds, item.predicted.peak_bytes))
+
+
+def has_solver() -> bool:
+    """Whether counts can be solved for."""
+    return find_spec("scipy") is not None
+
+
+@dataclass(slots=True)
+class Problem:
+    """A measured step, its groups, and the host memory that offload may take."""
+
+    step: MeasuredStep
+    host_bytes: int
+    groups: list[Group] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
+    least_bytes: int = 0
+    predictor: Predictor | None = None
+    """What candidates are predicted with; None: the step itself."""
+    others: Callable[[str], int] = lambda unit: 0
+    """Under a schedule: how many more microbatches of a unit are in flight."""
+
+    def __post_init__(self) -> None:
+        self.least_bytes = least_bytes_of(self.step.profile)
+        self.groups = find_groups(self.step, host=self.host_bytes > 0, least_bytes=self.least_bytes)
+        self.units = [unit for group in self.groups for unit in group.units]
+
+    def rules(self, assignment: Assignment) -> dict[str, Rule]:
+        """The rules of all units, by the choice of each."""
+        found: dict[str, Rule] = {}
+        for unit, choice in zip(self.units, assignment):
+            found.update(rules_of(unit, choice, self.least_bytes))
+        return found
+
+    def candidates(self) -> list[Candidate]:
+        """All candidates, the fastest first; one of them keeps everything."""
+        pool = _Predicted(self)
+        for rules in by_hand(self.step.profile, self.host_bytes).values():  # the first ones keep
+            pool.predict(self._by_unit(rules))
+            pool.predict_rules(rules)
+        is_rank = pool.predictor.step.count != self.step.count
+        most = EXHAUSTIVE_ON_A_RANK if is_rank else EXHAUSTIVE
+        if prod(len(group.choices) ** len(group.units) for group in self.groups) <= most:
+            for assignment in product(*(group.choices for group in self.groups for _ in group.units)):
+                pool.predict(assignment)
+        else:
+            for assignment in self._proposed() if has_solver() else ():
+                pool.predict(assignment)
+            self._search(pool, pool.worth // (4 if is_rank else 1))
+        return in_order(pool.candidates)
+
+    def _by_unit(self, rules: dict[str, Rule]) -> Assignment:
+        """The rules of regions that a unit has choices for, from which a search can go on."""
+        return tuple(
+            tuple(
+                sorted(
+                    (unit.inner(region), rules[region.name].home, 1.0)
+                    for region in unit.regions
+                    if region.name in rules
+                )
+            )
+            for unit in self.units
+        )
+
+    def _proposed(self) -> Iterator[Assignment]:
+        """What the linear program proposes."""
+        own = self.predictor
+        if own is None or own.step is not self.step:  # (of a pipeline's rank, one microbatch)
+            own = Predictor(self.step)
+        unplanned = own.predict(RuleTable({}, PoolConfig()))
+        program = Program(self.step, self.groups, self.host_bytes, self.others, unplanned)
+        least = program.least()
+        yield assigned(self.groups, least)
+        low, high = program.level(least), program.level(uniform(self.groups, [0] * len(self.groups)))
+        for number, rate in product(range(GRID), RATES):
+            counts = program.solve(low + (high - low) * number / GRID, rate)
+            if counts is not None:
+                yield assigned(self.groups, counts)
+                if any(len(group.units) > BLOCKS for group in self.groups):
+                    yield assigned(self.groups, counts, spread=True)
+
+    def _search(self, pool: "_Predicted", predictions: int) -> None:
+        unplanned = pool.known()[0][1]
+        saved = sum(unplanned.at_peak()[home] for home in HOMES)
+        levels = [unplanned.peak_bytes - round((1 - part) * saved) for part in LEVELS]
+        link, longer = self.step.profile.link, Prediction.longer if pool.predictor.step.ahead else None
+        Search(self.groups, pool, byte_seconds=1 / link.out + 1 / link.back, longer=longer).run(
+            levels, predictions
+        )
+
+
+class _Predicted:
+    """All that was predicted."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.predictor = problem.predictor or Predictor(problem.step)
+        self.candidates: list[Candidate] = []
+        self._known: list[tuple[Assignment, Prediction]] = []
+        self._by_key: dict[frozenset[str], Prediction | None] = {}
+
+    @property
+    def count(self) -> int:
+        """Predictions so far."""
+        return len(self._by_key)
+
+    @property
+    def worth(self) -> int:
+        """How many predictions a search is worth."""
+        step, problem = self.predictor.step, self.problem
+        alike = max((len(group.units) for group in problem.groups), default=0)
+        return predictions_for(step.count + len(step.profile.tensors), len(problem.units), alike)
+
+    def known(self) -> Sequence[tuple[Assignment, Prediction]]:
+        return self._known
+
+    def predict(self, assignment: Assignment) -> Prediction | None:
+        """What is predicted; None if the host has too little memory for it."""
+        return self.predict_rules(self.problem.rules(assignment), assignment)
+
+    def predict_rules(
+        self, rules: dict[str, Rule], assignment: Assignment | None = None
+    ) -> Prediction | None:
+        """The same for rules. Without an assignment they may name what no unit has a choice for: no search begins
+        from them."""
+        key = frozenset(f"{name} {rule.home} {rule.fraction}" for name, rule in rules.items())
+        if key not in self._by_key:
+            found = self.predictor.predict(RuleTable(rules, PoolConfig()))
+            fits_host = found.host_bytes <= self.problem.host_bytes
+            self._by_key[key] = found if fits_host else None
+            if fits_host:
+                self.candidates.append(Candidate(rules, found))
+                if assignment is not None:
+                    self._known.append((assignment, found))
+        return self._by_key[key]
+
+
+def assigned(groups: Sequence[Group], counts: Counts, *, spread: bool = False) -> Assignment:
+    """The choice of each unit, by counts.
+
+    The earliest layers take the choice that moves most, because their copies have the longest way back; then those
+    that recompute most; the last ones keep, because their backward comes first, where memory is at its most. With
+    `spread` the choices of a large group are spread over all its layers: copies of neighbours would come at once,
+    and the time between them is too short.
+    """
+    chosen: list[Choice] = []
+    for group, own in zip(groups, counts):
+        order = sorted(
+            (at for at in range(len(own)) if own[at]),
+            key=lambda at: (-group.costs[at].moved_bytes, -group.costs[at].recomputed_bytes, at),
+        )
+        spreads = spread and len(group.units) > BLOCKS
+        # (Each of a choice's layers comes in the middle of its share of all.)
+        places = sorted(
+            ((number + 0.5) / own[at] if spreads else 0.0, place)
+            for place, at in enumerate(order)
+            for number in range(own[at])
+        )
+        chosen += [group.choices[order[place]] for _, place in places]
+    return tuple(chosen)

@@ -344,7 +344,7 @@ def test_several_forwards_before_a_backward_are_refused_by_name():
 def test_nothing_fits_is_raised_once_between_steps_and_training_goes_on():
     plain = train(made(), None)
     model = made()
-    keeper = budgeted(model, "1KiB", host=0)
+    keeper = budgeted(model, "1MiB", host=0)
     said = []
 
     class Persistent:
@@ -364,7 +364,7 @@ def test_nothing_fits_is_raised_once_between_steps_and_training_goes_on():
 
     assert same(train(model, Persistent()), plain)
     assert len(said) == 1
-    assert said[0].startswith("nothing fits 1.0 KiB: the smallest plan takes ")
+    assert said[0].startswith("nothing fits 1.0 MiB: the smallest plan takes ")
     assert keeper.plan is None
     assert not keeper.policy.rules
 

@@ -32,7 +32,9 @@ def choose(
         smallest, at = nearest.predicted, nearest.predicted.peak_at
         largest = predictor_of(step).largest_kept(RuleTable(nearest.rules, PoolConfig()), at)
         raise NothingFits(limit, smallest, step.where(at), without_host=not host_bytes, largest=largest)
-    best = _without_idle_rules(fitting[0], step, limit, host_bytes)
+    # Of plans that are as fast, the one that moves least: the link and the host may have other work.
+    best = min(fitting, key=lambda item: (item.predicted.mean_seconds, item.predicted.moved_bytes))
+    best = _without_idle_rules(best, step, limit, host_bytes)
     one = step.one if isinstance(step, RankStep) else step
     profile = one.profile
     policy = policy_of(best.rules, profile.regions)

@@ -28,7 +28,7 @@ def convolutions():
             for _ in range(6)
             for layer in (nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
         ]
-    ), torch.randn(8, 16, 16, 16)
+    ), torch.randn(16, 16, 16, 16)
 
 
 def steps(model, x, policy=None):

@@ -1,14 +1,16 @@
 """`profile`: run a step several times and report what it saves and how long its regions take."""
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from typing import Any, NamedTuple, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
 
 from pagestash.policy import Policy
+from pagestash.profiling.layers import RecomputedLayers, Replay, WithoutReplays, layers_of
 from pagestash.profiling.link import Link, find_link
 from pagestash.profiling.memory import MemoryMeter
 from pagestash.profiling.overhead import in_model, measure_overhead
@@ -30,6 +32,8 @@ STEPS = 4
 """Steps that are timed as a whole in each repetition, one by one, on a GPU."""
 
 Loss = Callable[[Any], torch.Tensor]
+Way = Literal["whole", "recompute"]
+"""How a step is measured."""
 
 
 class Arguments(NamedTuple):
@@ -54,6 +58,7 @@ def profile(
     repeats: int = 3,
     gradients: Gradients = "held",
     progress: Progress | None = None,
+    measure: Way = "whole",
 ) -> Profile:
     """Every tensor that one step of `model` saves for backward, by region, and what each home would save and cost.
 
@@ -69,6 +74,10 @@ def profile(
     `gradients="held"`: the step finds gradients in place and adds to them, as every microbatch but the first does.
     `"fresh"`: it finds none, as after `zero_grad()`.
 
+    `measure="recompute"`: for a step that finds no memory. While it is measured, its layers keep their inputs
+    alone, and run again in backward, where their saved tensors are seen (`profiling/layers.py`). The profile is of
+    the step that keeps all.
+
     The step runs once to warm up, once to record tensors, and `repeats` times each to time the whole (on a GPU four
     times as often) and each region. On a GPU it then runs in a loop in which the host waits for no step, for a
     second and `repeats` more, of which the mean counts: under lasting load a GPU is slower than after a rest. Each
@@ -79,8 +88,15 @@ def profile(
     step = repeated_step(model, batch, loss=loss, autocast=autocast, gradients=gradients)
     if policy is not None:
         policy.refuse_bits("a profile")
+    if measure not in get_args(Way):
+        raise ValueError(f"measure={measure!r}: expected 'whole' or 'recompute'")
+    layers = len(layers_of(model)) if measure == "recompute" else 0
+    if measure == "recompute" and not layers:
+        raise ValueError(
+            "measure='recompute': the model has no layers to recompute, modules whose names end in a number"
+        )
     with step.gradients():
-        return _measure(step, policy, link, repeats, gradients, progress)
+        return _measure(step, policy, link, repeats, gradients, progress, layers)
 
 
 def repeated_step(
@@ -107,15 +123,19 @@ def _measure(
     repeats: int,
     gradients: Gradients,
     progress: Progress | None,
+    layers: int,
 ) -> Profile:
+    """`layers`: how many of them run again in backward; 0: the step keeps all."""
     model, device = step.model, step.device
 
     def tell(what: str, number: int) -> None:
         if progress is not None:
             progress(what, number, 2 * repeats + 3)
 
+    runs = _Runs(step, layers > 0)
     tell("warming up", 0)
-    step.run(Timeline(NoClock()))
+    with runs.running():
+        step.run(Timeline(NoClock()))
 
     tell("recording what is saved", 1)
     # On a CPU operations are counted one by one, which a compiled model does not have.
@@ -123,58 +143,38 @@ def _measure(
     meter = MemoryMeter(device) if counts else None
     order = Timeline(meter or NoClock())
     recorder = TensorRecorder(model, (step.args, step.kwargs), order, device, meter)
-    with meter or nullcontext():
+    with meter or nullcontext(), runs.running(recorder.tracker, recorder) as replays:
         step.run(order, recorder.forward(), recorder.look_around)
     tensors = recorder.tensors()
     if policy is not None:
         policy.check([*(name for name, _ in model.named_modules()), *(t.region for t in tensors)])
-
-    def watched(clock: Clock) -> list[float]:
-        """The seconds of each segment."""
-        timed = Timeline(clock)
-        seconds = step.run(timed, RegionTracker(model, timed).forward())
-        if timed.paths != order.paths or timed.turn != order.turn:
-            raise RuntimeError(
-                "the model took another path when the same batch ran again; ps.profile() needs a repeatable step"
-            )
-        return seconds
-
-    plain, launches, times, hosts = [], [], [], []
-    for number in range(repeats):
-        tell("timing", 2 + 2 * number)
-        whole, launched = [], []
-        for _ in range(STEPS if device.type == "cuda" else 1):
-            clock = StepClock() if device.type == "cuda" else HostClock()
-            whole.append(sum(step.run(Timeline(clock))))
-            launched.append(clock.launched if isinstance(clock, StepClock) else [])
-        plain.append(statistics.median(whole))
-        launches.append([statistics.median(own) for own in zip(*launched)])
-        tell("timing by region", 3 + 2 * number)
-        if device.type == "cuda":
-            # Observing slows the host down, and the device must not wait for it.
-            hosts.append(watched(HostClock()))
-            times.append(watched(EventClock([LEAD * own + LEAST_LEAD for own in hosts[-1]])))
-        else:
-            times.append(watched(HostClock()))
-    # A slow moment of the machine is no property of the step. In a loop it is hidden.
-    alone, loop, waits = min(plain), None, False
-    if device.type == "cuda":
-        loop, waits = step.time_loop(nullcontext, alone, repeats), step.waits_within()
+    times = runs.times(order, repeats, tell)
     tell("measuring the link and the keeper", 2 * repeats + 2)
-    memory = [(None, None)] * len(order.paths) if meter is None else meter.readings
-    seconds = [statistics.median(own) for own in zip(*times)]
-    launching = _unobserved(hosts, launches, order.turn) if hosts else [None] * len(seconds)
+    paths, turn, waiting = order.paths, order.turn, recorder.waiting.by_segment(len(order.paths))
+    memory: Sequence[tuple[int | None, int | None]] = (
+        [(None, None)] * len(paths) if meter is None else meter.readings
+    )
+    if layers:
+        without = WithoutReplays.of(order, replays)
+        numbers = recorder.numbers()
+        if meter is not None:
+            memory = without.memory(meter.readings, tensors, numbers)
+        tensors = without.tensors(without.beside(tensors, numbers, len(paths)))
+        paths, waiting, turn = without.segments(paths), without.segments(waiting), without.turn
+        times = times.of(without.order)
     segments = [
-        Segment(path, "forward" if index < order.turn else "backward", own, *reading, host, waiting)
-        for index, (path, own, reading, host, waiting) in enumerate(
-            zip(order.paths, seconds, memory, launching, recorder.waiting.by_segment(len(seconds)))
+        Segment(path, "forward" if index < turn else "backward", own, *reading, host, waits)
+        for index, (path, own, reading, host, waits) in enumerate(
+            zip(paths, times.device, memory, times.host, waiting)
         )
     ]
     speed = find_link(device, link)
     regions = make_regions(tensors, segments, recorder, speed)
     overhead = None
     if device.type == "cuda":
-        overhead = in_model(measure_overhead(device), step, regions, len(tensors))
+        overhead = measure_overhead(device)
+        if not layers:  # else the model's forward would not find the memory for that
+            overhead = in_model(overhead, step, regions, len(tensors))
     tell("done", 2 * repeats + 3)
     return Profile(
         device=str(device),
@@ -182,10 +182,10 @@ def _measure(
         tensors=tensors,
         regions=regions,
         segments=segments,
-        plain_seconds=alone,
-        loop_seconds=loop,
-        host_waits=waits,
-        allocated_bytes=recorder.allocated_bytes,
+        plain_seconds=times.alone,
+        loop_seconds=times.loop,
+        host_waits=times.waits,
+        allocated_bytes=None if layers else recorder.allocated_bytes,
         policy=policy,
         model_bytes=_bytes((*model.parameters(), *model.buffers()), device),
         gradient_bytes=_bytes((p for p in model.parameters() if p.requires_grad), device),
@@ -193,7 +193,86 @@ def _measure(
         gradients=gradients,
         other_bytes=recorder.other_bytes,
         overhead=overhead,
+        recomputed_layers=layers,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Seconds of each segment on the device and on the host, and of the unobserved step, alone and in a loop."""
+
+    device: Sequence[float]
+    host: Sequence[float | None]
+    alone: float
+    loop: float | None
+    waits: bool
+
+    def of(self, order: Sequence[int]) -> "_Times":
+        """Of a step that has these segments alone."""
+        device, host = [self.device[at] for at in order], [self.host[at] for at in order]
+        part = sum(device) / (sum(self.device) or 1.0)
+        loop = None if self.loop is None else part * self.loop
+        return _Times(device, host, part * self.alone, loop, self.waits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Runs of a step, whose layers may be recomputed."""
+
+    step: RepeatedStep
+    recompute: bool
+
+    def running(
+        self, tracker: RegionTracker | None = None, recorder: TensorRecorder | None = None
+    ) -> AbstractContextManager[list[Replay]]:
+        """Around a run: the replays of its layers."""
+        if not self.recompute:
+            return nullcontext([])
+        timeline = None if tracker is None else tracker.timeline
+        return RecomputedLayers(self.step.model, timeline, tracker, recorder).running()
+
+    def times(self, order: Timeline, repeats: int, tell: Callable[[str, int], None]) -> _Times:
+        """Time the step and its segments; `order` has those of a run before."""
+        cuda = self.step.device.type == "cuda"
+        plain, launches, times, hosts = [], [], [], []
+        for number in range(repeats):
+            tell("timing", 2 + 2 * number)
+            whole, launched = [], []
+            for _ in range(STEPS if cuda else 1):
+                clock = StepClock() if cuda else HostClock()
+                with self.running():
+                    whole.append(sum(self.step.run(Timeline(clock))))
+                launched.append(clock.launched if isinstance(clock, StepClock) else [])
+            plain.append(statistics.median(whole))
+            launches.append([statistics.median(own) for own in zip(*launched)])
+            tell("timing by region", 3 + 2 * number)
+            if cuda:
+                # Observing slows the host down, and the device must not wait for it.
+                hosts.append(self._watched(order, HostClock()))
+                leads = [LEAD * own + LEAST_LEAD for own in hosts[-1]]
+                times.append(self._watched(order, EventClock(leads)))
+            else:
+                times.append(self._watched(order, HostClock()))
+        # A slow moment of the machine is no property of the step. In a loop it is hidden.
+        alone, loop, waits = min(plain), None, False
+        if cuda:
+            with self.running():
+                loop, waits = self.step.time_loop(nullcontext, alone, repeats), self.step.waits_within()
+        seconds = [statistics.median(own) for own in zip(*times)]
+        host = _unobserved(hosts, launches, order.turn) if hosts else [None] * len(seconds)
+        return _Times(seconds, host, alone, loop, waits)
+
+    def _watched(self, order: Timeline, clock: Clock) -> list[float]:
+        """The seconds of each segment."""
+        timed = Timeline(clock)
+        tracker = RegionTracker(self.step.model, timed)
+        with self.running(tracker):
+            seconds = self.step.run(timed, tracker.forward())
+        if timed.paths != order.paths or timed.turn != order.turn:
+            raise RuntimeError(
+                "the model took another path when the same batch ran again; ps.profile() needs a repeatable step"
+            )
+        return seconds
 
 
 def _unobserved(hosts: list[list[float]], launches: list[list[float]], turn: int) -> list[float]:

@@ -50,6 +50,8 @@ class ProfiledStep:
     """Whether the step found them in place."""
     other_bytes: int | None = None
     """On a GPU: what was allocated before the step and not by the model, such as libraries' workspace."""
+    recomputed_layers: int = 0
+    """So many layers were recomputed while it was measured; the profile is of the step that keeps all."""
     overhead: Overhead | None = None
     """What a keeper costs the host; None on a CPU, and in a file of an earlier version."""
 
@@ -130,6 +132,7 @@ class ProfiledStep:
             "parameter_bytes": self.parameter_bytes,
             "gradients": self.gradients,
             "other_bytes": self.other_bytes,
+            "recomputed_layers": self.recomputed_layers,
             "overhead": None if self.overhead is None else asdict(self.overhead),
             "home_bytes": self.home_bytes(),
             "policy": None if self.policy is None else self.policy.to_toml(),

@@ -1,7 +1,7 @@
 """Record every tensor that autograd saves: region, storage, kind of memory, and lifetime."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -62,6 +62,10 @@ class TensorRecorder:
         self._alive = Alive()
         self._storages = Storages(model, batch)
         self._saved: list[Saved] = []
+        self._looked_at = 0
+        """How many of them are known to be held, and by whom else."""
+        self._inputs_of_layers: set[int] = set()
+        """Storages that recomputed layers hold."""
         self._requests = 0
         self._tell_casts = not any(map(is_compiled, model.modules()))
         self._before = 0
@@ -73,16 +77,18 @@ class TensorRecorder:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Record what is saved within this context."""
-        casts = ObserveCasts(self._storages) if self._tell_casts else nullcontext()
         gc.collect()  # an old model freed in the middle of this would falsify the count
         self._before = self._allocated()
         if self._device.type == "cuda":
             self.other_bytes = max(0, self._before - self._model_bytes())
-        with (
-            self.tracker.forward(),
-            casts,
-            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
-        ):
+        with self.tracker.forward(), self.watching():
+            yield
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record what is saved within this context, in the regions that are open."""
+        casts = ObserveCasts(self._storages) if self._tell_casts else nullcontext()
+        with casts, torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
     # --- modules ---
@@ -196,28 +202,42 @@ class TensorRecorder:
 
     def look_around(self, output: Any, loss: torch.Tensor) -> None:
         """At the end of forward: read the allocator, and find what else holds the saved storages."""
-        # Tensors of an operation whose result was not used are freed already.
-        self._saved = [saved for saved in self._saved if saved.held]
-        for saved in self._saved:
-            saved.storage.saved.append(saved)
-            if saved.kind in ALLOCATED and saved.storage.alive is None and saved.device == str(self._device):
-                saved.storage.alive = self._alive
-                self._alive.bytes += saved.storage.size
         self.waiting.watch(loss, self._given)
         outputs = self._storages.keys(plain_tensors((output, loss)))
         if self._device.type == "cuda":
             loose = [self._storages.by_key[key] for key in outputs]
             result = sum(s.size for s in loose if not s.handles and s.weak.key not in self._storages.batch)
             self.allocated_bytes = self._allocated() - self._before - result
+        self._look_at_saved(outputs)
+
+    def holds(self, storages: Iterable[int]) -> None:
+        """A recomputed layer holds these storages, by their keys."""
+        self._inputs_of_layers.update(storages)
+
+    def look_at_replay(self, results: Iterable[torch.Tensor]) -> None:
+        """At the end of a layer's replay: the same for what it saved."""
+        self._look_at_saved(self._storages.keys(plain_tensors(list(results))), replayed=True)
+
+    def _look_at_saved(self, outputs: Container[int], *, replayed: bool = False) -> None:
+        # Tensors of an operation whose result was not used are freed already.
+        new = [saved for saved in self._saved[self._looked_at :] if saved.held]
+        self._saved[self._looked_at :] = new
+        self._looked_at = len(self._saved)
+        for saved in new:
+            saved.storage.saved.append(saved)
+            if saved.kind in ALLOCATED and saved.storage.alive is None and saved.device == str(self._device):
+                saved.storage.alive = self._alive
+                self._alive.bytes += saved.storage.size
         extra = _references_of_its_own()
-        for key, storage in self._storages.by_key.items():
-            if not storage.handles or storage.weak.expired():
-                continue
+        for storage in dict.fromkeys(saved.storage for saved in new):
+            key = storage.weak.key
             others = storage_references(key) - extra - storage.handles
             if others <= 0 or key in self._storages.weights or key in self._storages.buffers:
                 continue
             if key in self._storages.batch:
                 storage.holders = (BATCH,)
+            elif key in self._inputs_of_layers or (replayed and key in outputs):
+                continue  # by a layer's replay, and by nobody in a step without
             elif key in outputs:
                 storage.holders = (OUTPUT,)
             elif storage.made_by is not None:
@@ -267,6 +287,10 @@ class TensorRecorder:
                 )
             )
         return found
+
+    def numbers(self) -> dict[int, int]:
+        """The number of each storage by its key."""
+        return {key: storage.number for key, storage in self._storages.by_key.items()}
 
     def _allocated(self) -> int:
         """Bytes requested and not freed, before the allocator rounds them up."""

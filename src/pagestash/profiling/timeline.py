@@ -102,23 +102,48 @@ class Timeline:
         self._clock = clock
         self._marks: list[Any] = []
         self._numbers: list[int] = []
+        """Of the first node of each segment in which nodes are created, from segment `_begun` on."""
+        self._begun = 0
+        self._creates = True
 
     def switch(self, path: Path) -> None:
         if self.paths and self.paths[-1] == path:
             return
         self._cut(path)
-        if not self.turn:
+        if self._creates:
             self._numbers.append(next_sequence_number())
 
     def begin_backward(self, loss: torch.Tensor | None = None) -> None:
         """Forward is over: in backward, a node starts a segment of the regions in which it was created."""
         self.turn = len(self.paths)
-        self._cut(MODEL)
-        for node in () if loss is None else nodes_of(loss):
+        self._begin_backward(MODEL, () if loss is None else (loss,))
+
+    def _begin_backward(self, path: Path, roots: Iterable[torch.Tensor]) -> None:
+        self._creates = False
+        self._cut(path)
+        for node in nodes_of(*roots):
             # Accumulating a gradient counts for the node that computed it.
             if node.name() != "torch::autograd::AccumulateGrad":
                 path = self.path_of(node)
                 node.register_prehook(lambda grads, path=path: self.switch(path))
+
+    # --- a part of forward that runs again in backward ---
+
+    def begin_replay(self) -> int:
+        """It begins now; its first segment."""
+        self._numbers, self._begun, self._creates = [next_sequence_number()], len(self.paths), True
+        self._cut(self.paths[-1])
+        return self.now
+
+    def begin_backward_of(self, results: Iterable[torch.Tensor]) -> int:
+        """It is over, and backward of what it returned begins; that one's first segment."""
+        self._begin_backward(self.paths[self._begun], results)
+        return len(self.paths) - 1
+
+    def end_backward_of(self) -> int:
+        """That is over, too; the segment that begins now."""
+        self._cut(self.paths[self._begun])
+        return self.now
 
     def finish(self) -> list[float]:
         """The seconds of each segment."""
@@ -143,12 +168,13 @@ class Timeline:
 
     def _made_in(self, number: int) -> Path:
         segment = bisect_right(self._numbers, number) - 1
-        return self.paths[segment] if segment >= 0 else MODEL
+        return self.paths[self._begun + segment] if segment >= 0 else MODEL
 
 
-def nodes_of(loss: torch.Tensor) -> Iterator[Any]:
-    """Every node of the loss's graph, once."""
-    waiting, seen = [loss.grad_fn], {loss.grad_fn}
+def nodes_of(*roots: torch.Tensor) -> Iterator[Any]:
+    """Every node of the graphs of these tensors, once."""
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(waiting)
     while waiting:
         node: Any = waiting.pop()
         yield node

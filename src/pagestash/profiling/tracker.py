@@ -48,6 +48,7 @@ class RegionTracker:
         self.inside_once = False
         self._blocks: set[Region] = set()
         self._listener = listener
+        self._hooked = False
         self._modules = list(watched(model))
         for name, module in model.named_modules():
             self.names[module] = name
@@ -64,19 +65,31 @@ class RegionTracker:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Track regions within this context. Backward needs none: nodes know where they were created."""
-        outer, calls, hooks = frames(), under_way(), []
-        for name, module in self._modules:
-            hooks += self._hook(name, module)
+        outer, calls = frames(), under_way()
         root = Region(self, "", None)
-        enter(root)
-        self._switch()
+        with self.hooked():
+            enter(root)
+            self._switch()
+            try:
+                yield
+            finally:
+                leave(root)
+                set_frames(outer)
+                set_calls(calls)
+                self.marks.forget()
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Watch modules within this context, also where a part of forward runs again in backward."""
+        if self._hooked:
+            yield
+            return
+        self._hooked = True
+        hooks = [hook for name, module in self._modules for hook in self._hook(name, module)]
         try:
             yield
         finally:
-            leave(root)
-            set_frames(outer)
-            set_calls(calls)
-            self.marks.forget()
+            self._hooked = False
             for hook in hooks:
                 hook.remove()
 

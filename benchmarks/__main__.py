@@ -20,6 +20,7 @@ BENCHMARKS = (
     "moe_step",
     "hf_step",
     "hf_lora",
+    "rivals",
     "offload",
     "offload_deep",
     "hooks",
@@ -39,6 +40,7 @@ NEED_CUDA = (
     "moe_step",
     "hf_step",
     "hf_lora",
+    "rivals",
     "offload",
     "offload_deep",
     "pipeline_gpu",
@@ -167,6 +169,11 @@ def table(
             print(f"{page.name}: {error}")
             raise typer.Exit(2) from None
         stale += [page.name] if changed else []
+    rivals = tables.RESULTS / "rivals.json"
+    if rivals.exists() and not check:
+        importlib.import_module("benchmarks.rivals").draw(
+            json.loads(rivals.read_text())["rows"], tables.PAGE.parent
+        )
     if check and stale:
         print(f"stale: {', '.join(stale)}; run `python -m benchmarks table`")
         raise typer.Exit(1)

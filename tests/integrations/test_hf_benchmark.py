@@ -48,3 +48,36 @@ def test_all_ways_give_one_loss():
     assert [row["loss"] for row in rows] == pytest.approx([rows[0]["loss"]] * len(rows), rel=1e-5)
     by = {row["way"]: row["loss"] for row in rows}
     assert by[B.ALL] == by[B.POLICED]
+
+
+@pytest.fixture
+def rival_rows():
+    """Without those that compile (minutes on a CPU), replace classes (Liger), or need a GPU (TRL's offloading)."""
+    from benchmarks import rivals
+
+    pytest.importorskip("trl")
+    left = ("compile", "Liger", "offloading")
+    ways = [way for way in rivals.WAYS if not any(word in way for word in left)]
+    cpu = {"device": torch.device("cpu"), "dtype": torch.float32}
+    return [rivals.measure(way, TINY, warm=3, repeats=1, **cpu) for way in ways]
+
+
+def test_all_rivals_give_one_loss(rival_rows):
+    assert [row["loss"] for row in rival_rows] == pytest.approx(
+        [rival_rows[0]["loss"]] * len(rival_rows), rel=1e-5
+    )
+    ours = {row["loss"] for row in rival_rows if row["way"].startswith("pagestash")}
+    assert len(ours) == 1
+
+
+def test_a_rival_that_is_as_small_and_faster_is_a_miss(tmp_path):
+    from benchmarks import rivals
+
+    ways = {"transformers": (150.0, 15.0), "torch.compile": (80.0, 5.0), "pagestash: optimize": (90.0, 6.0)}
+    rows = [{"way": way, "ms": ms, "gib": gib, "longest": 4096} for way, (ms, gib) in ways.items()]
+    (missed,) = rivals.claims_of(rows)
+    assert (missed.value, missed.holds) == (80 / 90, False)
+    pytest.importorskip("matplotlib")
+    rivals.draw(rows, tmp_path)
+    assert "optimize" in (tmp_path / "rivals.svg").read_text()
+    assert "4,096" in (tmp_path / "longest.svg").read_text()

@@ -157,7 +157,7 @@ def table(
     stale = []
     for page, text in (
         (tables.PAGE, tables.render(tables.RESULTS)),
-        (tables.README, tables.headlines(tables.RESULTS)),
+        (tables.README, tables.rivals(tables.RESULTS)),
         (tables.HUGGING_FACE, tables.hugging_face(tables.RESULTS)),
         (tables.PLAN, tables.plans(tables.RESULTS)),
         (tables.EXPERT_PARALLEL, tables.expert_parallel_ranks(tables.RESULTS)),

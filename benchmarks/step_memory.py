@@ -1,4 +1,4 @@
-"""The README's picture: the bytes that one training step holds, allocation by allocation, kept whole and stashed.
+"""The picture of docs/index.md: bytes that a training step holds, allocation by allocation, whole and stashed.
 
 The layers are those of `graphed_stack`, smaller, on a CPU: torch's profiler sees every allocation there, and the
 Triton kernels run interpreted. Their time means nothing, so the picture counts allocations, not seconds.

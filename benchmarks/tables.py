@@ -1,7 +1,6 @@
-"""Tables of results, made from `benchmarks/results`: all claims, the README's six, and those of the guides."""
+"""Tables of results, made from `benchmarks/results`: all claims, the README's, and those of the guides."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,68 +14,44 @@ GIB = 1 << 30
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 SIGNS = {"at most": "≤", "at least": "≥"}
 NONE_YET = "No results yet: `make bench` on a machine with a GPU."
-HEADLINES = (
-    # benchmark, how its claim begins; then for the reader: what was measured, and against what
-    (
-        "graphed_stack",
-        "held bytes of",
-        "memory held by 12 expert layers in a CUDA graph, buffers for 4 times the average rows",
-        "the same graph without the stash",
-    ),
-    (
-        "moe_step",
-        "MoE step, qwen3: stashed in a graph over exact-shape eager, time",
-        "step time of Qwen3-30B-A3B's MoE layers, stashed, in a CUDA graph",
-        "buffers of exact size, eager",
-    ),
-    (
-        "moe_step",
-        "MoE step, qwen3: stash on over off, same graph, time",
-        "step time of the same layers: the cost of stashing",
-        "the same graph without the stash",
-    ),
-    (
-        "offload",
-        "qwen3-30b-a3b, offload experts and norms as far as it hides",
-        "step time with experts and norms offloaded, as much as hides behind compute",
-        "everything kept on the device",
-    ),
-    (
-        "hf_lora",
-        "Qwen3-30B-A3B in transformers, 8 layers, 2 × 4,096 tokens: LoRA on attention and experts, over "
-        "PEFT's own: peak",
-        "peak of activations of Qwen3-30B-A3B in Transformers, LoRA on attention and experts, `optimize(model)`",
-        "PEFT alone",
-    ),
-    (
-        "jax_stash",
-        "JAX stash_scan: temp bytes of plain, 48 layers, GPU",
-        "temporary memory of JAX `stash_scan`, 48 layers",
-        "plain `lax.scan`",
-    ),
-)
 
 
 def render(results: Path = RESULTS) -> str:
-    """A Markdown table with a line for each claim, file by file in the order of their names."""
-    lines = ["| what | seen | bar | machine |", "| --- | --- | --- | --- |"]
-    for _, claim, machine in _claims(results):
-        unit = f" {claim['unit']}" if claim["unit"] else ""
-        bar = f"{SIGNS[claim['better']]} {claim['bar']:g}{unit}"
-        lines.append(f"| {_cell(claim['what'])} | {_seen(claim)} | {bar} | {machine} |")
-    return "\n".join(lines) if len(lines) > 2 else NONE_YET
+    """For each benchmark, in the order of their names: where it ran, and a line for each claim."""
+    parts = []
+    for path in sorted(results.glob("*.json")):
+        body = json.loads(path.read_text())
+        name = body["benchmark"]
+        lines = [
+            f"## {name}",
+            "",
+            _machine(body["environment"], "jax" if name.startswith("jax") else "torch"),
+        ]
+        lines += ["", "| what | seen | bar |", "| --- | --- | --- |"]
+        for claim in body["claims"]:
+            unit = f" {claim['unit']}" if claim["unit"] else ""
+            bar = f"{SIGNS[claim['better']]} {claim['bar']:g}{unit}"
+            lines.append(f"| {_cell(claim['what'])} | {_seen(claim)} | {bar} |")
+        if body["claims"]:
+            parts.append("\n".join(lines))
+    return "\n\n".join(parts) or NONE_YET
 
 
-def headlines(results: Path = RESULTS) -> str:
-    """The README's table: a line for each of `HEADLINES` that has a result."""
-    lines = ["| what | relative to | ratio | machine |", "| --- | --- | --- | --- |"]
-    claims = list(_claims(results))
-    for benchmark, begins, what, over in HEADLINES:
-        for name, claim, machine in claims:
-            if name == benchmark and claim["what"].startswith(begins):
-                lines.append(f"| {what} | {over} | **{_seen(claim)}** | {machine} |")
-                break
-    return "\n".join(lines) if len(lines) > 2 else NONE_YET
+def rivals(results: Path = RESULTS) -> str:
+    """The README's table: a line for each way of `benchmarks.rivals`."""
+    path = results / "rivals.json"
+    if not path.exists():
+        return NONE_YET
+    body = json.loads(path.read_text())
+    lines = ["| | ms | peak, GiB | longest sequence in 80 GiB |", "| --- | --- | --- | --- |"]
+    for row in body["rows"]:
+        long = f"{row['longest']:,}" if row.get("longest") else ""
+        lines.append(f"| {_cell(row['way'])} | {row['ms']:.0f} | {row['gib']:.2f} | {long} |")
+    versions = body["environment"]["versions"]
+    where = f"{_machine(body['environment'], 'torch')}, transformers {versions['transformers']}"
+    return "\n".join(
+        [*lines, "", f"Forward and backward of 2 × 4,096 tokens; {where}: `python -m benchmarks rivals`."]
+    )
 
 
 def hugging_face(results: Path = RESULTS) -> str:
@@ -191,16 +166,6 @@ def update(text: Path, table: str, *, check: bool = False) -> bool:
     if new != old and not check:
         text.write_text(new)
     return new != old
-
-
-def _claims(results: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Benchmark, claim and machine of every claim."""
-    for path in sorted(results.glob("*.json")):
-        body = json.loads(path.read_text())
-        name = body["benchmark"]
-        machine = _machine(body["environment"], "jax" if name.startswith("jax") else "torch")
-        for claim in body["claims"]:
-            yield name, claim, machine
 
 
 def _seen(claim: dict[str, Any]) -> str:

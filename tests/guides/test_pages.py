@@ -1,5 +1,6 @@
 """Every Python example of the README and the guides runs as printed, and does what its page says."""
 
+import ast
 import re
 import shlex
 import sys
@@ -39,7 +40,7 @@ def test_every_page_with_examples_has_a_test():
     tested = re.findall(r'run\("([^"]+)"', Path(__file__).read_text())
     for page, name in BESIDE.items():
         assert page in (ROOT / "tests" / "integrations" / name).read_text()
-    assert {page for page in PAGES if list(blocks(page))} - {*BESIDE} == {*tested, *NOT_RUN}
+    assert {page for page in PAGES if list(blocks(page))} - {*BESIDE} == {"README.md", *tested, *NOT_RUN}
 
 
 @pytest.mark.parametrize("page", NOT_RUN)
@@ -77,26 +78,38 @@ def test_the_simulate_page():
     assert names["costs"].peak_bytes == max(peak.total for peak in names["rank_peaks"](names["run"]))
 
 
-def test_the_readme():
-    def begin(number, names):
-        if number == 3:  # the models of our own have run; Hugging Face's is next
-            stats = names["keeper"].stats()
-            assert all(stats.homes[home].peak > 0 for home in ("stash", "offload", "recompute")), stats.homes
-            assert torch.isfinite(names["loss"])
+@pytest.mark.parametrize("number", range(len(list(blocks("README.md")))))
+def test_the_readme(number, capsys):
+    pytest.importorskip("peft")
+    line, text = list(blocks("README.md"))[number]
+    names = {}
+    exec(compile("\n" * line + text, PAGES["README.md"], "exec"), names)  # alone, as somebody copies it
+    printed = capsys.readouterr().out
+    if number == 0:
+        assert "4 × Qwen3MoeExperts: the expert block" in printed
+        assert names["keeper"].plan.predicted.peak_bytes <= names["keeper"].plan.budget_bytes
+    elif number == 1:
+        stats = names["keeper"].stats()
+        assert all(stats.homes[home].peak > 0 for home in ("stash", "offload", "recompute")), stats.homes
+        assert torch.isfinite(names["loss"])
+    else:
+        assert printed == "62 rows of 80\n"
 
-    printed, names = run("README.md", begin=begin)
-    homes = names["keeper"].stats().homes
-    assert homes["recompute"].peak > 0
-    assert "4 × Qwen3MoeExperts: the expert block" in "".join(printed)
-    assert printed[-1] == "62 rows of 80\n"
 
-    # The layer with a buffer of its own: of x, and of what relu gave, the valid rows go to the pool.
-    model = nn.ModuleList([names["Experts"](16, 16)])
-    keeper = ps.Keeper(ps.Policy([ps.Rule("0", "stash", min_bytes=0)])).attach(model)
-    with keeper.step():
-        y = model[0](torch.randn(64, 16, requires_grad=True), torch.tensor(10))
-        assert int(keeper.held()["stash"]) == 2 * 10 * 16 * 4
-        y[:10].sum().backward()
+MODULES = {"ps", "pagestash", "torch", "nn", "jax", "jnp", "transformers"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_example_imports_what_it_uses(page):
+    """Or an example before it on the page does."""
+    bound = set()
+    for line, text in blocks(page):
+        tree = ast.parse("\n" * line + text)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                bound |= {(each.asname or each.name).split(".")[0] for each in node.names}
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & MODULES
+        assert used <= bound, f"{page}:{line}"
 
 
 def test_the_tutorial():
@@ -116,6 +129,16 @@ def test_the_recompute_page():
 def test_the_troubleshooting_page():
     printed, _ = run("docs/troubleshooting.md")
     assert printed[0].startswith("equal to the last bit: ")
+
+
+def test_every_text_of_the_troubleshooting_page_is_one_of_ours():
+    rows = PAGES["docs/troubleshooting.md"].read_text().partition("## By the text")[2].partition("\n## ")[0]
+    texts = re.findall(r"^\| `(.*?)` \| ", rows, flags=re.MULTILINE)
+    assert len(texts) > 10
+    # (Without the breaks between the parts of a string, and what is filled in.)
+    source = "".join(path.read_text() for path in sorted((ROOT / "src").glob("**/*.py")))
+    joined = re.sub(r'"\s*\n\s*f?"', "", source)
+    assert [text for text in texts if text not in joined] == []
 
 
 def test_offload_moves_bytes_to_the_host():

@@ -126,6 +126,12 @@ def test_the_recompute_page():
     assert "1" in printed[1]
 
 
+def test_the_page_for_who_is_out_of_memory():
+    pytest.importorskip("transformers", minversion="5.7")
+    _, names = run("docs/out-of-memory.md")
+    assert names["keeper"].plan.predicted.peak_bytes <= names["keeper"].plan.budget_bytes
+
+
 def test_the_troubleshooting_page():
     printed, _ = run("docs/troubleshooting.md")
     assert printed[0].startswith("equal to the last bit: ")

@@ -6,7 +6,7 @@ import typer
 
 import pagestash
 from pagestash.cli.computed import partition, simulate
-from pagestash.cli.measured import plan, profile, verify
+from pagestash.cli.measured import doctor, plan, profile, verify
 from pagestash.cli.training import demo, jax_demo, train
 
 app = typer.Typer(
@@ -32,5 +32,5 @@ def _options(
     pass
 
 
-for command in (train, profile, plan, verify, simulate, partition, demo, jax_demo):
+for command in (train, profile, plan, verify, simulate, partition, doctor, demo, jax_demo):
     app.command()(command)

@@ -1,4 +1,4 @@
-"""Commands that run a step: `profile`, `plan` and `verify`. Imports no torch, so that `--help` is quick."""
+"""Commands that run on this machine: `profile`, `plan`, `verify`, `doctor`. Imports no torch: `--help` is quick."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -255,3 +255,10 @@ def verify(
     )
     asked = VerifyOptions(policy=policy, step=step, steps=steps, optimizer=optimizer, graphed=graphed)
     raise typer.Exit(run(asked))
+
+
+def doctor() -> None:
+    """Say what this machine has: versions, GPUs, the link both ways, memory to pin, and what to install."""
+    from pagestash.commands.doctor import run
+
+    raise typer.Exit(run())

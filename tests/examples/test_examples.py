@@ -1,6 +1,7 @@
 """Every script in examples/ runs, in small, and shows what it says it shows."""
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -35,10 +36,27 @@ def numbers(line):
 
 
 def test_every_script_is_run_and_listed():
-    scripts = {path.stem for path in EXAMPLES.glob("*.py")}
+    scripts = {path.stem for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
     assert scripts == set(re.findall(r'(?:run\("|EXAMPLES / ")([a-z_]+)', Path(__file__).read_text()))
     listed = (EXAMPLES / "README.md").read_text()
-    assert all(f"[`{path.name}`]" in listed for path in EXAMPLES.iterdir() if path.suffix in (".py", ".toml"))
+    assert all(
+        f"[`{path.name}`]" in listed
+        for path in EXAMPLES.iterdir()
+        if path.suffix in (".py", ".toml", ".ipynb")
+    )
+
+
+def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys):
+    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+    pytest.importorskip("transformers", minversion="5.7")
+    names = {}
+    for cell in json.loads((EXAMPLES / "half_of_the_memory.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert names["report"].equal
+    assert names["found"].total_bytes < names["before"].total_bytes
+    assert names["plan"].predicted.peak_bytes <= names["plan"].budget_bytes
+    assert "equal to the last bit" in capsys.readouterr().out
 
 
 def test_own_loop_saves_bytes_and_changes_no_loss(run):

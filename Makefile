@@ -43,7 +43,7 @@ frameworks: $(FRAMEWORKS:%=framework-%)
 
 framework-%:
 	$(MAKE) .venv-$*/.base VENV=.venv-$* PINS=
-	.venv-$*/bin/python -m pip install -q -e ".[test,$*]"
+	.venv-$*/bin/python -m pip install -q -e ".[$*]" pytest
 	.venv-$*/bin/python -m pytest -q tests/integrations/test_$*.py tests/examples
 
 # transformers' own tests of its MoE models, unmodified, with our experts; SRC is a checkout of it, and their test
@@ -67,10 +67,12 @@ coverage: $(VENV)/.test
 # Whether all that is pinned is on the public index, as wheels. No other index counts, and no file on this disk.
 PLATFORMS := x86_64-manylinux_2_28 aarch64-manylinux_2_28
 PYTHONS   := 3.11 3.12 3.13 3.14
+EXTRAS    := train hf jax plan plot
 BARE      := env -u UV_INDEX -u UV_DEFAULT_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL -u UV_FIND_LINKS UV_NO_CONFIG=1
 resolve: $(VENV)/.uv
 	@printf '%s\n' $(foreach python,$(PYTHONS),$(PLATFORMS:%=$(python):%)) | xargs -P 8 -n 1 sh -c 'at=$$1; \
-		$(BARE) $(VENV)/bin/uv pip compile -q --only-binary :all: $(PINNED) --all-extras pyproject.toml \
+		$(BARE) $(VENV)/bin/uv pip compile -q --only-binary :all: $(PINNED) $(EXTRAS:%=--extra %) pyproject.toml \
+		requirements/*.txt \
 		--python-version $${at%%:*} --python-platform $${at#*:} >/dev/null && echo "Python $${at%%:*}, $${at#*:}: all there"' -
 
 lint: $(VENV)/.lint
@@ -97,7 +99,7 @@ bench: $(VENV)/.test
 clean:
 	rm -rf $(VENV) .venv-newest $(FRAMEWORKS:%=.venv-%) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist site
 
-# A stamp for each set of extras, so that `make demo` installs no test tools.
+# A stamp for each set of packages, so that `make demo` installs no test tools.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -115,17 +117,17 @@ $(VENV)/.demo: $(VENV)/.base
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(PIP) -e ".[test,jax,hf,plot]"
+	$(PIP) -e ".[jax,hf,plan,plot]" -r requirements/test.txt
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.test
-	$(PIP) -e ".[lint]"
+	$(PIP) -r requirements/lint.txt
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.base
-	$(PIP) -e ".[docs]"
+	$(PIP) -r requirements/docs.txt
 	touch $@
 
 $(VENV)/.release: $(VENV)/.base
-	$(PIP) -e ".[release]"
+	$(PIP) -r requirements/release.txt
 	touch $@

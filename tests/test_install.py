@@ -54,8 +54,7 @@ def test_pythons_of_the_makefile_are_those_of_the_page_and_of_the_package():
 
 def test_the_extras_are_those_of_the_package():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    tools = set(re.findall(r"`(\w+)`", PAGE[PAGE.index("The extras `") :].split("\n\n")[0]))
-    assert extras.keys() == (table("| extra |").keys() - {"none"}) | tools
+    assert extras.keys() == table("| extra |").keys() - {"none"}
     for name, (_, brings) in table("| extra |").items():
         if name not in ("none", "demo"):
             assert {re.match(r"[\w-]+", each)[0] for each in extras[name]} == set(brings.split(", "))

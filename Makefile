@@ -37,14 +37,16 @@ test-newest:
 	rm -rf .venv-newest
 	$(MAKE) test VENV=.venv-newest PINS=
 
-# Frameworks that `make test` does not install, each in an environment of its own with the newest of everything.
-FRAMEWORKS ?= lightning torchtitan megatron
+# Frameworks that `make test` does not install, each in an environment of its own with the newest of everything. (Not
+# with our test tools: torchtitan and TRL want other versions of datasets.)
+FRAMEWORKS ?= lightning torchtitan megatron deepspeed
+PACKAGE_megatron := megatron-core
 frameworks: $(FRAMEWORKS:%=framework-%)
 
 framework-%:
 	$(MAKE) .venv-$*/.base VENV=.venv-$* PINS=
-	.venv-$*/bin/python -m pip install -q -e ".[$*]" pytest
-	.venv-$*/bin/python -m pytest -q tests/integrations/test_$*.py tests/examples
+	.venv-$*/bin/python -m pip install -q -e ".[hf]" pytest hypothesis triton $(or $(PACKAGE_$*),$*)
+	.venv-$*/bin/python -m pytest -q tests/integrations/test_$*.py tests/examples -k "not test_examples or $*"
 
 # transformers' own tests of its MoE models, unmodified, with our experts; SRC is a checkout of it, and their test
 # requirements (parameterized, pytest-xdist; torchvision for gemma4) must be installed. With EVERY_CALL=1 in the
@@ -67,7 +69,7 @@ coverage: $(VENV)/.test
 # Whether all that is pinned is on the public index, as wheels. No other index counts, and no file on this disk.
 PLATFORMS := x86_64-manylinux_2_28 aarch64-manylinux_2_28
 PYTHONS   := 3.11 3.12 3.13 3.14
-EXTRAS    := train hf jax plan plot
+EXTRAS    := train hf jax plan plot# frameworks are not pinned: they do not all go together
 BARE      := env -u UV_INDEX -u UV_DEFAULT_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL -u UV_FIND_LINKS UV_NO_CONFIG=1
 resolve: $(VENV)/.uv
 	@printf '%s\n' $(foreach python,$(PYTHONS),$(PLATFORMS:%=$(python):%)) | xargs -P 8 -n 1 sh -c 'at=$$1; \

@@ -18,6 +18,7 @@ from pagestash.models import Decoder, preset
 
 NOT_RUN = {"docs/maxtext.md": "lines of MaxText, which is not installed"}
 BESIDE = {
+    "docs/frameworks.md": "test_accelerate.py",
     "docs/lightning.md": "test_lightning.py",
     "docs/megatron.md": "test_megatron.py",
     "docs/torchtitan.md": "test_torchtitan.py",

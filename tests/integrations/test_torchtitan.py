@@ -1,6 +1,6 @@
 """torchtitan's own training with our experts and under a policy: losses, norms and weights are those without.
 
-Each run is torchtitan's `train.main()` under torchrun, on a CPU (`titan/train.py`), and takes half a minute.
+All runs are torchtitan's `train.main()` under torchrun, on a CPU (`titan/train.py`).
 """
 
 import json
@@ -45,6 +45,7 @@ min_bytes = 0
 match = "layers.*.attention"
 home = "offload"
 min_bytes = 0
+prefetch_bytes = 0
 [[rule]]
 match = "layers.*.*_norm"
 home = "recompute"
@@ -53,53 +54,87 @@ LAYERS = """
 [[rule]]
 match = "layers.*"
 home = "{home}"
+{more}
 """
+ACCUMULATE = ("--training.global_batch_size", "4")
+PARALLEL = {
+    "FSDP2": (),
+    "experts on two ranks": ("--parallelism.expert_parallel_degree", "2"),
+    "1F1B": ("--parallelism.pipeline_parallel_degree", "2"),
+    "interleaved 1F1B": (
+        *("--parallelism.pipeline_parallel_degree", "2"),
+        *("--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"),
+    ),
+}
 ATTENTION = {"qwen3": "small.sdpa", "deepseek": "small.sdpa", "gptoss": "small.math_attention"}
 
 
+RUNS = {
+    1: {
+        **{f"{model} stock": (model, [], ()) for model in ATTENTION},
+        **{f"{model} ours": (model, [EXPERTS], ()) for model in ATTENTION},
+        **{f"{model} kept": (model, [EXPERTS, POLICY], ()) for model in ATTENTION},
+        "offload": ("qwen3", [POLICY.replace("policy.toml", "offload.toml")], ()),
+        "recompute": ("qwen3", [POLICY.replace("policy.toml", "recompute.toml")], ()),
+        "accumulated ours": ("qwen3", [EXPERTS], ACCUMULATE),
+        "accumulated kept": ("qwen3", [EXPERTS, POLICY], ACCUMULATE),
+    },
+    2: {
+        f"{name} {run}": ("qwen3", overrides, settings)
+        for name, settings in PARALLEL.items()
+        for run, overrides in (("ours", [EXPERTS]), ("kept", [EXPERTS, POLICY]))
+    },
+}
+"""By number of ranks and name: the model, overrides and settings."""
+
+
 @pytest.fixture(scope="module")
-def train(tmp_path_factory):
-    """Run torchtitan's training of a small model; steps, weights and bytes in homes of each rank."""
+def runs(tmp_path_factory):
+    """What a run by that name has left: steps, weights and bytes in homes of each rank."""
     folder = tmp_path_factory.mktemp("titan")
     small.assets(folder)
+    (folder / "policy.toml").write_text(HOMES)
+    for home in ("offload", "recompute"):
+        more = "min_bytes = 0\nprefetch_bytes = 0" if home == "offload" else ""
+        (folder / f"{home}.toml").write_text(LAYERS.format(home=home, more=more))
 
     @cache
-    def train(model, *overrides, ranks=1, policy=HOMES, settings=()):
-        out = folder / f"run{len(list(folder.glob('run*.log')))}"
-        (folder / "policy.toml").write_text(policy)
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-        ]
-        command += [str(HERE / "train.py"), "--module", "small", "--config", model]
-        command += ["--override.imports", ATTENTION[model], *overrides]
-        command += ["--training.local_batch_size", "2", "--training.seq_len", "64", "--training.steps", "3"]
-        command += ["--training.disable_cuda_graphs", "--debug.seed", "0", "--debug.deterministic", *settings]
-        command += ["--dump_folder", str(out), "activation-checkpoint:selective"]
+    def start(ranks):
         place = os.pathsep.join([str(ROOT / "src"), str(HERE)])
         quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
+        (folder / "runs.json").write_text(
+            json.dumps({name: arguments(*run) for name, run in RUNS[ranks].items()})
+        )
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(ranks), str(HERE / "train.py"), "runs.json"]
         done = subprocess.run(
             command,
             cwd=folder,
-            env={**os.environ, **quiet, "PYTHONPATH": place, "OUT": str(out)},
+            env={**os.environ, **quiet, "PYTHONPATH": place},
             capture_output=True,
             text=True,
         )
-        out.with_suffix(".log").write_text(done.stdout + done.stderr)
-        if done.returncode:
-            raise RuntimeError((done.stdout + done.stderr)[-6000:])
-        told = [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(ranks)]
+        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+    def found(name, ranks=1):
+        start(ranks)
+        told = [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(ranks)]
         return SimpleNamespace(
             steps=[each["steps"] for each in told],
-            weights=[torch.load(f"{out}.{rank}.pt") for rank in range(ranks)],
+            weights=[torch.load(folder / f"{name}.{rank}.pt") for rank in range(ranks)],
             homes=[each["homes"] for each in told],
         )
 
-    return train
+    return found
+
+
+def arguments(model, overrides, settings):
+    return [
+        *("--module", "small", "--config", model, "--override.imports", ATTENTION[model], *overrides),
+        *("--training.local_batch_size", "2", "--training.seq_len", "64", "--training.steps", "3"),
+        *("--training.disable_cuda_graphs", "--debug.seed", "0", "--debug.deterministic", *settings),
+        "activation-checkpoint:selective",
+    ]
 
 
 def losses(run):
@@ -114,49 +149,27 @@ def check(plain, kept, homes=("stash", "offload", "recompute")):
         assert all(each[home] > 0 for each in kept.homes), home
 
 
-# --- one rank ---
-
-
 @pytest.mark.parametrize("model", ATTENTION)
-def test_losses_norms_and_weights_are_those_without_a_policy_and_losses_those_of_stock(train, model):
-    stock, plain, kept = train(model), train(model, EXPERTS), train(model, EXPERTS, POLICY)
+def test_losses_norms_and_weights_are_those_without_a_policy_and_losses_those_of_stock(runs, model):
+    stock, plain, kept = (runs(f"{model} {run}") for run in ("stock", "ours", "kept"))
     check(plain, kept)
-    assert same(list(kept.weights[0]), list(stock.weights[0]))  # the names that stock's checkpoints have
+    assert kept.weights[0].keys() == stock.weights[0].keys()  # the names that stock's checkpoints have
     torch.testing.assert_close(losses(plain), losses(stock), rtol=0.02, atol=0)  # experts are in bf16
     torch.testing.assert_close(losses(plain)[0], losses(stock)[0], rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("home", ["offload", "recompute"])
-def test_a_policy_holds_for_stock_experts(train, home):
-    check(train("qwen3"), train("qwen3", POLICY, policy=LAYERS.format(home=home)), [home])
+def test_a_policy_holds_for_stock_experts(runs, home):
+    check(runs("qwen3 stock"), runs(home), [home])
 
 
-def test_gradients_accumulate(train):
-    more = ("--training.global_batch_size", "4")
-    check(train("qwen3", EXPERTS, settings=more), train("qwen3", EXPERTS, POLICY, settings=more))
+def test_gradients_accumulate(runs):
+    check(runs("accumulated ours"), runs("accumulated kept"))
 
 
-# --- two ranks ---
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        (),
-        ("--parallelism.expert_parallel_degree", "2"),
-        ("--parallelism.pipeline_parallel_degree", "2"),
-        (
-            "--parallelism.pipeline_parallel_degree",
-            "2",
-            "--parallelism.pipeline_parallel_schedule",
-            "Interleaved1F1B",
-        ),
-    ],
-    ids=["FSDP2", "experts on two ranks", "1F1B", "interleaved 1F1B"],
-)
-def test_two_ranks(train, settings):
-    plain = train("qwen3", EXPERTS, ranks=2, settings=settings)
-    check(plain, train("qwen3", EXPERTS, POLICY, ranks=2, settings=settings), ["stash", "recompute"])
+@pytest.mark.parametrize("name", PARALLEL)
+def test_two_ranks(runs, name):
+    check(runs(f"{name} ours", 2), runs(f"{name} kept", 2))
 
 
 # --- checkpoints ---

@@ -24,7 +24,7 @@ def reference(monkeypatch):
 RULES = [
     ps.Rule("model.layers.*.mlp.experts", "stash", min_bytes=0),
     ps.Rule("model.layers.*.*_layernorm", "recompute", min_bytes=0),
-    ps.Rule("model.layers.*.self_attn", "offload", min_bytes=0),
+    ps.Rule("model.layers.*.self_attn", "offload", min_bytes=0, prefetch_bytes=0),
 ]
 HEAD = "TRL has replaced its forward, and takes the loss by chunks itself"
 
@@ -116,7 +116,7 @@ def test_losses_and_weights_are_those_of_the_trainer_alone(tmp_path, tokenizer, 
     assert len(runs["plain"][0]) > 4
     assert runs["kept"][0] == runs["plain"][0]
     assert same(runs["kept"][1], runs["plain"][1])
-    assert all(keeper.stats().homes[home].peak for home in ("stash", "recompute"))
+    assert all(keeper.stats().homes[home].peak for home in ("stash", "offload", "recompute"))
 
 
 def test_preferences_beside_a_reference_model(tmp_path, tokenizer):
@@ -148,7 +148,36 @@ def test_preferences_beside_a_reference_model(tmp_path, tokenizer):
         runs[name] = figures(trainer), trainer.model.state_dict()
     assert same(runs["kept"][1], runs["plain"][1])
     assert runs["kept"][0] == runs["plain"][0]
-    assert keeper.stats().homes["stash"].peak
+    assert all(keeper.stats().homes[home].peak for home in ("stash", "offload", "recompute"))
+
+
+def test_groups_are_generated_aside(tmp_path, tokenizer):
+    """GRPO generates inside of `_prepare_inputs`, and computes old log-probabilities there, without gradients."""
+
+    def length(completions, **_):
+        return [float(len(each)) for each in completions]
+
+    runs = {}
+    prompts = datasets.Dataset.from_list([{"prompt": f"w{3 + row} w{4 + row}"} for row in range(8)])
+    for name in ("plain", "kept"):
+        skipped = ("eval_strategy", "eval_steps", "gradient_accumulation_steps")
+        defaults = {key: value for key, value in DEFAULTS.items() if key not in skipped}
+        settings = {"num_generations": 2, "max_completion_length": 5, "output_dir": str(tmp_path / name)}
+        torch.manual_seed(5)
+        trainer = trl.GRPOTrainer(
+            model=model_of(),
+            reward_funcs=length,
+            args=trl.GRPOConfig(**{**defaults, **settings}),
+            train_dataset=prompts,
+            processing_class=tokenizer,
+        )
+        if name == "kept":
+            keeper = pagestash.hf.wrap(trainer, ps.Policy(rules=RULES))
+        trainer.train()
+        runs[name] = figures(trainer), trainer.model.state_dict()
+    assert same(runs["kept"][1], runs["plain"][1])
+    assert runs["kept"][0] == runs["plain"][0]
+    assert all(keeper.stats().homes[home].peak for home in ("stash", "offload", "recompute"))
 
 
 def test_a_checkpoint_of_a_wrapped_trainer_goes_on_without_it(tmp_path, tokenizer):

@@ -70,6 +70,7 @@ class Attached:
         unruled = [name for name in openers if name and self._policy.rule_for(name) is None]
         for name, _, rule in found:
             _refuse_checkpointed(names, name, rule)
+            _refuse_partitioned(names, name, rule)
             _refuse_scripted(names, name, rule)
         _warn_of_ignored_experts(model)
         own = [
@@ -237,6 +238,15 @@ def _refuse_checkpointed(names: dict[str, nn.Module], name: str, rule: Rule) -> 
                 "recomputes all of it and saves nothing that a rule could move; call "
                 "model.gradient_checkpointing_disable()"
             )
+
+
+def _refuse_partitioned(names: dict[str, nn.Module], name: str, rule: Rule) -> None:
+    """DeepSpeed's ZeRO-3 frees a module's weights after its forward, and gives them other memory each time."""
+    if rule.home == "recompute" and any(hasattr(each, "ds_id") for each in names[name].parameters()):
+        raise ValueError(
+            f"rule {rule.match!r}: home='recompute' needs the weights of {name!r} as forward had them, and "
+            "DeepSpeed's ZeRO-3 frees them after each forward; use home='offload' or 'stash', or ZeRO-2"
+        )
 
 
 def _warn_of_ignored_experts(model: nn.Module) -> None:

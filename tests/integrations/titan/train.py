@@ -1,8 +1,10 @@
 """torchtitan's own `train.main()` on a CPU: what it assumes of a GPU is replaced, here alone.
 
-    torchrun --nproc-per-node 2 train.py --module small --config qwen3 ...     in a folder that `assets` has filled
+    torchrun --nproc-per-node 2 train.py runs.json        in a folder that `small.assets` has filled
 
-`docs/torchtitan.md` lists the replacements.
+`runs.json` has the arguments of each run, by the name of what it leaves: NAME.0.json of rank 0 with losses, norms
+of gradients and bytes in homes, NAME.0.pt with weights. The runs follow each other, because importing torchtitan
+takes longer than one of them. `docs/torchtitan.md` lists the replacements.
 """
 
 import json
@@ -45,13 +47,13 @@ def _sum(self, factor):  # gloo has no PREMUL_SUM
 FSDPModule.set_gradient_divide_factor = _sum
 
 
-def main():
+def main(runs):
     import torchtitan.trainer
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.train import main as train
     from torchtitan.trainer import Trainer
 
-    steps = []
+    steps, names = [], list(runs)
 
     def log(self, step, average, most, norm, extra_metrics=None):
         steps.append((float(average).hex(), float(norm).hex()))
@@ -72,15 +74,27 @@ def main():
             }
             keeper = getattr(self, "keeper", None)
             homes = {} if keeper is None else {h: held.peak for h, held in keeper.stats().homes.items()}
-            rank, out = int(os.environ["RANK"]), Path(os.environ["OUT"])
-            torch.save(weights, f"{out}.{rank}.pt")
-            Path(f"{out}.{rank}.json").write_text(json.dumps({"steps": steps, "homes": homes}))
+            rank = os.environ["RANK"]
+            torch.save(weights, f"{names[0]}.{rank}.pt")
+            Path(f"{names[0]}.{rank}.json").write_text(json.dumps({"steps": steps, "homes": homes}))
         close(self)
 
     Trainer.close = closing
-    train()
+    connect = dist.init_process_group
+
+    def init_process_group(*args, init_method=None, **keywords):
+        """Each run meets at a file of its own."""
+        place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        return connect(*args, init_method=f"file://{Path(names[0]).absolute()}.store", **keywords, **place)
+
+    torch.distributed.init_process_group = init_process_group
+    while names:
+        sys.argv[1:] = runs[names[0]]
+        train()
+        steps.clear()
+        del names[0]
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    main()
+    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pagestash.saved.overflow import PoolOverflow as PoolOverflow
     from pagestash.saved.recompute.once import once as once
     from pagestash.saved.region import region as region
-    from pagestash.saved.rows import rows as rows
+    from pagestash.saved.rows.declare import rows as rows
     from pagestash.step.graphed import GraphedStep as GraphedStep
     from pagestash.verifying.result import Verification as Verification
     from pagestash.verifying.verify import verify as verify
@@ -42,7 +42,7 @@ _FOUND_IN = {
     "plan": "pagestash.planning.make",
     "profile": "pagestash.profiling.measure",
     "region": "pagestash.saved.region",
-    "rows": "pagestash.saved.rows",
+    "rows": "pagestash.saved.rows.declare",
     "verify": "pagestash.verifying.verify",
 }
 

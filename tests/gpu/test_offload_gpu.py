@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import pagestash as ps
 from pagestash.pages.host import host_slab
-from pagestash.saved.homes import Keep
+from pagestash.saved.home import Keep
 from pagestash.saved.offload import transfers
 from pagestash.saved.offload.measured import Outlook
 from pagestash.saved.offload.moving import Offload

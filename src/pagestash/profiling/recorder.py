@@ -26,8 +26,8 @@ from pagestash.profiling.tracker import RegionTracker
 from pagestash.saved.compiled import hidden, is_compiled
 from pagestash.saved.recompute.trees import tensors_of
 from pagestash.saved.region import Region, frames
+from pagestash.saved.rows.marks import Valid
 from pagestash.saved.storage import byte_range, row_range
-from pagestash.saved.valid_rows.mark import Valid
 from pagestash.torch_internals import (
     key_of_storage,
     next_sequence_number,

@@ -14,7 +14,7 @@ from pagestash.saved.calls import begin, end, set_calls, under_way
 from pagestash.saved.compiled import hidden, is_compiled
 from pagestash.saved.module_hook import Hook
 from pagestash.saved.region import Region, enter, frames, leave, set_frames
-from pagestash.saved.valid_rows.marks import Marks
+from pagestash.saved.rows.marks import Marks
 
 T = TypeVar("T")
 

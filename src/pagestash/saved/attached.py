@@ -10,9 +10,9 @@ from torch import nn
 from pagestash.policy import Policy, Rule
 from pagestash.saved.compiled import compile_anew, is_compiled, is_wrapper
 from pagestash.saved.hooks import SavedTensorHooks
+from pagestash.saved.module_hooks import RegionHooks
 from pagestash.saved.names import named_modules, prefixes
 from pagestash.saved.region import no_module
-from pagestash.saved.region_hooks import RegionHooks
 from pagestash.torch_internals import (
     TracedModule,
     buffers_of,

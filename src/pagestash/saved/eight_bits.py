@@ -15,7 +15,7 @@ from pagestash.kernels.pages.eight_bits import BLOCK, CodeShape, decode, encode
 from pagestash.pages.pool import PagePool
 from pagestash.pages.ticket import Ticket
 from pagestash.policy import HomeName
-from pagestash.saved.homes import Keep, TakesGroups
+from pagestash.saved.home import Keep, TakesGroups
 from pagestash.saved.stash import Stash
 from pagestash.saved.storage import Entry
 from pagestash.torch_internals import StorageWeakRef

@@ -8,8 +8,8 @@ all that was saved is a small part, it is copied, and the copy is held.
 from pagestash.policy import HomeName
 from pagestash.saved.lost import give_up
 from pagestash.saved.region import Region
+from pagestash.saved.rows.marks import Valid
 from pagestash.saved.storage import SPARSE, Entry, SavedView, ViewRecipe
-from pagestash.saved.valid_rows.mark import Valid
 from pagestash.torch_internals import StorageWeakRef
 
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from pagestash.saved.compiled import hidden, hidden_here
 from pagestash.saved.module_hook import Hook
+from pagestash.saved.module_hooks import RegionHooks
 from pagestash.saved.quiet_rules import StepNeverOpened
 from pagestash.saved.recompute.trees import map_leaves, tensors_of
-from pagestash.saved.region_hooks import RegionHooks
 from pagestash.saved.weight_sums import WeightSums
 from pagestash.torch_internals import current_transform
 

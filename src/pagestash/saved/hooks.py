@@ -12,10 +12,11 @@ from pagestash.policy import HomeName, Policy
 from pagestash.saved.compiled import hidden
 from pagestash.saved.eight_bits import can_code, is_cast_weight
 from pagestash.saved.entries import Entries
-from pagestash.saved.homes import Keep, TakesGroups
+from pagestash.saved.home import Keep, TakesGroups
 from pagestash.saved.one_stream import OneStream
 from pagestash.saved.packed import Handle, Kept, Look, Packed, Untouched
 from pagestash.saved.region import Recording, Region, frames
+from pagestash.saved.rows.marks import Marks, Valid
 from pagestash.saved.storage import (
     PLAIN_TENSORS,
     STRIDED,
@@ -26,8 +27,6 @@ from pagestash.saved.storage import (
     row_range,
     saved_view,
 )
-from pagestash.saved.valid_rows.mark import Valid
-from pagestash.saved.valid_rows.marks import Marks
 from pagestash.torch_internals import (
     LOCAL_PART,
     current_transform,
@@ -43,7 +42,7 @@ _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """Of these, as most saved tensors are, none is quantized or conjugated."""
 
 
-class Output(Protocol):
+class RecomputableOutput(Protocol):
     """The output of a recomputed region, which no home need hold."""
 
     @property
@@ -56,7 +55,7 @@ class Output(Protocol):
         ...
 
 
-class Outputs(Protocol):
+class RecomputableOutputs(Protocol):
     """The outputs that can be recomputed."""
 
     @property
@@ -64,7 +63,7 @@ class Outputs(Protocol):
         """By the storage they are in."""
         ...
 
-    def output_of(self, key: int, tensor: torch.Tensor, *, chained: bool) -> Output | None: ...
+    def output_of(self, key: int, tensor: torch.Tensor, *, chained: bool) -> RecomputableOutput | None: ...
 
 
 class SavedTensorHooks:
@@ -75,7 +74,7 @@ class SavedTensorHooks:
         policy: Policy,
         homes: Mapping[HomeName, TakesGroups],
         keep: Keep,
-        outputs: Outputs,
+        outputs: RecomputableOutputs,
         eight_bits: TakesGroups,
     ) -> None:
         self.policy = policy
@@ -233,11 +232,11 @@ class SavedTensorHooks:
         handle = Handle(entry, recipe)
         return handle if valid is None else self._wait_for_reader(handle, key, view, region, valid)
 
-    def _output_of(self, key: int, tensor: torch.Tensor, chained: bool) -> Output | None:
+    def _output_of(self, key: int, tensor: torch.Tensor, chained: bool) -> RecomputableOutput | None:
         known = key in self._outputs.known
         return self._outputs.output_of(key, tensor, chained=chained) if known else None
 
-    def _pack_output(self, output: Output, region: Region, view: SavedView) -> Packed:
+    def _pack_output(self, output: RecomputableOutput, region: Region, view: SavedView) -> Packed:
         if output.moves:
             self._stream.check(region.name)
         return output.pack(view.tensor, view.recipe(), whole=self.rows_of(region, view.tensor) is None)

@@ -15,15 +15,15 @@ from pagestash.policy import HOMES, HomeName, Policy
 from pagestash.saved.attached import Attached
 from pagestash.saved.eight_bits import EightBits
 from pagestash.saved.follow import StageEvents, follow
-from pagestash.saved.homes import Home, Keep, TakesGroups
+from pagestash.saved.home import Home, Keep, TakesGroups
 from pagestash.saved.hooks import SavedTensorHooks
+from pagestash.saved.module_hooks import RegionHooks
 from pagestash.saved.offload.headroom import Reading, read_memory
 from pagestash.saved.offload.moving import Offload
 from pagestash.saved.overflow import Agreement, grow, refuse_if_overflowed
 from pagestash.saved.quiet_rules import QuietRules, StepNeverOpened
 from pagestash.saved.received_rows import RowsChoice
 from pagestash.saved.recompute.home import Recompute
-from pagestash.saved.region_hooks import RegionHooks
 from pagestash.saved.scope import step_scope
 from pagestash.saved.stash import Stash
 from pagestash.saved.stats import KeeperStats, collect

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pagestash.kernels.pages.layout import Counter
 from pagestash.pages.pool import PagePool
 from pagestash.policy import PoolConfig
-from pagestash.saved.homes import Keep, KeptStorage, Tally
+from pagestash.saved.home import Keep, KeptStorage, Tally
 from pagestash.saved.storage import Entry
 from pagestash.sizes import format_bytes
 

@@ -6,10 +6,10 @@ from typing import Protocol
 import torch
 
 from pagestash.saved.compiled import hidden
-from pagestash.saved.homes import KeptStorage
+from pagestash.saved.home import KeptStorage
 from pagestash.saved.region import Region
+from pagestash.saved.rows.operations import NODES
 from pagestash.saved.storage import Entry, ViewRecipe
-from pagestash.saved.valid_rows.rowwise import NODES
 from pagestash.torch_internals import current_node, sequence_number
 
 

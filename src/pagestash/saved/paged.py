@@ -12,7 +12,7 @@ import torch
 from pagestash.kernels.pages.layout import ACCOUNTS
 from pagestash.pages.pool import PagePool
 from pagestash.pages.ticket import Ticket
-from pagestash.saved.homes import Keep
+from pagestash.saved.home import Keep
 from pagestash.saved.overflow import NoPage
 from pagestash.saved.storage import Entry
 from pagestash.saved.streams import SideStream, wait_here

@@ -14,6 +14,7 @@ import torch
 
 from pagestash.policy import Policy, Rule
 from pagestash.saved.hooks import SavedTensorHooks
+from pagestash.saved.module_hooks import Opening
 from pagestash.saved.offload.moving import Offload
 from pagestash.saved.packed import Handle, Kept, Packed
 from pagestash.saved.reasons import (
@@ -26,7 +27,6 @@ from pagestash.saved.reasons import (
 )
 from pagestash.saved.recompute.trees import tensors_of
 from pagestash.saved.region import Region
-from pagestash.saved.region_hooks import Opening
 from pagestash.saved.storage import plain_storage
 from pagestash.sizes import format_bytes
 from pagestash.torch_internals import backward_number, is_transformed

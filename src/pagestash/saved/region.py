@@ -12,9 +12,9 @@ from torch import nn
 
 from pagestash.policy import Policy, Rule
 from pagestash.saved.compiled import hidden
+from pagestash.saved.rows import operations
+from pagestash.saved.rows.marks import Marks
 from pagestash.saved.storage import Entry
-from pagestash.saved.valid_rows import rowwise
-from pagestash.saved.valid_rows.marks import Marks
 from pagestash.torch_internals import StorageWeakRef, key_of_storage
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class Region:
     """Whether this region, or one around it, may have a `run`. `enter` knows."""
     whole_step: bool = False
     """The outermost region, open for the whole step. No tensor can be claimed in it."""
-    looking: "rowwise.RowWise | None" = None
+    looking: "operations.RowWise | None" = None
     """The dispatch mode that hands marks on from operation to operation."""
     modes: int = 0
     """How many dispatch modes were open when the region was opened."""
@@ -130,7 +130,7 @@ def enter(region: Region) -> None:
     current = _frames.get()
     region.recorded = region.run is not None or (bool(current) and current[-1].recorded)
     _frames.set((*current, region))
-    region.modes = rowwise.depth()
+    region.modes = operations.depth()
     if region.owner.marks.any and not region.whole_step:
         look_at_operations(region)
 
@@ -139,8 +139,8 @@ def look_at_operations(region: Region) -> None:
     """Hand marks on from operation to operation in `region`, the innermost, until it ends."""
     marks = region.owner.marks
     # If the caller has opened a mode inside the region, that may end first, and would pop ours.
-    if not marks.watched and rowwise.depth() == region.modes:
-        region.looking = rowwise.begin(marks)
+    if not marks.watched and operations.depth() == region.modes:
+        region.looking = operations.begin(marks)
 
 
 def leave(region: Region) -> tuple[Region, ...]:
@@ -158,7 +158,7 @@ def leave(region: Region) -> tuple[Region, ...]:
     left = current[start:][::-1]
     for frame in left:
         if frame.looking is not None:
-            rowwise.end(frame.looking)
+            operations.end(frame.looking)
             frame.looking = None
             frame.owner.marks.prune()
     _frames.set(current[:start])

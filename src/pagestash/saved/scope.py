@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from pagestash.saved.homes import Home
+from pagestash.saved.home import Home
 from pagestash.saved.hooks import SavedTensorHooks
+from pagestash.saved.module_hooks import RegionHooks
 from pagestash.saved.packed import unpack
 from pagestash.saved.region import Region, enter, frames, leave, set_frames
-from pagestash.saved.region_hooks import RegionHooks
 from pagestash.saved.streams import capturing
 
 

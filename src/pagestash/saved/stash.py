@@ -11,7 +11,7 @@ from pagestash.kernels.pages.layout import Counter
 from pagestash.pages.pool import PagePool
 from pagestash.pages.ticket import Ticket
 from pagestash.policy import HomeName, Policy
-from pagestash.saved.homes import Home, HomeStats, Keep, Sizes, Tally
+from pagestash.saved.home import Home, HomeStats, Keep, Sizes, Tally
 from pagestash.saved.overflow import NoPage, make_room
 from pagestash.saved.paged import PagedStash
 from pagestash.saved.storage import Entry, Place

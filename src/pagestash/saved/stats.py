@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pagestash.pages.telemetry import PoolStats
 from pagestash.policy import HOMES, HomeName
-from pagestash.saved.homes import Home, HomeStats
+from pagestash.saved.home import Home, HomeStats
 from pagestash.saved.offload.moving import Offload, OffloadStats
 from pagestash.saved.received_rows import ExpectedRowsStats
 from pagestash.saved.stash import Stash

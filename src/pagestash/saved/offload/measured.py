@@ -34,7 +34,7 @@ class _MeasuredGroup(NamedTuple):
     """Each entry's shape and valid bytes."""
 
 
-class MeasuredStep:
+class FirstStep:
     """The groups of the step that is measured, and how far memory was from its peak."""
 
     def __init__(self, order: StepOrder, meter: HeadroomMeter) -> None:

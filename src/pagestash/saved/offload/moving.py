@@ -20,9 +20,9 @@ from pagestash.kernels.pages.tail import zero_tail
 from pagestash.pages.host import MakeSlab, host_slab
 from pagestash.pages.slabs import HostExtent, HostSlabs, ordinary_extent, places
 from pagestash.policy import HomeName, Policy, Rule
-from pagestash.saved.homes import Home, Keep, Tally
+from pagestash.saved.home import Home, Keep, Tally
 from pagestash.saved.offload.headroom import HeadroomMeter, Reading
-from pagestash.saved.offload.measured import MeasuredStep, Outlook
+from pagestash.saved.offload.measured import FirstStep, Outlook
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, StepOrder, make_plan
 from pagestash.saved.offload.split import EntryShape, RowSplit
 from pagestash.saved.offload.transfers import Member, Transfers, TravellingGroup
@@ -115,7 +115,7 @@ class Offload(Home):
         """Bytes that should have left, but found no room on the host, and stayed."""
         self.moved_rules: set[str] = set()
         """Patterns of the rules of what has left by the plan."""
-        self.measured: MeasuredStep | None = MeasuredStep(self.order, HeadroomMeter(self._read_memory))
+        self.measured: FirstStep | None = FirstStep(self.order, HeadroomMeter(self._read_memory))
         """Until there is a plan."""
         self.window.plan = OffloadPlan({})
         self._split = RowSplit({})

@@ -21,7 +21,7 @@ import torch
 
 from pagestash.pages.copies import copy_each
 from pagestash.pages.slabs import HostSlabs
-from pagestash.saved.homes import KeptStorage
+from pagestash.saved.home import KeptStorage
 from pagestash.saved.offload.window import WindowGroup
 from pagestash.saved.stash import StashPlace
 from pagestash.saved.storage import Entry

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from pagestash.saved.compiled import hidden
+from pagestash.saved.rows.marks import Effect, Marks
 from pagestash.saved.storage import plain_storage
-from pagestash.saved.valid_rows.mark import Effect
-from pagestash.saved.valid_rows.marks import Marks
 from pagestash.torch_internals import (
     TorchDispatchMode,
     dispatch_depth,

@@ -54,7 +54,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result, text = run("--out", tmp_path)
     assert result.exit_code == 0, result.output
-    assert "No pictures: they need matplotlib (pip install 'pagestash[plot]')." in text
+    assert "Without pictures: they need matplotlib (pip install 'pagestash[plot]')." in text
     assert not list(tmp_path.glob("*.png"))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from pagestash.models.config import DecoderConfig
@@ -45,9 +46,6 @@ SHAPE = DecoderConfig(
 SEQUENCES, TOKENS = 2, 512
 SPARE = 0.05
 """Part of the budget that is left free: on a CPU predictions are up to 2 % too low (docs/plan.md)."""
-PROGRESS = 5
-"""Steps between lines."""
-
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -111,6 +109,14 @@ def _run(steps: int, seed: int, out: Path) -> bool:
         f"A batch is {SEQUENCES} × {TOKENS} bytes of Python's standard library. All on one core of the CPU."
     )
 
+    pictures = importlib.util.find_spec("matplotlib") is not None
+    if not pictures:
+        say("Without pictures: they need matplotlib (pip install 'pagestash[plot]').", markup=False)
+    if importlib.util.find_spec("scipy") is None:
+        say(
+            "A greedy search plans: linear programs need scipy (pip install 'pagestash[plan]').", markup=False
+        )
+
     say("\n1. Profile a step")
     plain = Run(seed)
     found = profile(plain.model, _batch(corpus, 0, seed))
@@ -132,12 +138,11 @@ def _run(steps: int, seed: int, out: Path) -> bool:
 
     say(f"\n3. Train {steps} steps, without a policy and with the plan")
     runs = plain, Run(seed, plan.policy)
-    for step in range(1, steps + 1):
+    for step in track(range(1, steps + 1), "   steps", console=console):
         batch = _batch(corpus, step, seed)
         for run in runs:
             run.train(batch)
-        if step % PROGRESS == 0 or step == steps:
-            say(f"   step {step}: losses {runs[0].losses[-1]:.6f} and {runs[1].losses[-1]:.6f}")
+    say(f"   losses of step {steps}: {runs[0].losses[-1]:.6f} and {runs[1].losses[-1]:.6f}")
     measured = [run.activations(batch) for run in runs]
     # From the trained weights: a step that is measured, and one that uses what was measured.
     report = verify(plain.model, batch, plan.policy, optimizer=plain.optimizer, steps=2)
@@ -147,12 +152,11 @@ def _run(steps: int, seed: int, out: Path) -> bool:
     equal = runs[0].losses == runs[1].losses
     say(f"Losses of all {steps} steps are equal to the last bit: {'yes' if equal else 'NO'}.")
     say(f"Two more steps, verified: {report}", markup=False)
-    if importlib.util.find_spec("matplotlib") is None:
-        say("No pictures: they need matplotlib (pip install 'pagestash[plot]').", markup=False)
-    else:
+    if pictures:
         plan.plot_curve(out / "curve.png")
         plan.plot_memory(out / "memory.png")
-        say(f"Pictures: {out / 'curve.png'} and {out / 'memory.png'}")
+        also = f"the {format_bytes(base)} of weights, gradients and optimizer count in them, too"
+        say(f"Pictures: {out / 'curve.png'} and {out / 'memory.png'} ({also})")
     return equal and report.equal
 
 

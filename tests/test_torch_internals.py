@@ -243,13 +243,19 @@ def outside():
     net(torch.ones(4, 8)).backward()
 
 
-def replaced():
-    """A replay takes another weight than the module has."""
-    net = Layers()
-    keeper = ps.Keeper(ps.Policy([ps.Rule("up", "recompute", min_bytes=0)])).attach(net)
-    given = {name: value.detach().clone().requires_grad_() for name, value in net.named_parameters()}
+def touched():
+    """A replay raises the version of a weight, whose bytes stay."""
+
+    class Touches(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.mul_(1)
+            return super().forward(x.sin()).sin()
+
+    net = nn.Sequential(Touches(8, 8))
+    keeper = ps.Keeper(ps.Policy([ps.Rule("0", "recompute", min_bytes=0)])).attach(net)
     with keeper.step():
-        torch.func.functional_call(net, given, torch.ones(4, 8)).backward()
+        net(torch.ones(4, 8)).sum().backward()
 
 
 def experts():
@@ -368,7 +374,7 @@ DETAILS = {
     ),
     "_current_graph_task_id": outside,
     functorch + "is_functorch_wrapped_tensor": outside,
-    "_unsafe_preserve_version_counter": replaced,
+    "_unsafe_preserve_version_counter": touched,
     "_foreach_copy_": lambda: copy_each([torch.ones(2)], [torch.zeros(2)], torch.device("cpu")),
     autograd + "_get_current_graph_task_keep_graph": experts,
     "_non_persistent_buffers_set": capacity,

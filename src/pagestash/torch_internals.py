@@ -206,6 +206,10 @@ TracedModule: Any = getattr(torch.jit, "TracedModule", ())
 """Of `torch.jit.trace`, for `isinstance`; torch exports no name for it. Where it is missing, nothing is one."""
 
 
+any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", None) or (lambda: True)
+"""Whether autocast may be on for any kind of device. (To ask for one kind takes twice as long.)"""
+
+
 # --- autograd ---
 
 current_node: Callable[[], Any] = internal_if_called(torch._C, "_current_autograd_node")

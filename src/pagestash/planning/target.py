@@ -16,10 +16,10 @@ from pagestash.profiling.measure import Arguments, Loss, Progress, profile
 from pagestash.saved.compiled import is_compiled, is_wrapper
 from pagestash.saved.first_call import FirstCall, has_gradients
 from pagestash.saved.names import named_modules
-from pagestash.saved.recompute.attributes import Attributes
+from pagestash.saved.recompute.references import References
 from pagestash.saved.recompute.rng import python_rng_state, set_python_rng_state
 from pagestash.saved.storage import plain_storage
-from pagestash.torch_internals import accumulate_hooks_of, buffers_of, modules_in
+from pagestash.torch_internals import accumulate_hooks_of, modules_in
 
 TOO_LARGE = (
     "Keeper(budget=...) begins with a step without a policy, and measures it: begin with a smaller batch, or plan "
@@ -110,25 +110,22 @@ class Target:
 
 @contextmanager
 def _as_before(model: nn.Module, written: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Restores what `profile` does not: generators of Python and NumPy, buffers that forward replaces, attributes,
-    and the weights that forward has `written`."""
+    """Restores what `profile` does not: generators of Python and NumPy, what attributes and buffers refer to, and
+    the weights that forward has `written`."""
     random = python_rng_state()
     modules = modules_in(model)
-    attributes = Attributes(modules)
+    references = References(modules)
     tensors = [v for module in modules for v in vars(module).values() if isinstance(v, torch.Tensor)]
     copies = _copies(model, tensors)
     weights = [(weight, weight.data, weight.detach().cpu().clone()) for weight in written]
-    buffers = [(module, dict(buffers_of(module))) for module in modules if buffers_of(module)]
     try:
-        with attributes.restored():
-            yield
+        yield
     finally:
+        references.put_back()
         set_python_rng_state(random)
         for memory, copy in copies:
             if not torch.equal(memory.cpu(), copy):
                 memory.copy_(copy)
-        for module, before in buffers:
-            buffers_of(module).update(before)
         for weight, memory, values in weights:
             weight.data = memory.copy_(values)
 

@@ -4,9 +4,9 @@ From the bottom up, none imports one below it in this list:
 
     trees, once                    arguments and results; what runs in the first forward only
     chain                          which outputs are held as the input of another recomputed region
-    rng, rng_and_buffers, weights, attributes, argument_objects
-                                   all that a forward reads, and the refusal if it was changed
     value_checks                   whether recomputed values are those of the first forward
+    references, weights, buffers, rng, modes, objects
+                                   all that a forward reads: put back for a replay, or refused if it was changed
     recipe                         what it takes to repeat one forward: all of the above
     replay                         repeats it, and takes the tensors that its operations save
     recomputed                     asks for a replay when backward needs a tensor; what waits until then

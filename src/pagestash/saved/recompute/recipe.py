@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -11,14 +10,15 @@ from torch import nn
 
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.packed import Packed
-from pagestash.saved.recompute.argument_objects import ArgumentObjects
-from pagestash.saved.recompute.attributes import Attributes
-from pagestash.saved.recompute.rng import PythonRng, PythonRngStates, TorchRng
-from pagestash.saved.recompute.rng_and_buffers import ChangesBuffers, RngAndBuffers
+from pagestash.saved.recompute.buffers import Buffers, ChangesBuffers
+from pagestash.saved.recompute.modes import Modes
+from pagestash.saved.recompute.objects import ArgumentObjects
+from pagestash.saved.recompute.references import References
+from pagestash.saved.recompute.rng import PythonRngStates, Random, own_generator
 from pagestash.saved.recompute.trees import map_leaves
+from pagestash.saved.recompute.undo import Undo
 from pagestash.saved.recompute.value_checks import Checks
 from pagestash.saved.recompute.weights import VersionOnly, Weights
-from pagestash.saved.storage import byte_range, is_nested
 
 
 @dataclass(slots=True, eq=False)
@@ -40,33 +40,28 @@ class ReplayInput:
 
 
 class OnceResult(NamedTuple):
-    """What a call of `once` returned, the RNG states after it where it drew, and the attributes that it set."""
+    """What a call of `once` returned, the states of generators that it drew from, and what sets its attributes."""
 
     value: Any
-    torch_rng: TorchRng | None
-    python_rng: PythonRng | None
+    random: Random
     attributes: Sequence[Callable[[], None]] = ()
 
 
-class Layout(NamedTuple):
-    """Where a tensor lies in its storage, and the storage's size."""
-
-    first: int
-    end: int
-    storage_bytes: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Layout":
-        return _layout((*byte_range(tensor), tensor.untyped_storage().nbytes()))
+Form = tuple[torch.Size | None, torch.dtype]
+Layout = tuple[object, ...]
 
 
-def form_of(tensor: torch.Tensor) -> tuple[torch.Size | None, torch.dtype]:
-    """What must be the same in a replay. A nested tensor has no shape."""
-    return None if is_nested(tensor) else tensor.shape, tensor.dtype
+def form_of(tensor: torch.Tensor) -> Form:
+    """Shape and dtype, which must be the same in a replay."""
+    try:
+        return tensor.shape, tensor.dtype
+    except RuntimeError:  # a nested tensor has no shape
+        return None, tensor.dtype
 
 
-_layout: Callable[[tuple[int, int, int]], Layout] = partial(tuple.__new__, Layout)
-"""Makes one of its fields, in a third of the time."""
+def layout_of(tensor: torch.Tensor, storage_bytes: int) -> Layout:
+    """Where a tensor lies in its storage, and that one's size."""
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), storage_bytes
 
 
 class Recipe:
@@ -88,6 +83,7 @@ class Recipe:
         self.name = name
         self.path = path
         self.module = path[-1]
+        self.modules = modules
         self.hooks = hooks
         self.device = hooks.device_here
         self.checked = checks.due(self.module)
@@ -97,27 +93,21 @@ class Recipe:
         self.inputs: Any = None
         """Its arguments, each tensor of them a `ReplayInput`."""
         self.once_results: list[OnceResult] = []
-        self.saved: list[tuple[torch.Size | None, torch.dtype]] = []
-        """Shape and dtype of each tensor that an operation saved, in order."""
+        self.saved: list[Form] = []
+        """Of each tensor that an operation saved, in order."""
         self.summaries: dict[int, torch.Tensor] = {}
         """Of the values of saved tensors, by their number, until they were compared."""
         self.layouts: dict[int, Layout] = {}
         """Of outputs, by their number."""
-        self._objects: ArgumentObjects | None = None
-        """Objects among its arguments, where there are any."""
         self.weights = Weights(modules, name, learned.version_only)
         self._checks = checks
-        self.attributes: Attributes | None = Attributes(modules)
+        self._references: References | None = References(modules)
         """Before forward; None: the step is over."""
-        self.rng_and_buffers = RngAndBuffers(
-            modules,
-            name,
-            self.device,
-            learned.changes_buffers,
-            learned.python_rng,
-            checks,
-            search=self.checked,
-        )
+        self._buffers = Buffers(modules, name, learned.changes_buffers, checks)
+        self._modes = Modes(self.device)
+        self._random = Random(self.device, learned.python_rng)
+        self._objects: ArgumentObjects | None = None
+        """Objects among its arguments, where there are any."""
 
     def takes_object(self, leaf: Any) -> None:
         """One of its arguments is an object that a forward could change."""
@@ -127,29 +117,51 @@ class Recipe:
 
     def close(self) -> None:
         """The forward is over: refuse if it has changed what a replay must find unchanged."""
-        self.rng_and_buffers.close()
+        if self.checked:
+            self._refuse_generators()
+        self._random.keep_drawn()
+        self._buffers.close()
         self.weights.close()
         if self._objects is not None:
-            self._objects.close()
+            self._objects.check(forward=True)
         self.complete = True
+
+    def _refuse_generators(self) -> None:
+        for module in self.modules:
+            name = own_generator(module)
+            if name is not None:
+                raise RuntimeError(
+                    f"region {self.name!r} is under recompute, and {type(module).__name__} has a generator in "
+                    f"its attribute {name!r}, from which a replay would draw other numbers; draw from the global "
+                    "generator of torch, Python or NumPy, or give the region another home"
+                )
 
     def step_over(self) -> None:
         """Attributes may have a graph, which holds what its regions hold."""
-        self.attributes = None
+        self._references = None
         self.once_results = []
 
-    def check(self) -> Sequence[nn.Module]:
-        """Refuse a replay if anything that forward read was changed since. Returns the modules that are there."""
-        if self.attributes is None:
+    def check(self) -> None:
+        """Refuse a replay if anything that forward read was changed since."""
+        if self._references is None:
             raise RuntimeError(
                 f"region {self.name!r} is under recompute, and its backward comes after the step of its forward: "
                 "what it found is not held any more. Run backward inside of the step, or give it another home"
             )
         if self._objects is not None:
             self._objects.check()
-        modules = self.weights.check()
-        self.rng_and_buffers.check()
-        return modules
+        self._references.check(self.name)
+        self.weights.check()
+        self._buffers.check()
+
+    def restore(self, undo: Undo) -> None:
+        """All that the forward read is as it was before it; `undo`: what changes from here on."""
+        assert self._references is not None
+        self._references.restore(undo)
+        self._buffers.put_copies()
+        self.weights.restore(undo)
+        self._random.restore(undo)
+        self._modes.restore(undo)
 
     def bring_back(self, tree: Any) -> Any:
         """`tree` with tensors in place of what was held, without a graph."""

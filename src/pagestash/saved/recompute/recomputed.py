@@ -6,6 +6,7 @@ from weakref import WeakSet
 
 import torch
 
+from pagestash.saved.homes import Tally
 from pagestash.saved.recompute.recipe import Recipe
 from pagestash.saved.recompute.replay import Replay
 from pagestash.saved.storage import Entry
@@ -18,10 +19,7 @@ class ReplayHome(Protocol):
     lock: RLock
     """Held during a replay: autograd has a thread for each device."""
     replayed: "WeakSet[Recomputed]"
-
-    def hold(self, region: str, tensor: torch.Tensor) -> None: ...
-
-    def release(self, region: str, tensor: torch.Tensor) -> None: ...
+    tally: Tally
 
     def prune(self) -> None: ...
 
@@ -68,7 +66,7 @@ class Recomputed:
             if number not in self._tensors:
                 self._replay()
             tensor = self._tensors.pop(number)
-        self._home.release(self.recipe.name, tensor)
+        self._count(-tensor.nbytes)
         return self._in_order(tensor)
 
     def take_output(self, number: int, last: bool) -> torch.Tensor:
@@ -79,7 +77,7 @@ class Recomputed:
             tensor = self._outputs[number]
             if last:
                 del self._outputs[number]
-                self._home.release(self.recipe.name, tensor)
+                self._count(-tensor.nbytes)
         return self._in_order(tensor)
 
     def forget(self, number: int) -> None:
@@ -87,7 +85,7 @@ class Recomputed:
         self._wanted.discard(number)
         tensor = self._tensors.pop(number, None)
         if tensor is not None:
-            self._home.release(self.recipe.name, tensor)
+            self._count(-tensor.nbytes)
         self._let_go_of_inputs()
 
     def forget_output(self, number: int) -> None:
@@ -95,7 +93,7 @@ class Recomputed:
         self.entries.pop(number, None)
         tensor = self._outputs.pop(number, None)
         if tensor is not None:
-            self._home.release(self.recipe.name, tensor)
+            self._count(-tensor.nbytes)
         self._let_go_of_inputs()
 
     def _let_go_of_inputs(self) -> None:
@@ -112,7 +110,7 @@ class Recomputed:
         """Let go of what was recomputed; whoever asks for it causes a replay."""
         for tensors in (self._tensors, self._outputs):
             while tensors:
-                self._home.release(self.recipe.name, tensors.popitem()[1])
+                self._count(-tensors.popitem()[1].nbytes)
 
     def _replay(self, output: int | None = None) -> None:
         recipe = self.recipe
@@ -132,12 +130,16 @@ class Recomputed:
         replay.run()
         for found, tensors in ((replay.found, self._tensors), (replay.outputs, self._outputs)):
             for number, tensor in found.items():
-                self._home.hold(recipe.name, tensor)
+                self._count(tensor.nbytes)
                 tensors[number] = tensor
         # Another thread may have ended its part of backward meanwhile, and found nothing to forget.
         for number in replay.found.keys() - self._wanted:
             self.forget(number)
         self._stream = current_stream() if recipe.device.type == "cuda" else None
+
+    def _count(self, change: int) -> None:
+        """Bytes that wait to be asked for. (Two that share a storage count twice.)"""
+        self._home.tally.count(self.recipe.name, change)
 
     def _in_order(self, tensor: torch.Tensor) -> torch.Tensor:
         """The replay may have run on another stream than that of the operation that asks now."""

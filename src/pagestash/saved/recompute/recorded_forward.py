@@ -14,17 +14,14 @@ from torch import nn
 from pagestash.policy import Rule
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.packed import Handle
-from pagestash.saved.recompute.argument_objects import may_change
-from pagestash.saved.recompute.attributes import Attributes
 from pagestash.saved.recompute.home import Recompute
+from pagestash.saved.recompute.objects import may_change
 from pagestash.saved.recompute.once import once
 from pagestash.saved.recompute.packed import Discarded, Output, OutputHandle
-from pagestash.saved.recompute.recipe import Layout, OnceResult, Recipe, ReplayInput, form_of
+from pagestash.saved.recompute.recipe import OnceResult, Recipe, ReplayInput, form_of, layout_of
 from pagestash.saved.recompute.recomputed import Recomputed
-from pagestash.saved.recompute.rng import (
-    torch_rng_drawn,
-    torch_rng_state,
-)
+from pagestash.saved.recompute.references import References
+from pagestash.saved.recompute.rng import Random
 from pagestash.saved.recompute.trees import map_leaves, tensors_of
 from pagestash.saved.recompute.value_checks import summary_of
 from pagestash.saved.region import Recording, Region, frames, set_frames
@@ -86,7 +83,9 @@ class RecordedForward(Recording):
         An input is held in any case; what is below `min_bytes` stays, and so does a sparse or nested tensor.
         (A jagged one has values with plain memory.)
         """
-        if tensor.layout in _SPARSE or is_nested(tensor) or tensor.nbytes < self._least_bytes:
+        if key is None and (tensor.layout in _SPARSE or is_nested(tensor)):
+            return self._outer
+        if tensor.nbytes < self._least_bytes:
             return self._outer
         held = None if key is None else self._held.get(key)
         if held is None:
@@ -118,23 +117,14 @@ class RecordedForward(Recording):
         region = inner
         if inner.run is not None:
             region = Region(self._hooks, recipe.name, self._outer.rule, weights=inner.weights)
-        torch_rng = torch_rng_state(recipe.device)
-        python_rng = self._home.learned.python_rng.now()
         set_frames((*current[:start], region))
         try:
             # (A forward recorded around this one may have to hold the result, too.)
-            before = Attributes(self._modules)
+            before, random = References(self._modules), Random(recipe.device, self._home.learned.python_rng)
             result = once(fn)
-            drew = torch_rng_drawn(recipe.device, torch_rng)
-            python_rng_now = self._home.learned.python_rng.now()
-            recipe.once_results.append(
-                OnceResult(
-                    self._hold(result, region, note=region is not inner),
-                    torch_rng_state(recipe.device) if drew else None,
-                    None if python_rng_now is python_rng else python_rng_now,
-                    before.changes(),
-                )
-            )
+            random.keep_drawn()
+            held = self._hold(result, region, note=region is not inner)
+            recipe.once_results.append(OnceResult(held, random.now(), before.changes()))
             return result
         finally:
             set_frames(current)
@@ -212,8 +202,9 @@ class RecordedForward(Recording):
             if tensor.numel() == 1 or not tensor.is_floating_point():
                 continue  # a scalar is not worth a forward, and a choice is never recomputed
             own.add(key)
-            layout = self._recipe.layouts[number] = Layout.of(tensor)
-            replay_bytes += layout.storage_bytes
+            size = tensor.untyped_storage().nbytes()
+            self._recipe.layouts[number] = layout_of(tensor, size)
+            replay_bytes += size
             if self._saved:
                 self._home.remember(key, tensor, Output(self._recomputed, number))
             # (Else the hooks of another, such as a checkpoint's, took all and hold it themselves.)

@@ -9,9 +9,9 @@ import torch
 
 from pagestash.saved.calls import set_calls, under_way
 from pagestash.saved.compiled import hidden
-from pagestash.saved.recompute.recipe import Layout, Recipe, form_of
-from pagestash.saved.recompute.rng import set_python_rng_state, set_torch_rng_state
+from pagestash.saved.recompute.recipe import Recipe, form_of, layout_of
 from pagestash.saved.recompute.trees import tensors_of
+from pagestash.saved.recompute.undo import Undo, undo_all
 from pagestash.saved.region import Forward, Region, frames, set_frames
 from pagestash.torch_internals import pop_saved_tensors_hooks, push_saved_tensors_hooks
 
@@ -41,33 +41,29 @@ class Replay(Forward):
     def run(self) -> None:
         """Run forward; `found` and `outputs` have what was wanted."""
         recipe = self._recipe
-        modules = recipe.check()
-        assert recipe.attributes is not None
+        recipe.check()
         # A sharded module inside must run to its end, where it reshards its weights.
-        self._may_stop = not self._wanted_outputs and (
-            len(modules) == 1 or not any(map(is_sharded_class, set(map(type, modules[1:]))))
+        self._may_stop = not self._wanted_outputs and not any(
+            map(is_sharded_class, map(type, recipe.modules[1:]))
         )
         args, kwargs = recipe.bring_back(recipe.inputs)
         self._gather_weights()
         before, calls, output, ended = frames(), under_way(), None, False
         set_frames((Region(recipe.hooks, recipe.name, None, run=self),))
+        undo: Undo = []
         try:
-            # All that the forward read is as it was before it; what the replay changes is undone.
-            with (
-                recipe.weights.restored(),
-                recipe.rng_and_buffers.restored(),  # before attributes: one may have become a buffer
-                recipe.attributes.restored(recipe.weights.names_in),
-                torch.enable_grad(),
-            ):
+            recipe.restore(undo)
+            with torch.enable_grad():
                 push_saved_tensors_hooks(_pack, _unpack)
                 try:
                     output = recipe.module.forward(*args, **kwargs)
                 finally:
                     pop_saved_tensors_hooks()
-                ended = True
+            ended = True
         except _Enough:
             pass
         finally:
+            undo_all(undo)
             set_frames(before)
             # Those that `_Enough` left open are over: the thread of a GPU's backward outlives every step.
             set_calls(calls)
@@ -90,10 +86,7 @@ class Replay(Forward):
             raise self._differs(f"once() was called {len(results)} times the first time, and more this time")
         result = results[self._once_calls]
         self._once_calls += 1
-        if result.torch_rng is not None:
-            set_torch_rng_state(self._recipe.device, result.torch_rng)
-        if result.python_rng is not None:
-            set_python_rng_state(result.python_rng)
+        result.random.set()
         for set_again in result.attributes:
             set_again()
         return self._recipe.bring_back(result.value)
@@ -160,9 +153,12 @@ class Replay(Forward):
 
     def _take_outputs(self, tensors: list[torch.Tensor]) -> None:
         for number in self._wanted_outputs:
-            if number >= len(tensors) or Layout.of(tensors[number]) != self._recipe.layouts[number]:
+            tensor = tensors[number] if number < len(tensors) else None
+            if tensor is None or self._recipe.layouts[number] != layout_of(
+                tensor, tensor.untyped_storage().nbytes()
+            ):
                 raise self._differs(f"output {number} had another layout this time")
-            self.outputs[number] = tensors[number].detach()
+            self.outputs[number] = tensor.detach()
 
     def _differs(self, how: str) -> RuntimeError:
         return RuntimeError(self._difference(how))

@@ -3,12 +3,14 @@
 import random
 import struct
 import sys
-from ctypes import CDLL, c_int, c_size_t, c_void_p, string_at
+from ctypes import CDLL, c_char, c_int, c_size_t, c_void_p
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from pagestash.saved.recompute.undo import Undo
 from pagestash.saved.streams import capturing
 
 
@@ -22,6 +24,49 @@ class TorchRng(NamedTuple):
     """Its state as torch has it, where the host may not ask for the position: in a capture."""
 
 
+PythonRng = tuple[Any, Any]
+"""States of Python's generator and, where NumPy is imported, NumPy's."""
+
+
+class Random:
+    """The states of the generators that a forward may draw from, before it."""
+
+    def __init__(self, device: torch.device, python: "PythonRngStates") -> None:
+        self._device = device
+        self._states = python
+        self.torch: TorchRng | None = torch_rng_state(device)
+        self.python: PythonRng | None = python.now()
+
+    def keep_drawn(self) -> None:
+        """Let go of the states that have not changed since."""
+        if self.torch is not None and not torch_rng_drawn(self._device, self.torch):
+            self.torch = None
+        if self._states.now() is self.python:
+            self.python = None
+
+    def now(self) -> "Random":
+        """The states now of the generators that have one here."""
+        now = Random(self._device, self._states)
+        now.torch = self.torch and now.torch
+        now.python = self.python and now.python
+        return now
+
+    def restore(self, undo: Undo) -> None:
+        """The generators that forward drew from are as before it; `undo`: as they are now."""
+        if self.torch is not None:
+            undo.append(partial(set_torch_rng_state, self._device, torch_rng_state(self._device)))
+        if self.python is not None:
+            undo.append(partial(set_python_rng_state, python_rng_state()))
+        self.set()
+
+    def set(self) -> None:
+        """Set those that have a state here."""
+        if self.torch is not None:
+            set_torch_rng_state(self._device, self.torch)
+        if self.python is not None:
+            set_python_rng_state(self.python)
+
+
 def own_generator(module: nn.Module) -> str | None:
     """The attribute of a module that has a generator of its own, which no replay would find as it was."""
     kinds: tuple[type, ...] = torch.Generator, random.Random
@@ -32,8 +77,7 @@ def own_generator(module: nn.Module) -> str | None:
     return next((name for name, value in vars(module).items() if issubclass(type(value), kinds)), None)
 
 
-PythonRng = tuple[Any, Any]
-"""States of Python's generator and, where NumPy is imported, NumPy's."""
+# --- torch's ---
 
 
 def torch_rng_state(device: torch.device) -> TorchRng:
@@ -84,6 +128,9 @@ def _same_bytes(state: torch.Tensor, other: torch.Tensor) -> bool:
     return size == other.nbytes and not _memcmp(state.data_ptr(), other.data_ptr(), size)
 
 
+# --- Python's and NumPy's ---
+
+
 def python_rng_state() -> PythonRng:
     """The states now. Takes some 50 µs."""
     numpy = sys.modules.get("numpy")
@@ -98,55 +145,57 @@ def set_python_rng_state(state: PythonRng) -> None:
 
 
 class PythonRngStates:
-    """The states of Python's and NumPy's generators, read anew only if one was drawn from since."""
+    """The states of Python's and NumPy's generators, read anew only if one was drawn from since.
+
+    Few words of a generator's memory tell that: how many numbers of its block it gave out, and some of these.
+    """
 
     def __init__(self) -> None:
         self._known: PythonRng | None = None
         self._place: Any = None
+        self._numpys: Any = None
+        """NumPy's generator, which may be another later."""
+        self._words: Any = None
 
     def now(self) -> PythonRng:
-        """The same object as before, if nothing was drawn. Takes a few µs then."""
-        place = _place_in_python()
-        if self._known is None or place is None or place != self._place or _has_normal(self._known):
-            self._known = python_rng_state()
-            self._place = _place_in_python()  # NumPy loads its generator when it is first asked
-        return self._known
+        """The same object as before, if nothing was drawn. Takes 1 µs then."""
+        place = self._place_now()
+        known = self._known
+        # (NumPy may give out a number next that it has already made, which shows nowhere else.)
+        if known is None or place is None or place != self._place or (known[1] is not None and known[1][3]):
+            known = self._known = python_rng_state()
+            self._place = self._place_now()  # NumPy loads its generator when it is first asked
+        return known
+
+    def _place_now(self) -> Any:
+        """Where in their sequences the generators are, as far as a few words tell; None if that cannot be seen."""
+        if _PYTHONS_WORDS is None:
+            return None
+        numpy = sys.modules.get("numpy.random")
+        if numpy is None:
+            return _PYTHONS_WORDS.raw, _PYTHONS.gauss_next
+        bits = numpy.get_bit_generator()
+        if bits is not self._numpys:
+            if type(bits) is not numpy.MT19937:
+                return None
+            self._numpys = bits
+            # (624 words, and how many of them were drawn.)
+            self._words = _Words.from_address(bits.ctypes.state_address + 2496 - 28)
+        return _PYTHONS_WORDS.raw, _PYTHONS.gauss_next, self._words.raw
 
 
+_Words = c_char * 32
 _PYTHONS: Any = random.getstate.__self__  # type: ignore[attr-defined]
 """Python's generator."""
-_HEAD = object.__basicsize__
 
 
-def _in_memory(address: int) -> bytes:
-    """The first words of Python's generator: how many of its block were drawn, and some of these."""
-    return string_at(address + _HEAD, 32)
-
-
-def _is_as_expected() -> bool:
-    words = random.Random(1).getstate()[1]
-    probe = random.Random(1)
-    return _in_memory(id(probe)) == struct.pack("=i7I", words[-1], *words[:7])
-
-
-_CAN_SEE = sys.implementation.name == "cpython" and _is_as_expected()
-
-
-def _place_in_python() -> Any:
-    """Where in their sequences the generators are, as far as a few words tell; None if that cannot be seen."""
-    if not _CAN_SEE:
+def _words_of(generator: random.Random) -> Any:
+    """The first words of a generator of Python, where they are; None if they are elsewhere."""
+    if sys.implementation.name != "cpython":
         return None
-    place = _in_memory(id(_PYTHONS)), _PYTHONS.gauss_next
-    numpy = sys.modules.get("numpy.random")
-    if numpy is None:
-        return place
-    bits = numpy.get_bit_generator()
-    if type(bits) is not numpy.MT19937:
-        return None
-    # (624 words, and how many of them were drawn.)
-    return *place, string_at(bits.ctypes.state_address + 2496 - 28, 32)
+    words = _Words.from_address(id(generator) + object.__basicsize__)
+    numbers = generator.getstate()[1]
+    return words if words.raw == struct.pack("=i7I", numbers[-1], *numbers[:7]) else None
 
 
-def _has_normal(state: PythonRng) -> bool:
-    """Whether NumPy's generator gives out a number next that it has already made, which shows nowhere else."""
-    return state[1] is not None and bool(state[1][3])
+_PYTHONS_WORDS = _words_of(_PYTHONS)

@@ -101,7 +101,8 @@ class RegionHooks:
     def watch_units(self, modules: Sequence[nn.Module]) -> None:
         """Note the weights that FSDP's units among `modules` gather from here on; the first's are there."""
         units: list[nn.Module | None] = [module for module in modules[1:] if is_sharded_class(type(module))]
-        units += [children_of(module).get(FSDP1_WRAPPED) for module in modules]
+        # (A traced module's children are no dict.)
+        units += [children_of(m)[FSDP1_WRAPPED] for m in modules if FSDP1_WRAPPED in children_of(m)]
         for unit in units:
             if unit is not None and unit not in self._units:
                 self._units.add(unit)

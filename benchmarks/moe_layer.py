@@ -3,28 +3,38 @@
     python -m benchmarks.moe_layer --shape 32768,2048,768,128,8      # T,d,n,E,K
 
 Time is the median of single passes, each timed by events. `saved` is what stays allocated between forward and
-backward besides the output, `peak` the most that was allocated in a pass above what stood before it. The bars
-are SonicMoE 0.1.2 on one H200, whose layer is the best published.
+backward besides the output, `peak` the most that was allocated in a pass above what stood before it. Each
+way runs with every backend for products that is there. `products` are those of the layer, each alone in a graph.
 """
 
 import argparse
+import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.gemm_sweep import Operands
+from benchmarks.gemm_sweep import Shape as SweepShape
+from benchmarks.gemm_sweep import graphed_ms as graphed_products
 from benchmarks.harness import Claim, write
+from pagestash.kernels.gemm.products import ENVIRONMENT, Products, _why_not_quack, described, products_for
 from pagestash.moe import MoE, MoEConfig
 from pagestash.pages.pool import PagePool
 
 Shape = tuple[int, int, int, int, int]
-SONIC: dict[Shape, tuple[float, float]] = {
-    (8192, 2048, 768, 128, 8): (6.56, 227.0),
-    (32768, 2048, 768, 128, 8): (15.5, 909.0),
+SMALL: Shape = (8192, 2048, 768, 128, 8)
+LARGE: Shape = (32768, 2048, 768, 128, 8)
+BARS: dict[Shape, dict[str, float]] = {
+    SMALL: {"quack": 3.9, "torch": 4.2},
+    LARGE: {"quack": 13.5, "torch": 15.0},
 }
+SAVED_MIB: dict[Shape, float] = {SMALL: 227.0, LARGE: 909.0}
+"""What SonicMoE 0.1.2 saves. It takes 6.56 and 15.5 ms."""
 MIB = 1 << 20
 
 
@@ -113,6 +123,49 @@ def graphed_ms(forward: Callable, moe: MoE, x: torch.Tensor, dy: torch.Tensor, p
     return statistics.median(start.elapsed_time(end) for start, end in samples[3:])
 
 
+def kernels_of(forward: Callable, moe: MoE, x: torch.Tensor, dy: torch.Tensor) -> list[dict[str, Any]]:
+    """The kernels of a pass: how often each runs, and how long in all, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for leaf in (x, *moe.parameters()):
+            leaf.grad = None
+        forward(x).backward(dy)
+        torch.cuda.synchronize()
+    found = [
+        {"kernel": each.key[:120], "launches": each.count, "ms": each.device_time_total / 1e3}
+        for each in seen.key_averages()
+        if each.device_time_total and not each.key.startswith("ProfilerStep")
+    ]
+    return sorted(found, key=lambda each: -each["ms"])
+
+
+def products_ms(shape: Shape, by: Products, passes: int) -> list[dict[str, Any]]:
+    """The products of a layer, each timed alone in a graph, without what the layer does between them."""
+    operands, found = Operands(SweepShape(*shape), "cuda"), []
+    flops = 2 * shape[0] * shape[4] * shape[1] * shape[2]
+    for name, count, call in operands.of_layer(by):
+        ms = graphed_products([call], passes)
+        found.append({"product": name, "ms": ms, "tflops": count * flops / ms / 1e9})
+    return found
+
+
+@contextmanager
+def multiplied_by(name: str) -> Iterator[None]:
+    """Products by that backend inside."""
+    os.environ[ENVIRONMENT] = name
+    _why_not_quack.cache_clear()
+    try:
+        yield
+    finally:
+        del os.environ[ENVIRONMENT]
+        _why_not_quack.cache_clear()
+
+
+def backends() -> list[str]:
+    return ["torch"] if described(torch.device("cuda", 0)).startswith("torch") else ["quack", "torch"]
+
+
 def compare(shape: Shape, passes: int) -> tuple[list[dict[str, Any]], list[Claim]]:
     tokens, width, inner, experts, top_k = shape
     name = ",".join(map(str, shape))
@@ -123,40 +176,62 @@ def compare(shape: Shape, passes: int) -> tuple[list[dict[str, Any]], list[Claim
     dy = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
     tera = 18 * tokens * top_k * width * inner / 1e12
     rows: list[dict[str, Any]] = []
+    claims: list[Claim] = []
     ours = lambda x: moe(x)[0]  # noqa: E731
-    for label, forward in (("plain", lambda x: plain_layer(moe, x)), ("pagestash", ours)):
-        row = {"shape": name, "layer": label} | measure(forward, moe, x, dy, passes)
-        rows.append(row | {"tflops": tera / row["ms"] * 1e3})
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append({"shape": name} | row | {"tflops": tera / row["ms"] * 1e3})
         print(_line(rows[-1]), flush=True)
-    for label, pool in (
-        ("pagestash, CUDA graph", None),
-        (
-            "pagestash, CUDA graph, projection in pages",
-            PagePool("cuda", device_bytes=4 * tokens * top_k * inner),
-        ),
-        ("pagestash, CUDA graph, projection made again", PagePool("cuda", device_pages=1)),
-    ):
-        moe.experts.pool = pool
-        graphed = graphed_ms(ours, moe, x, dy, passes)
-        rows.append({"shape": name, "layer": label, "ms": graphed, "tflops": tera / graphed * 1e3})
-        print(_line(rows[-1]), flush=True)
-    moe.experts.pool = None
-    difference = (ours(x).float() - plain_layer(moe, x).float()).norm() / plain_layer(moe, x).float().norm()
-    rows[1]["difference_from_plain"] = float(difference)
-    claims = []
-    if shape in SONIC:
-        ms, mib = SONIC[shape]
-        what = f"MoE layer {name}, forward + backward in a CUDA graph"
-        claims.append(Claim(what=what, value=round(rows[2]["ms"], 3), bar=ms, better="at most", unit="ms"))
-        claims.append(
-            Claim(
-                what=f"MoE layer {name}, saved, its input included",
-                value=round(rows[1]["saved_mib"] + x.nbytes / 2**20, 1),
-                bar=mib,
-                better="at most",
-                unit="MiB",
-            )
+
+    plain = lambda x: plain_layer(moe, x)  # noqa: E731
+    add({"layer": "plain", "gemm": "torch"} | measure(plain, moe, x, dy, passes))
+    add({"layer": "plain, CUDA graph", "gemm": "torch", "ms": graphed_ms(plain, moe, x, dy, passes)})
+    for gemm in backends():
+        with multiplied_by(gemm):
+            eager = measure(ours, moe, x, dy, passes)
+            with torch.no_grad():  # (a graph that is still alive would break a capture)
+                wanted = plain_layer(moe, x).float()
+                eager["difference_from_plain"] = float((ours(x).float() - wanted).norm() / wanted.norm())
+            eager["kernels"] = kernels_of(ours, moe, x, dy)
+            eager["launches"] = sum(each["launches"] for each in eager["kernels"])
+            eager["kernels_ms"] = sum(each["ms"] for each in eager["kernels"])
+            eager["products"] = products_ms(shape, products_for(x, width, inner), passes)
+            eager["products_ms"] = sum(each["ms"] for each in eager["products"])
+            add({"layer": "pagestash", "gemm": gemm} | eager)
+            graphed = {}
+            for label, pool in (
+                ("CUDA graph", None),
+                (
+                    "CUDA graph, projection in pages",
+                    PagePool("cuda", device_bytes=4 * tokens * top_k * inner),
+                ),
+                ("CUDA graph, projection made again", PagePool("cuda", device_pages=1)),
+            ):
+                moe.experts.pool = pool
+                graphed[label] = graphed_ms(ours, moe, x, dy, passes)
+                add({"layer": f"pagestash, {label}", "gemm": gemm, "ms": graphed[label]})
+            moe.experts.pool = None
+        if shape not in BARS:
+            continue
+        what, ms = (
+            f"MoE layer {name}, forward + backward in a CUDA graph, products by {gemm}",
+            graphed["CUDA graph"],
         )
+        claims.append(
+            Claim(what=what, value=round(ms, 3), bar=BARS[shape][gemm], better="at most", unit="ms")
+        )
+        if gemm == "quack" and shape == LARGE:
+            claims.append(
+                Claim(
+                    what=f"{what}, over the sum of its products",
+                    value=round(ms / eager["products_ms"], 3),
+                    bar=1.33,
+                    better="at most",
+                )
+            )
+        saved = round(eager["saved_mib"] + x.nbytes / 2**20, 1)
+        what = f"MoE layer {name}, saved, its input included, products by {gemm}"
+        claims.append(Claim(what=what, value=saved, bar=SAVED_MIB[shape], better="at most", unit="MiB"))
     return rows, claims
 
 
@@ -171,7 +246,7 @@ def run(out: Path | None = None, quick: bool = False, shapes: list[Shape] | None
         raise SystemExit("moe_layer: needs a CUDA GPU")
     passes = 10 if quick else 30
     rows, claims = [], []
-    for shape in shapes or list(SONIC):
+    for shape in shapes or list(BARS):
         print(f"moe_layer: {shape}", flush=True)
         more_rows, more_claims = compare(shape, passes)
         rows += more_rows

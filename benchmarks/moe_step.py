@@ -36,7 +36,7 @@ from torch import nn
 
 import pagestash as ps
 from benchmarks.harness import Claim, write
-from pagestash.kernels.moe.grouped import grouped_mm
+from pagestash.kernels.gemm.grouped import grouped_mm
 from pagestash.kernels.moe.route import Routing
 from pagestash.moe import MoE, MoEConfig, Received
 
@@ -108,7 +108,7 @@ SMALL = {"tokens": 32, "width": 64, "inner": 32, "experts": 4, "layers": 3}
 class Batch:
     """What the wire brings in one step, for every layer [L, ...]; a row's place is `token × places + place`."""
 
-    offsets: torch.Tensor  # int32 [L, E]
+    bounds: torch.Tensor  # int32 [L, E + 1]
     order: torch.Tensor  # int32 [L, buffer]: the place of each row
     inverse: torch.Tensor  # int32 [L, T, places]: the row of each place of a token, or -1
     # The same for the code that indexes by rows.
@@ -116,7 +116,7 @@ class Batch:
     choice: torch.Tensor  # int64 [L, places × T]: whose weight it has, `token × top_k + choice`
 
     def arguments(self) -> tuple[torch.Tensor, ...]:
-        return self.offsets, self.order, self.inverse
+        return self.bounds, self.order, self.inverse
 
 
 def draw_counts(preset: Preset) -> list[int]:
@@ -137,7 +137,9 @@ def draw(preset: Preset, device: torch.device) -> Batch:
     layers, places = preset.layers, preset.tokens * preset.places
     inverse = torch.full((layers, places), -1, dtype=torch.int32, device=device)
     order = torch.zeros(layers, preset.buffer, dtype=torch.int32, device=device)
-    offsets = torch.empty(layers, preset.experts, dtype=torch.int32, device=device)
+    # Each layer's begin at 16 bytes, as products read them.
+    apart = -(-(preset.experts + 1) // 4) * 4
+    bounds = torch.zeros(layers, apart, dtype=torch.int32, device=device)[:, : preset.experts + 1]
     for layer, count in enumerate(draw_counts(preset)):
         chosen = torch.randperm(places, device=device)[:count]
         order[layer, :count] = chosen
@@ -145,11 +147,11 @@ def draw(preset: Preset, device: torch.device) -> Batch:
         share = torch.softmax(torch.randn(preset.experts), 0).cumsum(0)
         ends = (share * count).round().int()
         ends[-1] = count
-        offsets[layer] = ends
+        bounds[layer, 1:] = ends
     placed = order[:, :places].to(torch.int64)
     source = placed // preset.places
     choice = source * preset.top_k + placed % preset.places % preset.top_k
-    return Batch(offsets, order, inverse.view(layers, preset.tokens, -1), source, choice)
+    return Batch(bounds, order, inverse.view(layers, preset.tokens, -1), source, choice)
 
 
 class Wire:
@@ -204,10 +206,10 @@ class Stack(nn.Module):
             for moe in self.layers:
                 moe.expert_fc2.weight.mul_(0.1)
 
-    def forward(self, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    def forward(self, bounds: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         x = self.tokens
         for layer, (moe, wire) in enumerate(zip(self.layers, self.wires)):
-            wire.routing = Routing(offsets[layer], offsets[layer], order[layer], inverse[layer])
+            wire.routing = Routing(bounds[layer], bounds[layer], order[layer], inverse[layer])
             y, _ = moe(x)
             x = x + y
         return x.float().square().mean()
@@ -215,33 +217,37 @@ class Stack(nn.Module):
     def exact(self, batch: Batch) -> torch.Tensor:
         """What is usually written: shapes as large as what arrived, which the host has to know."""
         x = self.tokens
-        multiply = F.grouped_mm if x.is_cuda else lambda a, b, offs: _DifferentiableMM.apply(a, b, offs)
+        multiply = _by_torch if x.is_cuda else _DifferentiableMM.apply
         for layer, moe in enumerate(self.layers):
             logits = F.linear(x, moe.router.weight).float()
             weights = torch.softmax(logits.topk(moe.config.top_k).values, dim=1)
-            offsets = batch.offsets[layer]
-            count = int(offsets[-1])  # the host waits here
+            bounds = batch.bounds[layer]
+            count = int(bounds[-1])  # the host waits here
             source = batch.source[layer, :count]
-            h = multiply(x[source], moe.expert_fc1.weight.transpose(-2, -1), offs=offsets)
+            h = multiply(x[source], moe.expert_fc1.weight.transpose(-2, -1), bounds)
             gate, linear = h.chunk(2, dim=1)
-            rows = multiply(F.silu(gate) * linear, moe.expert_fc2.weight.transpose(-2, -1), offs=offsets)
+            rows = multiply(F.silu(gate) * linear, moe.expert_fc2.weight.transpose(-2, -1), bounds)
             scale = weights.to(x.dtype).reshape(-1).index_select(0, batch.choice[layer, :count])
             x = x + torch.zeros_like(x).index_add(0, source, rows * scale[:, None])
         return x.float().square().mean()
+
+
+def _by_torch(a: torch.Tensor, b: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    return F.grouped_mm(a, b, offs=bounds[1:])
 
 
 class _DifferentiableMM(torch.autograd.Function):
     """`F.grouped_mm` where there is no GPU."""
 
     @staticmethod
-    def forward(ctx, a, b, offsets):
-        ctx.save_for_backward(a, b, offsets)
-        return grouped_mm(a, b, offsets)
+    def forward(ctx, a, b, bounds):
+        ctx.save_for_backward(a, b, bounds)
+        return grouped_mm(a, b, bounds)
 
     @staticmethod
     def backward(ctx, dy):
-        a, b, offsets = ctx.saved_tensors
-        return grouped_mm(dy, b.transpose(-2, -1), offsets), grouped_mm(a.t(), dy, offsets), None
+        a, b, bounds = ctx.saved_tensors
+        return grouped_mm(dy, b.transpose(-2, -1), bounds), grouped_mm(a.t(), dy, bounds), None
 
 
 class Run:

@@ -6,7 +6,7 @@ from support import same
 from torch import nn
 
 import pagestash as ps
-from pagestash.kernels.moe.ends import cut_ends
+from pagestash.kernels.moe.ends import cut_bounds
 from pagestash.kernels.moe.route import route
 from pagestash.moe import MoE, MoEConfig, Received
 
@@ -141,10 +141,10 @@ def test_rows_that_leave_need_two_steps_before_the_capture():
 def test_a_captured_log_counts_every_replay():
     ends = torch.tensor([3, 7, 7, 12], dtype=torch.int32, device="cuda")
     log = torch.zeros(1 + 1024, dtype=torch.int32, device="cuda")
-    cut_ends(ends, 5, log=log)
+    cut_bounds(ends, 5, log=log)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        first, excess = cut_ends(ends, 5, log=log)
+        first, excess = cut_bounds(ends, 5, log=log)
     for total in (20, 30):
         ends[-1] = total
         graph.replay()

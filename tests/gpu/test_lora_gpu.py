@@ -6,8 +6,9 @@ from support import error, same
 
 from pagestash.kernels.moe.low_rank import add_product_, add_product_reference_
 from pagestash.kernels.moe.route import route
-from pagestash.moe.block import routed_experts
+from pagestash.moe.local import local_experts
 from pagestash.moe.projection import LowRank, Weight
+from pagestash.moe.received import received_experts
 from pagestash.moe.saving import BlockOptions
 
 pytestmark = pytest.mark.gpu
@@ -44,9 +45,8 @@ def test_without_rows_gradients_are_zeros(received, expected, tokens):
     up, down = (Weight(leaves[i], None, LowRank(leaves[j], leaves[j + 1], 1.0)) for i, j in ((0, 2), (1, 4)))
     x = torch.randn(tokens, 64, device=CUDA).bfloat16().requires_grad_()
     ids, choices = torch.full((tokens, 2), -1, device=CUDA), torch.rand(tokens, 2, device=CUDA)
-    options = BlockOptions()
-    routing = route(ids, 3)
-    y = routed_experts(x, choices, up, down, ids, routing, options, received=received, expected_rows=expected)
+    given = (x, choices, up, down, ids, route(ids, 3), BlockOptions())
+    y = received_experts(*given, expected_rows=expected) if received else local_experts(*given)
     y.sum().backward()
     assert not y.any()
     assert not any(each.grad.any() for each in (x, *leaves))

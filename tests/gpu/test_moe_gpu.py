@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from support import error
 from support.activations import VARIANTS
 
+from pagestash.kernels.gemm.grouped import grouped_mm, grouped_mm_reference
 from pagestash.kernels.loss.cross_entropy import LossOptions, linear_cross_entropy, softmax_loss_
 from pagestash.kernels.loss.scale import scaled
 from pagestash.kernels.moe import combine as C
@@ -14,13 +15,12 @@ from pagestash.kernels.moe import permute as P
 from pagestash.kernels.moe import route as R
 from pagestash.kernels.moe.accumulate import accumulate_, accumulate_reference
 from pagestash.kernels.moe.activations import ACTIVATIONS
-from pagestash.kernels.moe.grouped import grouped_mm, grouped_mm_reference
 from pagestash.kernels.moe.topk import topk
 from pagestash.kernels.pages.paged import Pages
 from pagestash.moe import MoE, MoEConfig
 from pagestash.moe import ops as moe_ops
-from pagestash.moe.block import routed_experts
 from pagestash.moe.projection import Weight
+from pagestash.moe.received import received_experts
 from pagestash.moe.saving import BlockOptions, Saving
 from pagestash.pages.pool import PagePool
 
@@ -133,7 +133,7 @@ def test_the_fused_head_is_that_of_float64(vocabulary):
 
 
 def test_grouped_products_take_empty_experts_and_garbage_tails():
-    ends = torch.tensor([0, 100, 100, 357, 400, 400], device=CUDA, dtype=torch.int32)
+    ends = torch.tensor([0, 0, 100, 100, 357, 400, 400], device=CUDA, dtype=torch.int32)
     a, b = torch.randn(512, 64, device=CUDA).bfloat16(), torch.randn(6, 64, 48, device=CUDA).bfloat16()
     c = torch.randn(512, 48, device=CUDA).bfloat16()
     a[400:] = c[400:] = torch.nan
@@ -172,8 +172,8 @@ def test_received_rows_in_a_graph_with_any_pool(expected):
         leaf, scale = x.clone().requires_grad_(), weights.clone().requires_grad_()
         routing = R.route(ids, experts, capacity=capacity)
         options = BlockOptions(x=Saving(pool=pool), h=Saving(pool=pool))
-        received = {"received": True, "expected_rows": expected}
-        y = leaf + routed_experts(leaf, scale, Weight(up), Weight(down), ids, routing, options, **received)
+        given = (leaf, scale, Weight(up), Weight(down), ids, routing, options)
+        y = leaf + received_experts(*given, expected_rows=expected)
         y.backward(dy)
         return [y.detach(), leaf.grad, scale.grad, up.grad, down.grad]
 

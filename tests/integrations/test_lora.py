@@ -19,6 +19,7 @@ import pagestash.hf  # noqa: E402
 from pagestash.integrations.hf import experts as ours  # noqa: E402
 from pagestash.integrations.hf.weights import UPDATES  # noqa: E402
 from pagestash.kernels import backend as backends  # noqa: E402
+from pagestash.kernels.gemm import grouped  # noqa: E402
 from pagestash.moe import projection  # noqa: E402
 
 FAMILIES = ["Qwen3-MoE", "gpt-oss"]  # gpt-oss: transposed, interleaved, with biases
@@ -201,13 +202,12 @@ def products(monkeypatch):
     """The shapes of the products that make a gradient of a matrix: those of two matrices of rows."""
     found = []
 
-    def counted(a, b, offsets, inner=projection.grouped_mm):
+    def counted(a, b, bounds, inner=grouped.grouped_mm):
         if b.ndim == 2:
             found.append((a.shape[0], b.shape[1]))
-        return inner(a, b, offsets)
+        return inner(a, b, bounds)
 
-    monkeypatch.setattr(projection, "grouped_mm", counted)
-    monkeypatch.setattr("pagestash.moe.block.grouped_mm", counted)
+    monkeypatch.setattr(grouped, "grouped_mm", counted)
     return found
 
 

@@ -21,7 +21,7 @@ from pagestash.kernels.loss.cross_entropy import LossOptions, softmax_loss_
 from pagestash.kernels.loss.scale import scaled
 from pagestash.kernels.moe import coded_rows, gated, row_codes
 from pagestash.kernels.moe.combine import combine, weight_gradient
-from pagestash.kernels.moe.ends import cut_ends
+from pagestash.kernels.moe.ends import cut_bounds
 from pagestash.kernels.moe.low_rank import add_product_
 from pagestash.kernels.moe.permute import permute
 from pagestash.kernels.moe.route import multihot, route
@@ -77,7 +77,7 @@ def call_routing():
     routing = route(ids, 3)
     multihot(ids, on_second(4, 2, dtype=torch.float32), 3)
     topk(on_second(4, 3, dtype=torch.float32), 2)
-    cut_ends(routing.offsets, 3)
+    cut_bounds(routing.offsets, 3)
 
 
 def call_rows():

@@ -15,7 +15,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 import pagestash as ps
 from pagestash.kernels.moe.route import route
 from pagestash.kernels.moe.rows import padded_rows
-from pagestash.moe import MoE, MoEConfig, Received, block
+from pagestash.moe import MoE, MoEConfig, Received, received
 from pagestash.saved.offload import transfers
 from pagestash.saved.offload.transfers import Transfers
 from pagestash.saved.streams import SideStream
@@ -127,16 +127,16 @@ def test_expected_rows_wait_on_the_host_and_excess_rows_in_pages():
 
 
 def test_what_left_is_gone_from_the_device(monkeypatch):
-    """Seen from the block, which makes the buffers: their storages are freed."""
+    """Seen from the operation, which makes the buffers: their storages are freed."""
     alive = []
-    made = block.permute_split
+    made = received.permute_split
 
     def noting(*args, **kwargs):
         expected, excess = made(*args, **kwargs)
         alive.append(weakref.ref(expected.untyped_storage()))
         return expected, excess
 
-    monkeypatch.setattr(block, "permute_split", noting)
+    monkeypatch.setattr(received, "permute_split", noting)
     for fraction, living in ((0.0, DEPTH), (1.0, 1)):
         model = Stack()
         window = {} if fraction else {"prefetch_bytes": None}

@@ -5,8 +5,9 @@ import torch
 
 from pagestash.kernels import backend
 from pagestash.kernels.moe.route import route
-from pagestash.moe.block import routed_experts
+from pagestash.moe.local import local_experts
 from pagestash.moe.projection import LowRank, Weight
+from pagestash.moe.received import received_experts
 from pagestash.moe.saving import BlockOptions, Half, Saving
 
 EXPERTS, WIDTH, INNER = 3, 16, 24
@@ -39,9 +40,8 @@ def block(weights, *, summed, x, ids, choices, capacity, received=False, expecte
         for name, scale in (("up", 0.5), ("down", 1.75))
     )
     routing = route(ids, EXPERTS, capacity=capacity)
-    return routed_experts(
-        x, choices, up, down, ids, routing, BlockOptions(**options), received=received, expected_rows=expected
-    )
+    given = (x, choices, up, down, ids, routing, BlockOptions(**options))
+    return received_experts(*given, expected_rows=expected) if received else local_experts(*given)
 
 
 @pytest.mark.parametrize("rank", [3, 16])

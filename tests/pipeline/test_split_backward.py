@@ -6,7 +6,8 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
-from pagestash.moe import MoE, MoEConfig, bias, block, projection, shared, two_buffers
+from pagestash.kernels.gemm import grouped
+from pagestash.moe import MoE, MoEConfig
 from pagestash.moe.saving import Half
 from pagestash.pages.pool import PagePool
 from pagestash.pipeline import Action
@@ -36,14 +37,13 @@ def reference_kernels(monkeypatch):
 @pytest.fixture
 def products(monkeypatch):
     """Grouped products so far, in a list of one number."""
-    count, inner = [0], block.grouped_mm
+    count, inner = [0], grouped.grouped_mm
 
     def counted(*args):
         count[0] += 1
         return inner(*args)
 
-    for module in (bias, block, projection, shared, two_buffers):
-        monkeypatch.setattr(module, "grouped_mm", counted)
+    monkeypatch.setattr(grouped, "grouped_mm", counted)
     return count
 
 
@@ -83,9 +83,9 @@ def test_gradients_are_those_of_a_whole_backward_with_fewer_products(pooled, pro
         assert torch.equal(ours, value)
         assert torch.equal(plain, value)
     again = int(pooled)  # the product that recomputes rows of missing pages: launched, and empty
-    # Routed and shared experts. The activation's gradient in both halves; then the input's, then both weights'.
-    assert both == [8 + again, 8 + again]
-    assert halves == [4 + again, 6 + again]
+    # Of the routed experts: the activation's gradient in both halves; then the input's, then both weights'.
+    assert both == [4 + again, 4 + again]
+    assert halves == [2 + again, 3 + again]
 
 
 def test_the_first_stage_does_everything_in_its_second_half():

@@ -1,5 +1,6 @@
 """Which implementation of an operation runs: Triton where it can, else the torch reference."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ __all__ = [
     "interpreted",
     "launch",
     "multiprocessors",
+    "on_device",
     "power_of_two",
     "tl",
     "triton",
@@ -38,6 +40,8 @@ except ImportError:  # no GPU build of torch: kernels below stay plain functions
             return value
 
     triton = tl = _NoTriton()
+
+_HERE = nullcontext()
 
 HAS_TRITON = not isinstance(triton, type) and hasattr(triton, "__version__")
 
@@ -72,14 +76,18 @@ def launch(
     shows at some later call; with CUDA_LAUNCH_BLOCKING=1 at its own.
     """
     try:
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                kernel[grid](*operands, **constants)
-        else:
+        with on_device(device):
             kernel[grid](*operands, **constants)
     except Exception as error:
         error.add_note(f"in {kernel.__module__}.{kernel.__name__} on {device}, grid {grid}")
         raise
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """What is launched inside goes to `device`, whichever is current."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)
 
 
 def described_tensor(tensor: torch.Tensor, block: list[int]) -> Any:

@@ -8,21 +8,21 @@ T tokens of K choices, R rows in expert order, E experts, D columns.
 
 import torch
 
+from pagestash.kernels.gemm.products import TORCH
 from pagestash.kernels.moe.combine import weight_gradient
-from pagestash.kernels.moe.grouped import grouped_mm
 from pagestash.kernels.moe.permute import permute
 
 COLUMNS = 16
-"""The narrowest operand that `grouped_mm`'s alignment allows on every backend."""
+"""The narrowest operand that torch's grouped product takes on every device."""
 
 
 def bias_gradient(
-    gradient_RD: torch.Tensor, offsets_E: torch.Tensor, column_RC: torch.Tensor | None = None
+    gradient_RD: torch.Tensor, bounds: torch.Tensor, column_RC: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The sum of each expert's rows, times their entry of the column if given: a product, so its order is fixed."""
     if column_RC is None:
         column_RC = gradient_RD.new_ones(gradient_RD.shape[0], COLUMNS)
-    return grouped_mm(gradient_RD.t(), column_RC, offsets_E)[..., 0].contiguous()
+    return TORCH.weight_gradient(gradient_RD, column_RC, bounds)[..., 0].contiguous()
 
 
 def down_bias_gradient(
@@ -30,7 +30,7 @@ def down_bias_gradient(
     dy_RD: torch.Tensor,
     weights_TK: torch.Tensor,
     inverse_TK: torch.Tensor,
-    offsets_E: torch.Tensor,
+    bounds: torch.Tensor,
 ) -> torch.Tensor:
     """The gradient [E, D] of a bias that `combine` adds; `dy_RD` is `dy_TD` in expert order.
 
@@ -39,7 +39,7 @@ def down_bias_gradient(
     # The weight of each row, as wide as `bias_gradient`'s column of ones.
     ones_TC = dy_TD.new_ones(dy_TD.shape[0], COLUMNS)
     column_RC = permute(ones_TC, inverse_TK, dy_RD.shape[0], weights_TK.contiguous())
-    return bias_gradient(dy_RD, offsets_E, column_RC)
+    return bias_gradient(dy_RD, bounds, column_RC)
 
 
 def weights_gradient_of_bias(

@@ -6,11 +6,12 @@ import torch
 
 from pagestash.kernels.moe.route import Routing, route
 from pagestash.kernels.moe.rows import ALIGNMENT
-from pagestash.moe.block import routed_experts
 from pagestash.moe.config import MoEConfig
+from pagestash.moe.local import local_experts
 from pagestash.moe.parallel.capacity import HEADROOM, Capacity
 from pagestash.moe.parallel.dispatch import Dispatch, Received
 from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct, SelfSaving
+from pagestash.moe.received import received_experts
 from pagestash.moe.saving import BlockOptions, Saving
 from pagestash.pages.pool import PagePool
 from pagestash.saved.compiled import run_as_it_is
@@ -73,7 +74,7 @@ class Experts(SelfSaving):
         dispatch = self.dispatch
         if dispatch is None:
             routing = once(lambda: self._route(ids, over))
-            return routed_experts(x, weights, up, down, ids, routing, options)
+            return local_experts(x, weights, up, down, ids, routing, options)
 
         def send() -> tuple[Received, int]:
             received = dispatch.send(x, ids, weights, over)
@@ -90,7 +91,7 @@ class Experts(SelfSaving):
             del received.slots
         # In a list, which is emptied: then only the dispatch has it, and lets go of it when it has been sent.
         y = [
-            routed_experts(
+            received_experts(
                 slots,
                 received.weights,
                 up,
@@ -98,7 +99,6 @@ class Experts(SelfSaving):
                 received.ids,
                 received.routing,
                 options,
-                received=True,
                 expected_rows=expected,
             )
         ]

@@ -2,6 +2,7 @@
 
 import torch
 
+from pagestash.kernels.pages.copy import copy_to_pages
 from pagestash.kernels.pages.paged import Pages
 from pagestash.pages.pool import PagePool
 
@@ -34,6 +35,12 @@ class Lease:
                 "without retain_graph; run forward again"
             )
         return Pages(self.pool.memory, self.ticket.span, self.ticket.member, self.ticket.group.book)
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Copy the valid rows of `tensor` to the pages, if these were granted and no kernel has written them."""
+        ticket = self.ticket
+        flat = tensor.view(-1).view(torch.uint8)
+        copy_to_pages(self.pool.memory, [flat], [ticket.span], [ticket.member], ticket.group.book)
 
     def restore(self, *, unless: "Lease | None" = None) -> torch.Tensor:
         """The valid rows in a new buffer of the original shape; the rest of it is undefined.

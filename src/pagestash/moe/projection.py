@@ -14,15 +14,16 @@ R rows in expert order, E experts, I columns in, O columns out, K the rank, padd
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from pagestash.kernels.moe.grouped import grouped_mm
+from pagestash.kernels.gemm.products import TORCH, Products, products_for
+from pagestash.kernels.gemm.rows import Rows
 from pagestash.kernels.moe.low_rank import add_product_
 
 ALIGNED = 16
-"""Ranks are padded to multiples of this: what `grouped_mm`'s alignment allows on every backend."""
+"""Ranks are padded to multiples of this: what torch's grouped product takes on every device."""
 
 Read = Callable[[torch.Tensor], torch.Tensor]
 
@@ -50,8 +51,24 @@ class Weight(NamedTuple):
         return self.stored if self.read is None else self.read(self.stored)
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """All of them, for whoever asks which require a gradient, or which are weights."""
-        return (self.stored, self.bias_EO, *([] if self.update is None else self.update[:2]))
+        """The stored weight, the bias, and the factors of the update."""
+        a_EKI, b_EOK, _ = self.update or (None, None, 1.0)
+        return self.stored, self.bias_EO, a_EKI, b_EOK
+
+    def form(self) -> "Form":
+        """What it is besides its tensors."""
+        return Form(1.0 if self.update is None else self.update.scale, self.read)
+
+
+class Form(NamedTuple):
+    """What a `Weight` is besides its tensors, which autograd hands from forward to backward."""
+
+    scale: float
+    read: Read | None
+
+    def weight(self, stored: torch.Tensor, a_EKI: torch.Tensor | None, b_EOK: torch.Tensor | None) -> Weight:
+        update = None if a_EKI is None or b_EOK is None else LowRank(a_EKI, b_EOK, self.scale)
+        return Weight(stored, None, update, self.read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +78,12 @@ class Projection:
     All are in the activations' dtype; `a_EKI` and `b_EOK` are contiguous and of padded rank, and `b_EOK` is times
     the scale. It is made in forward, and again in backward: what autograd keeps is then the parameters themselves,
     and not copies of them that live until backward.
+
+    `paired` is of rows whose columns stand in pairs though the weight's do not: see `Products`. The factors are
+    multiplied by torch: ranks are too small for more to be gained.
     """
 
+    products: Products
     weight_EOI: torch.Tensor
     a_EKI: torch.Tensor | None = None
     b_EOK: torch.Tensor | None = None
@@ -70,57 +91,62 @@ class Projection:
     @classmethod
     def of(cls, weight: Weight, like: torch.Tensor) -> "Projection":
         weight_EOI = weight.matrices().to(like.dtype)
+        products = products_for(like, *weight_EOI.shape[1:])
         if weight.update is None:
-            return cls(weight_EOI)
+            return cls(products, weight_EOI)
         a, b, scale = weight.update
         rank = a.shape[1]
         padded = -(-rank // ALIGNED) * ALIGNED
         if padded == rank:
             a_EKI, b_EOK = like.new_empty(a.shape), like.new_empty(b.shape)
             torch.mul(b, scale, out=b_EOK)
-            return cls(weight_EOI, a_EKI.copy_(a), b_EOK)
+            return cls(products, weight_EOI, a_EKI.copy_(a), b_EOK)
         a_EKI, b_EOK = like.new_zeros(a.shape[0], padded, a.shape[2]), like.new_zeros(*b.shape[:2], padded)
         a_EKI[:, :rank].copy_(a)
         torch.mul(b, scale, out=b_EOK[..., :rank])
-        return cls(weight_EOI, a_EKI, b_EOK)
+        return cls(products, weight_EOI, a_EKI, b_EOK)
 
-    def forward(self, x_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        y_RO = _product(x_RI, self.weight_EOI.transpose(-2, -1), ends_E)
+    def forward(self, x: Rows, bounds: torch.Tensor) -> torch.Tensor:
+        y_RO = self.products.forward(x, self.weight_EOI, bounds)
         if self.a_EKI is not None and self.b_EOK is not None:
-            inner_RK = _product(x_RI, self.a_EKI.transpose(-2, -1), ends_E)
-            add_product_(y_RO, inner_RK, self.b_EOK.transpose(-2, -1), ends_E)
+            inner_RK = TORCH.forward(x, self.a_EKI, bounds)
+            add_product_(y_RO, inner_RK, self.b_EOK.transpose(-2, -1), bounds[1:])
         return y_RO
 
-    def inner_gradient(self, dy_RO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor | None:
+    def inner_gradient(self, dy: Rows, bounds: torch.Tensor) -> torch.Tensor | None:
         """The gradient of the inner rows [R, K]; None without an update."""
-        return None if self.b_EOK is None else _product(dy_RO, self.b_EOK, ends_E)
+        return None if self.b_EOK is None else TORCH.input_gradient(dy, self.b_EOK, bounds)
 
     def input_gradient(
-        self, dy_RO: torch.Tensor, dinner_RK: torch.Tensor | None, ends_E: torch.Tensor
+        self, dy: Rows, dinner_RK: torch.Tensor | None, bounds: torch.Tensor, *, paired: bool = False
     ) -> torch.Tensor:
-        dx_RI = _product(dy_RO, self.weight_EOI, ends_E)
+        dx_RI = self.products.input_gradient(dy, self.weight_EOI, bounds, paired=paired)
         if self.a_EKI is not None and dinner_RK is not None:
-            add_product_(dx_RI, dinner_RK, self.a_EKI, ends_E)
+            add_product_(dx_RI, dinner_RK, self.a_EKI, bounds[1:])
         return dx_RI
 
+    def gradient(self, dy: Rows, x: Rows, bounds: torch.Tensor, *, paired: bool = False) -> torch.Tensor:
+        """The gradient of the weight, stored as the weight is."""
+        turned = self.weight_EOI.stride(2) != 1 and self.weight_EOI.stride(1) == 1
+        return self.products.weight_gradient(dy, x, bounds, paired=paired, turned=turned)
+
     def update_gradients(
-        self,
-        update: LowRank,
-        x_RI: torch.Tensor,
-        dy_RO: torch.Tensor,
-        dinner_RK: torch.Tensor,
-        ends_E: torch.Tensor,
+        self, update: LowRank, x: Rows, dy: Rows, dinner_RK: torch.Tensor, bounds: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradients of the factors of `update`, in their dtypes."""
         assert self.a_EKI is not None
         a, b, scale = update
         rank = a.shape[1]
-        da_EKI = grouped_mm(dinner_RK.t(), x_RI, ends_E)[:, :rank]
-        inner_RK = _product(x_RI, self.a_EKI.transpose(-2, -1), ends_E)
-        db_EOK = grouped_mm(dy_RO.t(), inner_RK, ends_E)[..., :rank]
+        da_EKI = TORCH.weight_gradient(dinner_RK, x, bounds)[:, :rank]
+        inner_RK = TORCH.forward(x, self.a_EKI, bounds)
+        db_EOK = TORCH.weight_gradient(dy, inner_RK, bounds)[..., :rank]
         return da_EKI.to(a.dtype), db_EOK.to(b.dtype) * scale
 
 
-def _product(rows: torch.Tensor, matrices: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """`grouped_mm`, also of a buffer of no rows."""
-    return grouped_mm(rows, matrices, ends_E) if rows.shape[0] else rows.new_empty(0, matrices.shape[2])
+def in_dtype_of(like: torch.Tensor, *weights: torch.Tensor | None) -> tuple[Any, ...]:
+    """Weights in the activations' dtype.
+
+    Cast here, and again in backward, rather than by the caller: what autograd keeps is then the parameter
+    itself, and not a copy of it that lives until backward.
+    """
+    return tuple(None if weight is None else weight.to(like.dtype) for weight in weights)

@@ -6,6 +6,7 @@ Under a rule with `bits=8` the block's own kernels code them, and what is saved 
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -135,6 +136,21 @@ class BlockOptions:
             return replace(self, coded=True)
         x = replace(self.x, pool=None) if x_bits else self.x
         return replace(self, x=x, h=replace(self.h, pool=None))
+
+
+OF_WEIGHTS = ("up", "down", "up_bias", "down_bias", "up_a", "up_b", "down_a", "down_b")
+"""The inputs that are weights: a pipeline schedule may ask for their gradients in a half of its own."""
+
+
+def needs(ctx: Any, name: str) -> bool:
+    """Whether the running backward is to compute the gradient of the input `name` of an autograd function of ours.
+
+    Its `ctx` has the names of the inputs and the options.
+    """
+    half = ctx.options.half
+    if half is not None and not (half.weights if name in OF_WEIGHTS else half.inputs):
+        return False
+    return ctx.needs_input_grad[ctx.inputs.index(name)]
 
 
 def _codes(rule: Rule | None, dtype: torch.dtype, rows: int, width: int) -> bool:

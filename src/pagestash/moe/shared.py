@@ -2,9 +2,9 @@
 
     x_TD -up-> h_TH -gated activation-> a_TN -down-> y_TD
 
-T tokens, D the model's width, N the experts' together, H = 2N; `up_1HD` and `down_1DN` are stacks of one matrix,
-as `grouped_mm` takes them. Saved for backward, in bf16: the input, 2·T·D bytes, and the first projection, 4·T·N,
-which is expendable in pages as it is for routed experts.
+T tokens, D the model's width, N the experts' together, H = 2N; `up_1HD` and `down_1DN` are stacks of one matrix.
+Saved for backward, in bf16: the input, 2·T·D bytes, and the first projection, 4·T·N, which is expendable in pages
+as it is for routed experts.
 """
 
 from typing import Any
@@ -13,16 +13,15 @@ import torch
 from torch import nn
 
 from pagestash.kernels.backward import differentiable_once
+from pagestash.kernels.gemm.products import TORCH
 from pagestash.kernels.moe import gated
-from pagestash.kernels.moe.grouped import grouped_mm
+from pagestash.kernels.moe.ends import missing_bounds
 from pagestash.kernels.moe.row_info import RowInfo
-from pagestash.moe.block import in_dtype_of, needs
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.lease import pages_of
 from pagestash.moe.parts import SelfSaving
-from pagestash.moe.projection import Projection
-from pagestash.moe.saving import BlockOptions
-from pagestash.moe.two_buffers import recomputed_projection
+from pagestash.moe.projection import in_dtype_of
+from pagestash.moe.saving import BlockOptions, needs
 from pagestash.saved.compiled import run_as_it_is
 from pagestash.saved.fused import needs_backward
 from pagestash.torch_internals import keeps_graph
@@ -66,34 +65,38 @@ class SharedBlock(torch.autograd.Function):
         ctx: Any, x_TD: torch.Tensor, up_1HD: torch.Tensor, down_1DN: torch.Tensor, options: BlockOptions
     ) -> torch.Tensor:
         up, down = in_dtype_of(x_TD, up_1HD, down_1DN)
-        ends = torch.full((1,), x_TD.shape[0], dtype=torch.int32, device=x_TD.device)
-        h_TH = grouped_mm(x_TD, up.transpose(-2, -1), ends)
+        rows = torch.full((1,), x_TD.shape[0], dtype=torch.int32, device=x_TD.device)
+        h_TH = x_TD @ up[0].t()
         lease = None
         if options.needs_backward:
-            lease = options.h.lease((h_TH.shape[0], h_TH.shape[1]), h_TH.dtype, ends, expendable=True)
-        a_TN = gated.forward(h_TH, RowInfo(ends), options.activation, pages_of(lease))
+            lease = options.h.lease((h_TH.shape[0], h_TH.shape[1]), h_TH.dtype, rows, expendable=True)
+        a_TN = gated.forward(h_TH, RowInfo(rows), options.activation, pages_of(lease))
         saved_TH = None if options.h.pool is not None or options.h.recompute else h_TH
         del h_TH
-        y_TD = grouped_mm(a_TN, down.transpose(-2, -1), ends)
+        y_TD = a_TN @ down[0].t()
         options.h.save(saved_TH)
-        ctx.save_for_backward(x_TD, up_1HD, down_1DN, ends, saved_TH)
+        ctx.save_for_backward(x_TD, up_1HD, down_1DN, rows, saved_TH)
         ctx.lease, ctx.options, ctx.inputs = lease, options, SharedBlock.inputs
         return y_TD
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_TD, up_1HD, down_1DN, ends, h_TH = ctx.saved_tensors
+        x_TD, up_1HD, down_1DN, rows, h_TH = ctx.saved_tensors
         lease, comes_again, recomputed = ctx.lease, keeps_graph(), h_TH is None
         dy_TD = dy_TD.contiguous()
         up, down = in_dtype_of(dy_TD, up_1HD, down_1DN)
-        if recomputed:
-            h_TH = recomputed_projection(x_TD, Projection(up), lease, ends)
+        if recomputed and lease is None:
+            h_TH = x_TD @ up[0].t()
+        elif recomputed:
+            # Only where pages are missing: a product of one expert's rows, of which there are none elsewhere.
+            bounds = torch.cat([torch.zeros_like(rows), rows])
+            h_TH = TORCH.forward(x_TD, up, missing_bounds(bounds, lease.pages))
         # Unless backward will want it again, the gradient of `h` takes the place of `h`.
         dh_TH, a_TN, _ = gated.backward(
             h_TH,
-            grouped_mm(dy_TD, down, ends),
-            RowInfo(ends),
+            dy_TD @ down[0],
+            RowInfo(rows),
             ctx.options.activation,
             pages_of(lease),
             in_place=recomputed or not comes_again,
@@ -101,8 +104,8 @@ class SharedBlock(torch.autograd.Function):
         del h_TH
         if lease is not None and not comes_again:
             lease.close()
-        ddown = grouped_mm(dy_TD.t(), a_TN, ends) if needs(ctx, "down") else None
+        ddown = (dy_TD.t() @ a_TN)[None] if needs(ctx, "down") else None
         del a_TN
-        dup = grouped_mm(dh_TH.t(), x_TD, ends) if needs(ctx, "up") else None
-        dx_TD = grouped_mm(dh_TH, up, ends) if needs(ctx, "x") else None
+        dup = (dh_TH.t() @ x_TD)[None] if needs(ctx, "up") else None
+        dx_TD = dh_TH @ up[0] if needs(ctx, "x") else None
         return dx_TD, dup, ddown, None

@@ -321,7 +321,7 @@ def _constants(
         "EXPERTS": power_of_two(experts) if experts else 0,
         "PAGED": page is not None,
         "PAGE": page or 65536,
-        "WIDE": not interleaved and is_wide(inner, block, element_size),
+        "WIDE": is_wide(step * inner, step * block, element_size),
         "SPLIT": split,
         "ROWS": max(1, ELEMENTS // block),
         "BLOCK": block,

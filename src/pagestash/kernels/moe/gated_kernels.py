@@ -73,15 +73,20 @@ def forward_kernel(
         start = tile % COLUMNS * BLOCK
         column = tl.arange(0, BLOCK)
         mask = tile_mask(inside, start + column, N, BLOCK)
-        at = within[:, None] * WIDTH + (start + column)[None, :] * STEP
         source = h
         if SPLIT:
             source = tl.where(in_expected, expected, h)
-        gate_at = aligned(source + at, WIDE, SPLIT)
-        linear_at = aligned(source + at + HALF, WIDE, SPLIT)
-        gate = tl.load(gate_at, mask=mask, other=0.0)
-        linear = tl.load(linear_at, mask=mask, other=0.0)
         held = (book, table, length, device_slab, host_slab)
+        # Whole tiles of pairs are loaded and stored: every second element by itself takes twice the accesses.
+        both_at = tl.arange(0, STEP * BLOCK)
+        both_mask = tile_mask(inside, start * STEP + both_at, N * STEP, STEP * BLOCK)
+        at = within[:, None] * WIDTH + (start * STEP + both_at)[None, :]
+        if STEP == 2:
+            both = tl.load(aligned(source + at, WIDE, SPLIT), mask=both_mask, other=0.0)
+            gate, linear = tl.split(tl.reshape(both, (ROWS, BLOCK, 2)))
+        else:
+            gate = tl.load(aligned(source + at, WIDE, SPLIT), mask=mask, other=0.0)
+            linear = tl.load(aligned(source + at + HALF, WIDE, SPLIT), mask=mask, other=0.0)
         if CODED:
             code_parts(
                 gate, linear, expected_codes, codes, held, granted, in_expected, within, inside, start // 128,
@@ -90,12 +95,15 @@ def forward_kernel(
         elif PAGED:
             if granted & (not in_expected):
                 first = (within * WIDTH + start * STEP) * SIZE
-                half = first + HALF * SIZE
-                gate_at = page_pointers(held, first, column * STEP, inside, h, PAGE, WIDE)
-                tl.store(gate_at, gate, mask=mask)
-                if HALF:
-                    linear_at = page_pointers(held, half, column * STEP, inside, h, PAGE, WIDE)
-                    tl.store(linear_at, linear, mask=mask)
+                first_at = page_pointers(held, first, both_at, inside, h, PAGE, WIDE)
+                if STEP == 2:
+                    tl.store(first_at, both, mask=both_mask)
+                else:
+                    tl.store(first_at, gate, mask=mask)
+                    if HALF:
+                        half = first + HALF * SIZE
+                        linear_at = page_pointers(held, half, both_at, inside, h, PAGE, WIDE)
+                        tl.store(linear_at, linear, mask=mask)
         gate = gate.to(tl.float32)
         linear = linear.to(tl.float32)
         if EXPERTS:
@@ -115,38 +123,93 @@ def forward_kernel(
 
 
 @triton.jit
-def _load_exact(
-    gate_at,
-    linear_at,
+def _load_tile(
+    at,
     held,
-    granted,
-    in_expected,
+    from_pages,
     first,
     column,
     inside,
     mask,
     h,
+    PAGED: tl.constexpr,
+    PAGE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    if PAGED:
+        if from_pages:
+            value = tl.load(page_pointers(held, first, column, inside, h, PAGE, WIDE), mask=mask, other=0.0)
+        else:
+            value = tl.load(at, mask=mask, other=0.0)
+    else:
+        value = tl.load(at, mask=mask, other=0.0)
+    return value
+
+
+@triton.jit
+def _load_parts(
+    source,
+    held,
+    from_pages,
+    within,
+    start,
+    inside,
+    mask,
+    both_mask,
+    h,
+    WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     STEP: tl.constexpr,
     PAGED: tl.constexpr,
     PAGE: tl.constexpr,
     WIDE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Gate and linear part of a tile, from its buffer or from pages."""
     SIZE: tl.constexpr = h.dtype.element_ty.primitive_bitwidth // 8
-    if PAGED:
-        if granted & (not in_expected):
-            gate_in = page_pointers(held, first, column * STEP, inside, h, PAGE, WIDE)
-            linear_in = page_pointers(held, first + HALF * SIZE, column * STEP, inside, h, PAGE, WIDE)
-            gate = tl.load(gate_in, mask=mask, other=0.0)
-            linear = tl.load(linear_in, mask=mask, other=0.0)
-        else:
-            gate = tl.load(gate_at, mask=mask, other=0.0)
-            linear = tl.load(linear_at, mask=mask, other=0.0)
+    column = tl.arange(0, STEP * BLOCK)
+    at = source + within[:, None] * WIDTH + (start * STEP + column)[None, :]
+    first = (within * WIDTH + start * STEP) * SIZE
+    if STEP == 2:
+        at = aligned(at, WIDE, SPLIT)
+        both = _load_tile(at, held, from_pages, first, column, inside, both_mask, h, PAGED, PAGE, WIDE)
+        gate, linear = tl.split(tl.reshape(both, (ROWS, BLOCK, 2)))
     else:
-        gate = tl.load(gate_at, mask=mask, other=0.0)
-        linear = tl.load(linear_at, mask=mask, other=0.0)
+        gate_at = aligned(at, WIDE, SPLIT)
+        linear_at = aligned(at + HALF, WIDE, SPLIT)
+        other = first + HALF * SIZE
+        gate = _load_tile(gate_at, held, from_pages, first, column, inside, mask, h, PAGED, PAGE, WIDE)
+        linear = _load_tile(linear_at, held, from_pages, other, column, inside, mask, h, PAGED, PAGE, WIDE)
     return gate, linear
+
+
+@triton.jit
+def _store_parts(
+    target,
+    dgate,
+    dlinear,
+    within,
+    start,
+    mask,
+    both_mask,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    STEP: tl.constexpr,
+    WIDE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = target + within[:, None] * WIDTH + (start * STEP + tl.arange(0, STEP * BLOCK))[None, :]
+    if STEP == 2:
+        both = tl.reshape(tl.join(dgate, dlinear), (ROWS, 2 * BLOCK))
+        tl.store(aligned(at, WIDE, SPLIT), both, mask=both_mask)
+    else:
+        tl.store(aligned(at, WIDE, SPLIT), dgate, mask=mask)
+        if HALF:
+            tl.store(aligned(at + HALF, WIDE, SPLIT), dlinear, mask=mask)
 
 
 @triton.jit
@@ -193,7 +256,6 @@ def backward_kernel(
     FP8: tl.constexpr,
     CODE_WIDE: tl.constexpr,
 ):
-    SIZE: tl.constexpr = h.dtype.element_ty.primitive_bitwidth // 8
     WIDTH: tl.constexpr = 2 * N if HALF else N
     count = tl.load(rows).to(tl.int64)
     granted = False
@@ -218,10 +280,8 @@ def backward_kernel(
         # One tile has the whole of its rows, so that the weight's gradient is one sum in one order.
         for start in tl.range(0, N, BLOCK):
             mask = tile_mask(inside, start + column, N, BLOCK)
-            at = within[:, None] * WIDTH + (start + column)[None, :] * STEP
+            both_mask = tile_mask(inside, start * STEP + tl.arange(0, STEP * BLOCK), N * STEP, STEP * BLOCK)
             narrow = row[:, None] * N + (start + column)[None, :]
-            gate_at = aligned(source + at, WIDE, SPLIT)
-            linear_at = aligned(source + at + HALF, WIDE, SPLIT)
             held = (book, table, length, device_slab, host_slab)
             if CODED:
                 gate, linear = part_values(
@@ -229,10 +289,9 @@ def backward_kernel(
                     CODE_WIDE, PAGED, PAGE,
                 )  # fmt: skip
             else:
-                first = (within * WIDTH + start * STEP) * SIZE
-                gate, linear = _load_exact(
-                    gate_at, linear_at, held, granted, in_expected, first, column, inside, mask, h, HALF, STEP,
-                    PAGED, PAGE, WIDE,
+                gate, linear = _load_parts(
+                    source, held, granted & (not in_expected), within, start, inside, mask, both_mask, h, WIDTH,
+                    HALF, STEP, PAGED, PAGE, WIDE, SPLIT, ROWS, BLOCK,
                 )  # fmt: skip
             of_a = tl.load(gradient + narrow, mask=mask, other=0.0).to(tl.float32)
             gate = gate.to(tl.float32)
@@ -249,11 +308,11 @@ def backward_kernel(
                 product += of_a * value
                 value *= weight[:, None]
                 of_a *= weight[:, None]
-            gate_to = aligned(target + at, WIDE, SPLIT)
-            linear_to = aligned(target + at + HALF, WIDE, SPLIT)
-            tl.store(gate_to, (of_a * linear * slope * passes_gate).to(dh.dtype.element_ty), mask=mask)
-            if HALF:
-                tl.store(linear_to, (of_a * act * passes_linear).to(dh.dtype.element_ty), mask=mask)
+            dgate = (of_a * linear * slope * passes_gate).to(dh.dtype.element_ty)
+            dlinear = (of_a * act * passes_linear).to(dh.dtype.element_ty)
+            _store_parts(
+                target, dgate, dlinear, within, start, mask, both_mask, WIDTH, HALF, STEP, WIDE, SPLIT, ROWS, BLOCK,
+            )  # fmt: skip
             tl.store(a + narrow, value.to(a.dtype.element_ty), mask=mask)
         if WEIGHTED:
             tl.store(dweights + place, tl.sum(product, axis=1), mask=inside)

@@ -25,14 +25,21 @@ class Routing:
     """Where the rows go; everything stays on the device."""
 
     counts: torch.Tensor  # int32 [E]: rows wanted by each expert, also beyond the capacity
-    offsets: torch.Tensor  # int32 [E]: where each expert's rows end, at most the capacity
+    bounds: (
+        torch.Tensor
+    )  # int32 [E + 1]: where each expert's rows begin, and last where all end: 0 … capacity
     order: torch.Tensor  # int32 [capacity]: flat index of each row; undefined past the valid rows
     inverse: torch.Tensor  # int32 [T, K]: row of each flat index, or -1
 
     @property
+    def offsets(self) -> torch.Tensor:
+        """Int32 [E]: where each expert's rows end."""
+        return self.bounds[1:]
+
+    @property
     def rows(self) -> torch.Tensor:
         """The number of valid rows: one int32 on the device."""
-        return self.offsets[-1:]
+        return self.bounds[-1:]
 
 
 def route(
@@ -64,7 +71,7 @@ def route(
     device = ids_TK.device
     found = Routing(
         counts=torch.empty(experts, dtype=torch.int32, device=device),
-        offsets=torch.empty(experts, dtype=torch.int32, device=device),
+        bounds=torch.empty(experts + 1, dtype=torch.int32, device=device),
         order=torch.empty(capacity, dtype=torch.int32, device=device),
         inverse=torch.empty(ids_TK.shape, dtype=torch.int32, device=device),
     )
@@ -126,6 +133,7 @@ def route_reference(
     counts = torch.bincount(expert, minlength=experts + 1)[:experts]
     order = torch.argsort(expert, stable=True)[: min(int(counts.sum()), capacity)]
     out.counts.copy_(counts)
+    out.bounds[0] = 0
     out.offsets.copy_(counts.cumsum(0).clamp(max=capacity))
     out.order[: order.numel()] = order.to(torch.int32)
     out.inverse.fill_(-1)
@@ -215,7 +223,7 @@ def _place_kernel(
     tokens,
     blocks_EB,
     counts,
-    offsets,
+    bounds,
     order,
     inverse,
     over,
@@ -256,7 +264,8 @@ def _place_kernel(
     if block == 0:
         column = tl.arange(0, EXPERTS)
         end = tl.cumsum(tl.load(counts + column, mask=column < experts, other=0), 0)
-        tl.store(offsets + column, tl.minimum(end, capacity), mask=column < experts)
+        tl.store(bounds, 0)
+        tl.store(bounds + 1 + column, tl.minimum(end, capacity), mask=column < experts)
         if FLAGGED:
             if tl.max(end, 0) > capacity:
                 tl.store(over, 1.0)
@@ -316,7 +325,7 @@ def _launch(
         limit,
         blocks_EB,
         out.counts,
-        out.offsets,
+        out.bounds,
         out.order,
         out.inverse,
         out.counts if over is None else over,

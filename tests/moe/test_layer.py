@@ -7,9 +7,10 @@ from support.activations import plain as activated
 
 from pagestash.kernels import backend
 from pagestash.kernels.moe.activations import Activation, as_activation
+from pagestash.kernels.moe.choose_experts import weigh_reference
 from pagestash.kernels.moe.route import route
 from pagestash.moe import MoE, MoEConfig, Received
-from pagestash.moe.router import choose_experts, logits_of, weigh
+from pagestash.moe.router import auxiliary_losses, choose_experts, logits_of, scoring_of
 from pagestash.pages.pool import PagePool
 
 T, D, N, E, K = 40, 32, 24, 6, 2
@@ -37,9 +38,9 @@ def plain(moe, x):
     get = {name: p.detach().double().requires_grad_() for name, p in moe.named_parameters()}
     x = x.detach().double().requires_grad_()
     logits = x @ get["router.weight"].t()
-    ids = choose_experts(logits.detach().float(), moe.router.correction, c)
+    ids, _ = choose_experts(logits.detach().float(), moe.router.correction, c)
     counts = torch.bincount(ids.view(-1), minlength=c.experts).double()
-    weights, aux = weigh(logits, ids, counts, c)
+    weights, aux = weigh_reference(logits, ids, scoring_of(c)), auxiliary_losses(logits, ids, counts, c)
     y = 0
     for e in range(c.experts):
         h = x @ get["expert_fc1.weight"][e].t()
@@ -166,8 +167,8 @@ def test_saved_are_the_input_and_the_first_projection_and_nothing_else_of_size()
     x = torch.randn(tokens, 256).to(torch.bfloat16).requires_grad_()
     total, _ = saved_bytes(moe, x)
     promised = 2 * tokens * 256 + 4 * tokens * K * 128
-    # Beside them: ids, weights, order and inverse, 4 bytes each a choice, and the offsets and counts.
-    assert promised <= total <= promised + 16 * tokens * K + 8 * E
+    # Beside them: ids, weights, order and inverse, 4 bytes each a choice, and the bounds and counts.
+    assert promised <= total <= promised + 16 * tokens * K + 8 * E + 4
     pool = PagePool("cpu", 4096, 1024)
     moe.experts.pool = pool
     total, out = saved_bytes(moe, x)
@@ -329,7 +330,7 @@ def test_routing_in_backward_is_that_of_forward():
     """Even when the router's weights change in between, gradients flow where the tokens went."""
     moe = MoE(config(top_k=1))
     x = torch.randn(T, D)
-    ids = choose_experts(logits_of(x, moe.router.weight), None, moe.config)
+    ids, _ = choose_experts(logits_of(x, moe.router.weight), None, moe.config)
     y, _ = moe(x)
     moe.router.correction = None
     y.sum().backward()

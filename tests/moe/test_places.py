@@ -214,7 +214,8 @@ def test_a_layer_that_is_run_again_chooses_and_sends_once(monkeypatch, kind, cha
 
     def choose(logits, correction, config):
         chosen.append(choose_experts(logits, correction, config))
-        return chosen[0] if len(chosen) == 1 else (chosen[0] + 1) % E
+        ids, weights = chosen[0]
+        return chosen[0] if len(chosen) == 1 else ((ids + 1) % E, weights)
 
     monkeypatch.setattr("pagestash.moe.router.choose_experts", choose)
     hook = made.moe.experts.register_forward_pre_hook(lambda *_: runs.append(1))

@@ -38,7 +38,7 @@ def test_ids_stay_distinct_and_in_range_whatever_the_scores(backend):
 def test_groups_limit_where_experts_come_from():
     config = MoEConfig(width=8, expert_width=8, experts=12, top_k=3, groups=4, group_limit=2, score="sigmoid")
     logits, bias = torch.randn(50, 12), 0.1 * torch.randn(12)
-    ids = choose_experts(logits, bias, config)
+    ids, _ = choose_experts(logits, bias, config)
     scores = torch.sigmoid(logits) + bias
     for t in range(50):
         groups = scores[t].view(4, 3)

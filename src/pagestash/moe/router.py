@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pagestash.kernels.backward import differentiable_once
+from pagestash.kernels.moe import choose_experts as kernels
 from pagestash.kernels.moe.route import multihot
 from pagestash.kernels.moe.topk import topk
 from pagestash.moe.config import MoEConfig
@@ -40,23 +41,24 @@ class Router(nn.Module):
 
     @run_as_it_is
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits_TE: torch.Tensor | None = None
+        made: tuple[torch.Tensor, torch.Tensor] | None = None
 
-        def choose() -> tuple[torch.Tensor, torch.Tensor]:
-            nonlocal logits_TE
+        def choose() -> tuple[torch.Tensor, torch.Tensor | None]:
+            nonlocal made
+            counts_E = None
             with torch.no_grad():
                 logits_TE = logits_of(x, self.weight)
-                ids_TK = choose_experts(logits_TE, self.correction, self.config)
+                ids_TK, weights_TK = choose_experts(logits_TE, self.correction, self.config)
                 if self.config.balance_loss or self.correction is not None:
                     counts_E = multihot(ids_TK, ids_TK, self.config.experts)[0].sum(0).to(logits_TE.dtype)
-                else:  # nobody reads them
-                    counts_E = torch.zeros(self.config.experts, dtype=logits_TE.dtype, device=x.device)
+            made = logits_TE, weights_TK
             if self.load is not None and self.training and torch.is_grad_enabled():
+                assert counts_E is not None
                 self.load += counts_E
             return ids_TK, counts_E
 
         ids_TK, counts_E = once(choose)
-        weights_TK, aux = _Weigh.apply(x, self.weight, ids_TK, counts_E, logits_TE, self.config)
+        weights_TK, aux = _Weigh.apply(x, self.weight, ids_TK, counts_E, made, self.config)
         return weights_TK, ids_TK, aux
 
     def use_recompute(self, on: bool) -> None:
@@ -81,53 +83,38 @@ def logits_of(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
 
 def choose_experts(
     logits_TE: torch.Tensor, correction_E: torch.Tensor | None, config: MoEConfig
-) -> torch.Tensor:
-    """The ids [T, K], best first."""
-    scores_TE = logits_TE.float()
-    if config.score == "sigmoid":
-        scores_TE = torch.sigmoid(scores_TE)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids [T, K], best first, and their weights [T, K]."""
+    if config.groups == 1:
+        return kernels.choose_experts(logits_TE, config.top_k, scoring_of(config), correction_E)
+    scores_TE = torch.sigmoid(logits_TE) if config.score == "sigmoid" else logits_TE
     if correction_E is not None:
         scores_TE = scores_TE + correction_E
-    if config.groups > 1:
-        grouped = scores_TE.view(-1, config.groups, config.experts // config.groups)
-        # DeepSeek-V3: a group is worth the sum of its two best experts.
-        worth_TG = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(2)
-        best = topk(worth_TG, config.group_limit).to(torch.int64)
-        allowed_TG = torch.zeros_like(worth_TG, dtype=torch.bool).scatter_(1, best, True)
-        scores_TE = torch.where(allowed_TG[:, :, None], grouped, -torch.inf).view_as(scores_TE)
-    return topk(scores_TE, config.top_k)
+    grouped = scores_TE.float().view(-1, config.groups, config.experts // config.groups)
+    # DeepSeek-V3: a group is worth the sum of its two best experts.
+    worth_TG = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(2)
+    best = topk(worth_TG, config.group_limit).to(torch.int64)
+    allowed_TG = torch.zeros_like(worth_TG, dtype=torch.bool).scatter_(1, best, True)
+    ids_TK = topk(torch.where(allowed_TG[:, :, None], grouped, -torch.inf).flatten(1), config.top_k)
+    return ids_TK, kernels.weigh(logits_TE, ids_TK, scoring_of(config))
 
 
-def weigh(
-    logits_TE: torch.Tensor, ids_TK: torch.Tensor, counts_E: torch.Tensor, config: MoEConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights [T, K] of chosen experts, and the auxiliary losses; both differentiable in the logits."""
-    at_TK = ids_TK.to(torch.int64)
-    if config.score == "sigmoid":
-        weights_TK = torch.sigmoid(logits_TE.gather(1, at_TK))
-        if config.normalise:
-            weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-20)
-    elif config.normalise:
-        # The softmax over all experts, divided by the chosen ones' sum, is the softmax over the chosen.
-        weights_TK = torch.softmax(logits_TE.gather(1, at_TK), dim=1)
-    else:
-        weights_TK = torch.softmax(logits_TE, dim=1).gather(1, at_TK)
-    if config.route_scale != 1.0:
-        weights_TK = weights_TK * config.route_scale
-    return weights_TK, _auxiliary_losses(logits_TE, ids_TK, counts_E, config)
+def scoring_of(config: MoEConfig) -> kernels.Scoring:
+    return kernels.Scoring(config.score == "sigmoid", config.normalise, config.route_scale)
 
 
-def _auxiliary_losses(
-    logits_TE: torch.Tensor, ids_TK: torch.Tensor, counts_E: torch.Tensor, config: MoEConfig
+def auxiliary_losses(
+    logits_TE: torch.Tensor, ids_TK: torch.Tensor, counts_E: torch.Tensor | None, config: MoEConfig
 ) -> torch.Tensor:
-    """Balance and z loss, times their coefficients."""
+    """Balance and z loss, times their coefficients; differentiable in the logits."""
     if not ids_TK.shape[0]:  # a rank without tokens: means over nothing would be NaN
         return logits_TE.new_zeros(())
     losses: list[torch.Tensor] = []
     if config.balance_loss:
+        assert counts_E is not None
         if config.score == "sigmoid":
             scores_TE = torch.sigmoid(logits_TE)
-            shares_TE = scores_TE / (scores_TE.sum(1, keepdim=True) + 1e-20)
+            shares_TE = scores_TE / (scores_TE.sum(1, keepdim=True) + kernels.EPSILON)
         else:
             shares_TE = torch.softmax(logits_TE, dim=1)
         taken_E = counts_E * (config.experts / ids_TK.numel())
@@ -142,7 +129,7 @@ def _auxiliary_losses(
 class _Weigh(torch.autograd.Function):
     """Saves `x_TD` and the ids; everything in between is recomputed in backward.
 
-    `logits_TE` are those that the choice was made by; None where an earlier forward made it.
+    `made` are the logits and weights of the choice; None where an earlier forward made it.
     """
 
     @staticmethod
@@ -151,13 +138,15 @@ class _Weigh(torch.autograd.Function):
         x_TD: torch.Tensor,
         weight_ED: torch.Tensor,
         ids_TK: torch.Tensor,
-        counts_E: torch.Tensor,
-        logits_TE: torch.Tensor | None,
+        counts_E: torch.Tensor | None,
+        made: tuple[torch.Tensor, torch.Tensor] | None,
         config: MoEConfig,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if logits_TE is None:
+        if made is None:
             logits_TE = logits_of(x_TD, weight_ED)
-        weights_TK, aux = weigh(logits_TE, ids_TK, counts_E, config)
+            made = logits_TE, kernels.weigh(logits_TE, ids_TK, scoring_of(config))
+        logits_TE, weights_TK = made
+        aux = auxiliary_losses(logits_TE, ids_TK, counts_E, config)
         ctx.save_for_backward(x_TD, weight_ED, ids_TK, counts_E)
         ctx.config = config
         return weights_TK, aux
@@ -166,11 +155,15 @@ class _Weigh(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dweights_TK: torch.Tensor, daux: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TD, weight_ED, ids_TK, counts_E = ctx.saved_tensors
-        logits_TE = logits_of(x_TD, weight_ED).requires_grad_()
-        with torch.enable_grad():
-            weights_TK, aux = weigh(logits_TE, ids_TK, counts_E, ctx.config)
-        wanted = [weights_TK] if aux.grad_fn is None else [weights_TK, aux]
-        (dlogits_TE,) = torch.autograd.grad(wanted, logits_TE, [dweights_TK, daux][: len(wanted)])
+        config, logits_TE = ctx.config, logits_of(x_TD, weight_ED)
+        with_losses = bool(config.balance_loss or config.z_loss) and ids_TK.shape[0] > 0
+        dtype = logits_TE.dtype if with_losses else x_TD.dtype
+        dlogits_TE = kernels.weigh_gradient(logits_TE, ids_TK, dweights_TK, scoring_of(config), dtype)
+        if with_losses:
+            with torch.enable_grad():
+                leaf_TE = logits_TE.requires_grad_()
+                aux = auxiliary_losses(leaf_TE, ids_TK, counts_E, config)
+            dlogits_TE = dlogits_TE + torch.autograd.grad(aux, leaf_TE, daux)[0]
         narrow_TE = dlogits_TE.to(x_TD.dtype)
         dx_TD = narrow_TE @ weight_ED.to(x_TD.dtype) if ctx.needs_input_grad[0] else None
         dweight_ED = (narrow_TE.t() @ x_TD).to(weight_ED.dtype) if ctx.needs_input_grad[1] else None

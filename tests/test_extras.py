@@ -67,8 +67,8 @@ ALONE = {
     """,
 }
 """For each extra a program that uses what it is for."""
-FRAMEWORKS = {"lightning", "megatron", "torchtitan"}
-"""Extras with tests of their own, by `make frameworks`: `make test` does not install them."""
+FRAMEWORKS = {"lightning", "megatron", "quack", "torchtitan"}
+"""Extras with tests of their own, by `make frameworks`, or on a GPU: `make test` does not install them."""
 
 
 def closure(*requirements):

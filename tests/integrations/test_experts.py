@@ -26,9 +26,9 @@ def reference(monkeypatch):
     monkeypatch.setattr(backends, "interpreted", lambda: False)
 
 
-def run(model):
+def run(model, seed=1):
     model.zero_grad()
-    output = model(**batch())
+    output = model(**batch(seed=seed))
     output.loss.backward()
     return output, gradients(model)
 
@@ -50,17 +50,22 @@ def test_logits_loss_and_gradients_are_those_of_eager(family):
 
 @pytest.mark.parametrize("family", [*FAMILIES, *NEWER])
 def test_bf16_is_as_near_to_float32_as_grouped_mm_is(family):
-    exact, exact_gradients = run(tiny(family))
-    theirs, their_gradients = run(tiny(family, experts="grouped_mm", dtype=torch.bfloat16))
-    got, found = run(tiny(family, experts="pagestash", dtype=torch.bfloat16))
-    step = 2**-8
-    assert error(got.logits, exact.logits) <= 1.2 * error(theirs.logits, exact.logits) + step
-    assert abs(got.loss - theirs.loss) <= 4 * step * theirs.loss
-    exact, theirs, got = (
-        torch.cat([each[name].float().flatten() for name in found])
-        for each in (exact_gradients, their_gradients, found)
+    made = (
+        tiny(family),
+        *(tiny(family, experts=each, dtype=torch.bfloat16) for each in ("grouped_mm", "pagestash")),
     )
-    assert error(got, exact) <= 1.2 * error(theirs, exact) + step
+    step, errors = 2**-8, []
+    for seed in (1, 2, 3):  # in one batch a clamp or a choice that flips may be all that there is to see
+        (exact, exact_gradients), (theirs, their_gradients), (got, found) = (run(each, seed) for each in made)
+        assert error(got.logits, exact.logits) <= 1.2 * error(theirs.logits, exact.logits) + step
+        assert abs(got.loss - theirs.loss) <= 4 * step * theirs.loss
+        exact, theirs, got = (
+            torch.cat([each[name].float().flatten() for name in found])
+            for each in (exact_gradients, their_gradients, found)
+        )
+        errors.append((error(got, exact), error(theirs, exact)))
+    ours, others = map(sum, zip(*errors))
+    assert ours <= 1.2 * others + step
 
 
 def test_bf16_experts_are_nearer_to_the_exact_result_than_eager():

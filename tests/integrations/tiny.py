@@ -154,8 +154,8 @@ def tiny(family, *, experts="eager", attention="eager", dtype=torch.float32, **c
     return model.to(dtype).train()
 
 
-def batch(tokens=11, sequences=2):
-    torch.manual_seed(1)
+def batch(tokens=11, sequences=2, seed=1):
+    torch.manual_seed(seed)
     ids = torch.randint(3, 96, (sequences, tokens))
     labels = ids.clone()
     labels[0, :3] = -100

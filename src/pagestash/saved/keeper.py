@@ -296,7 +296,7 @@ class Keeper:
     def stats(self) -> KeeperStats:
         """Bytes and peak by home and region, and the pool's tiers. Waits for the device."""
         self._offload.sweep()
-        return collect(self._homes, self._stash, self._offload)
+        return collect(self._homes, self._stash, self._offload, self.device)
 
     def __repr__(self) -> str:
         size = (

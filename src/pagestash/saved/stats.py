@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from pagestash.kernels.gemm.products import described
 from pagestash.pages.telemetry import PoolStats
 from pagestash.policy import HOMES, HomeName
 from pagestash.saved.home import Home, HomeStats
@@ -38,6 +41,8 @@ class KeeperStats:
     no_page: NoPageStats = NoPageStats(0, 0, 0)
     expected_rows: ExpectedRowsStats | None = None
     """Of layers with `expected_rows="auto"`, once there is a number."""
+    products: str = ""
+    """Who multiplies experts' rows in bf16 on this device, and why not another."""
 
     @property
     def overflow(self) -> bool:
@@ -48,7 +53,9 @@ class KeeperStats:
         return 0 if self.pool is None else self.pool.spilled_bytes
 
 
-def collect(homes: Sequence[Home], stash: Stash, offload: Offload) -> KeeperStats:
+def collect(
+    homes: Sequence[Home], stash: Stash, offload: Offload, device: torch.device | None
+) -> KeeperStats:
     """What the homes hold. Waits for the device."""
     by_region: dict[str, HomeStats] = {}
     for home in homes:
@@ -65,4 +72,5 @@ def collect(homes: Sequence[Home], stash: Stash, offload: Offload) -> KeeperStat
         no_page=NoPageStats(0, 0, 0)
         if left is None
         else NoPageStats(left.groups, left.tally.bytes, left.tally.peak),
+        products="" if device is None else described(device),
     )

@@ -25,6 +25,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from pagestash.integrations.hf.layouts import activation_of, first_projection
 from pagestash.integrations.hf.report import Report, is_liger, patched_already
 from pagestash.integrations.hf.weights import UPDATES, weight_of
+from pagestash.kernels.gemm.products import described
 from pagestash.kernels.moe.activations import Activation
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.experts import Experts
@@ -217,7 +218,12 @@ def name_experts(model: Any, modules: list[tuple[str, nn.Module]], report: Repor
         else:
             _add_parts(module)
             report.on_undo(partial(_remove_parts, module))
-            report.replace("experts", name, module, "the expert block")
+            report.replace("experts", name, module, f"the expert block, products by {_multiplied_by(module)}")
+
+
+def _multiplied_by(module: nn.Module) -> str:
+    weight = next(module.parameters())
+    return described(weight.device, weight.dtype if weight.is_floating_point() else torch.bfloat16)
 
 
 def _why_nobody_asks(module: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import linecache
 import threading
 import warnings
 
@@ -16,6 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss as theirs  # noqa: E402
 
 import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
+from pagestash.integrations.hf.logits import steps_of  # noqa: E402
 from pagestash.kernels import backend as backends  # noqa: E402
 from pagestash.moe.ops import cross_entropy  # noqa: E402
 
@@ -215,3 +217,69 @@ def test_recomputing_a_fused_head_is_refused(model):
     keeper = ps.Keeper(ps.Policy([ps.Rule("lm_head", "recompute", min_bytes=0)])).attach(model)
     with pytest.raises(RuntimeError, match=r"region 'lm_head'.* did something else"), keeper.step():
         model(**batch()).loss.backward()
+
+
+BENT = {
+    "Granite": {"logits_scaling": 3.0},
+    "Cohere2": {"logit_scale": 0.25},
+    "Gemma2": {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 8, "head_dim": 8},
+    "Gemma2, no cap": {"final_logit_softcapping": None, "query_pre_attn_scalar": 8, "head_dim": 8},
+    "NemotronH": None,
+}
+"""Models that do something to their logits: a quotient, a product, a soft cap, float32."""
+
+
+@pytest.mark.parametrize("family", BENT)
+def test_scales_and_soft_caps_are_those_of_the_model(family):
+    made = [_bent(family) for _ in range(2)]
+    report = pagestash.hf.optimize(made[1], norm=False, rope=False, attention=False)
+    assert [each.part for each in report.replaced if each.part == "head"] == ["head"]
+    losses = [model(**batch()).loss for model in made]
+    torch.testing.assert_close(losses[1], losses[0])
+    for loss in losses:
+        loss.backward()
+    for one, two in zip(made[1].parameters(), made[0].parameters()):
+        if two.grad is not None:
+            torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-6)
+    # What the configuration says later holds, as in the model itself.
+    if family == "Granite":
+        for model in made:
+            model.config.logits_scaling = 5.0
+        torch.testing.assert_close(made[1](**batch()).loss, made[0](**batch()).loss)
+        assert not torch.equal(made[1](**batch()).loss, losses[1])
+
+
+def _bent(family):
+    if BENT[family] is None:
+        return tiny("Nemotron-H")
+    name = family.partition(",")[0]
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **BENT[family]})
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.ndim > 1 else 0.5))
+    return model
+
+
+@pytest.mark.parametrize(
+    "done",
+    [
+        "logits = logits + self.config.shift",
+        "logits = logits * 2",
+        "logits = torch.tanh(logits); logits = torch.tanh(logits)",
+        "logits = logits.softmax(-1)",
+        "logits[..., 0] = 0",
+        "seen = logits.sum()",
+        "logits = self.lm_head(logits)",
+    ],
+)
+def test_what_else_is_done_to_logits_is_unknown(tmp_path, done):
+    lines = "; ".join(["logits = self.lm_head(hidden)", done, "return self.loss_function(logits=logits)"])
+    path = tmp_path / "forwards.py"
+    path.write_text(f"@can_return_tuple\ndef forward(self, hidden):\n    {lines}\n")
+    found: dict = {"can_return_tuple": lambda function: function}
+    linecache.cache[str(path)] = (0, None, path.read_text().splitlines(True), str(path))
+    exec(compile(path.read_text(), str(path), "exec"), found)
+    assert steps_of(found["forward"]) is None

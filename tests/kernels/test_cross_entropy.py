@@ -16,7 +16,9 @@ BACKENDS = [
 
 def truth(hidden, weight, labels, options):
     hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
-    logits = hidden @ weight.t()
+    logits = options.logit_scale * (hidden @ weight.t())
+    if options.soft_cap is not None:
+        logits = options.soft_cap * torch.tanh(logits / options.soft_cap)
     loss = F.cross_entropy(
         logits,
         labels.long(),
@@ -38,6 +40,8 @@ def truth(hidden, weight, labels, options):
     LossOptions(chunk=7),
     LossOptions(chunk=8, label_smoothing=0.1, z_loss=1e-2, mean=False),
     LossOptions(ignore_index=3),
+    LossOptions(logit_scale=0.25, chunk=8),
+    LossOptions(logit_scale=3.0, soft_cap=2.0, z_loss=1e-2, label_smoothing=0.1),
 ])  # fmt: skip
 @pytest.mark.parametrize("vocabulary", [50, 5000])
 def test_loss_and_gradients_are_those_of_float64(backend, dtype, most, options, vocabulary):

@@ -238,13 +238,21 @@ def _linear_cross_entropy(
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
+    logit_scale: float,
+    soft_cap: float | None,
     mean: bool,
     chunk: int | None,
     need_hidden: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = head.LossOptions(
-        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, mean=mean, chunk=chunk
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        logit_scale=logit_scale,
+        soft_cap=soft_cap,
+        mean=mean,
+        chunk=chunk,
     )
     loss, dhidden, dweight = head.linear_cross_entropy(
         hidden.contiguous(), weight, labels, options, need_hidden=need_hidden, need_weight=need_weight
@@ -261,6 +269,8 @@ def _(
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
+    logit_scale: float,
+    soft_cap: float | None,
     mean: bool,
     chunk: int | None,
     need_hidden: bool,
@@ -276,12 +286,12 @@ def _loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(output[1], output[2])
     ctx.mark_non_differentiable(output[1], output[2])
     ctx.set_materialize_grads(False)  # zeros as large as the weight, that nobody reads
-    ctx.dtype, ctx.need = inputs[1].dtype, inputs[8:10]
+    ctx.dtype, ctx.need = inputs[1].dtype, inputs[10:12]
 
 
 def _loss_backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dloss is None:  # nothing depends on the loss
-        return (None,) * 10
+        return (None,) * 12
     # Not in place: a backward that comes again finds the same gradients.
     dhidden, dweight = ctx.saved_tensors
     need_hidden, need_weight = ctx.need
@@ -292,7 +302,7 @@ def _loss_backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | No
         of_hidden, of_weight = (
             None if each is None else _Final.apply(each, asks) for each in (of_hidden, of_weight)
         )
-    return (of_hidden, of_weight, *[None] * 8)
+    return (of_hidden, of_weight, *[None] * 10)
 
 
 class _Final(torch.autograd.Function):
@@ -321,13 +331,15 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
     reduction: str = "mean",
     chunk: int | None = None,
 ) -> Tensor:
     """The cross entropy (float32) of `hidden` [..., D] projected by `weight` [V, D], without keeping logits.
 
-    Gradients are computed with the loss, `chunk` tokens at a time, and scaled in backward; those of gradients are
-    refused.
+    Logits are multiplied by `logit_scale`, and bent below `soft_cap` by a tanh, before their loss. Gradients are
+    computed with the loss, `chunk` tokens at a time, and scaled in backward; those of gradients are refused.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r}: expected 'mean' or 'sum'")
@@ -339,6 +351,8 @@ def cross_entropy(
         ignore_index,
         label_smoothing,
         z_loss,
+        logit_scale,
+        soft_cap,
         reduction == "mean",
         chunk,
         grad and hidden.requires_grad,

@@ -2,14 +2,13 @@
 
 The model's `forward` stays its own. While it runs with labels in training, `lm_head` computes the loss from the
 hidden states that it is given and hands these on in the place of logits; the model's `loss_function` returns the
-loss. That is right for a model that does nothing to its logits but take their loss and return them, which its
-source must show. The loss is computed inside `lm_head`, where FSDP has its weight. Only the call that the model's
-own `forward` makes, after its body has returned, is taken: others (of a hook, a copy, another thread) get logits.
+loss. That is right for a model that takes the loss of its logits and returns them, and does nothing to them before
+but what the loss can do, too (`logits.py`), which its source must show. The loss is computed inside `lm_head`,
+where FSDP has its weight. Only the call that the model's own `forward` makes, after its body has returned, is
+taken: others (of a hook, a copy, another thread) get logits.
 """
 
-import ast
 import inspect
-import textwrap
 import threading
 import warnings
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagestash.integrations.hf.logits import Step, bend_of, steps_of
 from pagestash.integrations.hf.report import MARK, Report, packages, patched_already
 from pagestash.moe.ops import cross_entropy
 from pagestash.saved.compiled import at_compile_time
@@ -90,54 +90,12 @@ def _why_not(model: Any) -> str | None:
         return f"its lm_head is {type(head).__name__}, not a linear layer without bias"
     if (already := patched_already(head)) is not None:
         return f"lm_head: {already}"
-    if not _only_takes_the_loss(type(model).forward):
-        return "its forward does more with logits than take their loss"
+    steps = steps_of(type(model).forward)
+    if steps is None:
+        return "its forward does something to logits, or with them, that the loss by chunks does not"
+    if bend_of(model, steps).scale == 0:
+        return "its forward multiplies its logits by 0"
     return None
-
-
-def _only_takes_the_loss(forward: Any) -> bool:
-    """Whether `logits` are what `self.lm_head` gives, and go to `self.loss_function` and into the output alone."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
-    except (OSError, TypeError, SyntaxError):
-        return False
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or "can_return_tuple" not in map(
-        ast.unparse, function.decorator_list
-    ):
-        return False
-    made = 0
-    fine: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and _stores_logits(node):
-            if not (isinstance(node.value, ast.Call) and _is_self(node.value.func, "lm_head")):
-                return False
-            made += 1
-            fine.add(id(node.targets[0]))
-        elif isinstance(node, ast.Call) and _is_self(node.func, "loss_function"):
-            given = [*node.args, *(keyword.value for keyword in node.keywords)]
-            fine.update(id(each) for each in given if _is_logits(each))
-        elif isinstance(node, ast.keyword) and node.arg == "logits" and _is_logits(node.value):
-            fine.add(id(node.value))
-    uses = [node for node in ast.walk(tree) if _is_logits(node)]
-    return made == 1 and all(id(use) in fine for use in uses)
-
-
-def _stores_logits(node: ast.Assign) -> bool:
-    return len(node.targets) == 1 and _is_logits(node.targets[0])
-
-
-def _is_logits(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id == "logits"
-
-
-def _is_self(node: ast.AST, attribute: str) -> bool:
-    return (
-        isinstance(node, ast.Attribute)
-        and node.attr == attribute
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -147,6 +105,8 @@ class _Call:
     model: Any
     labels: torch.Tensor
     options: dict[str, Any]
+    steps: list[Step]
+    """What the model does to its logits; what it does to that which stands in their place is for nothing."""
     ready: bool
     """Whether the model's body has returned: what `lm_head` is given next are the last hidden states."""
     hidden: torch.Tensor | None = None
@@ -163,12 +123,15 @@ class _Call:
         if torch.is_autocast_enabled(device):  # as it would cast for a linear layer
             dtype = torch.get_autocast_dtype(device)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bend = bend_of(self.model, self.steps)
         with torch.autocast(device, enabled=False):
             loss = cross_entropy(
                 hidden,
                 weight,
                 shifted.to(hidden.device),
                 ignore_index=ignore,
+                logit_scale=bend.scale,
+                soft_cap=bend.cap,
                 reduction="mean" if count is None else "sum",
             )
         if isinstance(count, torch.Tensor):
@@ -217,7 +180,7 @@ class _Fusing:
             from transformers.loss.loss_utils import ForCausalLMLoss
 
             return ForCausalLMLoss(logits, *args, **options)
-        if logits is not call.hidden or call.loss is None:
+        if (logits is not call.hidden and not call.steps) or call.loss is None:
             raise RuntimeError(
                 "pagestash.hf: the model did something to the logits before their loss; "
                 "optimize(model, head=False) leaves its head alone"
@@ -241,7 +204,7 @@ def _head_forward(theirs: Any, state: _Fusing) -> Any:
 
 
 def _model_forward(theirs: Any, state: _Fusing) -> Any:
-    signature = inspect.signature(theirs)
+    signature, steps = inspect.signature(theirs), steps_of(theirs) or []
 
     def fuses(model: Any, given: dict[str, Any], skip: bool) -> bool:
         """Whether this call's loss is the one that we compute, and its logits are not asked for."""
@@ -263,7 +226,7 @@ def _model_forward(theirs: Any, state: _Fusing) -> Any:
             return theirs(self, *args, **options)
         asked = options.pop("return_dict", None)
         as_tuple = not (self.config.return_dict if asked is None else asked)
-        call = _Call(self, given["labels"], options, ready=self.base_model is self)
+        call = _Call(self, given["labels"], options, steps, ready=self.base_model is self)
         if not state.begin(call):
             return theirs(self, *args, **options, return_dict=not as_tuple)
         before = self.__dict__.get("_loss_function")

@@ -1,9 +1,10 @@
 """The loss of a language model's head: projection, softmax and cross entropy, without the logits.
 
-`loss = Σ over labelled tokens of (1 - ε)·(lse - x[label]) + ε·(lse - mean x) + z·lse²`, with the logits
-x_TV = hidden_TD · weight_VDᵀ, lse their log-sum-exp, ε the label smoothing, and the sum divided by the number of
-labelled tokens for the mean. T tokens, of which C at a time; D the model's width, V words of the vocabulary. Tokens
-whose label is `ignore_index` count for nothing, whatever `hidden_TD` holds there.
+`loss = Σ over labelled tokens of (1 - ε)·(lse - x[label]) + ε·(lse - mean x) + z·lse²`, with the logits x_TV = s ·
+hidden_TD · weight_VDᵀ, of which a soft cap c makes c·tanh(x / c), lse their log-sum-exp, ε the label smoothing,
+and the sum divided by the number of labelled tokens for the mean. T tokens, of which C at a time; D the model's
+width, V words of the vocabulary. Tokens whose label is `ignore_index` count for nothing, whatever `hidden_TD`
+holds there.
 
 Logits exist for one chunk of tokens at a time, in the model's precision, and their gradient is written over
 them as soon as the loss is known; what waits for backward is the gradient of `hidden_TD` and of `weight_VD`. So the
@@ -32,12 +33,16 @@ class LossOptions:
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    logit_scale: float = 1.0
+    soft_cap: float | None = None
     mean: bool = True
     chunk: int | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing={self.label_smoothing}: expected 0 to 1")
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ValueError(f"soft_cap={self.soft_cap}: expected a positive number, or None")
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"chunk={self.chunk}: expected at least 1 token")
 
@@ -136,6 +141,9 @@ def softmax_loss_(
             options.ignore_index,
             float(options.label_smoothing),
             float(options.z_loss),
+            float(options.logit_scale),
+            float(options.soft_cap or 1.0),
+            CAPPED=options.soft_cap is not None,
             BLOCK=min(BLOCK, power_of_two(logits_CV.shape[1])),
             num_warps=WARPS,
         )
@@ -152,7 +160,11 @@ def softmax_loss_reference_(
     options: LossOptions,
 ) -> None:
     vocabulary = logits_CV.shape[1]
-    x = logits_CV.to(losses_C.dtype)
+    x = logits_CV.to(losses_C.dtype) * options.logit_scale
+    slope: torch.Tensor | float = options.logit_scale
+    if options.soft_cap is not None:
+        capped = torch.tanh(x / options.soft_cap)
+        x, slope = options.soft_cap * capped, slope * (1 - capped**2)
     lse = torch.logsumexp(x, dim=1)
     counted = labels_C != options.ignore_index
     bad = counted & ((labels_C < 0) | (labels_C >= vocabulary))
@@ -164,13 +176,21 @@ def softmax_loss_reference_(
     losses_C.copy_(torch.where(bad, torch.nan, torch.where(counted, loss, 0.0)))
     gradient = torch.exp(x - lse[:, None]) * (1 + 2 * options.z_loss * lse[:, None]) - smooth / vocabulary
     gradient.scatter_add_(1, at, torch.full_like(at, smooth - 1, dtype=x.dtype))
-    logits_CV.copy_(torch.where(counted[:, None], gradient * scale, 0.0))
+    logits_CV.copy_(torch.where(counted[:, None], gradient * slope * scale, 0.0))
 
 
 # --- how: the Triton kernel ---------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["ignore_index", "smooth", "z_loss"])
+@triton.jit
+def _logit(product, logit_scale, soft_cap, CAPPED: tl.constexpr):
+    value = product * logit_scale
+    if CAPPED:
+        value = soft_cap * (2.0 * tl.sigmoid(2.0 * value / soft_cap) - 1.0)  # tanh
+    return value
+
+
+@triton.jit(do_not_specialize=["ignore_index", "smooth", "z_loss", "logit_scale", "soft_cap"])
 def _softmax_loss_kernel(
     logits,
     labels,
@@ -180,6 +200,9 @@ def _softmax_loss_kernel(
     ignore_index,
     smooth,
     z_loss,
+    logit_scale,
+    soft_cap,
+    CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -195,7 +218,8 @@ def _softmax_loss_kernel(
         while start < vocabulary:
             column = start + tl.arange(0, BLOCK)
             inside = column < vocabulary
-            value = tl.load(x + column, mask=inside, other=float("-inf")).to(tl.float32)
+            value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+            value = tl.where(inside, _logit(value, logit_scale, soft_cap, CAPPED), float("-inf"))
             higher = tl.maximum(highest, value)
             # A lane that has seen nothing yet has -inf - -inf.
             shift = tl.where(higher == float("-inf"), 0.0, higher)
@@ -207,6 +231,7 @@ def _softmax_loss_kernel(
         lse = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
         known = (label >= 0) & (label < vocabulary)
         chosen = tl.load(x + label, mask=known, other=float("nan")).to(tl.float32)
+        chosen = _logit(chosen, logit_scale, soft_cap, CAPPED)
         loss = lse - (1.0 - smooth) * chosen + z_loss * lse * lse
         # 0 · mean is NaN where a logit is -inf.
         loss -= tl.where(smooth > 0.0, smooth * (tl.sum(plain, 0) / vocabulary), 0.0)
@@ -219,8 +244,12 @@ def _softmax_loss_kernel(
             column = start + tl.arange(0, BLOCK)
             inside = column < vocabulary
             value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+            value = _logit(value, logit_scale, soft_cap, CAPPED)
             gradient = tl.exp(value - lse) * (1.0 + 2.0 * z_loss * lse) - smooth / vocabulary
             gradient -= tl.where(column == label, 1.0 - smooth, 0.0)
+            gradient *= logit_scale
+            if CAPPED:
+                gradient *= 1.0 - (value / soft_cap) * (value / soft_cap)
             tl.store(x + column, (gradient * factor).to(logits.dtype.element_ty), mask=inside)
             start += BLOCK
     else:

@@ -1,6 +1,7 @@
 """`optimize`: the model's own numbers from our kernels, one model at a time, and the way back."""
 
 import copy
+import functools
 import importlib
 import pickle
 import re
@@ -661,7 +662,7 @@ def test_what_fails_half_way_leaves_the_model_as_it_was(monkeypatch, fails):
 def test_the_report_can_be_read():
     text = str(pagestash.hf.optimize(tiny("Gemma4")))
     assert re.search(r"norm +19 × Gemma4RMSNorm: the RMSNorm kernel", text)
-    assert "Gemma4ForCausalLM: its forward does more with logits than take their loss" in text
+    assert "Gemma4ForCausalLM: the loss by chunks of logits" in text
 
 
 class GroupedRMSNorm(torch.nn.Module):
@@ -731,3 +732,45 @@ def test_a_rotary_function_may_be_called_for_queries_alone():
     assert not isinstance(found, str)
     q, cos, sin = torch.randn(2, 4, 3, 8), torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     assert same(found["apply_rotary"](q, cos=cos, sin=sin), apply_rotary(q, cos=cos, sin=sin))
+
+
+def decorated(model, decorate):
+    """`model`, whose attention's forward is inside a decorator."""
+    for layer in model.model.layers:
+        kind = type(layer.self_attn)
+        layer.self_attn.__class__ = type(kind.__name__, (kind,), {"forward": decorate(kind.forward)})
+    return model
+
+
+def test_decorators_of_attention_stay_around_it():
+    calls = []
+
+    def noting(function):
+        @functools.wraps(function)
+        def around(*args, **options):
+            calls.append(function)
+            return function(*args, **options)
+
+        return around
+
+    model = decorated(tiny("Qwen3-MoE"), noting)
+    wanted = run(model)
+    before = len(calls)
+    report = pagestash.hf.optimize(model, norm=False, head=False)
+    assert {"rope", "attention"} <= {each.part for each in report.replaced}
+    assert torch.equal(run(model)[0].loss, wanted[0].loss)
+    assert len(calls) == 2 * before > 0
+    assert model.model.layers[0].self_attn.core_attn.function is not None
+
+
+def test_a_decorator_that_hides_attention_is_reported():
+    def hiding(function):
+        @functools.wraps(function)
+        def around(*args, **options):
+            return around.__wrapped__(*args, **options)
+
+        return around
+
+    report = pagestash.hf.optimize(decorated(tiny("Qwen3-MoE"), hiding))
+    whys = {each.part: each.why for each in report.left}
+    assert whys["rope"] == whys["attention"] == "its decorators do not say which function they call"

@@ -6,6 +6,7 @@ same names; the class and the file stay as they are. `core_attn` is a module wit
 function the registry gave, so that what queries, keys and values leave behind falls under its rule.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType
@@ -89,6 +90,10 @@ def replace_attention(
             for part in parts:
                 report.leave(part, name, module, why)
             continue
+        if copy_with(type(module).forward, {}) is None:
+            for part in parts:
+                report.leave(part, name, module, "its decorators do not say which function they call")
+            continue
         ours: dict[str, Any] = {}
         if rotates:
             if type(module) not in rotaries:
@@ -110,13 +115,13 @@ def replace_attention(
 
 
 def _names_of(kind: type) -> tuple[str, ...]:
-    forward = getattr(kind, "forward", None)
+    forward = inspect.unwrap(getattr(kind, "forward", None))  # type: ignore[arg-type]
     return forward.__code__.co_names if isinstance(forward, FunctionType) else ()
 
 
 def _globals_of(kind: type) -> dict[str, Any]:
     """What the class's `forward` may find in its file, by name."""
-    forward: Any = getattr(kind, "forward", None)
+    forward: Any = inspect.unwrap(getattr(kind, "forward", None))  # type: ignore[arg-type]
     return {name: forward.__globals__[name] for name in _names_of(kind) if name in forward.__globals__}
 
 

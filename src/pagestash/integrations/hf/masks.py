@@ -9,7 +9,7 @@ class's `forward` that does not look. All others run the class's own.
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -34,8 +34,7 @@ def replace_masks(modules: list[tuple[str, nn.Module]], report: Report) -> None:
         if why is not None:
             report.leave("masks", name, module, why)
             continue
-        found = copy_with(inner, {each: _without_positions(maker) for each, maker in makers.items()})
-        ours = _decorated(theirs, inner, found)
+        ours = copy_with(theirs, {each: _without_positions(maker) for each, maker in makers.items()})
         if ours is None:
             report.leave("masks", name, module, "its decorators do not say which function they call")
             continue
@@ -84,26 +83,3 @@ def _by_positions(
 
     forward.__module__ = __name__
     return forward
-
-
-def _decorated(theirs: Any, inner: Any, ours: FunctionType) -> Any:
-    """The decorators of `theirs` around `ours` in the place of `inner`; None if one of them hides what it calls."""
-    if theirs is inner:
-        return ours
-    within = theirs.__wrapped__
-    copied = _decorated(within, inner, ours)
-    closure = theirs.__closure__ or () if isinstance(theirs, FunctionType) else ()
-    if copied is None or sum(_holds(cell, within) for cell in closure) != 1:
-        return None
-    cells = tuple(CellType(copied) if _holds(cell, within) else cell for cell in closure)
-    found = FunctionType(theirs.__code__, theirs.__globals__, theirs.__name__, theirs.__defaults__, cells)
-    found.__kwdefaults__, found.__doc__ = theirs.__kwdefaults__, theirs.__doc__
-    found.__dict__.update(theirs.__dict__ | {"__wrapped__": copied})
-    return found
-
-
-def _holds(cell: CellType, function: Any) -> bool:
-    try:
-        return cell.cell_contents is function
-    except ValueError:  # it is empty
-        return False

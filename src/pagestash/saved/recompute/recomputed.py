@@ -6,7 +6,7 @@ from weakref import WeakSet
 
 import torch
 
-from pagestash.saved.homes import Tally
+from pagestash.saved.home import Tally
 from pagestash.saved.recompute.recipe import Recipe
 from pagestash.saved.recompute.replay import Replay
 from pagestash.saved.storage import Entry

@@ -9,7 +9,7 @@ costs no more.
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
@@ -489,6 +489,49 @@ def runs_as(schedule: Any) -> Literal["1F1B", "GPipe", "list", "unknown"]:
     ):
         return "list"
     return "unknown"
+
+
+def make_schedule(name: str, stages: Sequence[Any], microbatches: int, **options: Any) -> Any:
+    """torch's schedule of this name; without one, a schedule that runs an order that it is given."""
+    kind = internal(pipeline_schedules(), f"Schedule{name}" if name else "_PipelineScheduleRuntime")
+    return kind(list(stages), microbatches, **options)
+
+
+def run_in_order(schedule: Any, order: Sequence[Sequence[Any]]) -> None:
+    """Have a schedule run the actions of each rank in this order: one alone, or a forward and a backward."""
+    known = pipeline_schedules()
+    make, kinds, overlapped = (
+        internal(known, name) for name in ("_Action", "_ComputationType", "OVERLAP_F_B")
+    )
+
+    def action(given: Sequence[Any]) -> Any:
+        made = tuple(make(each.stage, kinds(each.kind), each.microbatch) for each in given)
+        return made[0] if len(made) == 1 else make(-1, overlapped, None, made)
+
+    schedule.pipeline_order = {rank: list(map(action, actions)) for rank, actions in enumerate(order)}
+    internal(schedule, "_prepare_schedule_with_comms")(schedule.pipeline_order)
+
+
+def pairs_of(schedule: Any) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """The (stage, microbatch) of the forward and of the backward of each pair on this rank."""
+    for action in schedule.pipeline_order_with_comms[schedule.rank]:
+        if action.sub_actions is not None:
+            forward, backward = ((each.stage_index, each.microbatch_index) for each in action.sub_actions)
+            yield forward, backward
+
+
+def ready_for_backward(schedule: Any, stage: Any, microbatch: int) -> tuple[Any, bool]:
+    """Wait for what a stage's backward needs, as torch's runtime does; its loss, and whether it is the last one.
+
+    The runtime will do the same again, when there is nothing more to wait for.
+    """
+    index = stage.stage_index
+    internal(schedule, "_assert_unsharded")(stage)
+    received = schedule.bwd_recv_ops.get((index, microbatch), [])
+    while received:  # to the end: gloo's would wait for another message, if they were waited for again
+        received.pop().wait()
+    last = schedule.backward_counter[index] + 1 == microbatches_of(schedule)
+    return internal(schedule, "_maybe_get_loss")(stage, microbatch), last
 
 
 def frees_messages() -> bool:

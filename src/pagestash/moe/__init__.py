@@ -6,6 +6,7 @@ from pagestash.moe.layer import MoE
 from pagestash.moe.parallel.allgather import AllGather
 from pagestash.moe.parallel.alltoall import AllToAll
 from pagestash.moe.parallel.dispatch import Dispatch, Received
+from pagestash.moe.parallel.overlap import overlap, step_in_halves
 from pagestash.moe.parallel.sorted import SortedRows
 from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct
 from pagestash.moe.router import Router
@@ -25,4 +26,6 @@ __all__ = [
     "Router",
     "SharedExperts",
     "SortedRows",
+    "overlap",
+    "step_in_halves",
 ]

@@ -3,6 +3,7 @@
 from pagestash.pipeline.costs import LayerCost, read_costs
 from pagestash.pipeline.early_free import Release, early_free
 from pagestash.pipeline.from_costs import profile_of_costs
+from pagestash.pipeline.overlapped import overlapped_schedule
 from pagestash.pipeline.planned import PipelinePlan, RankPlan, plan_pipeline
 from pagestash.pipeline.split_backward import delay_weight_gradients
 from pagestash.pipeline.stages import Partition, Stage, partition
@@ -24,6 +25,7 @@ __all__ = [
     "delay_weight_gradients",
     "early_free",
     "in_flight",
+    "overlapped_schedule",
     "partition",
     "plan_pipeline",
     "plans",

@@ -53,7 +53,8 @@ class _Following:
     def __init__(self, offload: Offload, aside: Aside, stage_events: StageEvents) -> None:
         self._offload, self._aside, self._stage_events = offload, aside, stage_events
         self._order = offload.order
-        self._begun = 0
+        self._under_way: dict[Action, int] = {}
+        """Actions that have begun, and how many events there were: two where a pair of them is interleaved."""
         self._expected: tuple[Action, ...] = ()
         self._groups: dict[Key, GroupBytes] | None = None
         self._before_first = ExitStack()
@@ -69,21 +70,28 @@ class _Following:
 
     def end_step(self) -> None:
         self._before_first.close()
+        self._under_way.clear()
         self._order.position = ()
 
     def begin(self, action: Action) -> None:
         self._before_first.close()
-        self._order.position = (action.stage, action.microbatch)
-        self._begun = len(self._order.events)
+        self._under_way[action] = len(self._order.events)
+        self._set_position()
 
     def end(self, action: Action) -> None:
-        self._order.position = ()
+        begun = self._under_way.pop(action)
+        self._set_position()
         own = (action.stage, action.microbatch)
         self._stage_events[action.kind, action.stage] = [
             (kind, (key[0], *key[2:]))
-            for kind, key in self._order.events[self._begun :]
+            for kind, key in self._order.events[begun:]
             if kind != "drop" and key[:2] == own
         ]
+
+    def _set_position(self) -> None:
+        """What is put away now belongs to the forward, if one is under way."""
+        action = max(self._under_way, key=lambda action: action.kind == "F", default=None)
+        self._order.position = () if action is None else (action.stage, action.microbatch)
 
     def _expect(self, plan: Plan) -> bool:
         """Tell the home the order of the step; False while some action was never seen, or no group's size is."""

@@ -50,10 +50,10 @@ def current_stream(device_index: int | None = None) -> torch.cuda.Stream:
 
 
 class SideStream:
-    """A stream for host copies. Work runs `after` the compute stream's present, and leaves an event to wait for."""
+    """A stream for copies. Work runs `after` the compute stream's present, and leaves an event to wait for."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, *, priority: int = 0) -> None:
+        self._stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         # Recorded again and again: whoever waits for it waits for what was recorded last by then, and the stream is
         # told to wait at once.
         self._present = torch.cuda.Event() if device.type == "cuda" else None

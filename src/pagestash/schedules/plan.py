@@ -11,6 +11,7 @@ microbatch, and its forwards and backwards have another order): their plans are 
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -129,8 +130,12 @@ def read_plan(schedule: Any) -> Plan:
     return Plan(tuple(actions))
 
 
-def plans(name: str, *, ranks: int, microbatches: int, chunks: int | None = None) -> list[Plan]:
+def plans(
+    name: str, *, ranks: int, microbatches: int, chunks: int | None = None, overlap: bool = False
+) -> list[Plan]:
     """The plans of all ranks under a schedule of this name, without a process group.
+
+    With `overlap` they are those of `pipeline.overlapped_schedule`, the forward of a pair first: both hold memory.
 
     `chunks` is the number of stages per rank: 1 for `GPipe` and `1F1B`, otherwise 2 by default. What a schedule
     does not allow, such as fewer microbatches than stages, is a `ValueError`.
@@ -139,6 +144,9 @@ def plans(name: str, *, ranks: int, microbatches: int, chunks: int | None = None
     if ranks < 1 or microbatches < 1:
         raise ValueError(f"ranks={ranks}, microbatches={microbatches}: expected at least 1 of each")
     chunks = stages_a_rank(name, chunks)
+    if overlap and name not in V_SHAPED:  # (those have their pairs already)
+        orders = orders_of_pairs(name, ranks, microbatches, chunks)
+        return [Plan(tuple(action for pair in order for action in pair)) for order in orders]
     if name == "GPipe":
         return [Plan(tuple(_gpipe(stage, microbatches))) for stage in range(ranks)]
     if name == "1F1B":
@@ -149,6 +157,28 @@ def plans(name: str, *, ranks: int, microbatches: int, chunks: int | None = None
         return [Plan(tuple(_one_forward_one_backward(stage, ranks, microbatches))) for stage in range(ranks)]
     order = _order(getattr(pipeline_schedules(), f"Schedule{name}"), ranks, microbatches, chunks)
     return [Plan(tuple(_flat(order[rank]))) for rank in range(ranks)]
+
+
+def orders_of_pairs(name: str, ranks: int, microbatches: int, chunks: int) -> list[list[tuple[Action, ...]]]:
+    """Each rank's order of single actions and pairs."""
+    if name == "1F1B":
+        ours = partial(_one_forward_one_backward, stages=ranks, microbatches=microbatches, overlap=True)
+        return [paired(ours(stage)) for stage in range(ranks)]
+    return [
+        paired(plan.actions) for plan in plans(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    ]
+
+
+def paired(actions: Iterable[Action]) -> list[tuple[Action, ...]]:
+    """Each action alone, or a forward and the backward before it, of another microbatch or stage, as a pair."""
+    found: list[tuple[Action, ...]] = []
+    for action in actions:
+        before = found[-1] if found else ()
+        if len(before) == 1 and (before[0].kind, action.kind) == ("B", "F") and before[0][1:] != action[1:]:
+            found[-1] = (action, *before)
+        else:
+            found.append((action,))
+    return found
 
 
 def stages_a_rank(name: str, chunks: int | None = None) -> int:
@@ -178,9 +208,14 @@ def _gpipe(stage: int, microbatches: int) -> Iterator[Action]:
             yield Action(kind, stage, microbatch)
 
 
-def _one_forward_one_backward(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
-    """`stages - stage` forwards, then backward and forward alternately, then the remaining backwards."""
-    ahead = min(microbatches, stages - stage)
+def _one_forward_one_backward(
+    stage: int, stages: int, microbatches: int, *, overlap: bool = False
+) -> Iterator[Action]:
+    """`stages - stage` forwards, then backward and forward alternately, then the remaining backwards.
+
+    To `overlap` the two, there are enough forwards for one to go to the last stage and come back in pairs.
+    """
+    ahead = min(microbatches, 2 * (stages - 1 - stage) + 1 if overlap else stages - stage)
     for microbatch in range(ahead):
         yield Action("F", stage, microbatch)
     for microbatch in range(microbatches):

@@ -32,8 +32,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @cache
 def communication_stream(device: torch.device) -> SideStream:
-    """The stream of all collectives on a device: they share its links, and their order is that of their starts."""
-    return SideStream(device)
+    """The stream of all collectives on a device: they share its links, and their order is that of their starts.
+
+    Of high priority: else the few blocks of a collective would start only when the matrix product beside it has
+    started all of its own.
+    """
+    return SideStream(device, priority=-1)
 
 
 class UnderWay:
@@ -56,8 +60,8 @@ class UnderWay:
             with _explained(what):
                 self._handle = launch(True)
 
-    def finish(self) -> torch.Tensor:
-        """The result, once the compute stream (on a CPU the host) has been told to wait for it."""
+    def wait(self) -> None:
+        """Make the compute stream (on a CPU the host) wait for it."""
         if self._stream is not None:
             wait_here(self._event)
             self._stream.forget(self._event)
@@ -66,6 +70,10 @@ class UnderWay:
             with _explained(self._what):
                 self._handle.wait()
             self._handle = None
+
+    def finish(self) -> torch.Tensor:
+        """The result, once it has been waited for."""
+        self.wait()
         result = self._result
         del self._sent, self._result
         return result

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, ContextVar, copy_context
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -110,6 +111,34 @@ def overlap(forward: Callable[[], T], backward: Callable[[], U]) -> tuple[T, U]:
         return result, results[0]
     finally:
         pair.errors.clear()  # which have this frame in their traceback
+
+
+def step_in_halves(
+    loss_of: Callable[..., torch.Tensor], *batch: torch.Tensor, parts: int = 2
+) -> torch.Tensor:
+    """Forward and backward of a batch in `parts`, each part's backward under the next one's forward.
+
+        loss = step_in_halves(lambda tokens, labels: model(tokens, labels), tokens, labels)
+        optimizer.step()
+
+    `loss_of` is given a part of each tensor of `batch`, cut along the first dimension, and gives its mean loss. The
+    gradients are those of the mean over parts, which is returned. The first forward and the last backward have
+    nothing beside them: of `parts` passes each way, `parts - 1` are overlapped.
+    """
+    chunks = [each.chunk(parts) for each in batch]
+    if any(len(each) != parts for each in chunks):
+        raise ValueError(f"parts={parts}: the batch has {[len(each) for each in batch]} rows")
+
+    def forward(index: int) -> torch.Tensor:
+        return loss_of(*(each[index] for each in chunks)) / parts
+
+    loss = forward(0)
+    total = loss.detach()
+    for index in range(1, parts):
+        loss, _ = overlap(partial(forward, index), loss.backward)
+        total = total + loss.detach()
+    loss.backward()
+    return total
 
 
 def _as_here() -> Callable[[], Any]:

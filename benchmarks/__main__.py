@@ -18,6 +18,7 @@ BENCHMARKS = (
     "graphed_stack",
     "moe_layer",
     "moe_step",
+    "overlap",
     "hf_step",
     "hf_lora",
     "rivals",

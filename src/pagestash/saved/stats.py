@@ -9,11 +9,21 @@ from pagestash.kernels.gemm.products import described
 from pagestash.pages.telemetry import PoolStats
 from pagestash.policy import HOMES, HomeName
 from pagestash.saved.home import Home, HomeStats
-from pagestash.saved.offload.moving import Offload, OffloadStats
+from pagestash.saved.offload.moving import Offload
 from pagestash.saved.received_rows import ExpectedRowsStats
 from pagestash.saved.stash import Stash
 
 OUTSIDE = "(outside all regions)"
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadStats:
+    """Pinned memory of the `offload` home, and the bytes that found no room in it and stayed on the device."""
+
+    host_bytes: int
+    limit: int
+    refused: int
+    refused_peak: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +78,14 @@ def collect(
         homes={home.name: home.stats() for home in sorted(homes, key=lambda home: HOMES.index(home.name))},
         regions=by_region,
         pool=None if pool is None else pool.stats(),
-        offload=offload.limits(),
+        offload=None if offload.plan is None else _offload_stats(offload),
         no_page=NoPageStats(0, 0, 0)
         if left is None
         else NoPageStats(left.groups, left.tally.bytes, left.tally.peak),
         products="" if device is None else described(device),
     )
+
+
+def _offload_stats(offload: Offload) -> OffloadStats:
+    slabs, refused = offload.slabs, offload.refused
+    return OffloadStats(slabs.size, slabs.limit, refused.bytes, refused.peak)

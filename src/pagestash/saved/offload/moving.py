@@ -24,7 +24,7 @@ from pagestash.saved.home import Home, Keep, Tally
 from pagestash.saved.offload.headroom import HeadroomMeter, Reading
 from pagestash.saved.offload.measured import FirstStep, Outlook
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, StepOrder, make_plan
-from pagestash.saved.offload.split import EntryShape, RowSplit
+from pagestash.saved.offload.split import EntryShape, RowSplit, rows_behind
 from pagestash.saved.offload.transfers import Member, Transfers, TravellingGroup
 from pagestash.saved.offload.window import Decision, Window, WindowGroup
 from pagestash.saved.stash import Stash
@@ -33,16 +33,6 @@ from pagestash.saved.streams import capturing
 from pagestash.sizes import format_bytes
 
 log = logging.getLogger("pagestash")
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadStats:
-    """Pinned memory of the `offload` home, and the bytes that found no room in it and stayed on the device."""
-
-    host_bytes: int
-    limit: int
-    refused: int
-    refused_peak: int
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +90,8 @@ class Offload(Home):
         self._read_memory = read_memory
         self._backend = backend
         self._make_slab = make_slab
+        self.refused = Tally()
+        """Bytes that should have left, but found no room on the host, and stayed."""
         self.window = Window(OffloadPlan({}))
         self._groups: dict[WindowGroup, OffloadedGroup] = {}
         self._dead: deque[tuple[OffloadedGroup, Entry]] = deque()
@@ -111,8 +103,6 @@ class Offload(Home):
     def measure(self) -> None:
         """The next step is measured, as the first one is."""
         self.tally.reset_peak()
-        self.refused = Tally()
-        """Bytes that should have left, but found no room on the host, and stayed."""
         self.moved_rules: set[str] = set()
         """Patterns of the rules of what has left by the plan."""
         self.measured: FirstStep | None = FirstStep(self.order, HeadroomMeter(self._read_memory))
@@ -222,12 +212,6 @@ class Offload(Home):
             if wanted > self.slabs.size:
                 self.slabs.fit(wanted)
 
-    def limits(self) -> OffloadStats | None:
-        """Host memory; None before there is a plan."""
-        if self.measured is not None:
-            return None
-        return OffloadStats(self.slabs.size, self.slabs.limit, self.refused.bytes, self.refused.peak)
-
     def _carry_out(self, decisions: Iterator[Decision], asked: Entry | None = None) -> None:
         for what, held in decisions:
             if what == "let go":
@@ -318,7 +302,7 @@ class Offload(Home):
             # Its buffer has room for the worst case: rows that do not leave are better off in pages.
             member.rows = entry.rows.detach().clone()
             if share < entry.length and self.measured is None:
-                member.rest = _rows_behind(entry, share)
+                member.rest = rows_behind(entry, share)
                 member.rest_place = self._stash.take(member.rest)
 
     # --- in: backward asks for an entry ---
@@ -435,22 +419,3 @@ def _drop_rest(member: Member) -> None:
         rest, member.rest = member.rest, None
         if rest is not None and rest.place is not None:
             rest.place.drop(rest)
-
-
-def _rows_behind(entry: Entry, share: int) -> Entry:
-    """The rows of a valid-row entry behind its first `share` bytes, as an entry of its own."""
-    assert entry.rows is not None
-    lead = share // (entry.length // entry.capacity)
-    rows = (entry.rows.detach() - lead).clamp_(min=0)
-    return Entry(
-        storage=entry.storage,
-        version=entry.version,
-        first=entry.first + share,
-        last=entry.last,
-        origin=entry.origin,
-        rows=rows,
-        rows_version=rows._version,
-        capacity=entry.capacity - lead,
-        region=entry.region,
-        rule=entry.rule,
-    )

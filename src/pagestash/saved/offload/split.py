@@ -76,3 +76,22 @@ class RowSplit:
         share = shape.length if owed >= shape.length / 2 and rule.fraction else 0
         self._owed[rule.match] = owed - share
         return share
+
+
+def rows_behind(entry: Entry, share: int) -> Entry:
+    """The rows of a valid-row entry behind its first `share` bytes, as an entry of its own."""
+    assert entry.rows is not None
+    lead = share // (entry.length // entry.capacity)
+    rows = (entry.rows.detach() - lead).clamp_(min=0)
+    return Entry(
+        storage=entry.storage,
+        version=entry.version,
+        first=entry.first + share,
+        last=entry.last,
+        origin=entry.origin,
+        rows=rows,
+        rows_version=rows._version,
+        capacity=entry.capacity - lead,
+        region=entry.region,
+        rule=entry.rule,
+    )

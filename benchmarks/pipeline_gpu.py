@@ -23,8 +23,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from benchmarks.harness import Claim, write
 from pagestash import Keeper, Policy, Rule
 from pagestash.pipeline import Plan, plans
-from pagestash.saved.follow import immediate_backwards
 from pagestash.saved.offload.plan import WINDOW
+from pagestash.schedules.plan import immediate_backwards
 
 WIDTH, ROWS, LAYERS = 1024, 4096, 12
 SCHEDULES = ("1F1B", "Interleaved1F1B")

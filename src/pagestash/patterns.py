@@ -1,6 +1,7 @@
 """Patterns of region names: `layers.*.experts`, `layers.{0-5,8}.**`."""
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 
 MOST_NUMBERS = 10_000
@@ -21,6 +22,21 @@ def regular_expression(pattern: str) -> str:
         meaning.get(part) or (_numbers(part) if number % 2 else re.escape(part))
         for number, part in enumerate(parts)
     )
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text.
+
+    >>> number_ranges([0, 1, 2, 5])
+    '0-2,5'
+    """
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[1]}" for part in parts)
 
 
 def _numbers(text: str) -> str:

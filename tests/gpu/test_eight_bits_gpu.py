@@ -9,7 +9,7 @@ from torch import nn
 
 import pagestash as ps
 from pagestash.kernels.moe import gated, row_codes
-from pagestash.kernels.moe.activations import Activation, as_activation
+from pagestash.kernels.moe.activation import Activation, as_activation
 from pagestash.kernels.moe.coded_rows import decode_rows, permute_coded
 from pagestash.kernels.moe.route import route
 from pagestash.kernels.moe.row_codes import (

@@ -25,7 +25,7 @@ from pagestash.integrations.hf import experts as ours  # noqa: E402
 from pagestash.integrations.hf.layouts import activation_of  # noqa: E402
 from pagestash.integrations.hf.report import Report  # noqa: E402
 from pagestash.kernels import backend as backends  # noqa: E402
-from pagestash.kernels.moe.activations import Activation  # noqa: E402
+from pagestash.kernels.moe.activation import Activation  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from support.activations import VARIANTS, plain, woven
 
 from pagestash.kernels.backend import interpreted
 from pagestash.kernels.moe import gated as S
-from pagestash.kernels.moe.activations import ACTIVATIONS, Activation
+from pagestash.kernels.moe.activation import ACTIVATIONS, Activation
 from pagestash.kernels.pages.paged import Pages
 from pagestash.pages.pool import PagePool
 

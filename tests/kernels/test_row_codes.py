@@ -5,7 +5,7 @@ import torch
 
 from pagestash.kernels.backend import interpreted
 from pagestash.kernels.moe import gated
-from pagestash.kernels.moe.activations import Activation
+from pagestash.kernels.moe.activation import Activation
 from pagestash.kernels.moe.coded_rows import decode_rows, permute_coded
 from pagestash.kernels.moe.permute import permute
 from pagestash.kernels.moe.route import route

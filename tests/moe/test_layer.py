@@ -6,7 +6,7 @@ from support import error
 from support.activations import plain as activated
 
 from pagestash.kernels import backend
-from pagestash.kernels.moe.activations import Activation, as_activation
+from pagestash.kernels.moe.activation import Activation, as_activation
 from pagestash.kernels.moe.choose_experts import weigh_reference
 from pagestash.kernels.moe.route import route
 from pagestash.moe import MoE, MoEConfig, Received

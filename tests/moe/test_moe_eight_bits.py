@@ -8,7 +8,7 @@ from support import same
 from torch import nn
 
 import pagestash as ps
-from pagestash.kernels.moe.activations import Activation
+from pagestash.kernels.moe.activation import Activation
 from pagestash.kernels.moe.route import route
 from pagestash.moe import MoE, MoEConfig, Received
 from pagestash.moe.saving import BlockOptions

@@ -30,7 +30,7 @@ from test_plan import Stage as Numbers
 
 from pagestash import Keeper, Policy, PoolConfig, Rule
 from pagestash.pipeline import SCHEDULES, Action, Observation, Plan, plans
-from pagestash.saved.follow import immediate_backwards
+from pagestash.schedules.plan import immediate_backwards
 
 POOL = PoolConfig(page=256)
 # Nothing is fetched ahead, so nothing stays but what the plan turns back at once: the figures are then exact.

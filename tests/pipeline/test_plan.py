@@ -16,7 +16,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gloo import EACH_SCHEDULE, FEW_AND_MANY, RUN_HERE, batch, make_schedule, make_stages, spawn, take_step
 
 from pagestash.schedules.observe import Observation
-from pagestash.schedules.plan import SCHEDULES, Action, Plan, in_flight, plans, read_plan, schedule_name
+from pagestash.schedules.plan import (
+    SCHEDULES,
+    Action,
+    Plan,
+    _flat,
+    in_flight,
+    orders_of_torch,
+    plans,
+    read_plan,
+    schedule_name,
+)
 
 
 class Diary:
@@ -197,3 +207,16 @@ def test_names_are_torchs_own():
 def test_what_a_schedule_does_not_allow_is_said(name, shape, told):
     with pytest.raises(ValueError, match=told):
         plans(name, **shape)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_the_plan_of_interleaved_stages_is_torchs(ranks, chunks):
+    for microbatches in (1, 2, 3, ranks, 2 * ranks, 3 * ranks, 2 * ranks + 2, 5 * ranks):
+        if microbatches % max(1, microbatches // ranks):
+            with pytest.raises(ValueError, match="rounds"):
+                plans("Interleaved1F1B", ranks=ranks, microbatches=microbatches, chunks=chunks)
+            continue
+        own = plans("Interleaved1F1B", ranks=ranks, microbatches=microbatches, chunks=chunks)
+        theirs = orders_of_torch("Interleaved1F1B", ranks, microbatches, chunks)
+        assert [plan.actions for plan in own] == [tuple(_flat(theirs[rank])) for rank in range(ranks)]

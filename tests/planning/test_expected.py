@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagestash.planning.expected import CANDIDATES, ENOUGH, SLACK, StepRows
-from pagestash.planning.rows import RowDistribution
+from pagestash.rows.distribution import RowDistribution
 from pagestash.saved.received_rows import ReceivedRows, RowsRecording
 
 PAGE, ROW = 1024, (512, 256)

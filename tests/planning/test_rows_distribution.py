@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagestash.planning.pool import expected_rows_for, overflow_probability, pool_for
-from pagestash.planning.rows import RowDistribution
 from pagestash.planning.sums import Amount, Sum
-from pagestash.planning.tokens_per_expert import read_tokens_per_expert
+from pagestash.rows.distribution import RowDistribution
+from pagestash.rows.tokens_per_expert import read_tokens_per_expert
 
 QUICK = settings(max_examples=12, deadline=None, derandomize=True)
 COUNTS = st.lists(st.integers(0, 5000), min_size=1, max_size=40).filter(any)

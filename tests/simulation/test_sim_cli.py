@@ -172,3 +172,17 @@ def test_a_step_of_256_devices_is_simulated_within_its_limits(tmp_path):
     actions = 2 * 64 * 32  # forward and backward of 64 microbatches on 32 stages
     assert found["events"] <= 8 * actions
     assert found["microbatches"] == 64
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("simulate", *SMALL, "--vpp", "2", "--global-batch", "64", "--skew", "1.2"),
+        ("plan", "--preset", "tiny", "--cluster", "h100:2", "--global-batch", "4", "--seq", "64"),
+    ],
+)
+def test_neither_a_simulation_nor_a_search_needs_torch(words):
+    code = "import sys; sys.modules['torch'] = None\n"  # an import of it raises
+    code += f"from pagestash.cli import app; app({list(words)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

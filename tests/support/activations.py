@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from pagestash.kernels.moe.activations import ACTIVATIONS, Activation
+from pagestash.kernels.moe.activation import ACTIVATIONS, Activation
 
 VARIANTS = {
     **ACTIVATIONS,

@@ -5,7 +5,7 @@ import transformers
 from torch import nn
 from transformers.integrations.moe import use_experts_implementation
 
-from pagestash.kernels.moe.activations import Activation
+from pagestash.kernels.moe.activation import Activation
 from support.activations import plain
 
 E, D, N = 4, 32, 16

@@ -3,16 +3,9 @@
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from pagestash.commands.checks import check_file, check_numbers, check_picture, exit_code
 from pagestash.commands.partition import MOST_ACTIONS
-from pagestash.commands.step import (
-    StepOptions,
-    check_file,
-    check_numbers,
-    check_picture,
-    exit_code,
-    given_link,
-    measure,
-)
+from pagestash.commands.step import StepOptions, given_link, measure
 from pagestash.device import find_device
 from pagestash.pipeline.planned import PipelinePlan, plan_pipeline
 from pagestash.planning.budget import check_budget, parse_host
@@ -20,9 +13,9 @@ from pagestash.planning.make import plan_profile
 from pagestash.planning.pool import OVERFLOW
 from pagestash.planning.result import Plan
 from pagestash.planning.skew import Rows, row_distribution
-from pagestash.planning.tokens_per_expert import read_tokens_per_expert
 from pagestash.profiling.result import Profile
 from pagestash.profiling.steps import RepeatedStep
+from pagestash.rows.tokens_per_expert import read_tokens_per_expert
 from pagestash.schedules.plan import schedule_name
 
 OPTIMIZERS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}

@@ -5,8 +5,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pagestash.commands.checks import check_numbers, exit_code
 from pagestash.commands.simulate import factors_of, precision_of, zero_of
-from pagestash.commands.step import check_numbers, exit_code
 from pagestash.simulation.cluster.cluster import read_cluster
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.run import Run

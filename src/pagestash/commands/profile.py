@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pagestash.commands.step import StepOptions, check_file, check_numbers, check_picture, exit_code, measure
+from pagestash.commands.checks import check_file, check_numbers, check_picture, exit_code
+from pagestash.commands.step import StepOptions, measure
 from pagestash.policy import Policy, Rule
 
 PIPE_COLUMNS = 160

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pagestash.commands.step import check_file, check_numbers, check_picture, exit_code
+from pagestash.commands.checks import check_file, check_numbers, check_picture, exit_code
 from pagestash.models.config import DecoderConfig
-from pagestash.planning.rows import RowDistribution
-from pagestash.planning.tokens_per_expert import read_tokens_per_expert
 from pagestash.policy import Policy
 from pagestash.profiling.picture import write
-from pagestash.profiling.profiled import ProfiledStep
+from pagestash.rows.distribution import RowDistribution
+from pagestash.rows.tokens_per_expert import read_tokens_per_expert
 from pagestash.simulation.cluster.cluster import PRECISIONS, Cluster, Precision, load_cluster, read_cluster
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.dispatch import DISPATCHERS, Dispatcher
@@ -141,6 +140,8 @@ def factors_of(
         if profiled_on is not None:
             raise ValueError("--profiled-on names the device of a --profile, and there is none")
         return {}
+    from pagestash.profiling.profiled import ProfiledStep
+
     device = cluster if profiled_on is None else load_cluster(profiled_on, 1)
     try:
         found = measured(ProfiledStep.load(profile), config, device)

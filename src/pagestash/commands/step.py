@@ -1,12 +1,9 @@
 """The step that `pagestash profile`, `plan` and `verify` run: its options, its model and its batch."""
 
 import importlib
-import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,19 +11,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
-from pagestash.device import device_memory, find_device, out_of_memory
+from pagestash.commands.checks import check_numbers
+from pagestash.device import device_memory, find_device
 from pagestash.models.config import preset
 from pagestash.models.decoder import Decoder, count_parameters
 from pagestash.policy import Policy
 from pagestash.profiling.measure import profile, repeated_step
-from pagestash.profiling.picture import check_suffix
 from pagestash.profiling.records import Gradients
 from pagestash.profiling.result import Profile
 from pagestash.profiling.steps import RepeatedStep
 from pagestash.sizes import format_bytes, machine_memory, parse_bytes
 from pagestash.torch_internals import tree_map_only
 
-WRONG_INPUT = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -45,44 +41,6 @@ class StepOptions:
     link: str | None = None
     repeats: int = 3
     gradients: str = "held"
-
-
-def exit_code(work: Callable[[], None]) -> int:
-    """Do the work of a command. Bad input, and too little memory for the step, are one line on stderr."""
-    try:
-        work()
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return WRONG_INPUT
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        print("error: too little memory for this step; try --layers, --batch or --seq", file=sys.stderr)
-        return WRONG_INPUT
-    return 0
-
-
-def check_file(option: str, path: Path | None) -> None:
-    """Refuse a file that could not be written, before the work."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ValueError(f"{option} {path}: expected a file in a folder that exists")
-
-
-def check_picture(option: str, path: Path | None) -> None:
-    """Refuse a picture that could not be drawn, before the work."""
-    if path is None:
-        return
-    check_file(option, path)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"{option} needs matplotlib: pip install 'pagestash[plot]'")
-    check_suffix(option, path)
-
-
-def check_numbers(**numbers: int | None) -> None:
-    """Refuse a number below 1, named as its option."""
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value}: expected at least 1")
 
 
 def measure(options: StepOptions, policy: Policy | None = None) -> tuple[Profile, RepeatedStep]:

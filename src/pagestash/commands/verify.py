@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from pagestash.commands.step import StepOptions, check_numbers, exit_code, make_step
+from pagestash.commands.checks import check_numbers, exit_code
+from pagestash.commands.step import StepOptions, make_step
 from pagestash.policy import Policy
 from pagestash.verifying.result import Verification
 from pagestash.verifying.verify import verify

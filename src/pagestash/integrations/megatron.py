@@ -29,7 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 
 from pagestash.keeper import Keeper
-from pagestash.kernels.moe.activations import Activation
+from pagestash.kernels.moe.activation import Activation
 from pagestash.moe import ExpertFC1, ExpertFC2, Experts, MoEAct, MoEConfig, SortedRows
 from pagestash.saved.recompute.once import once
 

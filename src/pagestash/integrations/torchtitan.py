@@ -28,7 +28,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from pagestash.keeper import Keeper
-from pagestash.kernels.moe.activations import Activation
+from pagestash.kernels.moe.activation import Activation
 from pagestash.moe import AllToAll, Experts, MoEAct, MoEConfig
 from pagestash.moe.parts import ROWS_OF_OTHERS
 from pagestash.moe.projection import Weight

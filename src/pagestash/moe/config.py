@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pagestash.kernels.moe.activations import Activation, ActivationName, as_activation
+from pagestash.kernels.moe.activation import Activation, ActivationName, as_activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

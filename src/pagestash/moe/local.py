@@ -34,7 +34,7 @@ import torch
 from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.gemm.rows import TokenRows
 from pagestash.kernels.moe import gated
-from pagestash.kernels.moe.activations import as_activation
+from pagestash.kernels.moe.activation import as_activation
 from pagestash.kernels.moe.combine import combine
 from pagestash.kernels.moe.ends import missing_bounds
 from pagestash.kernels.moe.route import Routing

@@ -29,7 +29,7 @@ from pagestash.kernels.moe import combine as combine_kernels
 from pagestash.kernels.moe import gated as gated_kernels
 from pagestash.kernels.moe import permute as permute_kernels
 from pagestash.kernels.moe import route as route_kernels
-from pagestash.kernels.moe.activations import ActivationName
+from pagestash.kernels.moe.activation import ActivationName
 from pagestash.kernels.moe.row_info import RowInfo
 from pagestash.kernels.pages.tail import zero_tail
 

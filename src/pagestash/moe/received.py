@@ -33,7 +33,7 @@ import torch
 from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.moe import gated
 from pagestash.kernels.moe.accumulate import accumulate_
-from pagestash.kernels.moe.activations import as_activation
+from pagestash.kernels.moe.activation import as_activation
 from pagestash.kernels.moe.coded_rows import decode_rows, permute_coded
 from pagestash.kernels.moe.combine import combine
 from pagestash.kernels.moe.ends import cut_bounds, missing_bounds

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagestash.kernels.moe.activations import Activation, ActivationName
+from pagestash.kernels.moe.activation import Activation, ActivationName
 from pagestash.kernels.moe.row_codes import CodeRow, RowCodes
 from pagestash.kernels.pages.eight_bits import BLOCK
 from pagestash.moe.lease import Lease, pages_of

@@ -5,8 +5,8 @@ from pagestash.planning.pool import expected_rows_for, overflow_probability, poo
 from pagestash.planning.predict import predict
 from pagestash.planning.prediction import Prediction
 from pagestash.planning.result import NothingFits, Plan, PlanRow
-from pagestash.planning.rows import RowDistribution
-from pagestash.planning.tokens_per_expert import read_tokens_per_expert
+from pagestash.rows.distribution import RowDistribution
+from pagestash.rows.tokens_per_expert import read_tokens_per_expert
 
 __all__ = [
     "NothingFits",

@@ -19,8 +19,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pagestash.planning.rows import RowDistribution, check_probability
 from pagestash.planning.sums import Amount, Sum
+from pagestash.rows.distribution import RowDistribution, check_probability
 
 OVERFLOW = 1e-3
 """The probability of an overflow per step, unless told: a rerun in 1000 steps costs 0.1 % of the time."""

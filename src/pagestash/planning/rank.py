@@ -12,8 +12,7 @@ from pagestash.planning.unrolled import StageStep, Unrolled, joined
 from pagestash.policy import PoolConfig
 from pagestash.profiling.link import Link
 from pagestash.profiling.records import SavedTensor
-from pagestash.saved.follow import immediate_backwards
-from pagestash.schedules.plan import Plan, in_flight
+from pagestash.schedules.plan import Plan, immediate_backwards, in_flight
 
 
 class RankStep(MeasuredStep):

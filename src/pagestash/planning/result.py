@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pagestash.patterns import number_ranges
 from pagestash.planning.budget import describe
 from pagestash.planning.lanes import SLOWER_LINK
 from pagestash.planning.plot import draw_curve, draw_memory
@@ -255,21 +256,6 @@ def policy_of(rules: Mapping[str, Rule], regions: Iterable[Region]) -> Policy:
 def _pattern(name: str) -> str:
     """The name with its first number as `*`."""
     return re.sub(_NUMBER, "*", name, count=1)
-
-
-def number_ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text.
-
-    >>> number_ranges([0, 1, 2, 5])
-    '0-2,5'
-    """
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
-        else:
-            parts.append([number])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[1]}" for part in parts)
 
 
 def rows_of(

@@ -22,10 +22,10 @@ from pagestash.planning.pool import (
     rows_beyond,
 )
 from pagestash.planning.row_tensors import RowTensor, RowTensors
-from pagestash.planning.rows import RowDistribution
 from pagestash.planning.sums import Sum
-from pagestash.planning.tokens_per_expert import read_tokens_per_expert
 from pagestash.policy import HomeName, Policy
+from pagestash.rows.distribution import RowDistribution
+from pagestash.rows.tokens_per_expert import read_tokens_per_expert
 from pagestash.saved.offload.split import MOSTLY
 
 Rows = RowDistribution | str | Path | float

@@ -13,7 +13,7 @@ from torch import nn
 from pagestash.saved.offload.moving import Offload
 from pagestash.saved.offload.plan import Event, GroupBytes, Key
 from pagestash.schedules.observe import Observation
-from pagestash.schedules.plan import Action, Kind, Plan, read_plan
+from pagestash.schedules.plan import Action, Kind, Plan, immediate_backwards, read_plan
 from pagestash.torch_internals import stages_of
 
 Aside = Callable[[], AbstractContextManager[None]]
@@ -32,19 +32,6 @@ def follow(schedule: Any, offload: Offload, aside: Aside, stage_events: StageEve
         modules = [stage.submod for stage in stages_of(schedule)]
         _refuse_selective_checkpoints(modules, type(schedule).__name__)
     return Observation(schedule, _Following(offload, aside, stage_events))
-
-
-def immediate_backwards(plan: Plan) -> frozenset[Key]:
-    """The (stage, microbatch) whose backward is the next thing after its forward.
-
-    On the first stage of a model the first half of a split backward does nothing, and the second all of it: the
-    two still are one backward here, which comes next.
-    """
-    return frozenset(
-        (first.stage, first.microbatch)
-        for first, second in zip(plan.actions, plan.actions[1:])
-        if first.kind == "F" and second.kind in ("B", "I") and first[1:] == second[1:]
-    )
 
 
 class _Following:

@@ -6,7 +6,8 @@ later `W`, those of its weights. A *plan* is the list of one rank's actions in e
 
 Most schedules of `torch.distributed.pipelining` run from a list of actions, which is read. GPipe and 1F1B run
 from code, and the list that they also have differs from what they do (1F1B's last rank is off by one
-microbatch, and its forwards and backwards have another order): their plans are derived from the code.
+microbatch, and its forwards and backwards have another order): their plans are derived from the code. So is that of
+Interleaved1F1B: torch is imported where a live schedule is read, or one that has no plan here.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,16 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
-
-from pagestash.torch_internals import (
-    has_backward,
-    microbatches_of,
-    pipeline_schedules,
-    replaced_actions,
-    runs_as,
-    stages_of,
-    without_communication,
-)
 
 Kind = Literal["F", "B", "I", "W"]
 _KINDS = get_args(Kind)
@@ -101,8 +92,29 @@ def in_flight(plan: Plan) -> dict[int, int]:
     return most
 
 
+def immediate_backwards(plan: Plan) -> frozenset[tuple[int, int]]:
+    """The (stage, microbatch) whose backward is the next thing after its forward.
+
+    On the first stage of a model the first half of a split backward does nothing, and the second all of it: the
+    two still are one backward here, which comes next.
+    """
+    return frozenset(
+        (first.stage, first.microbatch)
+        for first, second in zip(plan.actions, plan.actions[1:])
+        if first.kind == "F" and second.kind in ("B", "I") and first[1:] == second[1:]
+    )
+
+
 def read_plan(schedule: Any) -> Plan:
     """The plan of the next `schedule.step()` on this rank; a `ValueError` if it cannot be known."""
+    from pagestash.torch_internals import (
+        has_backward,
+        microbatches_of,
+        replaced_actions,
+        runs_as,
+        stages_of,
+    )
+
     replaced = replaced_actions(schedule)
     if replaced:
         raise ValueError(
@@ -155,7 +167,9 @@ def plans(
                 f"1F1B needs at least as many microbatches as stages: got {microbatches} for {ranks} stages"
             )
         return [Plan(tuple(_one_forward_one_backward(stage, ranks, microbatches))) for stage in range(ranks)]
-    order = _order(getattr(pipeline_schedules(), f"Schedule{name}"), ranks, microbatches, chunks)
+    if name == "Interleaved1F1B":
+        return [Plan(tuple(_interleaved(rank, ranks, microbatches, chunks))) for rank in range(ranks)]
+    order = orders_of_torch(name, ranks, microbatches, chunks)
     return [Plan(tuple(_flat(order[rank]))) for rank in range(ranks)]
 
 
@@ -224,6 +238,26 @@ def _one_forward_one_backward(
             yield Action("F", stage, microbatch + ahead)
 
 
+def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:
+    """Stages take turns, for so many microbatches that each rank has one: first forwards, then as 1F1B."""
+    rounds = max(1, microbatches // ranks)
+    if microbatches % rounds:
+        raise ValueError(f"Interleaved1F1B: {microbatches} microbatches do not divide into {rounds} rounds")
+    turn, total = microbatches // rounds, microbatches * chunks
+    ahead = min(total, (chunks - 1) * turn + 2 * (ranks - 1 - rank))
+    done: dict[tuple[Kind, int], int] = {}
+
+    def action(kind: Kind, chunk: int) -> Action:
+        number = done[kind, chunk] = done.get((kind, chunk), -1) + 1
+        return Action(kind, chunk * ranks + rank, number)
+
+    for at in range(total + ahead):
+        if at < total:
+            yield action("F", at // turn % chunks)
+        if at >= ahead:
+            yield action("B", chunks - 1 - (at - ahead) // turn % chunks)
+
+
 def _flat(actions: Iterable[Any]) -> Iterator[Action]:
     """The calls of stages among a schedule's actions; an overlapping pair runs in its order."""
     for action in actions:
@@ -235,8 +269,11 @@ def _flat(actions: Iterable[Any]) -> Iterator[Action]:
             yield Action(action.computation_type.value, action.stage_index, action.microbatch_index)
 
 
-def _order(schedule: type, ranks: int, microbatches: int, chunks: int) -> dict[int, list[Any]]:
-    """The actions of all ranks that a schedule class generates, for stages without modules."""
+def orders_of_torch(name: str, ranks: int, microbatches: int, chunks: int) -> dict[int, list[Any]]:
+    """The actions of all ranks that torch's class of this name generates, for stages without modules."""
+    from pagestash.torch_internals import pipeline_schedules, without_communication
+
+    schedule = getattr(pipeline_schedules(), f"Schedule{name}")
     stages = [
         SimpleNamespace(
             group_rank=0,

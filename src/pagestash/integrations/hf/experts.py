@@ -26,7 +26,7 @@ from pagestash.integrations.hf.layouts import activation_of, first_projection
 from pagestash.integrations.hf.report import Report, is_liger, patched_already
 from pagestash.integrations.hf.weights import UPDATES, weight_of
 from pagestash.kernels.gemm.products import described
-from pagestash.kernels.moe.activations import Activation
+from pagestash.kernels.moe.activation import Activation
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.experts import Experts
 from pagestash.moe.parts import ROWS_OF_OTHERS, MoEAct

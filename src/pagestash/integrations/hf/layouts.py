@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from pagestash.integrations.hf.weights import unreadable
-from pagestash.kernels.moe.activations import CURVES, Activation, activate_reference
+from pagestash.kernels.moe.activation import CURVES, Activation
+from pagestash.kernels.moe.activations import activate_reference
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
 LIMITS, SLOPES = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")

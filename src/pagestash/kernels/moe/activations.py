@@ -19,65 +19,18 @@ All in float32, or in float64 for that.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from pagestash.kernels.backend import HAS_TRITON, tl, triton
-
-Curve = Literal["sigmoid", "tanh", "erf", "relu2"]
-CURVES: tuple[Curve, ...] = get_args(Curve)
-ActivationName = Literal["silu", "gelu", "clamped"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activation:
-    """One activation; see the top of the file."""
-
-    curve: Curve = "sigmoid"
-    slope: float = 1.0
-    """Of `sigmoid` alone."""
-    limit: float | None = None
-    shift: float = 0.0
-    gated: bool = True
-
-    def __post_init__(self) -> None:
-        if self.curve not in CURVES:
-            raise ValueError(f"curve={self.curve!r}: expected one of {', '.join(CURVES)}")
-        if self.slope != 1 and self.curve != "sigmoid":
-            raise ValueError(f"slope={self.slope}: only the curve 'sigmoid' has one, not {self.curve!r}")
-        if self.limit is not None and not 0 < self.limit < math.inf:
-            raise ValueError(f"limit={self.limit}: expected a positive number, or None")
-        if not self.gated and (self.limit is not None or self.shift):
-            raise ValueError("gated=False: limit and shift are for an activation with a gate")
-
-    @property
-    def parts(self) -> int:
-        """How many times an expert's width the first projection is wide."""
-        return 2 if self.gated else 1
-
-
-ACTIVATIONS: dict[ActivationName, Activation] = {
-    "silu": Activation(),
-    "gelu": Activation(curve="tanh"),
-    "clamped": Activation(slope=1.702, limit=7.0, shift=1.0),  # gpt-oss
-}
+from pagestash.kernels.moe.activation import CURVES, Activation
 
 GELU_SCALE = 2 * 0.7978845608028654
 GELU_CUBE = 0.044715
 SQRT_HALF = 0.5**0.5
 NORMAL_SCALE = (2 * math.pi) ** -0.5
 K_NAN = tl.constexpr(tl.PropagateNan.ALL if HAS_TRITON else None)
-
-
-def as_activation(activation: ActivationName | Activation) -> Activation:
-    """What a name stands for."""
-    if isinstance(activation, Activation):
-        return activation
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[activation]
 
 
 def activate_reference(

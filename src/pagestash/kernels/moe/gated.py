@@ -25,13 +25,8 @@ from typing import Any
 import torch
 
 from pagestash.kernels.backend import cdiv, choose, launch, multiprocessors, power_of_two
-from pagestash.kernels.moe.activations import (
-    Activation,
-    ActivationName,
-    activate_reference,
-    as_activation,
-    constants,
-)
+from pagestash.kernels.moe.activation import Activation, ActivationName, as_activation
+from pagestash.kernels.moe.activations import activate_reference, constants
 from pagestash.kernels.moe.gated_kernels import backward_kernel, forward_kernel
 from pagestash.kernels.moe.row_codes import (
     RowCodes,

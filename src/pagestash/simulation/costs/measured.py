@@ -9,15 +9,18 @@ counted. Both are said by name.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from pagestash.models.config import DecoderConfig
-from pagestash.profiling.profiled import ProfiledStep
 from pagestash.simulation.cluster.cluster import Cluster, Precision
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.seconds import Seconds
 from pagestash.simulation.model.modules import layers_of
 from pagestash.simulation.model.parts import Layer, Part, Shape
 from pagestash.simulation.model.regions import EXPERTS, part_of, split
+
+if TYPE_CHECKING:  # a profile imports torch
+    from pagestash.profiling.profiled import ProfiledStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,7 @@ class Measured:
         return found
 
 
-def measured(profile: ProfiledStep, config: DecoderConfig, cluster: Cluster) -> Measured:
+def measured(profile: "ProfiledStep", config: DecoderConfig, cluster: Cluster) -> Measured:
     """The times of a profile of `config`, or of its first layers, on a device of `cluster`."""
     shape, precision = profiled_shape(profile, config)
     return measure_parts(
@@ -54,7 +57,7 @@ def measured(profile: ProfiledStep, config: DecoderConfig, cluster: Cluster) -> 
     )
 
 
-def profiled_shape(profile: ProfiledStep, config: DecoderConfig) -> tuple[Shape, Precision]:
+def profiled_shape(profile: "ProfiledStep", config: DecoderConfig) -> tuple[Shape, Precision]:
     """Layers, batch, sequence and precision of the profiled step, from its regions and saved tensors."""
     numbers = {split(region.name)[0] for region in profile.regions} - {""}
     layers = len(numbers)
@@ -97,7 +100,7 @@ def _whole(shape: Shape, config: DecoderConfig) -> Shape:
 
 
 def measure_parts(
-    profile: ProfiledStep, layers: Sequence[Layer], plain: Seconds, wanted: Sequence[Layer]
+    profile: "ProfiledStep", layers: Sequence[Layer], plain: Seconds, wanted: Sequence[Layer]
 ) -> Measured:
     """Measured over roofline seconds of each part of `layers`, the profiled step's; `wanted` are simulated."""
     parts = {layer.name: [part.name for part in layer.parts] for layer in layers}

@@ -12,9 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from pagestash.saved.follow import immediate_backwards
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, make_plan
-from pagestash.schedules.plan import Plan
+from pagestash.schedules.plan import Plan, immediate_backwards
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.homes import Homes, Placed
 from pagestash.simulation.model.framework import Framework, ParameterBytes

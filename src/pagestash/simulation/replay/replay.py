@@ -21,9 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pagestash.saved.follow import immediate_backwards
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, make_plan
-from pagestash.schedules.plan import Action, Plan
+from pagestash.schedules.plan import Action, Plan, immediate_backwards
 from pagestash.simulation.cluster.cluster import HostLink
 from pagestash.simulation.costs.costs import StepCosts
 from pagestash.simulation.replay.clock import Clock, Flag, Process

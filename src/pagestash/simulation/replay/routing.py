@@ -1,6 +1,6 @@
 """Rows per (layer, microbatch, rank) when routing is skewed.
 
-Rows of a layer are drawn for each rank of an expert-parallel group from a distribution (`planning/rows.py`: stated,
+Rows of a layer are drawn for each rank of an expert-parallel group from a distribution (`rows/`: stated,
 or counted in a run), and scaled so that their mean over the group is 1: rows move between ranks, none are lost. A
 rank that is hot for one microbatch is so for the next ones, too, because experts have their subjects and
 neighbouring data have the same: with z normal and F the distribution,
@@ -18,7 +18,7 @@ from itertools import accumulate
 from math import sqrt
 from statistics import NormalDist
 
-from pagestash.planning.rows import RowDistribution
+from pagestash.rows.distribution import RowDistribution
 from pagestash.simulation.costs.costs import StepCosts
 from pagestash.simulation.replay.programs import Balanced, Routing
 

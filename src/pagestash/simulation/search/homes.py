@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from pagestash.planning.result import number_ranges
+from pagestash.patterns import number_ranges
 from pagestash.policy import Policy, PoolConfig, Rule
 from pagestash.saved.offload.plan import WINDOW
 from pagestash.simulation.costs.build import Known, step_costs

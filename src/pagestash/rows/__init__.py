@@ -1,0 +1,1 @@
+"""How many rows arrive at experts: stated, drawn, or counted in a run. Imports no torch."""

@@ -27,9 +27,15 @@ def test_the_table_has_every_stage_and_the_ranks_peaks():
     assert rows[1].split("│")[2].strip() == "7"
 
 
-def test_json_says_the_same():
-    result = run("--preset", "tiny", "--stages", 2, "--microbatches", 4, "--json")
-    placed = json.loads(result.output)
+def placed_of(path, *words):
+    """What is written as JSON."""
+    result = run(*words, "--json", path)
+    assert result.exit_code == 0, result.output
+    return json.loads(path.read_text())
+
+
+def test_json_says_the_same(tmp_path):
+    placed = placed_of(tmp_path / "p.json", "--preset", "tiny", "--stages", 2, "--microbatches", 4)
     assert placed["schedule"] == "1F1B"
     assert placed["optimal"] is True
     assert [name for stage in placed["stages"] for name in stage["layers"]] == [
@@ -42,8 +48,8 @@ def test_measured_costs_are_taken_from_a_file(tmp_path):
     rows = {f"layers.{i}": {"parameters": 10, "activations": 1, "forward": 0.5} for i in range(4)}
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(rows))
-    result = run("--costs", path, "--stages", 2, "--schedule", "GPipe", "--json")
-    assert [len(stage["layers"]) for stage in json.loads(result.output)["stages"]] == [2, 2]
+    placed = placed_of(tmp_path / "p.json", "--costs", path, "--stages", 2, "--schedule", "GPipe")
+    assert [len(stage["layers"]) for stage in placed["stages"]] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -54,15 +60,15 @@ def test_measured_costs_are_taken_from_a_file(tmp_path):
         (["--stages", 4, "--schedule", "Nonsense"], "unknown schedule 'Nonsense'"),
         (["--stages", 4, "--microbatches", 2], "at least as many microbatches as stages"),
         (["--stages", 2, "--preset", "tinny"], "did you mean 'tiny'?"),
-        (["--stages", 2, "--batch", 0], "batch=0"),
-        (["--stages", 2, "--expert", 2], "expert_parallel=2 does not divide"),
+        (["--stages", 2, "--microbatch", 0], "--microbatch 0"),
+        (["--stages", 2, "--ep", 2], "expert_parallel=2 does not divide"),
         (["--stages", 2, "--costs", "/nowhere.json"], "/nowhere.json: No such file"),
         (["--stages", -1], "-1 stages"),
         (["--stages", 2, "--layers", 10**9], "layers=1000000000: expected at most 10000"),
         (["--stages", 2, "--microbatches", 10**9], "microbatches=1000000000: expected at most 500000"),
         (["--stages", 2, "--microbatches", -1], "microbatches=-1"),
-        (["--stages", 2, "--sequence", 10**400], "expected at least 1, and less than 2^31"),
-        (["--stages", 2, "--shards", 0], "shards=0"),
+        (["--stages", 2, "--seq", 10**400], "expected at least 1, and less than 2^31"),
+        (["--stages", 2, "--shards", 0], "--shards 0"),
         (["--stages", 2, "--memory", "-1"], "memory='-1'"),
     ],
 )
@@ -124,7 +130,7 @@ def test_a_profile_of_the_model_gives_activations_and_times(tmp_path, monkeypatc
     ]
     assert CliRunner().invoke(app, [*words, "--json", str(path)]).exit_code == 0
     regions = {row["name"]: row for row in json.loads(path.read_text())["regions"]}
-    placed = json.loads(run("--costs", path, "--stages", 2, "--json").output)
+    placed = placed_of(tmp_path / "p.json", "--costs", path, "--stages", 2)
     everything = sum(stage["activations"] for stage in placed["stages"])
     assert everything == regions[""]["total_bytes"]
     assert sum(stage["time"] for stage in placed["stages"]) == pytest.approx(

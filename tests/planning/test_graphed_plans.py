@@ -162,7 +162,7 @@ def test_the_command_line_plans_for_a_graph(tmp_path):
     found = run.invoke(app, base)
     assert found.exit_code == 0, found.output
     for more, error in (
-        (["--ranks", "2"], "--graphed is for a plan of one rank"),
+        (["--pp", "2"], "--graphed is for a plan of one rank"),
         (["--cluster", "h100:8"], "--cluster has its own memory"),
     ):
         refused = run.invoke(app, [*base, *more])

@@ -81,7 +81,7 @@ def test_a_picture_without_matplotlib_is_refused_before_the_work(option, tmp_pat
         (("--budget", "lots"), "expected a part from 0 to 1"),
         (("--budget", "1.5"), "expected a part from 0 to 1"),
         (("--budget", "1GiB", "--host", "0.5"), "host='0.5': expected a number with a unit"),
-        (("--budget", "1GiB", "--schedule", "GPipe"), "--schedule is for a pipeline: pass --ranks, too"),
+        (("--budget", "1GiB", "--schedule", "GPipe"), "--schedule is for a pipeline: pass --pp, too"),
         (("--budget", "1GiB", "--overflow", "0.1"), "--overflow 0.1: pass --rows or --skew, too"),
         (("--budget", "1GiB", "--zero", "3"), "--zero is for a model on a cluster: pass --cluster, too"),
         (

@@ -243,9 +243,7 @@ def run(*words):
 
 def test_the_command_writes_one_policy_a_rank(tmp_path):
     out = tmp_path / "policies"
-    done = run(
-        *TINY, "--ranks", "2", "--schedule", "1f1b", "--budget", "0.6", "--host", "0", "--out", str(out)
-    )
+    done = run(*TINY, "--pp", "2", "--schedule", "1f1b", "--budget", "0.6", "--host", "0", "--out", str(out))
     assert done.exit_code == 0, done.output
     assert "rank  layers" in done.output
     assert sorted(path.name for path in out.iterdir()) == ["rank0.toml", "rank1.toml"]
@@ -255,11 +253,11 @@ def test_the_command_writes_one_policy_a_rank(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--ranks", "0"), "--ranks 0: expected at least 1"),
-        (("--ranks", "2", "--schedule", "2F2B"), "unknown schedule '2F2B'"),
-        (("--ranks", "2", "--skew", "1.5"), "--skew is for a plan of one rank"),
-        (("--ranks", "2", "--microbatches", "1000000000"), "expected at most"),
-        (("--ranks", "64"), "every stage needs one"),
+        (("--pp", "0"), "--pp 0: expected at least 1"),
+        (("--pp", "2", "--schedule", "2F2B"), "unknown schedule '2F2B'"),
+        (("--pp", "2", "--skew", "1.5"), "--skew is for a plan of one rank"),
+        (("--pp", "2", "--microbatches", "1000000000"), "expected at most"),
+        (("--pp", "64"), "every stage needs one"),
         (("--microbatches", "4"), "--microbatches is for a pipeline"),
     ],
 )

@@ -54,7 +54,7 @@ def test_a_device_without_memory_of_its_own_has_no_auto():
         (["--budget", "1.5"], "budget='1.5': expected a part"),
         (["--budget", "0.5", "--host", "-3"], "host='-3': expected 0 or more"),
         (["--budget", "auto", "--device", "cpu"], "budget='auto': cpu has no memory of its own"),
-        (["--budget", "1.5", "--ranks", "2"], "budget='1.5': expected a part"),
+        (["--budget", "1.5", "--pp", "2"], "budget='1.5': expected a part"),
     ],
 )
 def test_the_command_line_refuses_them_before_it_loads_a_model(options, message, monkeypatch):

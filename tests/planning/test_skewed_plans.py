@@ -307,7 +307,7 @@ def test_the_command_takes_a_skew_or_a_file(saved, tmp_path):
         "0",
         "--rows",
         str(file),
-        "--expert",
+        "--ep",
         "2",
         "--out",
         str(out),
@@ -326,7 +326,7 @@ def test_the_command_takes_a_skew_or_a_file(saved, tmp_path):
         (("--skew", "0.5"), "max/mean=0.5: the most is never below the mean"),
         (("--skew", "1.5", "--overflow", "2"), "overflow=2: expected a probability between 0 and 1"),
         (("--skew", "1.5", "--rows", "measured"), "--rows and --skew both say how rows vary"),
-        (("--skew", "1.5", "--expert", "2"), "--expert 2: it divides the experts of a --rows file"),
+        (("--skew", "1.5", "--ep", "2"), "--ep 2: it divides the experts of a --rows file"),
         (("--rows", "none.jsonl"), "none.jsonl: No such file"),
     ],
 )

@@ -32,7 +32,8 @@ def test_a_step_is_printed_drawn_and_written(tmp_path):
     done = run(*SMALL, "--vpp", "2", *words, *files)
     assert done.exit_code == 0, done.output
     assert "Interleaved1F1B, 8 microbatches of 1 × 4096 tokens" in done.output
-    assert "fits 79.6 GiB a device" in done.output
+    assert "memory     OK: " in done.output
+    assert all(len(line) <= 80 for line in done.output.splitlines())
     found = json.loads(out.read_text())
     assert len(found["ranks"]) == 2
     assert found["ranks"][0]["host_bytes"] > 0
@@ -113,6 +114,13 @@ def test_row_counts_of_a_run_are_read(tmp_path):
         (("--graphs", "attn,full"), "--graphs attn,full: expected some of attn, router, mlp"),
         (("--placement", "4,x"), "--placement 4,x: expected the layers of each stage, like 4,5,5,4"),
         (("--placement", "4,5"), "9 layers"),
+        (("--reserve", "half"), "--reserve half: expected a part of the device's memory, like 6%"),
+        (("--reserve", "100%"), "--reserve 100%: expected a part"),
+        (
+            ("--parameter-bytes", "2,4"),
+            "--parameter-bytes 2,4: expected those of weight, gradient and optimizer",
+        ),
+        (("--parameter-bytes", "2,-4,1"), "gradient=-4.0 bytes a parameter"),
         (("--schedule", "2F2B"), "unknown schedule '2F2B'"),
         (("--preset", "llama"), "model 'llama': expected one of"),
         (("--plot", "here.doc"), "expected a picture's suffix"),
@@ -186,3 +194,66 @@ def test_neither_a_simulation_nor_a_search_needs_torch(words):
     code += f"from pagestash.cli import app; app({list(words)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("reserve", "verdict"), [("0%", "OK"), ("50%", "TIGHT")])
+def test_a_step_that_needs_the_reserve_is_tight(tmp_path, reserve, verdict):
+    out = tmp_path / "o.json"
+    done = run(*SMALL, "--layers", "36", "--global-batch", "64", "--reserve", reserve, "--json", str(out))
+    assert f"memory     {verdict}: " in done.output
+    assert json.loads(out.read_text())["verdict"] == verdict
+
+
+def test_a_step_that_does_not_fit_lacks_memory(tmp_path):
+    done = run("--cluster", "h100:16", "--ep", "16", "--global-batch", "64")
+    assert done.exit_code == 0
+    assert "memory     OOM: lacks " in done.output
+    assert "of device memory on rank 0" in done.output
+
+
+# --- calibrate ---
+
+
+def test_a_measured_run_gives_the_constants_of_a_cluster(tmp_path):
+    file, mine, again = (tmp_path / name for name in ("run.json", "mine.toml", "again.json"))
+    words = (*SMALL[:4], "--pp", "2", "--ep", "8", "--global-batch", "64", "--framework", "megatron")
+    assert run(*words, "--cluster", "h100:16", "--json", str(file)).exit_code == 0
+    before = json.loads(file.read_text())
+    wanted = 1.3 * before["seconds"], 1.1 * max(rank["peak_bytes"] for rank in before["ranks"])
+    given = ("--measured", f"{1e3 * wanted[0]:.3f}ms", "--peak", str(int(wanted[1])), "--out", str(mine))
+    done = run("--run", str(file), *given, command="calibrate")
+    assert done.exit_code == 0, done.output
+    assert f"--cluster {mine}:16" in done.output
+    assert "fitted to run.json" in mine.read_text()
+    assert run(*words, "--cluster", f"{mine}:16", "--json", str(again)).exit_code == 0
+    found = json.loads(again.read_text())
+    assert found["seconds"] == pytest.approx(wanted[0], rel=0.01)
+    assert max(rank["peak_bytes"] for rank in found["ranks"]) == pytest.approx(wanted[1], rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--measured", "soon"), "--measured soon: expected the time of a step, like 41.2s or 850ms"),
+        (("--measured", "0s"), "--measured 0s: expected the time"),
+        (("--measured", "1ms"), "at any rate of kernels, this run takes"),
+        (("--measured", "1s", "--peak", "much"), "--peak"),
+        (("--measured", "1s", "--out", "mine.json"), "--out mine.json: expected a TOML file"),
+        (("--measured", "1s", "--run", "/nowhere.json"), "--run /nowhere.json: No such file"),
+    ],
+)
+def test_what_calibrates_nothing_is_one_sentence(tmp_path, words, told):
+    file = tmp_path / "run.json"
+    assert run(*SMALL, "--global-batch", "64", "--json", str(file)).exit_code == 0
+    done = run("--run", str(file), "--out", str(tmp_path / "mine.toml"), *words, command="calibrate")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: ")
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_file_that_no_simulation_wrote_is_refused(tmp_path):
+    (tmp_path / "run.json").write_text("[]")
+    done = run("--run", str(tmp_path / "run.json"), "--measured", "1s", command="calibrate")
+    assert done.exit_code == 2
+    assert "expected what `pagestash simulate --json` wrote" in done.stderr

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,10 +11,12 @@ from typer.testing import CliRunner
 
 from pagestash.cli import app
 from pagestash.models.config import preset
-from pagestash.policy import Policy, Rule
 from pagestash.simulation.cluster.cluster import read_cluster
 from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.costs.build import rank_peaks
+from pagestash.simulation.costs.homes import MegatronHomes
 from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.framework import FRAMEWORKS, ParameterBytes
 from pagestash.simulation.search.flags import (
     megatron_flags,
     pagestash_flags,
@@ -21,6 +24,7 @@ from pagestash.simulation.search.flags import (
     torchtitan_flags,
 )
 from pagestash.simulation.search.layouts import Wanted, layouts
+from pagestash.sizes import format_bytes
 from pagestash.train.config import checked, merge, parse_assignments
 
 # What is printed, checked by hand against Megatron-LM d98e8a64dd (core 0.20, 22 August 2026): `megatron/training/
@@ -48,6 +52,11 @@ MEGATRON = {
             "--use-distributed-optimizer",
             "--use-megatron-fsdp",
             "--fine-grained-activation-offloading",
+            "--moe-enable-deepep",
+            "--overlap-moe-expert-parallel-comm",
+            "--delay-wgrad-compute",
+            "--grad-reduce-in-bf16",
+            "--use-precision-aware-optimizer",
         ),
         None,
     ),
@@ -55,9 +64,12 @@ MEGATRON = {
     "--pipeline-model-parallel-layout": r"[EtL|()*\d]+",
     "--recompute-granularity": "full|selective",
     "--recompute-method": "uniform|block",
-    "--recompute-modules": "(( ?)(moe_act|layernorm|mla_up_proj))+",
+    "--recompute-modules": "(( ?)(moe_act|layernorm|mla_up_proj|shared_experts|moe))+",
     "--offload-modules": "(( ?)(core_attn|expert_fc1|moe_act|attn_norm|mlp_norm))+",
-    "--activation-offload-fraction": r"0\.\d\d",
+    "--cuda-graph-impl": "transformer_engine|full_iteration",
+    "--cuda-graph-scope": "(( ?)(attn|moe_router|moe_preprocess|mlp))+",
+    "--exp-avg-dtype": "bf16",
+    "--exp-avg-sq-dtype": "bf16",
     "--fp8-format": "e4m3|hybrid",
     "--fp8-recipe": "tensorwise|mxfp8",
     "--data-parallel-sharding-strategy": "optim_grads|optim_grads_params",
@@ -88,13 +100,13 @@ TORCHTITAN = {
     "--training.disable_cuda_graphs": None,
 }
 
-POLICIES = {
-    "none": [],
-    "norms": [Rule("layers.{0-3}.attn_norm", "recompute"), Rule("layers.*.mlp_norm", "recompute")],
-    "offload": [Rule("layers.0.moe.moe_act", "offload"), Rule("layers.0.attn.core_attn", "offload")],
-    "both": [Rule("layers.*.moe.expert_fc1", "offload"), Rule("layers.*.moe.moe_act", "recompute")],
-    "whole": [Rule("layers.*", "recompute")],
-    "some whole": [Rule("layers.{0-1}", "recompute"), Rule("layers.*.moe.expert_fc1", "offload")],
+HOMES = {
+    "none": MegatronHomes(),
+    "norms": MegatronHomes(recompute=("layernorm",)),
+    "offload": MegatronHomes(offload=("moe_act", "core_attn")),
+    "both": MegatronHomes(recompute=("layernorm", "mla_up_proj"), offload=("expert_fc1",)),
+    "layers": MegatronHomes(recompute=("layernorm", "moe")),
+    "whole": MegatronHomes(full=True),
 }
 
 
@@ -153,10 +165,10 @@ def check(words: dict[str, str | None], known: dict[str, str | None]) -> None:
         assert (value is None) if wanted is None else re.fullmatch(wanted, value or ""), (name, value)
 
 
-@pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
-def test_megatron_knows_every_flag_and_allows_them_together(rules):
+@pytest.mark.parametrize("homes", HOMES.values(), ids=HOMES)
+def test_megatron_knows_every_flag_and_allows_them_together(homes):
     for made in runs():
-        words, layout = words_of(megatron_flags(made, [Policy(rules)])), made.layout
+        words, layout = words_of(megatron_flags(replace(made, homes=homes))), made.layout
         check(words, MEGATRON)
         # Its rules: `validate_args`, `TransformerConfig.__post_init__`, `PipelineParallelLayerLayout`.
         assert ("--sequence-parallel" in words) == (layout.tp > 1)
@@ -183,12 +195,12 @@ def unrolled(text: str) -> str:
     return re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found[1] * int(found[2]), text)
 
 
-@pytest.mark.parametrize("rules", POLICIES.values(), ids=POLICIES)
-def test_torchtitan_knows_every_flag_and_allows_them_together(rules):
+@pytest.mark.parametrize("homes", HOMES.values(), ids=HOMES)
+def test_torchtitan_knows_every_flag_and_allows_them_together(homes):
     for made in runs():
         layout = made.layout
-        *flags, last = torchtitan_flags(made, [Policy(rules)])
-        assert re.fullmatch("activation-checkpoint:(selective|full|none)", last)
+        *flags, last = torchtitan_flags(replace(made, homes=homes))
+        assert re.fullmatch("activation-checkpoint:(full|none)", last)
         words = words_of(flags)
         check(words, TORCHTITAN)
         assert "--training.disable_cuda_graphs" in words or layout.pp == layout.ep == 1
@@ -208,13 +220,13 @@ def test_torchtitan_knows_every_flag_and_allows_them_together(rules):
 
 def test_stages_that_torchtitan_has_no_flag_for_are_one_sentence():
     with pytest.raises(ValueError, match="no flag for 9 layers on 8 stages"):
-        torchtitan_flags(run(layers=9, pp=2, vpp=4, ep=8, schedule="Interleaved1F1B"), [])
+        torchtitan_flags(run(layers=9, pp=2, vpp=4, ep=8, schedule="Interleaved1F1B"))
 
 
 def test_torchtitan_divides_layers_as_the_run_does_where_it_can():
     made = run(layers=14, pp=4, ep=8)
     assert made.placed == [4, 4, 4, 2]
-    words = words_of(torchtitan_flags(made, [])[:-1])
+    words = words_of(torchtitan_flags(made)[:-1])
     less = [words[f"--parallelism.pipeline_parallel_{end}_stage_less_layers"] for end in ("first", "last")]
     assert torchtitan_division(4, 14, *map(int, less)) == made.placed
     assert torchtitan_division(8, 9, 1, 0) == [1, 2, 1, 1, 1, 1, 1, 1]
@@ -222,14 +234,47 @@ def test_torchtitan_divides_layers_as_the_run_does_where_it_can():
     assert torchtitan_division(4, 4, 3, 0) is None
 
 
-def test_megatron_recomputes_and_offloads_only_as_much_as_the_fullest_rank():
-    made = run(layers=16, pp=4, ep=8)
-    some = [Policy(POLICIES["some whole"])]
-    assert megatron_flags(made, some)[-1].endswith("--recompute-method block --recompute-num-layers 2")
-    one = [Policy([Rule("layers.{0-2}.moe.moe_act", "offload")]), Policy(), Policy(), Policy()]
-    assert megatron_flags(made, one)[-1] == "--activation-offload-fraction 0.75"
-    whole = [Policy([Rule("layers.*.moe.moe_act", "offload")])]
-    assert megatron_flags(made, whole)[-1].endswith("--offload-modules moe_act")
+def test_megatron_is_told_how_the_run_was_simulated():
+    made = replace(
+        run(pp=4, ep=8),
+        dispatcher="flex",
+        overlaps_dispatch=True,
+        delays_weight_gradients=True,
+        graphs=("attn", "router"),
+        parameters=ParameterBytes(weight=2, gradient=2, optimizer=8),
+    )
+    words = words_of(megatron_flags(made))
+    check(words, MEGATRON)
+    assert words["--moe-token-dispatcher-type"] == "flex"
+    assert words["--cuda-graph-scope"] == "attn moe_router moe_preprocess"
+    for name in ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute", "--grad-reduce-in-bf16"):
+        assert name in words
+    full = words_of(megatron_flags(replace(made, graphs=("full",))))
+    assert full["--cuda-graph-impl"] == "full_iteration"
+
+
+def test_flags_for_deepseek_v3_on_gb200_are_those_of_the_plan(tmp_path):
+    words = ["plan", "--cluster", "gb200:256", "--framework", "megatron", "--global-batch", "8192"]
+    more = ["--pp", "4", "--ep", "64", "--vpp", "4", "--microbatch", "2", "--out", str(tmp_path / "plan")]
+    done = CliRunner().invoke(app, [*words, *more])
+    assert done.exit_code == 0, done.output
+    assert not list((tmp_path / "plan").glob("policy*"))
+    flags = words_of([(tmp_path / "plan" / "flags.txt").read_text()])
+    check(flags, MEGATRON)
+    told = run("gb200:256", pp=4, ep=64, vpp=4, schedule="Interleaved1F1B", global_batch=8192, microbatch=2)
+    homes = MegatronHomes(
+        recompute=tuple((flags.get("--recompute-modules") or "").split()),
+        offload=tuple((flags.get("--offload-modules") or "").split()),
+        full=flags.get("--recompute-granularity") == "full",
+    )
+    told = replace(told, homes=homes, framework=FRAMEWORKS["megatron"])
+    stages = unrolled(flags["--pipeline-model-parallel-layout"]).split("|")
+    assert [stage.count("t") for stage in stages] == told.placed
+    device = told.cluster.device
+    most = max(peak.total for peak in rank_peaks(told)) + device.outside
+    assert most <= 0.94 * device.memory
+    assert f"memory  {format_bytes(most)} of 184.0 GiB" in done.output
+    assert "6 % are left" in done.output
 
 
 def test_our_parser_and_settings_take_every_flag():
@@ -244,9 +289,9 @@ def test_our_parser_and_settings_take_every_flag():
         words = shlex.split(" ".join(pagestash_flags(made, "policy.toml")))
         parsed = train.make_context("train", ["--out", "run", *words])
         given = {
-            "pipeline": parsed.params["pipeline"],
+            "pipeline": parsed.params["pp"],
             "schedule": parsed.params["schedule"],
-            "expert_parallel": parsed.params["expert"],
+            "expert_parallel": parsed.params["ep"],
         }
         given = {key: value for key, value in given.items() if value is not None}
         settings = merge(parse_assignments(parsed.params["assignments"]), checked(given))

@@ -160,7 +160,7 @@ def test_experts_and_data_are_shared_beside_the_pipeline(four_ranks, layout):
 def test_the_documented_command(tmp_path):
     given = four_layers(tmp_path)
     given = {key: value for key, value in given.items() if key != "microbatches"}
-    torchrun(2, given, tmp_path / "piped", "--pipeline", "2", "--schedule", LAST, "--expert", "1")
+    torchrun(2, given, tmp_path / "piped", "--pp", "2", "--schedule", LAST, "--ep", "1")
     run({**given, "microbatches": 4}, tmp_path / "whole")
     close(tmp_path / "whole", tmp_path / "piped")
 

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from pagestash.commands.checks import exit_code
+from pagestash.commands.options import DemoOptions
 from pagestash.models.config import DecoderConfig
 from pagestash.models.decoder import Decoder
 from pagestash.planning.budget import base_bytes, optimizer_state
@@ -86,6 +88,26 @@ class Run:
             loss: torch.Tensor = sum(self.model(*batch))
             loss.backward()
         return loss.item()
+
+
+def run(options: DemoOptions) -> int:
+    """The exit code: 1 if anything differs in a single bit."""
+    equal: list[bool] = []
+    code = exit_code(lambda: equal.append(_checked(options)))
+    return code or int(not all(equal))
+
+
+def _checked(options: DemoOptions) -> bool:
+    for name, value, least, most in (
+        ("steps", options.steps, 1, 2**31 - 1),
+        ("seed", options.seed, 0, 2**63 - 1),
+    ):
+        if not least <= value <= most:
+            raise ValueError(f"--{name} {value}: expected {least} to {most}")
+    try:
+        return main(options.steps, options.seed, options.out)
+    except OSError as error:
+        raise ValueError(f"--out {options.out}: {error.strerror}") from error
 
 
 def main(steps: int, seed: int, out: Path) -> bool:

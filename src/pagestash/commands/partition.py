@@ -7,6 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from pagestash.commands.checks import check_file, exit_code
+from pagestash.commands.options import PartitionOptions
 from pagestash.models.config import preset
 from pagestash.models.costs import layer_costs
 from pagestash.pipeline.costs import LayerCost, measured_costs, read_costs
@@ -17,20 +19,23 @@ MOST_ACTIONS = 1_000_000
 """Most microbatches × stages: the plans of all ranks are held in memory, action by action."""
 
 
-def costs_of_preset(
-    name: str, layers: int | None, *, batch: int, sequence: int, shards: int, expert_parallel: int
-) -> list[LayerCost]:
-    """The costs of a preset's layers, for microbatches of `batch` sequences."""
-    numbers = {"batch": batch, "sequence": sequence, "shards": shards, "expert": expert_parallel}
+def costs_of_preset(options: PartitionOptions) -> list[LayerCost]:
+    """The costs of a preset's layers, by formulas."""
+    numbers = {
+        "microbatch": options.microbatch,
+        "seq": options.seq,
+        "shards": options.shards,
+        "ep": options.ep,
+    }
     for what, value in numbers.items():
         if not 1 <= value < 2**31:
-            raise ValueError(f"{what}={value}: expected at least 1, and less than 2^31")
+            raise ValueError(f"--{what} {value}: expected at least 1, and less than 2^31")
     return layer_costs(
-        preset(name, layers),
-        tokens=batch * sequence,
-        sequence=sequence,
-        shards=shards,
-        expert_parallel=expert_parallel,
+        preset(options.preset, options.layers),
+        tokens=options.microbatch * options.seq,
+        sequence=options.seq,
+        shards=options.shards,
+        expert_parallel=options.ep,
     )
 
 
@@ -51,24 +56,23 @@ def costs_of_file(path: Path, formulas: Sequence[LayerCost]) -> list[LayerCost]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def main(
-    costs: Sequence[LayerCost],
-    stages: int,
-    schedule: str,
-    *,
-    microbatches: int | None,
-    memory: str,
-    as_json: bool,
-) -> None:
-    """Place the layers and print the result."""
-    room = parse_bytes(memory, "memory")
+def run(options: PartitionOptions) -> int:
+    """Place the layers and print the result; returns the exit code."""
+    return exit_code(lambda: _run(options))
+
+
+def _run(options: PartitionOptions) -> None:
+    check_file("--json", options.json)
+    costs = costs_of_preset(options)
+    if options.costs is not None:
+        costs = costs_of_file(options.costs, costs)
+    room, microbatches, stages = parse_bytes(options.memory, "memory"), options.microbatches, options.stages
     if microbatches is not None and microbatches * max(1, stages) > MOST_ACTIONS:
         raise ValueError(f"microbatches={microbatches}: expected at most {MOST_ACTIONS // max(1, stages)}")
-    placed = partition(costs, stages, schedule, microbatches=microbatches, memory=room)
-    if as_json:
-        print(json.dumps(placed.to_json(), indent=2))
-    else:
-        _show(placed, Console())
+    placed = partition(costs, stages, options.schedule, microbatches=microbatches, memory=room)
+    if options.json is not None:
+        options.json.write_text(json.dumps(placed.to_json(), indent=2) + "\n", encoding="utf-8")
+    _show(placed, Console())
 
 
 def _show(placed: Partition, console: Console) -> None:

@@ -1,49 +1,14 @@
-"""`pagestash plan`."""
+"""`pagestash plan`: a policy for a step, or with --cluster a layout and homes. Imports torch for a step alone."""
 
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import fields
 
-from pagestash.commands.checks import check_file, check_numbers, check_picture, exit_code
-from pagestash.commands.partition import MOST_ACTIONS
-from pagestash.commands.step import StepOptions, given_link, measure
-from pagestash.device import find_device
-from pagestash.pipeline.planned import PipelinePlan, plan_pipeline
-from pagestash.planning.budget import check_budget, parse_host
-from pagestash.planning.make import plan_profile
-from pagestash.planning.pool import OVERFLOW
-from pagestash.planning.result import Plan
-from pagestash.planning.skew import Rows, row_distribution
-from pagestash.profiling.result import Profile
-from pagestash.profiling.steps import RepeatedStep
-from pagestash.rows.tokens_per_expert import read_tokens_per_expert
-from pagestash.schedules.plan import schedule_name
+from pagestash.commands.checks import exit_code
+from pagestash.commands.options import ClusterOptions, PlanOptions
 
-OPTIMIZERS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
-"""State tensors of each parameter, of its dtype."""
-SCHEDULE = "1F1B"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """The options of the command line."""
-
-    budget: str
-    step: StepOptions = field(default_factory=StepOptions)
-    profile: Path | None = None
-    optimizer: str = "none"
-    host: str = "auto"
-    graphed: bool = False
-    waits: bool = False
-    rows: str | None = None
-    expert: int = 1
-    skew: float | None = None
-    overflow: float | None = None
-    ranks: int | None = None
-    schedule: str | None = None
-    microbatches: int | None = None
-    out: Path | None = None
-    curve: Path | None = None
-    plot: Path | None = None
+_OF_CLUSTER = {item.name for item in fields(ClusterOptions)} | {"tp", "cp", "vpp", "microbatch", "framework"}
+"""Options that only --cluster takes."""
+_WITH_CLUSTER = {"cluster", "preset", "layers", "seq", "profile", "out", "pp", "ep"}
+"""And those that it takes, too."""
 
 
 def run(options: PlanOptions) -> int:
@@ -52,124 +17,24 @@ def run(options: PlanOptions) -> int:
 
 
 def _run(options: PlanOptions) -> None:
-    if options.ranks is not None:
-        pipeline = _plan_pipeline(options)
-        print(pipeline)
-        if options.out is not None:
-            pipeline.save(options.out)
+    given = {item.name for item in fields(options) if getattr(options, item.name) != item.default}
+    if options.cluster is not None:
+        if given & {"budget", "module"}:
+            raise ValueError("--cluster has its own memory: no --budget or --module")
+        _refuse(given - _OF_CLUSTER - _WITH_CLUSTER, "is for a measured step: no --cluster beside it")
+        from pagestash.commands.plan_cluster import run as run_cluster
+
+        run_cluster(options)
         return
-    for name in ("microbatches", "schedule"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"--{name} is for a pipeline: pass --ranks, too")
-    found = _plan(options)
-    print(found)
-    if options.out is not None:
-        found.policy.save(options.out)
-    if options.curve is not None:
-        found.plot_curve(options.curve)
-    if options.plot is not None:
-        found.plot_memory(options.plot)
+    _refuse(given & _OF_CLUSTER, "is for a model on a cluster: pass --cluster, too")
+    if options.budget is None:
+        raise ValueError("--budget is missing: how much memory may the step take, like 40GiB?")
+    from pagestash.commands.plan_step import run as run_step
+
+    run_step(options)
 
 
-def _plan_pipeline(options: PlanOptions) -> PipelinePlan:
-    for name in ("rows", "skew", "overflow", "curve", "plot"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"--{name} is for a plan of one rank: pass no --ranks beside it")
-    if options.out is not None and options.out.exists() and not options.out.is_dir():
-        raise ValueError(f"--out {options.out}: expected a folder, for one policy a rank")
-    if options.graphed:
-        raise ValueError("--graphed is for a plan of one rank: pass no --ranks beside it")
-    check_numbers(ranks=options.ranks, microbatches=options.microbatches)
-    assert options.ranks is not None
-    if options.ranks * (options.microbatches or 1) > MOST_ACTIONS:
-        raise ValueError(
-            f"--microbatches {options.microbatches}: expected at most {MOST_ACTIONS // options.ranks}"
-        )
-    schedule = options.schedule or SCHEDULE
-    schedule_name(schedule)  # refuses what is none before anything is measured
-    state = _state(options)
-    _check_memory(options)
-    profile, _ = _profile(options)
-    return plan_pipeline(
-        profile,
-        schedule=schedule,
-        ranks=options.ranks,
-        microbatches=options.microbatches,
-        budget=_budget(options),
-        host=options.host,
-        optimizer_bytes=state * (profile.gradient_bytes or 0),
-    )
-
-
-def _state(options: PlanOptions) -> int:
-    if options.optimizer not in OPTIMIZERS:
-        raise ValueError(f"--optimizer {options.optimizer}: expected one of {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[options.optimizer]
-
-
-def _budget(options: PlanOptions) -> str | int:
-    return int(options.budget) if options.budget.isdecimal() else options.budget
-
-
-def _check_memory(options: PlanOptions) -> None:
-    """Refuse a wrong budget before anything is measured."""
-    name = options.step.device
-    device = find_device(name, f"--device {name}") if options.profile is None else None
-    check_budget(_budget(options), None if device is None else str(device))
-    parse_host(options.host)
-
-
-def _plan(options: PlanOptions) -> Plan:
-    state = _state(options)
-    check_file("--out", options.out)
-    check_picture("--curve", options.curve)
-    check_picture("--plot", options.plot)
-    rows = _rows(options)
-    _check_memory(options)
-    profile, step = _profile(options)
-    return plan_profile(
-        profile,
-        budget=_budget(options),
-        host=options.host,
-        optimizer_bytes=state * (profile.gradient_bytes or 0),
-        rows=rows,
-        overflow=OVERFLOW if options.overflow is None else options.overflow,
-        check=step,
-        graphed=options.graphed,
-        waits=options.waits,
-    )
-
-
-def _rows(options: PlanOptions) -> Rows | None:
-    if options.rows is not None and options.skew is not None:
-        raise ValueError("--rows and --skew both say how rows vary: expected one of them")
-    if options.overflow is not None and options.rows is None and options.skew is None:
-        raise ValueError(
-            f"--overflow {options.overflow:g}: pass --rows or --skew, too, which say how rows vary"
-        )
-    if options.rows not in (None, "measured"):
-        return read_tokens_per_expert(options.rows, ep=options.expert)
-    if options.expert != 1:
-        raise ValueError(
-            f"--expert {options.expert}: it divides the experts of a --rows file, and there is none"
-        )
-    return options.rows if options.skew is None else row_distribution(options.skew)
-
-
-def _profile(options: PlanOptions) -> tuple[Profile, RepeatedStep | None]:
-    """The profile, and the step if it was measured now."""
-    if options.profile is None:
-        return measure(options.step)
-    for each in fields(options.step):
-        if each.name != "link" and getattr(options.step, each.name) != each.default:
-            raise ValueError(f"--profile has the measured step: pass no --{each.name} beside it")
-    rate = given_link(options.step)
-    profile = Profile.load(options.profile)
-    if rate is not None:
-        profile = replace(profile, link=replace(profile.link, out=rate, back=rate, measured=False))
-    if profile.gradient_bytes is None and _state(options):
-        raise ValueError(
-            f"--optimizer {options.optimizer}: {options.profile} does not say how large gradients are, "
-            "by which an optimizer's state is known; measure the step again"
-        )
-    return profile, None
+def _refuse(names: set[str], why: str) -> None:
+    """Refuse options that would change nothing; the first in the alphabet is named."""
+    for name in sorted(names):
+        raise ValueError(f"--{name.replace('_', '-')} {why}")

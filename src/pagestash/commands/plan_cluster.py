@@ -2,54 +2,48 @@
 
 import json
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
+from textwrap import wrap
 
-from pagestash.commands.checks import check_numbers, exit_code
-from pagestash.commands.simulate import factors_of, precision_of, zero_of
+from pagestash.commands.checks import check_numbers
+from pagestash.commands.options import PlanOptions
+from pagestash.commands.simulate import (
+    dispatcher_of,
+    factors_of,
+    graphs_of,
+    parameters_of,
+    precision_of,
+    reserve_of,
+    zero_of,
+)
 from pagestash.simulation.cluster.cluster import read_cluster
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.framework import framework
 from pagestash.simulation.model.read import read_model
 from pagestash.simulation.search.flags import megatron_flags, pagestash_flags, torchtitan_flags
 from pagestash.simulation.search.homes import joined
 from pagestash.simulation.search.layouts import Wanted
-from pagestash.simulation.search.search import Found, Search, describe, search
+from pagestash.simulation.search.search import ClusterPlan, Found, describe, search
 from pagestash.sizes import format_bytes
 
 JOINED = "policy.toml"
 """The policies of all ranks in one file: each names layers of its own."""
+WIDTH = 80
+FLAGS: dict[str, Callable[[Run], list[str]]] = {
+    "pagestash": lambda run: pagestash_flags(run, JOINED),
+    "megatron": megatron_flags,
+    "torchtitan": torchtitan_flags,
+}
+"""By framework."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterPlanOptions:
-    """The options of the command line."""
-
-    model: str
-    cluster: str
-    layers: int | None = None
-    global_batch: int = 1024
-    seq: int = 4096
-    microbatch: int | None = None
-    precision: str = "bf16"
-    zero: int = 1
-    overlap: bool = False
-    profile: Path | None = None
-    profiled_on: str | None = None
-    fixed: dict[str, int] = field(default_factory=dict)
-    out: Path | None = None
-
-
-def run(options: ClusterPlanOptions) -> int:
-    """Search and print; returns the exit code. A cluster that nothing fits is bad input."""
-    return exit_code(lambda: _run(options))
-
-
-def _run(options: ClusterPlanOptions) -> None:
+def run(options: PlanOptions) -> None:
+    """Search and print."""
     if options.out is not None and options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out {options.out}: expected a folder")
-    wanted = wanted_of(options)
-    found = search(wanted, progress=_progress)
+    found = search(wanted_of(options), progress=_progress)
     print(report(found))
     if options.out is not None:
         write(found, options.out)
@@ -59,55 +53,72 @@ def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def wanted_of(options: ClusterPlanOptions) -> Wanted:
+def wanted_of(options: PlanOptions) -> Wanted:
     """What the options ask for."""
-    names = {"global-batch": options.global_batch, "seq": options.seq, "microbatch": options.microbatch}
-    check_numbers(**names)
-    config, cluster = read_model(options.model, layers=options.layers), read_cluster(options.cluster)
+    fixed = {name: getattr(options, name) for name in ("tp", "cp", "ep", "pp", "vpp")}
+    fixed = {name: value for name, value in fixed.items() if value is not None}
+    if options.framework not in FLAGS:
+        raise ValueError(f"--framework {options.framework}: expected one of {', '.join(FLAGS)}")
+    if options.framework == "pagestash":  # whose training has no such ranks
+        fixed = {"tp": 1, "cp": 1} | fixed
+    seq = 4096 if options.seq is None else options.seq
+    sizes = {"global-batch": options.global_batch, "seq": seq, "microbatch": options.microbatch}
+    check_numbers(**sizes, **fixed)
+    config = read_model(options.preset or "deepseek-v3", layers=options.layers)
+    cluster = read_cluster(options.cluster or "")
     base = Run(
         config=config,
         cluster=cluster,
         layout=Layout(devices=cluster.devices, zero=zero_of(options.zero)),
-        sequence=options.seq,
+        sequence=seq,
         global_batch=options.global_batch,
+        framework=framework(options.framework),
         precision=precision_of(options.precision),
         overlaps_dispatch=options.overlap,
+        delays_weight_gradients=options.delay_weight_gradients,
+        dispatcher=dispatcher_of(options.dispatcher),
+        graphs=graphs_of(options.graphs),
+        parameters=parameters_of(options.parameter_bytes),
+        reserve=reserve_of(options.reserve),
         factors=factors_of(options.profile, options.profiled_on, config, cluster),
     )
-    sizes = (1, 2) if options.microbatch is None else (options.microbatch,)
     return Wanted(
         config=config,
         cluster=cluster,
-        sequence=options.seq,
+        sequence=seq,
         global_batch=options.global_batch,
         base=base,
-        microbatches=sizes,
-        fixed=options.fixed,
+        microbatches=(1, 2) if options.microbatch is None else (options.microbatch,),
+        fixed=fixed,
     )
 
 
-def report(found: Search) -> str:
+def report(found: ClusterPlan) -> str:
     """The chosen layout, its policies and flags, and the runners-up."""
     best = found.best
     run_, costs = best.run, best.planned.costs
     tokens = run_.global_batch * run_.sequence / run_.cluster.devices / best.seconds
+    most = max(rank.device_bytes for rank in costs.ranks)
+    host = max(rank.host_bytes for rank in costs.ranks)
     lines = [
-        f"{run_.cluster.name}:{run_.cluster.devices}  {describe(run_)}, {run_.microbatches} microbatches "
-        f"({found.looked_at} layouts divide and hold their weights)",
-        f"step    {best.seconds:.2f} s, {tokens:,.0f} tokens/s a device; {_shares(best)}",
-        f"memory  {format_bytes(max(rank.device_bytes for rank in costs.ranks))} of "
-        f"{format_bytes(run_.cluster.device.memory)} a device, "
-        f"{format_bytes(max(rank.host_bytes for rank in costs.ranks))} on the host",
+        f"{run_.cluster.name}:{run_.cluster.devices}  {describe(run_)}, {run_.microbatches} microbatches",
+        f"({found.looked_at} layouts divide and hold their weights; as {run_.framework.name} keeps tensors)",
+        f"step    {best.seconds:.2f} s, {tokens:,.0f} tokens/s a device",
+        *wrap(_shares(best), WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8),
+        f"memory  {format_bytes(most)} of {format_bytes(run_.cluster.device.memory)} a device, "
+        f"{format_bytes(host)} on the host;",
+        f"        {100 * run_.reserve:g} % are left for what allocators and frameworks take beyond tensors",
         "",
     ]
     for number, policy in enumerate(best.planned.policies):
         rules = ", ".join(f"{rule.match} {rule.home}" for rule in policy.rules)
-        lines.append(f"rank {number:<3} {rules or 'no policy: it fits'}")
-    lines += ["", "runners-up                                          step     lacks"]
+        told = f"rank {number:<3} {rules or 'no policy: it fits'}"
+        lines += wrap(told, WIDTH, subsequent_indent=" " * 9)
+    lines += ["", f"{'runners-up':<40}{'step':>8}  lacks"]
     for other in found.others:
         time = f"{other.seconds:.2f} s" if other.played is not None else "–"
-        lines.append(f"{describe(other.run):<48}  {time:>9}  {found.lacks(other)}")
-    lines += ["", *_flags(best)]
+        lines.append(f"{describe(other.run):<40}{time:>8}  {found.lacks(other)}")
+    lines += ["", f"flags of {run_.framework.name}", _flags(best)]
     return "\n".join(lines)
 
 
@@ -118,32 +129,23 @@ def _shares(item: Found) -> str:
     )
 
 
-def _flags(item: Found) -> list[str]:
-    """A line for each program: its flags, or why it has none for this layout."""
-    policies = item.planned.policies
-    made = {
-        "pagestash": lambda: pagestash_flags(item.run, JOINED),
-        "megatron": lambda: megatron_flags(item.run, policies),
-        "torchtitan": lambda: torchtitan_flags(item.run, policies),
-    }
-    lines = []
-    for name, flags in made.items():
-        try:
-            told = " ".join(flags())
-        except ValueError as error:
-            told = f"({error})"
-        lines.append(f"{name:<10}  {told}")
-    return lines
+def _flags(item: Found) -> str:
+    """The framework's flags, or why it has none for this layout."""
+    try:
+        return " ".join(FLAGS[item.run.framework.name](item.run))
+    except ValueError as error:
+        return f"({error})"
 
 
-def write(found: Search, folder: Path) -> None:
-    """One policy file a rank and one for all, the flags, and the table as text and JSON."""
+def write(found: ClusterPlan, folder: Path) -> None:
+    """A policy file for each rank and one for all, if ranks have policies; flags; the table as text and JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     best = found.best
-    for number, policy in enumerate(best.planned.policies):
-        policy.save(folder / f"policy-rank{number}.toml")
-    joined(best.planned.policies).save(folder / JOINED)
-    (folder / "flags.txt").write_text("\n".join(_flags(best)) + "\n", encoding="utf-8")
+    if best.planned.policies:
+        for number, policy in enumerate(best.planned.policies):
+            policy.save(folder / f"policy-rank{number}.toml")
+        joined(best.planned.policies).save(folder / JOINED)
+    (folder / "flags.txt").write_text(_flags(best) + "\n", encoding="utf-8")
     (folder / "plan.txt").write_text(report(found) + "\n", encoding="utf-8")
     rows = [
         {

@@ -1,30 +1,17 @@
 """`pagestash profile`."""
 
 import sys
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from rich.console import Console
 
 from pagestash.commands.checks import check_file, check_numbers, check_picture, exit_code
-from pagestash.commands.step import StepOptions, measure
+from pagestash.commands.options import ProfileOptions
+from pagestash.commands.step import measure
 from pagestash.policy import Policy, Rule
 
 PIPE_COLUMNS = 160
 WIDE_COLUMNS = 140
 """Width of the full table."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileOptions:
-    """The options of the command line."""
-
-    step: StepOptions = field(default_factory=StepOptions)
-    policy: Path | None = None
-    depth: int | None = None
-    tensors: str | None = None
-    json: Path | None = None
-    plot: Path | None = None
 
 
 def run(options: ProfileOptions) -> int:
@@ -34,7 +21,7 @@ def run(options: ProfileOptions) -> int:
 
 def _run(options: ProfileOptions) -> None:
     _check(options)
-    found, _ = measure(options.step, None if options.policy is None else Policy.load(options.policy))
+    found, _ = measure(options, None if options.policy is None else Policy.load(options.policy))
     # A pipe has no width, and rich would assume 80 columns.
     console = Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)
     console.print(found.table(depth=options.depth, narrow=console.width < WIDE_COLUMNS))

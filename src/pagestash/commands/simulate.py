@@ -2,11 +2,12 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pagestash.commands.checks import check_file, check_numbers, check_picture, exit_code
+from pagestash.commands.options import SimulateOptions
 from pagestash.models.config import DecoderConfig
 from pagestash.policy import Policy
 from pagestash.profiling.picture import write
@@ -19,7 +20,7 @@ from pagestash.simulation.costs.homes import PolicyHomes
 from pagestash.simulation.costs.launches import GRAPHED
 from pagestash.simulation.costs.measured import measured
 from pagestash.simulation.costs.run import Run
-from pagestash.simulation.model.framework import framework
+from pagestash.simulation.model.framework import ParameterBytes, framework
 from pagestash.simulation.model.modules import layers_of
 from pagestash.simulation.model.read import read_model
 from pagestash.simulation.model.regions import check_policy
@@ -27,41 +28,6 @@ from pagestash.simulation.replay.trace import write_trace
 from pagestash.simulation.result import simulate
 
 Zero = Literal[0, 1, 2, 3]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
-    """The options of the command line."""
-
-    model: str
-    cluster: str
-    layers: int | None = None
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    pp: int = 1
-    vpp: int = 1
-    zero: int = 1
-    schedule: str | None = None
-    microbatch: int = 1
-    global_batch: int = 1
-    seq: int = 4096
-    precision: str = "bf16"
-    framework: str = "pagestash"
-    dispatcher: str = "alltoall"
-    overlap: bool = False
-    delay_weight_gradients: bool = False
-    graphs: str = ""
-    placement: str | None = None
-    capacity: float = 0.0
-    policy: Path | None = None
-    profile: Path | None = None
-    profiled_on: str | None = None
-    skew: float = 1.0
-    rows: Path | None = None
-    plot: Path | None = None
-    trace: Path | None = None
-    json: Path | None = None
 
 
 def run(options: SimulateOptions) -> int:
@@ -77,13 +43,14 @@ def _run(options: SimulateOptions) -> None:
     found = simulate(made, rows_of(options))
     print(found)
     if options.json is not None:
-        options.json.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
+        body = found.to_json() | {"options": asdict(options)}
+        options.json.write_text(json.dumps(body, indent=2, default=str) + "\n", encoding="utf-8")
     if options.trace is not None:
         write_trace(found.played, options.trace)
     if options.plot is not None:
         from pagestash.simulation.replay.plot import draw_step
 
-        title = f"{Path(options.model).stem} on {options.cluster}, {made.layout.schedule}"
+        title = f"{Path(options.preset).stem} on {options.cluster}, {made.layout.schedule}"
         write(draw_step(found.played, title=title, capacity_bytes=made.cluster.device.memory), options.plot)
 
 
@@ -104,7 +71,7 @@ def run_of(options: SimulateOptions) -> Run:
         zero=zero_of(options.zero),
         schedule=schedule,
     )
-    config = read_model(options.model, layers=options.layers)
+    config = read_model(options.preset, layers=options.layers)
     made = Run(
         config=config,
         cluster=cluster,
@@ -122,6 +89,8 @@ def run_of(options: SimulateOptions) -> Run:
         graphs=graphs_of(options.graphs),
         placement=None if options.placement is None else placement_of(options.placement),
         factors=factors_of(options.profile, options.profiled_on, config, cluster),
+        parameters=parameters_of(options.parameter_bytes),
+        reserve=reserve_of(options.reserve),
     )
     if options.policy is not None:
         unheard = check_policy(Policy.load(options.policy), layers_of(made.shape))
@@ -177,6 +146,28 @@ def graphs_of(text: str) -> tuple[str, ...]:
         parts = ", ".join(scope for scope in GRAPHED if scope != "full")
         raise ValueError(f"--graphs {text}: expected some of {parts} with commas between them, or full")
     return found
+
+
+def parameters_of(text: str) -> ParameterBytes:
+    """Bytes of a parameter: `2,4,12`."""
+    try:
+        weight, gradient, optimizer = map(float, text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"--parameter-bytes {text}: expected those of weight, gradient and optimizer, like 2,4,12"
+        ) from None
+    return ParameterBytes(weight=weight, gradient=gradient, optimizer=optimizer)
+
+
+def reserve_of(text: str) -> float:
+    """A part of the memory: `6%` or `0.06`."""
+    try:
+        part = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        part = -1.0
+    if not 0 <= part < 1:
+        raise ValueError(f"--reserve {text}: expected a part of the device's memory, like 6%")
+    return part
 
 
 def placement_of(text: str) -> tuple[int, ...]:

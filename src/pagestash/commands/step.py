@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import sys
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -12,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
 from pagestash.commands.checks import check_numbers
+from pagestash.commands.options import MeasuredOptions, StepOptions
 from pagestash.device import device_memory, find_device
 from pagestash.models.config import preset
 from pagestash.models.decoder import Decoder, count_parameters
@@ -26,24 +26,7 @@ from pagestash.torch_internals import tree_map_only
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOptions:
-    """What to measure, as on the command line."""
-
-    preset: str | None = None
-    module: str | None = None
-    layers: int | None = None
-    batch: int = 2
-    seq: int = 256
-    device: str = "auto"
-    dtype: str | None = None
-    autocast: str | None = None
-    link: str | None = None
-    repeats: int = 3
-    gradients: str = "held"
-
-
-def measure(options: StepOptions, policy: Policy | None = None) -> tuple[Profile, RepeatedStep]:
+def measure(options: MeasuredOptions, policy: Policy | None = None) -> tuple[Profile, RepeatedStep]:
     """Profile what the options name; the profile has the policy's homes. Also the step that was profiled."""
     link = given_link(options)
     model, batch, autocast = make_step(options)
@@ -74,10 +57,10 @@ def make_step(options: StepOptions) -> tuple[nn.Module, Any, torch.dtype | None]
     """The model that the options name, its batch, and the dtype of autocast."""
     _check(options)
     device = find_device(options.device, f"--device {options.device}")
-    text = 8 * options.batch * (options.seq + 1)
+    text = 8 * options.batch * (options.tokens + 1)
     if text > device_memory(device):
         raise ValueError(
-            f"--batch {options.batch} --seq {options.seq}: the tokens alone take {format_bytes(text)}, {device} "
+            f"--batch {options.batch} --seq {options.tokens}: the tokens alone take {format_bytes(text)}, {device} "
             f"has {format_bytes(device_memory(device))}"
         )
     autocast = None if options.autocast is None else _dtype("--autocast", options.autocast)
@@ -85,7 +68,7 @@ def make_step(options: StepOptions) -> tuple[nn.Module, Any, torch.dtype | None]
     return model, batch, autocast
 
 
-def given_link(options: StepOptions) -> float | None:
+def given_link(options: MeasuredOptions) -> float | None:
     """Bytes per second to the host, if the options say."""
     rate = None if options.link is None else float(parse_bytes(options.link, "--link"))
     if rate == 0:
@@ -99,7 +82,8 @@ def _check(options: StepOptions) -> None:
         raise ValueError("--preset and --module: pass only one of them")
     if options.module is not None and options.layers is not None:
         raise ValueError("--layers is for presets; with --module the function determines the layers")
-    check_numbers(batch=options.batch, seq=options.seq, repeats=options.repeats)
+    repeats = options.repeats if isinstance(options, MeasuredOptions) else None
+    check_numbers(batch=options.batch, seq=options.seq, repeats=repeats)
 
 
 def _from_preset(options: StepOptions, device: torch.device) -> tuple[nn.Module, Any]:
@@ -163,7 +147,7 @@ def _function(place: str) -> Any:
 
 def _tokens(options: StepOptions, vocab: int, device: torch.device, *, labels: bool) -> Any:
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocab, (options.batch, options.seq + 1), generator=generator).to(device)
+    tokens = torch.randint(0, vocab, (options.batch, options.tokens + 1), generator=generator).to(device)
     inputs = tokens[:, :-1].contiguous()
     return (inputs, tokens[:, 1:].contiguous()) if labels else inputs
 

@@ -4,11 +4,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 
+from pagestash.commands.options import TrainOptions
 from pagestash.device import out_of_memory
 from pagestash.sizes import format_bytes
 from pagestash.train.config import checked, merge, parse_assignments, read_toml
@@ -21,17 +22,21 @@ WRONG_INPUT = 2
 INTERRUPTED = 130
 
 
-def run(
-    given: Mapping[str, Any],
-    out: Path,
-    *,
-    config: Path | None = None,
-    assignments: Sequence[str] = (),
-    resume: bool = False,
-) -> int:
+_NAMES = {"pp": "pipeline", "ep": "expert_parallel"}
+"""Settings of a run by options that have another name."""
+
+
+def run(options: TrainOptions) -> int:
     """Prepare and train; returns the exit code. Bad input is one line on stderr."""
+    given = asdict(options)
+    config, assignments, resume, out = (
+        given.pop(name) for name in ("config", "assignments", "resume", "out")
+    )
+    given = {_NAMES.get(key, key): value for key, value in given.items() if value is not None}
+    if "corpus" in given:
+        given["corpus"] = tuple(given["corpus"])
     try:
-        sources = [read_toml(config) if config else {}, parse_assignments(assignments), checked(given)]
+        sources = [read_toml(config) if config else {}, parse_assignments(assignments or []), checked(given)]
         plan = prepare(_settings(sources), out, resume=resume)
     except ValueError as error:
         return _refuse(str(error))

@@ -1,29 +1,16 @@
 """`pagestash verify`."""
 
-from dataclasses import dataclass, field
-from pathlib import Path
-
 import torch
 
 from pagestash.commands.checks import check_numbers, exit_code
-from pagestash.commands.step import StepOptions, make_step
+from pagestash.commands.options import VerifyOptions
+from pagestash.commands.step import make_step
 from pagestash.policy import Policy
 from pagestash.verifying.result import Verification
 from pagestash.verifying.verify import verify
 
 OPTIMIZERS = ("none", "sgd", "momentum", "adamw")
 DIFFERENT = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyOptions:
-    """The options of the command line."""
-
-    policy: Path
-    step: StepOptions = field(default_factory=StepOptions)
-    steps: int = 3
-    optimizer: str = "adamw"
-    graphed: bool = False
 
 
 def run(options: VerifyOptions) -> int:
@@ -41,7 +28,7 @@ def _verify(options: VerifyOptions) -> Verification:
     if options.optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {options.optimizer}: expected one of {', '.join(OPTIMIZERS)}")
     policy = Policy.load(options.policy)
-    model, batch, autocast = make_step(options.step)
+    model, batch, autocast = make_step(options)
     return verify(
         model,
         batch,

@@ -1,7 +1,7 @@
 """`simulate`: one step of a run, what each rank holds and does, and whether it fits."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pagestash.rows.distribution import RowDistribution
 from pagestash.simulation.costs.build import step_costs
@@ -12,6 +12,8 @@ from pagestash.simulation.replay.programs import COMMUNICATION
 from pagestash.simulation.replay.replay import replay
 from pagestash.simulation.replay.routing import routing_of
 from pagestash.sizes import format_bytes
+
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,13 @@ class Simulated:
         return self.costs.model_operations / self.costs.devices / self.seconds
 
     @property
+    def verdict(self) -> Literal["OK", "TIGHT", "OOM"]:
+        """TIGHT: it fits, if allocators and frameworks take less beyond tensors than the reserve."""
+        if self.lacks:
+            return "OOM"
+        return "OK" if max(row.device_bytes for row in self.rows) <= self.run.room else "TIGHT"
+
+    @property
     def lacks(self) -> str:
         """What keeps it from running; empty if it fits."""
         memory, host = self.run.cluster.device.memory, self.run.cluster.host_bytes_a_device
@@ -82,6 +91,7 @@ class Simulated:
             "operations_per_second_per_device": self.operations_a_second,
             "bubble": self.played.bubble(),
             "events": self.played.events,
+            "verdict": self.verdict,
             "lacks": self.lacks,
             "ranks": [asdict(row) for row in self.rows],
         }
@@ -91,19 +101,26 @@ class Simulated:
         ways = ("tp", "cp", "ep", "pp", "vpp", "dp")
         degrees = ", ".join(f"{name.upper()} {getattr(layout, name)}" for name in ways)
         lines = [
-            f"{cluster.name}:{cluster.devices}  {degrees}, ZeRO {layout.zero}, {layout.schedule}, "
-            f"{self.costs.microbatches} microbatches of {self.run.microbatch} × {self.run.sequence} tokens",
+            f"{cluster.name}:{cluster.devices}  {degrees}, ZeRO {layout.zero}",
+            f"{layout.schedule}, {self.costs.microbatches} microbatches of "
+            f"{self.run.microbatch} × {self.run.sequence} tokens, as {self.run.framework.name} keeps them",
             "",
             *_table(self.rows),
+            "GiB of tensors: static are weights, gradients and optimizer, host is offloaded.",
+            "rows: dispatch and combine; waits: for copies of offload.",
             "",
             f"step       {_time(self.seconds)}, {100 * self.played.bubble():.1f} % of it bubble",
             f"a device   {self.tokens_a_second:,.0f} tokens/s, "
             f"{self.operations_a_second / 1e12:,.0f} TFLOP/s of the model",
         ]
-        room = f"{format_bytes(cluster.device.memory)} a device"
-        lines.append(
-            f"memory     {f'does not fit {room}: {self.lacks} too little' if self.lacks else f'fits {room}'}"
-        )
+        most = max(self.rows, key=lambda row: row.device_bytes)
+        free = 1 - most.device_bytes / cluster.device.memory
+        told = f"lacks {self.lacks}" if self.lacks else f"{100 * free:.1f} % free"
+        room, beside = format_bytes(cluster.device.memory), format_bytes(cluster.device.outside)
+        lines += [
+            f"memory     {self.verdict}: {told}; a device has {room}, the reserve is {100 * self.run.reserve:g} %",
+            f"           rank {most.rank}: {format_bytes(most.peak_bytes)} of tensors, and {beside} beside torch",
+        ]
         return "\n".join(lines)
 
 
@@ -147,11 +164,11 @@ def _table(rows: tuple[RankRow, ...]) -> list[str]:
         (
             "rank",
             "layers",
-            "weights, optimizer",
+            "static",
             "peak",
-            "on the host",
+            "host",
             "compute",
-            "experts' rows",
+            "rows",
             "waits",
             "idle",
         )
@@ -160,9 +177,9 @@ def _table(rows: tuple[RankRow, ...]) -> list[str]:
         (
             str(row.rank),
             str(row.layers),
-            format_bytes(row.static_bytes),
-            format_bytes(row.peak_bytes),
-            format_bytes(row.host_bytes) if row.host_bytes else "–",
+            f"{row.static_bytes / GIB:,.1f}",
+            f"{row.peak_bytes / GIB:,.1f}",
+            f"{row.host_bytes / GIB:,.1f}" if row.host_bytes else "–",
             _time(row.compute),
             _time(row.communication) if row.communication else "–",
             _time(row.wait) if row.wait else "–",

@@ -65,7 +65,7 @@ def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = Fals
     config = merge(found.config, settings)
     for name in ("schedule", "chunks"):
         if name in settings and config.pipeline == 1:
-            raise ValueError(f"{name}={settings[name]!r} is for a pipeline: pass --pipeline, or leave it out")
+            raise ValueError(f"{name}={settings[name]!r} is for a pipeline: pass --pp, or leave it out")
     decoder = config.decoder()
     world = World.from_environment(config, decoder.experts)
     if config.capacity_factor:

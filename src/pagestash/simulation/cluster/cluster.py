@@ -271,15 +271,19 @@ def read_cluster(text: str) -> Cluster:
 
 def load_cluster(name: str | Path, devices: int) -> Cluster:
     """`devices` devices of a shipped cluster or of a file."""
-    if str(name) in SHIPPED:
-        path = Path(str(files("pagestash.simulation.cluster").joinpath("files", f"{name}.toml")))
-    elif str(name).endswith(".toml"):
-        path = Path(name)
-    else:
-        raise ValueError(
-            f"cluster {str(name)!r}: expected {', '.join(SHIPPED[:-1])} or {SHIPPED[-1]}, or a TOML file"
-        )
+    path = cluster_file(name)
     return parse_cluster(read_toml(path), devices, str(path))
+
+
+def cluster_file(name: str | Path) -> Path:
+    """The file of a shipped cluster, or one's own."""
+    if str(name) in SHIPPED:
+        return Path(str(files("pagestash.simulation.cluster").joinpath("files", f"{name}.toml")))
+    if str(name).endswith(".toml"):
+        return Path(name)
+    raise ValueError(
+        f"cluster {str(name)!r}: expected {', '.join(SHIPPED[:-1])} or {SHIPPED[-1]}, or a TOML file"
+    )
 
 
 def parse_cluster(tables: dict[str, Any], devices: int, where: str = "cluster") -> Cluster:

@@ -1,6 +1,6 @@
 """What training frameworks keep for backward beyond the formulas of `models/costs.py`, and bytes a parameter."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 ZeroStage = Literal[0, 1, 2, 3]
@@ -84,6 +84,8 @@ FRAMEWORKS: dict[str, Framework] = {
         waits_for_rows=True,
     ),
 }
+# FSDP2 with autograd's own backward, like Pith-Train; not compared with a run.
+FRAMEWORKS["torchtitan"] = replace(FRAMEWORKS["pith"], name="torchtitan", keeps_combined=False)
 
 
 def framework(name: str) -> Framework:

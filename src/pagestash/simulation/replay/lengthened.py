@@ -6,7 +6,7 @@ from pagestash.simulation.costs.build import step_costs, with_microbatches
 from pagestash.simulation.costs.costs import StepCosts
 from pagestash.simulation.costs.run import Run
 from pagestash.simulation.replay.played import Replay
-from pagestash.simulation.replay.replay import replay, replay_alone
+from pagestash.simulation.replay.replay import replay
 
 STEADY = 2
 """Times the pipeline's ranks: microbatches from which on a schedule only repeats itself."""
@@ -25,12 +25,6 @@ def step_seconds(run: Run, costs: StepCosts | None = None) -> tuple[Replay, floa
     played = replay(with_microbatches(costs, longer))
     before = played.seconds if longer.microbatches == run.microbatches else replay(costs).seconds
     return played, _lengthened(run, before, played.seconds)
-
-
-def alone_seconds(run: Run, costs: StepCosts, rank: int) -> float:
-    """The same for one rank that waits for no other."""
-    longer = shortened(run, 2 * STEADY)
-    return _lengthened(run, replay_alone(costs, rank), replay_alone(with_microbatches(costs, longer), rank))
 
 
 def _lengthened(run: Run, short: float, longer: float) -> float:

@@ -18,7 +18,7 @@ received rows, it is behind the device again.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, make_plan
@@ -67,20 +67,6 @@ def replay(costs: StepCosts, routing: Routing | None = None) -> Replay:
     """One step of a pipeline group with these costs; rows are balanced unless `routing` says otherwise."""
     machine, stages = _machine(costs), programs_of(costs)
     return run_step(costs.plans, stages, machine, routing=routing, overlap=costs.overlaps_dispatch)
-
-
-def replay_alone(costs: StepCosts, rank: int) -> float:
-    """Seconds of one rank whose inputs are always there, and whose node's other ranks copy nothing.
-
-    Without the reduction of gradients and the optimizer, beside which other ranks may run.
-    """
-    clock, machine = Clock(), replace(_machine(costs), end_seconds=())
-    shared = _Shared(clock, programs_of(costs), machine, Balanced(), None)
-    links = NodeLinks(clock, machine.link, {rank: machine.alike})
-    alone = _Rank(rank, costs.plans[rank], shared, links, overlap=costs.overlaps_dispatch)
-    alone.start()
-    clock.run()
-    return alone.finished
 
 
 def _machine(costs: StepCosts) -> Machine:
@@ -146,22 +132,18 @@ class _Shared:
         stages: Sequence[StageProgram],
         machine: Machine,
         routing: Routing,
-        rank_of: Mapping[int, int] | None,
+        rank_of: Mapping[int, int],
     ) -> None:
         self.clock, self.stages, self.machine, self.routing = clock, stages, machine, routing
         self.rank_of = rank_of
-        """The rank of each stage; None: one rank runs alone."""
+        """The rank of each stage."""
         self.piped = len(stages) > 1
         self._arrived: dict[tuple[bool, int, int], Flag] = {}  # by way, stage that waits, and microbatch
         self._sent: dict[tuple[int, int], float] = {}
 
     def input_of(self, action: Action) -> Flag | None:
         """Set when the action's input has arrived; None if it needs nothing of another stage."""
-        if (
-            self.rank_of is None
-            or action.kind == "W"
-            or action.stage == (0 if action.kind == "F" else len(self.stages) - 1)
-        ):
+        if action.kind == "W" or action.stage == (0 if action.kind == "F" else len(self.stages) - 1):
             return None
         key = action.kind == "F", action.stage, action.microbatch
         return self._arrived.setdefault(key, Flag())
@@ -170,7 +152,7 @@ class _Shared:
         """Send the action's output to the stage that waits for it; the span of that, if it takes time."""
         forward = action.kind == "F"
         stage = action.stage + (1 if forward else -1)
-        if self.rank_of is None or action.kind == "W" or not 0 <= stage < len(self.stages):
+        if action.kind == "W" or not 0 <= stage < len(self.stages):
             return None
         flag = self._arrived.setdefault((forward, stage, action.microbatch), Flag())
         way = rank, self.rank_of[stage]

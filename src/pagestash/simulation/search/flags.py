@@ -1,4 +1,4 @@
-"""Launch flags of a layout: ours, Megatron-LM's and torchtitan's.
+"""Launch flags of a planned run: ours, Megatron-LM's and torchtitan's.
 
 They say how a run is divided and where activations wait, and go beside the flags of the model. What a program
 cannot do is left out, or said in a `ValueError`. `docs/simulate.md` names the versions they were checked against.
@@ -6,24 +6,11 @@ cannot do is left out, or said in a `ValueError`. `docs/simulate.md` names the v
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby
 
-from pagestash.policy import Policy
+from pagestash.simulation.costs.homes import Homes, MegatronHomes
 from pagestash.simulation.costs.run import Run
 
-_MEGATRON_OFFLOAD = {
-    "moe.expert_fc1": "expert_fc1",
-    "moe.moe_act": "moe_act",
-    "attn.core_attn": "core_attn",
-    "attn_norm": "attn_norm",
-    "mlp_norm": "mlp_norm",
-}
-_MEGATRON_RECOMPUTE = {
-    "attn_norm": "layernorm",
-    "mlp_norm": "layernorm",
-    "moe.moe_act": "moe_act",
-    "attn.qkv_linear": "mla_up_proj",
-}
 _MEGATRON_PRECISION = {
     "bf16": ["--bf16"],
     "fp8": ["--bf16", "--fp8-format hybrid", "--fp8-recipe tensorwise"],
@@ -31,6 +18,10 @@ _MEGATRON_PRECISION = {
     "fp32": [],
 }
 """Its default recipe for 8 bits, delayed scaling, allows no recompute of norms or of experts' activation."""
+_MEGATRON_DISPATCHER = {
+    "alltoall": ["--moe-token-dispatcher-type alltoall"],
+    "flex": ["--moe-token-dispatcher-type flex --moe-enable-deepep"],
+}
 _MEGATRON_SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 
 
@@ -39,14 +30,14 @@ def pagestash_flags(run: Run, policy: str) -> list[str]:
     layout = run.layout
     if layout.tp > 1 or layout.cp > 1:
         raise ValueError("pagestash train has no tensor or context parallel ranks")
-    flags = [f"--pipeline {layout.pp}"]
+    flags = [f"--pp {layout.pp}"]
     if layout.pp > 1:
         flags.append(f"--schedule {layout.schedule}")
         if layout.vpp > 1:
             flags.append(f"--set chunks={layout.vpp}")
     return [
         *flags,
-        f"--expert {layout.ep}",
+        f"--ep {layout.ep}",
         "--set dispatch=all_to_all_exact",
         f"--set sequence={run.sequence}",
         f"--set batch={run.microbatches * run.microbatch}",
@@ -58,8 +49,8 @@ def pagestash_flags(run: Run, policy: str) -> list[str]:
 # --- Megatron-LM ---
 
 
-def megatron_flags(run: Run, policies: Sequence[Policy]) -> list[str]:
-    """Of Megatron-LM's `pretrain_gpt.py`. Its homes are the same on all ranks: the union of what ranks have."""
+def megatron_flags(run: Run) -> list[str]:
+    """Of Megatron-LM's `pretrain_gpt.py`, for a run whose homes are `MegatronHomes`."""
     layout = run.layout
     flags = [
         f"--tensor-model-parallel-size {layout.tp}",
@@ -67,7 +58,7 @@ def megatron_flags(run: Run, policies: Sequence[Policy]) -> list[str]:
         f"--pipeline-model-parallel-size {layout.pp}",
         f"--expert-model-parallel-size {layout.ep}",
         "--expert-tensor-parallel-size 1",  # its default is that of tensor parallelism
-        "--moe-token-dispatcher-type alltoall",
+        *_MEGATRON_DISPATCHER[run.dispatcher],
         "--moe-grouped-gemm",
         f"--micro-batch-size {run.microbatch}",
         f"--global-batch-size {run.global_batch}",
@@ -85,7 +76,23 @@ def megatron_flags(run: Run, policies: Sequence[Policy]) -> list[str]:
         flags.append("--ckpt-format fsdp_dtensor")
     if layout.zero:
         flags.append("--use-distributed-optimizer")
-    return [*flags, *_megatron_homes(run, policies)]
+    if run.parameters.gradient == 2:
+        flags.append("--grad-reduce-in-bf16")
+    if run.parameters.optimizer == 8:
+        flags.append("--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16")
+    if run.overlaps_dispatch:
+        flags.append("--overlap-moe-expert-parallel-comm")
+    if run.delays_weight_gradients:
+        flags.append("--delay-wgrad-compute")
+    return [*flags, *_megatron_graphs(run.graphs), *_megatron_homes(run.homes)]
+
+
+def _megatron_graphs(scopes: Sequence[str]) -> list[str]:
+    if "full" in scopes:
+        return ["--cuda-graph-impl full_iteration"]
+    names = {"router": "moe_router moe_preprocess"}
+    found = " ".join(names.get(scope, scope) for scope in scopes)
+    return [f"--cuda-graph-impl transformer_engine --cuda-graph-scope {found}"] if found else []
 
 
 def _megatron_layout(placed: Sequence[int]) -> str:
@@ -100,59 +107,25 @@ def _megatron_layout(placed: Sequence[int]) -> str:
     return f"'E{'t' * first}|{stages}{'t' * last}L'"
 
 
-def _megatron_homes(run: Run, policies: Sequence[Policy]) -> list[str]:
-    homes = _homes(policies)
-    if run.config.attention != "mla":
-        homes.discard(("attn.qkv_linear", "recompute"))
-    if ("", "recompute") in homes:
-        # Layers that are recomputed whole save nothing inside that could be offloaded.
-        most, every = _most_recomputed(run, policies), max(run.placed)
-        if most < every:
-            return [f"--recompute-granularity full --recompute-method block --recompute-num-layers {most}"]
+def _megatron_homes(homes: Homes) -> list[str]:
+    if not isinstance(homes, MegatronHomes):
+        return []
+    if homes.full:
         return ["--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
-    again = _named(_MEGATRON_RECOMPUTE, homes, "recompute")
-    moved = _named(_MEGATRON_OFFLOAD, homes, "offload")
     flags = []
-    if again:
-        flags.append(f"--recompute-granularity selective --recompute-modules {' '.join(again)}")
-    if moved:
-        flags.append(f"--fine-grained-activation-offloading --offload-modules {' '.join(moved)}")
-        part = _most_offloaded(run, policies)
-        if part < 1:
-            flags.append(f"--activation-offload-fraction {part:.2f}")
+    if homes.recompute:
+        flags.append(f"--recompute-granularity selective --recompute-modules {' '.join(homes.recompute)}")
+    if homes.offload:
+        flags.append(f"--fine-grained-activation-offloading --offload-modules {' '.join(homes.offload)}")
     return flags
-
-
-def _named(known: dict[str, str], homes: set[tuple[str, str]], home: str) -> list[str]:
-    return sorted({known[name] for name, own in homes if own == home and name in known})
-
-
-def _most_recomputed(run: Run, policies: Sequence[Policy]) -> int:
-    """Layers of a stage that are recomputed whole, at the most."""
-    ends = accumulate(run.placed, initial=0)
-    rules = [rule for policy in policies for rule in policy.rules if rule.home == "recompute"]
-    whole = [any(rule.matches(f"layers.{number}") for rule in rules) for number in range(run.config.layers)]
-    return max(sum(whole[first:last]) for first, last in pairwise(ends))
-
-
-def _most_offloaded(run: Run, policies: Sequence[Policy]) -> float:
-    """The part of a rank's layers that offload anything, at the most, rounded up to hundredths."""
-    rules = [rule for policy in policies for rule in policy.rules if rule.home == "offload"]
-    own, moved = [0] * run.layout.pp, [0] * run.layout.pp
-    for stage, (first, last) in enumerate(pairwise(accumulate(run.placed, initial=0))):
-        for layer in range(first, last):
-            names = [f"layers.{layer}.{region}" for region in _MEGATRON_OFFLOAD]
-            own[stage % run.layout.pp] += 1
-            moved[stage % run.layout.pp] += any(rule.matches(name) for rule in rules for name in names)
-    return max(math.ceil(100 * some / every) / 100 for some, every in zip(moved, own) if every)
 
 
 # --- torchtitan ---
 
 
-def torchtitan_flags(run: Run, policies: Sequence[Policy]) -> list[str]:
-    """Of torchtitan's `run_train.sh`. It has no homes but recompute, and shards gradients from ZeRO 1 on."""
-    layout, homes = run.layout, _homes(policies)
+def torchtitan_flags(run: Run) -> list[str]:
+    """Of torchtitan's `run_train.sh`. It recomputes whole layers or none, and shards gradients from ZeRO 1 on."""
+    layout = run.layout
     flags = [
         f"--parallelism.tensor_parallel_degree {layout.tp}",
         f"--parallelism.context_parallel_degree {layout.cp}",
@@ -172,8 +145,7 @@ def torchtitan_flags(run: Run, policies: Sequence[Policy]) -> list[str]:
         ]
     if layout.pp > 1 or layout.ep > 1:
         flags.append("--training.disable_cuda_graphs")
-    recomputes = any(home == "recompute" for _, home in homes)
-    kind = "full" if ("", "recompute") in homes else "selective" if recomputes else "none"
+    kind = "full" if isinstance(run.homes, MegatronHomes) and run.homes.full else "none"
     return [*flags, f"activation-checkpoint:{kind}"]  # a subcommand, which comes last
 
 
@@ -216,9 +188,3 @@ def torchtitan_division(stages: int, layers: int, before: int, after: int) -> li
     sizes[0] -= before
     sizes[-1] -= after
     return sizes
-
-
-def _homes(policies: Sequence[Policy]) -> set[tuple[str, str]]:
-    """Regions within a layer, "" for the layer, and their homes: of `layers.{0-3}.moe.moe_act`, `moe.moe_act`."""
-    rules = (rule for policy in policies for rule in policy.rules)
-    return {(".".join(rule.match.split(".")[2:]), rule.home) for rule in rules}

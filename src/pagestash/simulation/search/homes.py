@@ -1,8 +1,11 @@
 """Homes for the layers of a pipeline rank, for a budget of memory.
 
-A *choice* gives regions of a layer their homes; every layer of a rank has one. With one bound on memory, the
-fastest mix of choices is one of two neighbours on the lower hull of seconds over bytes, so a rank takes the cheaper
-choice of the two for as many layers as fit. A choice costs, for one microbatch of a rank,
+Homes of Megatron-LM and torchtitan are the same for all layers and ranks, as their flags are: each of a list is
+costed, and the fastest that fits is taken.
+
+Ours are mixed, rank by rank. A *choice* gives regions of a layer their homes; every layer of a rank has one. With
+one bound on memory, the fastest mix of choices is one of two neighbours on the lower hull of seconds over bytes: a
+rank takes the cheaper choice of the two for as many layers as fit. A choice costs, for one microbatch of a rank,
 
     recomputed seconds  +  moved bytes / memory rate, each way  +  max(0, moved bytes / link rate − compute seconds)
 
@@ -10,10 +13,11 @@ All of this proposes. The mix is checked with the byte formulas, and given more 
 every rank fits; the replay gives the time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Literal
 
 from pagestash.patterns import number_ranges
@@ -21,7 +25,7 @@ from pagestash.policy import Policy, PoolConfig, Rule
 from pagestash.saved.offload.plan import WINDOW
 from pagestash.simulation.costs.build import Known, step_costs
 from pagestash.simulation.costs.costs import LayerCosts, RankCosts, StepCosts
-from pagestash.simulation.costs.homes import Placed, PolicyHomes
+from pagestash.simulation.costs.homes import MegatronHomes, Placed, PolicyHomes
 from pagestash.simulation.costs.run import Run
 from pagestash.simulation.model.parts import Layer
 
@@ -85,8 +89,6 @@ class _Point:
     host_bytes: int
     seconds: float
     """More than without a policy, for one microbatch."""
-    work: float
-    """Of these, without waits for copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,11 @@ class HomePlanner:
         return [_points(self.run, self.plain, rank, kinds) for rank in self.plain.ranks]
 
     @property
+    def mixes(self) -> bool:
+        """Whether layers may have several homes, of which some may be left out."""
+        return self.run.framework.name == "pagestash" and len(self.allowed) > 1
+
+    @property
     def most_bytes(self) -> int:
         """What the fullest rank takes without a policy."""
         return max(rank.device_bytes for rank in self.plain.ranks)
@@ -148,28 +155,17 @@ class HomePlanner:
         """What the fullest rank takes at least, as estimated."""
         return max(min(point.device_bytes for point in own) for own in self._points)
 
-    def least_work(self, room: int) -> list[float]:
-        """Seconds that homes for `room` bytes add to each rank's work for a microbatch, at least."""
-        near = (1 + NEAR) * room  # bytes of points are estimates
-        found = []
-        for own in self._points:
-            mixes = [
-                large.work if large.device_bytes <= near else _mixed(large, fits, near)
-                for fits in own
-                for large in own
-                if fits.device_bytes <= near
-            ]
-            found.append(min(mixes, default=min(point.work for point in own)))
-        return found
-
     def plan(self, room: int) -> Planned:
         """Homes for `room` bytes of every device."""
         run, layers, host = self.run, self._layers, self.run.cluster.host_bytes_a_device
+        none = [Policy() for _ in layers]
         if self.most_bytes <= room:
-            return _made(run, self.plain, [Policy() for _ in layers], room, host)
+            return _made(run, self.plain, none, room, host)
+        if run.framework.name != "pagestash":
+            return self._uniform(room)
         short = self.least_bytes - room
         if short > NEAR * room:  # nothing fits
-            made = _made(run, self.plain, [Policy() for _ in layers], room, host)
+            made = _made(run, self.plain, none, room, host)
             return replace(made, lacks_bytes=short)
         points = self._points
         pairs = [_pair(own, room, host) for own in points]
@@ -195,6 +191,51 @@ class HomePlanner:
         ]
         made = _made(run, costs, policies, room, host)
         return replace(made, run=replace(run, homes=homes))
+
+    def _uniform(self, room: int) -> Planned:
+        """The fastest that fits of homes which are the same for all layers, as launch flags have them."""
+        host = self.run.cluster.host_bytes_a_device
+        best: tuple[tuple[int, float], Planned] | None = None
+        for homes in uniform_homes(self.run, self.allowed):
+            run = replace(self.run, homes=homes)
+            costs = step_costs(run, self._known)
+            made = replace(_made(run, costs, (), room, host), run=run)
+            layers = ([layer for stage in rank.stages for layer in stage.layers] for rank in costs.ranks)
+            slowest = max(_seconds(costs, own) for own in layers)
+            score = made.lacks_bytes + made.host_lacks_bytes, slowest
+            if best is None or score < best[0]:
+                best = score, made
+        assert best is not None
+        return best[1]
+
+
+def uniform_homes(run: Run, allowed: Sequence[Allowed]) -> Iterator[MegatronHomes]:
+    """Homes that the flags of Megatron-LM can say, or torchtitan's, which has recompute of whole layers alone."""
+    config, both = run.config, len(allowed) > 1
+    yield MegatronHomes()
+    if run.framework.name == "megatron":
+        recompute = [("layernorm",), ("layernorm", "moe_act")]
+        if config.attention == "mla":
+            recompute += [
+                ("mla_up_proj",),
+                ("layernorm", "mla_up_proj"),
+                ("layernorm", "mla_up_proj", "moe_act"),
+            ]
+        if config.shared_experts:
+            recompute.append((*recompute[-1], "shared_experts"))
+        recompute.append((*recompute[0], "moe"))
+        offload = [("moe_act",), ("expert_fc1", "moe_act"), ("core_attn", "expert_fc1", "moe_act")]
+        if "recompute" in allowed:
+            yield from (MegatronHomes(recompute=names) for names in recompute)
+        if "offload" in allowed:
+            yield from (MegatronHomes(offload=names) for names in offload)
+        if both:
+            light = [names for names in recompute if "moe_act" not in names and "moe" not in names]
+            yield from (
+                MegatronHomes(recompute=again, offload=moved) for again, moved in product(light, offload)
+            )
+    if "recompute" in allowed:
+        yield MegatronHomes(full=True)
 
 
 def layer_costs(run: Run, choice: Choice = ()) -> StepCosts:
@@ -270,27 +311,20 @@ def _points(
                 choice,
                 int(rank.device_bytes + kept + window + work),
                 int(moved - window),
-                *_seconds(plain, [layer for layer, _, _ in live]),
+                _seconds(plain, [layer for layer, _, _ in live]),
             )
         )
     return found
 
 
-def _seconds(costs: StepCosts, layers: Sequence[LayerCosts]) -> tuple[float, float]:
-    """With waits for copies, and without."""
+def _seconds(costs: StepCosts, layers: Sequence[LayerCosts]) -> float:
+    """What homes of these layers add, with waits for copies."""
     again = sum(layer.recompute.at() for layer in layers)
     moved = sum(layer.moved_bytes.at() for layer in layers)
     kinds = ("forward", "backward_input", "backward_weight")
     compute = sum(getattr(layer, kind).at() for layer in layers for kind in kinds)
     link = min(costs.host.both, costs.host.shared_out / costs.host.devices)
-    work = again + 2 * moved / costs.memory_rate
-    return work + max(0.0, moved / link - compute - again), work
-
-
-def _mixed(large: _Point, fits: _Point, room: float) -> float:
-    """Work of the mix of two choices that takes `room`."""
-    part = (large.device_bytes - room) / (large.device_bytes - fits.device_bytes)
-    return part * fits.work + (1 - part) * large.work
+    return again + 2 * moved / costs.memory_rate + max(0.0, moved / link - compute - again)
 
 
 def _pair(points: Sequence[_Point], room: int, host: int) -> tuple[_Point, _Point]:

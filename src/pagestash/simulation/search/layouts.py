@@ -79,28 +79,13 @@ def worth_planning(wanted: Wanted) -> list[Bounded]:
     return kept
 
 
-def least_seconds(costs: StepCosts, microbatches: int, more: Sequence[float] = ()) -> float:
-    """The bound of a planned step; `more` is work of each rank for a microbatch that is not in its layers."""
+def least_seconds(costs: StepCosts, microbatches: int) -> float:
+    """The bound of a planned step."""
     works = {stage.stage: [_work(layer, costs) for layer in stage.layers] for stage in costs.stages}
     placed = [works[stage.stage] for stage in costs.stages]
     firsts = [rank.stages[0].stage for rank in costs.ranks]
     busy = [[work for stage in rank.stages for work in works[stage.stage]] for rank in costs.ranks]
-    if more:
-        busy = [[*own, _Work(0.0, seconds)] for own, seconds in zip(busy, more)]
     return _bound(placed, firsts, busy, microbatches, costs.schedule in WHOLE)
-
-
-def seconds_around(costs: StepCosts, rank: int) -> float:
-    """The least of a step in which a rank's actions cannot run.
-
-    Those are forward and backward of the stages before its first, for one microbatch, and what follows: reduction
-    of gradients and optimizer, of the model's first stage if that has the last backward.
-    """
-    whole, first = costs.schedule in WHOLE, costs.ranks[rank].stages[0].stage
-    works = (_work(layer, costs) for stage in costs.stages[:first] for layer in stage.layers)
-    last = costs.ranks[0 if whole else rank]
-    end = last.gradient_seconds + last.optimizer_seconds
-    return end + sum(work.forward + (work.backward if whole else 0.0) for work in works)
 
 
 def _bound(

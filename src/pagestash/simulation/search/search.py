@@ -1,36 +1,19 @@
-"""`search`: the fastest layout and policies for a model on a cluster.
+"""`search`: the fastest layout and homes for a model on a cluster.
 
-A candidate is a layout with homes that were planned for one of a fixed ladder of memory sizes. Neither depends on
-the memory of the device, which only says what fits:
-
-    step(memory) = least time of a candidate that takes at most `memory`
-
-so more memory is never slower. Layouts (`layouts.py`) are looked at in the order of their bounds, until no bound is
-below the best step, and so are the sizes that homes of a layout are planned for. What is left out could not have
-been faster, as far as the bounds hold.
-
-Planning and replay see a step whose steady state is short (`steady.py`).
+Layouts (`layouts.py`) are looked at in the order of their bounds, until no bound is below the best step. Each gets
+homes (`homes.py`) for the memory that the reserve leaves, and is replayed. What is left out could not have been
+faster, as far as the bounds hold. Planning and replay see a step whose steady state is short (`lengthened.py`).
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from heapq import heappop, heappush
-from itertools import count
 
-from pagestash.policy import Policy
-from pagestash.simulation.cluster.cluster import SHIPPED, load_cluster
-from pagestash.simulation.costs.costs import StepCosts
 from pagestash.simulation.costs.run import Run
-from pagestash.simulation.replay.lengthened import alone_seconds, shortened, step_seconds
+from pagestash.simulation.replay.lengthened import shortened, step_seconds
 from pagestash.simulation.replay.played import Replay
 from pagestash.simulation.search.homes import BOTH, Allowed, HomePlanner, Planned
-from pagestash.simulation.search.layouts import Bounded, Wanted, least_seconds, seconds_around, worth_planning
+from pagestash.simulation.search.layouts import Bounded, Wanted, least_seconds, worth_planning
 from pagestash.sizes import format_bytes
-
-RUNG = 1.04
-"""Homes are planned for sizes of memory that are its powers, in bytes, and for those of shipped devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +36,16 @@ class Found:
             return {}
         ranks = self.played.ranks
         total: dict[str, float] = {}
-        names = {"dispatch": "experts' rows", "combine": "experts' rows", "gather": "gathering weights"}
+        names = {"dispatch": "experts' rows", "combine": "experts' rows", "gather": "gathers"}
         names |= dict.fromkeys(("forward", "backward", "weight"), "compute")
-        names |= {"wait": "waits for copies", "optimizer": "gradients and optimizer", "stash": "stash copies"}
+        names |= {"wait": "waits", "stash": "stash copies"}
         for rank in ranks:
             for kind, seconds in rank.seconds().items():
                 if kind not in ("send", "out", "back"):
                     name = names.get(kind, kind)
                     total[name] = total.get(name, 0.0) + seconds / len(ranks)
         total["bubble"] = self.played.bubble() * self.played.seconds
-        once = total.get("gradients and optimizer", 0.0)
+        once = total.get("optimizer", 0.0)
         scale = (self.seconds - once) / (
             self.played.seconds - once
         )  # the replay may be of fewer microbatches
@@ -70,7 +53,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
+class ClusterPlan:
     """The fastest that fits, and what else was looked at."""
 
     best: Found
@@ -82,7 +65,7 @@ class Search:
         """Why it is not the best."""
         if other.played is None:
             if other.planned.lacks_bytes:
-                return f"{format_bytes(other.planned.lacks_bytes)} of device memory, with any policy"
+                return f"{format_bytes(other.planned.lacks_bytes)} of device memory"
             return f"{format_bytes(other.planned.host_lacks_bytes)} of host memory"
         own, best = other.shares(), self.best.shares()
         more = {name: own.get(name, 0.0) - best.get(name, 0.0) for name in {*own, *best}}
@@ -90,11 +73,11 @@ class Search:
         return f"{1e3 * more[what]:,.0f} ms more {what}" if more[what] > 0 else "nothing but time"
 
 
-def search(wanted: Wanted, progress: Callable[[str], None] = lambda line: None) -> Search:
+def search(wanted: Wanted, progress: Callable[[str], None] = lambda line: None) -> ClusterPlan:
     """Raises a `ValueError` if nothing fits, with the nearest layout. `progress` gets a line for each."""
     bounds = worth_planning(wanted)
-    device = wanted.cluster.device
-    holding = [item for item in bounds if item.static <= device.memory - device.outside]
+    room = wanted.base.room - wanted.cluster.device.outside
+    holding = [item for item in bounds if item.static <= room]
     if not holding:
         raise ValueError(
             f"no layout of {wanted.cluster.devices} devices divides this model and has room for its weights: "
@@ -120,7 +103,7 @@ def search(wanted: Wanted, progress: Callable[[str], None] = lambda line: None) 
     # Those that would be faster if they fitted say what memory is worth.
     tempting = [own for own in lacking if own.bound < fitting[0].seconds][: min(2, wanted.runners_up)]
     slower = fitting[1 : 1 + wanted.runners_up - len(tempting)]
-    return Search(best=fitting[0], others=(*slower, *tempting), looked_at=len(holding))
+    return ClusterPlan(best=fitting[0], others=(*slower, *tempting), looked_at=len(holding))
 
 
 def _outcome(found: Found | None) -> str:
@@ -144,95 +127,33 @@ def describe(run: Run) -> str:
 
 
 def try_layout(
-    item: Bounded, allowed: Sequence[Allowed] = BOTH, budget: int | None = None, below: float = float("inf")
+    item: Bounded, allowed: Sequence[Allowed] = BOTH, room: int | None = None, below: float = float("inf")
 ) -> Found | None:
-    """The fastest homes of a layout that fit, by replay; without a replay if none fits.
+    """A layout with the fastest homes that fit; without a replay if none does.
 
     None if a bound shows that they take `below` seconds or more.
     """
-    run, room = item.run, item.run.cluster.device.memory if budget is None else budget
-    first = HomePlanner(shortened(run), allowed)
-    if first.most_bytes <= room:
-        return _replayed(item, first.plan(room))
-    best: Found | None = None
-    nearest: Planned | None = None
-    for bound, planned in _by_bound(first, run, room):
-        if bound >= (below if best is None else min(below, best.seconds)):
-            break
-        if planned.lacks_bytes or planned.host_lacks_bytes:
-            nearest = planned
-            continue
-        found = _replayed(item, planned, bound)
-        best = found if best is None or found.seconds < best.seconds else best
-    if best is None and below == float("inf"):
-        return Found(planned=_whole(nearest or first.plan(room), run), bound=item.seconds)
-    return best
-
-
-def _by_bound(first: HomePlanner, run: Run, room: int) -> Iterator[tuple[float, Planned]]:
-    """Homes for every size of the ladder up to `room`, each with a bound of its step, the lowest bound first.
-
-    A size has a bound before it is planned for, and homes have a higher one when they are planned, and again when
-    one rank was replayed alone: each time they wait for their turn again.
-    """
+    run = item.run
+    room = run.room if room is None else room
+    planner = HomePlanner(shortened(run), allowed)
     # What may be offloaded is not always better offloaded: the estimate of waits is rough.
-    planners = [first, first.limit(("recompute",))] if len(first.allowed) > 1 else [first]
-    number = count()
-    queue: list[tuple[float, int, int, HomePlanner | Planned]] = []
-    for planner in planners:
-        for size in _rungs(planner, room):
-            bound = least_seconds(planner.plain, run.microbatches, planner.least_work(size))
-            heappush(queue, (bound, -size, next(number), planner))
-    seen: set[tuple[Policy, ...]] = set()
-    alone: set[int] = set()
-    while queue:
-        bound, size, at, what = heappop(queue)
-        if at in alone:
-            assert isinstance(what, Planned)
-            yield bound, what
-            continue
-        if isinstance(what, HomePlanner):
-            what = what.plan(-size)
-            if what.policies in seen:
-                continue
-            seen.add(what.policies)
-            higher = least_seconds(what.costs, run.microbatches)
-            at = next(number)
-        else:
-            alone.add(at)
-            higher = _least_alone(run, what.costs)
-        heappush(queue, (max(bound, higher), size, at, what))
+    planners = [planner, planner.limit(("recompute",))] if planner.mixes else [planner]
+    planned = [own.plan(room) for own in planners]
+    fitting = [own for own in planned if not (own.lacks_bytes or own.host_lacks_bytes)]
+    if not fitting:
+        nearest = min(planned, key=lambda own: own.lacks_bytes + own.host_lacks_bytes)
+        return Found(planned=_whole(nearest, run), bound=item.seconds) if below == float("inf") else None
+    if len({own.policies for own in fitting}) == 1:
+        fitting = fitting[:1]
+    bounds = [(least_seconds(own.costs, run.microbatches), own) for own in fitting]
+    found = [_replayed(item, own) for bound, own in bounds if bound < below]
+    return min(found, key=lambda own: own.seconds, default=None)
 
 
-def _least_alone(run: Run, costs: StepCosts) -> float:
-    """A bound that knows of waits for copies: the rank that moves most, alone, and the stages before it."""
-    rank = max(costs.ranks, key=lambda own: own.leaving_bytes).rank
-    return alone_seconds(run, costs, rank) + seconds_around(costs, rank)
-
-
-def _rungs(planner: HomePlanner, room: int) -> list[int]:
-    """The sizes of the ladder that are at most `room`, and at least about what the layout takes at least."""
-    least = min(planner.least_bytes, room)
-    found = [size for size in _shipped() if least <= size <= room]
-    at = math.ceil(math.log(least, RUNG))
-    while (size := int(RUNG**at)) <= room:
-        found.append(size)
-        at += 1
-    return found
-
-
-@cache
-def _shipped() -> list[int]:
-    """The memory of shipped devices, which are sizes of the ladder, too: nothing of it is left unused."""
-    return [load_cluster(name, 1).device.memory for name in SHIPPED]
-
-
-def _replayed(item: Bounded, planned: Planned, bound: float = 0.0) -> Found:
+def _replayed(item: Bounded, planned: Planned) -> Found:
     planned = _whole(planned, item.run)
     played, seconds = step_seconds(planned.run, planned.costs)
-    return Found(
-        planned=planned, bound=item.seconds, played=played, seconds=max(seconds, bound, item.seconds)
-    )
+    return Found(planned=planned, bound=item.seconds, played=played, seconds=max(seconds, item.seconds))
 
 
 def _whole(planned: Planned, run: Run) -> Planned:

@@ -161,6 +161,7 @@ def table(
         (tables.README, tables.rivals(tables.RESULTS)),
         (tables.HUGGING_FACE, tables.hugging_face(tables.RESULTS)),
         (tables.PLAN, tables.plans(tables.RESULTS)),
+        (tables.SIMULATE, tables.simulated(tables.RESULTS)),
         (tables.EXPERT_PARALLEL, tables.expert_parallel_ranks(tables.RESULTS)),
         (tables.OFFLOAD, tables.host_time(tables.RESULTS)),
     ):

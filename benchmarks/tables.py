@@ -9,6 +9,7 @@ from benchmarks.harness import RESULTS
 ROOT = Path(__file__).parent.parent
 PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
 HUGGING_FACE, PLAN = ROOT / "docs" / "huggingface.md", ROOT / "docs" / "plan.md"
+SIMULATE = ROOT / "docs" / "simulate.md"
 EXPERT_PARALLEL, OFFLOAD = ROOT / "docs" / "expert-parallel.md", ROOT / "docs" / "offload.md"
 GIB = 1 << 30
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
@@ -106,6 +107,41 @@ def plans(results: Path = RESULTS) -> str:
         lines.append(f"| **{_cell(case)}** | | | | | | |")
         lines += [_plan_line(row) for row in body["rows"] if row["case"] == case]
     return "\n".join([*lines, "", f"{_machine(body['environment'], 'torch')}."])
+
+
+SIMULATED = {
+    "time, fitted": "Steps that the two constants were fitted to",
+    "time, earlier": "Steps compared while the rules were written",
+    "time, seen": "Steps held out, and predicted by a reader of the project",
+    "time, held out": "Steps written down here before anybody predicted them",
+    "time, offload": "What offload adds to a step",
+    "time, overlap": "What overlap saves of a step",
+    "time, recompute": "What recompute adds to a step",
+    "allocated": "Allocated peaks of frameworks",
+    "offloaded": "What offload saves of a peak",
+    "saved": "What recompute and overlap save of a peak, or add to it",
+    "report": "What holds a peak",
+}
+"""Groups of rows of `benchmarks.simulate`, for the guide."""
+
+
+def simulated(results: Path = RESULTS) -> str:
+    """A line for each published figure of `benchmarks.simulate`; what misses its bar is bold, with a cause."""
+    path = results / "simulate.json"
+    if not path.exists():
+        return NONE_YET
+    rows = json.loads(path.read_text())["rows"]
+    lines = ["| | published | error |", "| --- | ---: | --- |"]
+    for group, title in SIMULATED.items():
+        lines.append(f"| **{title}** | | |")
+        for row in (row for row in rows if row["group"] == group):
+            what = row["what"].rpartition(" (")[0] or row["what"]  # the file has the source
+            error = f"{100 * row['error']:+.0f} %"
+            if row["holds"] is False:
+                error = f"**{error}**: {row['cause']}"
+            told = f"{row['published']:,.0f}" if row["published"] >= 1000 else f"{row['published']:.4g}"
+            lines.append(f"| {_cell(what)} | {told} {row['unit']} | {error} |")
+    return "\n".join(lines)
 
 
 def host_time(results: Path = RESULTS) -> str:

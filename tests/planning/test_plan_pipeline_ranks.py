@@ -19,12 +19,9 @@ from pagestash.cli import app
 from pagestash.models import Decoder, preset
 from pagestash.pipeline import (
     SCHEDULES,
-    LayerCost,
-    partition,
     plan_pipeline,
     planned,
     plans,
-    profile_of_costs,
 )
 from pagestash.pipeline.cut import WholeModel
 from pagestash.pipeline.planned import step_seconds
@@ -33,7 +30,6 @@ from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import RuleTable
 from pagestash.planning.rank import RankPredictor, RankStep
 from pagestash.planning.stage import received
-from pagestash.profiling import Link
 
 QUICK = examples(3, many=10)
 sizes = st.tuples(st.integers(1, 20).map(lambda n: n * MB), st.integers(1, 12))
@@ -157,23 +153,6 @@ def test_a_step_waits_for_other_ranks():
         orders = plans(name, ranks=2, microbatches=6)
         took = step_seconds(orders, [[1.0] * len(order.actions) for order in orders])
         assert took >= max(len(order.actions) for order in orders)
-
-
-def test_costs_without_a_profile_are_planned_too():
-    costs = [LayerCost(name="embed", parameters=4 * MB, activations=0, forward=1e-4, backward=1e-4)]
-    costs += [
-        LayerCost(name=f"layers.{n}", parameters=2 * MB, activations=10 * MB, forward=2e-3, backward=4e-3)
-        for n in range(8)
-    ]
-    costs += [LayerCost(name="head", parameters=4 * MB, activations=3 * MB, forward=2e-3, backward=1e-3)]
-    profile = profile_of_costs(costs, hidden_bytes=MB, link=Link(out=1e9, back=1e9))
-    free = plan_pipeline(profile, schedule="1F1B", ranks=4, microbatches=8, budget="1GiB")
-    placed = partition(costs, 4, "1F1B", microbatches=8, memory=1 << 30)
-    assert [stage.layers for stage in free.placed.stages] == [stage.layers for stage in placed.stages]
-    assert free.placed.peaks == placed.peaks
-    found = plan_pipeline(profile, schedule="1F1B", ranks=4, microbatches=8, budget=60 * MB)
-    assert found.seconds > free.seconds
-    assert max(own.plan.predicted.peak_bytes for own in found.ranks) <= 60 * MB
 
 
 # --- a model ---

@@ -68,7 +68,7 @@ def test_the_command_writes_metrics_and_a_checkpoint(tmp_path):
         (["--seed", "-1"], "seed=-1: expected at least 0"),
         (["--seed", 2**63], f"seed={2**63}: expected at most {2**63 - 1}"),
         (["--seed", 10**30], "seed=1000"),
-        (["--schedule", "DualPipeV"], "schedule='DualPipeV' is for a pipeline: pass --pipeline"),
+        (["--schedule", "DualPipeV"], "schedule='DualPipeV' is for a pipeline: pass --pp"),
         (["--schedule", "1F1B", "--pp", "1"], "schedule='1F1B' is for a pipeline"),
         (["--set", "chunks=2"], "chunks=2 is for a pipeline"),
         (["--set", "lr=inf"], "lr=inf: expected at most"),

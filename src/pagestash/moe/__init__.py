@@ -38,5 +38,5 @@ _FOUND_IN = {
     "overlap": "pagestash.moe.parallel.overlap",
     "step_in_halves": "pagestash.moe.parallel.overlap",
 }
-__all__ = sorted(_FOUND_IN)  # noqa: PLE0605
+__all__ = sorted(_FOUND_IN)
 __getattr__ = lazily(__name__, _FOUND_IN)

@@ -2,7 +2,6 @@
 
 from pagestash.pipeline.costs import LayerCost, read_costs
 from pagestash.pipeline.early_free import Release, early_free
-from pagestash.pipeline.from_costs import profile_of_costs
 from pagestash.pipeline.overlapped import overlapped_schedule
 from pagestash.pipeline.planned import PipelinePlan, RankPlan, plan_pipeline
 from pagestash.pipeline.split_backward import delay_weight_gradients
@@ -29,7 +28,6 @@ __all__ = [
     "partition",
     "plan_pipeline",
     "plans",
-    "profile_of_costs",
     "read_costs",
     "read_plan",
 ]

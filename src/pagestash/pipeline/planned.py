@@ -121,7 +121,7 @@ def plan_pipeline(
     The profiled batch is one microbatch. `budget`, as for `ps.plan`, is what each rank has; a part is of what the
     fullest rank saves. `host` is the pinned memory of each rank. `optimizer_bytes` is the whole model's state,
     `parameters` the weights' bytes by layer (default: the profile's). `chunks` is the number of stages per rank,
-    where the schedule leaves the choice. `profile_of_costs` makes a profile of `LayerCost`s.
+    where the schedule leaves the choice.
 
     Raises `NothingFits`, which names the rank, if no placement fits.
     """

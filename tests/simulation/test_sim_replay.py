@@ -222,7 +222,6 @@ def test_nothing_is_left_when_the_step_is_over(name):
     own = layer(
         saved={"keep": Amount(10, 5), "offload": Amount(100, 50)},
         workspace=Amount(7),
-        forward_workspace=Amount(3, 2),
     )
     played = replay(step(name, 2, 8, lambda _: [own, own]))
     assert [rank.memory[-1][1] for rank in played.ranks] == [0, 0]

@@ -197,7 +197,6 @@ def _rank(
         static=StaticBytes(
             weights=weights, gradients=gradients, optimizer=optimizer, pool=peak.pool, outside=outside
         ),
-        at_peak=dict(peak.groups),
         peak_bytes=peak.total,
         device_bytes=peak.total + outside,
         host_bytes=peak.host,
@@ -271,8 +270,6 @@ def _layer_costs(run: Run, memory: LayerMemory) -> LayerCosts:
         recompute=Amount(*seconds.recompute(layer, again)),
         dispatches_again=bool(whole & {"", "moe"}),
         stash_seconds=saved["stash"] * (2 / cluster.memory_rate),
-        dispatch_bytes=Amount(0.0, sent),
-        combine_bytes=Amount(0.0, sent),
         dispatch_seconds=Amount(
             cluster.node.latency if moved else 0.0, max(0.0, moved - cluster.node.latency)
         ),

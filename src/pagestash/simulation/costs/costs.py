@@ -7,7 +7,7 @@ balanced, and of one microbatch. A rank that receives `s` times the balanced row
     seconds = fixed + s · routed        bytes = fixed + s · routed
 
 Communication is not part of the compute seconds. Backward sends what forward received: `combine` before the
-experts' backward, `dispatch` after it, with the bytes of forward's.
+experts' backward, `dispatch` after it, as long as in forward.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,9 +53,6 @@ class LayerCosts:
     """Whether that includes dispatch and combine."""
     stash_seconds: Amount = Amount()
     """Of copying into pages, and again of copying back."""
-    dispatch_bytes: Amount = Amount()
-    """Sent by this rank to other ranks of its expert parallel group, in forward; 0 for a dense layer."""
-    combine_bytes: Amount = Amount()
     dispatch_seconds: Amount = Amount()
     """With all links to itself; 0 where it is hidden behind compute by construction."""
     combine_seconds: Amount = Amount()
@@ -65,14 +62,8 @@ class LayerCosts:
     """Bytes that forward saves for backward, by home: `recompute` are those dropped, `offload` those moved."""
     workspace: Amount = Amount()
     """Most temporary bytes while its backward runs; those that recompute brings back are included."""
-    forward_workspace: Amount = Amount()
     host: HostSeconds = HostSeconds()  # noqa: RUF009 -- a tuple
     """What the host takes to launch it."""
-
-    @property
-    def is_moe(self) -> bool:
-        """Whether rows are received from other ranks."""
-        return self.dispatch_bytes.at() > 0 or self.forward.routed > 0
 
     def bytes_of(self, home: HomeName) -> Amount:
         return self.saved.get(home, Amount())
@@ -90,7 +81,7 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """One stage, for one microbatch: sums over its layers in the order of the model."""
+    """One stage, for one microbatch."""
 
     stage: int
     rank: int
@@ -98,10 +89,6 @@ class StageCosts:
     layers: tuple[LayerCosts, ...]
     send_bytes: int
     """To the next stage in forward, and as many back in backward; 0 for the last."""
-
-    def total(self, name: str) -> Amount:
-        """The sum of a field over the layers: `stage.total("forward")`."""
-        return sum((getattr(layer, name) for layer in self.layers), Amount())
 
     def saved(self, home: HomeName) -> Amount:
         return sum((layer.bytes_of(home) for layer in self.layers), Amount())
@@ -124,14 +111,12 @@ class StaticBytes:
     optimizer: int
     pool: int = 0
     """Pages of the stash, headroom included."""
-    buffers: int = 0
-    """Worst-case buffers of static shapes, one layer's."""
     outside: int = 0
     """CUDA context, NCCL and so on: not torch's; counts against the device, not against allocated bytes."""
 
     @property
     def allocated(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.pool + self.buffers
+        return self.weights + self.gradients + self.optimizer + self.pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +130,6 @@ class RankCosts:
     static: StaticBytes
     peak_bytes: int
     """Allocated at the peak, balanced rows."""
-    at_peak: Mapping[str, int] = field(default_factory=dict)
-    """What holds it: weights, gradients, optimizer, pool, kept, offloaded (on the device), at work."""
     device_bytes: int
     """What the rank takes of the device: `peak_bytes` and what is outside torch."""
     host_bytes: int

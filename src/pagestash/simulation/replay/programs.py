@@ -150,14 +150,13 @@ class _Layer:
     def forward(self) -> Iterator[Piece]:
         costs = self._costs
         yield from self._gather(costs.forward.at())
-        taken, most = self._kept + costs.moved_bytes, costs.forward_workspace
-        rows = bool(costs.forward.routed or taken.routed or most.routed)
+        taken = self._kept + costs.moved_bytes
+        rows = bool(costs.forward.routed or taken.routed)
         yield self._piece(
             "forward",
             Amount(costs.forward.fixed + self._beside.fixed),
             puts=tuple(name for name, group in self.groups.items() if not group.by_rows),
-            takes=Amount(taken.fixed + most.fixed),
-            frees=Amount() if rows else Amount(most.fixed),
+            takes=Amount(taken.fixed),
             host=costs.host.forward,
         )
         for piece in self._other("dispatch", costs.dispatch_seconds):
@@ -167,8 +166,7 @@ class _Layer:
                 "forward",
                 Amount(0.0, costs.forward.routed + self._beside.routed),
                 puts=tuple(name for name, group in self.groups.items() if group.by_rows),
-                takes=Amount(0.0, taken.routed + most.routed),
-                frees=most,
+                takes=Amount(0.0, taken.routed),
                 host=costs.host.forward_rows,
             )
         yield from self._other("stash", costs.stash_seconds)

@@ -24,7 +24,7 @@ from pagestash.pipeline import (
     plans,
 )
 from pagestash.pipeline.cut import WholeModel
-from pagestash.pipeline.planned import step_seconds
+from pagestash.pipeline.planned import pipeline_seconds
 from pagestash.planning import NothingFits
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import RuleTable
@@ -126,7 +126,7 @@ def test_a_step_is_as_long_as_the_actions_of_its_ranks_plans():
         step = RankStep([cut], orders[own.rank])
         again = RankPredictor(step).predict(RuleTable.of(own.plan.policy, cut.profile.regions))
         seconds.append(step.action_seconds(again))
-    assert step_seconds(orders, seconds) == pytest.approx(found.seconds)
+    assert pipeline_seconds(orders, seconds) == pytest.approx(found.seconds)
 
 
 def test_the_plan_of_a_pipeline_is_the_same_each_time():
@@ -146,12 +146,12 @@ def test_a_step_waits_for_other_ranks():
     ranks, microbatches = 4, 8
     orders = plans("1F1B", ranks=ranks, microbatches=microbatches)
     seconds = [[1.0 if action.kind == "F" else 2.0 for action in order.actions] for order in orders]
-    assert step_seconds(orders, seconds) == pytest.approx(3 * (microbatches + ranks - 1))
+    assert pipeline_seconds(orders, seconds) == pytest.approx(3 * (microbatches + ranks - 1))
     alone = plans("GPipe", ranks=1, microbatches=3)
-    assert step_seconds(alone, [[1.0] * 6]) == pytest.approx(6)
+    assert pipeline_seconds(alone, [[1.0] * 6]) == pytest.approx(6)
     for name in SCHEDULES:  # none waits for itself
         orders = plans(name, ranks=2, microbatches=6)
-        took = step_seconds(orders, [[1.0] * len(order.actions) for order in orders])
+        took = pipeline_seconds(orders, [[1.0] * len(order.actions) for order in orders])
         assert took >= max(len(order.actions) for order in orders)
 
 

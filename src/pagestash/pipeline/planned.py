@@ -267,7 +267,9 @@ class _Solver:
             fitting = [item for item in chosen if item is not None]
             if len(fitting) < len(ranks) or max(item.seconds for item in fitting) >= best:
                 break  # with less memory ranks take longer still, each by itself
-            seconds = step_seconds(self.orders, [actions(rank, item) for rank, item in enumerate(fitting)])
+            seconds = pipeline_seconds(
+                self.orders, [actions(rank, item) for rank, item in enumerate(fitting)]
+            )
             if seconds < best:
                 best = seconds
                 best_limits = [level if len(front) > 1 else limit for front in fronts]
@@ -298,7 +300,7 @@ class _Solver:
         ]
 
 
-def step_seconds(orders: Sequence[Order], seconds: Sequence[Sequence[float]]) -> float:
+def pipeline_seconds(orders: Sequence[Order], seconds: Sequence[Sequence[float]]) -> float:
     """How long a step takes whose ranks run their actions in order, for so long, and wait for each other.
 
     `F` waits for the `F` of the stage before, `B` and `I` for those of the stage after.

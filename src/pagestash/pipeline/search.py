@@ -19,7 +19,7 @@ Cuts = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Placement:
     """Prefix sums over the layers, and what each rank holds."""
 
     fixed: Sequence[int]
@@ -72,7 +72,7 @@ HOPELESS = 10**9
 """With more placements than this the exact search is not tried."""
 
 
-def solve(problem: Problem) -> tuple[Cuts, bool]:
+def solve(problem: Placement) -> tuple[Cuts, bool]:
     """The best cuts found, and whether they are proven optimal.
 
     With one stage per rank they always are: each stage is bounded separately, and bisection finds the bound.
@@ -111,7 +111,7 @@ class _Bounds:
         return max(start, bisect_left(self.time, self.time[end] - self.longest))
 
 
-def _bounded(problem: Problem) -> Cuts:
+def _bounded(problem: Placement) -> Cuts:
     """Cuts that minimise the largest stage, by memory, then by time: optimal with one stage per rank."""
     weight = {
         stage: max(counts[place] for counts in held)
@@ -151,7 +151,7 @@ def _bounded(problem: Problem) -> Cuts:
     return _reach(problem, _Bounds(memory, time, most, longest), even=True) or found
 
 
-def _reach(problem: Problem, bounds: _Bounds, *, even: bool = False) -> Cuts | None:
+def _reach(problem: Placement, bounds: _Bounds, *, even: bool = False) -> Cuts | None:
     """Cuts within the bounds, or None; with `even`, those with the most equal times.
 
     Every stage needs at least one layer, so taking the longest prefix is not always right: dynamic programming
@@ -207,7 +207,7 @@ def _moved(cuts: Cuts, stage: int, other: int) -> Cuts | None:
     return (*cuts[: a + 1], *[cut + step for cut in cuts[a + 1 : b + 1]], *cuts[b + 1 :])
 
 
-def _improve(problem: Problem, cuts: Cuts) -> Cuts:
+def _improve(problem: Placement, cuts: Cuts) -> Cuts:
     """Move layers away from the worst rank as long as that helps."""
     ranks = range(len(problem.stages_of))
     rank_of = {stage: rank for rank, own in enumerate(problem.stages_of) for stage in own}
@@ -245,7 +245,7 @@ def _improve(problem: Problem, cuts: Cuts) -> Cuts:
             return best
 
 
-def _exhaust(problem: Problem, cuts: Cuts) -> tuple[Cuts, bool]:
+def _exhaust(problem: Placement, cuts: Cuts) -> tuple[Cuts, bool]:
     """Visit every placement that may be better than `cuts`; False if there were too many."""
     layers, stages = problem.layers, problem.stages
     if math.comb(layers - 1, stages - 1) > HOPELESS:
@@ -276,7 +276,7 @@ def _exhaust(problem: Problem, cuts: Cuts) -> tuple[Cuts, bool]:
     return best, True
 
 
-def _even_out(problem: Problem, cuts: Cuts) -> Cuts:
+def _even_out(problem: Placement, cuts: Cuts) -> Cuts:
     """Make the times of neighbouring stages more equal, if the objective gets no worse."""
     best, worst, uneven = cuts, problem.worst(cuts), problem.unevenness(cuts)
     while True:

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from pagestash.pipeline.costs import LayerCost
-from pagestash.pipeline.search import Problem, solve
+from pagestash.pipeline.search import Placement, solve
 from pagestash.schedules.plan import Plan, in_flight, plans, schedule_name, stages_a_rank
 
 
@@ -94,8 +94,8 @@ def at_costs(placed: Partition, costs: Sequence[LayerCost]) -> Partition:
     return _partition(problem, placed.schedule, count, costs, ranks, cuts, optimal=placed.optimal)
 
 
-def _problem(costs: Sequence[LayerCost], ranks: Sequence[Plan], memory: int = 0) -> Problem:
-    return Problem(
+def _problem(costs: Sequence[LayerCost], ranks: Sequence[Plan], memory: int = 0) -> Placement:
+    return Placement(
         fixed=list(accumulate((cost.parameters for cost in costs), initial=0)),
         passing=list(accumulate((cost.activations for cost in costs), initial=0)),
         time=_ticks([cost.time for cost in costs]),
@@ -106,7 +106,7 @@ def _problem(costs: Sequence[LayerCost], ranks: Sequence[Plan], memory: int = 0)
 
 
 def _partition(
-    problem: Problem,
+    problem: Placement,
     name: str,
     microbatches: int,
     costs: Sequence[LayerCost],

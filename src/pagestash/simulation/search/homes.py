@@ -34,12 +34,12 @@ BOTH: tuple[Allowed, ...] = ("recompute", "offload")
 NEAR = 0.02
 """Part of the device's memory: what is estimated to be over by less is computed."""
 
-Choice = tuple[tuple[str, Allowed], ...]
-_NORMS: Choice = (("attn_norm", "recompute"), ("mlp_norm", "recompute"))
-_EXPERTS: Choice = (("moe.expert_fc1", "offload"), ("moe.moe_act", "offload"))
-_ATTENTION: Choice = (("attn.core_attn", "offload"),)
+LayerHomes = tuple[tuple[str, Allowed], ...]
+_NORMS: LayerHomes = (("attn_norm", "recompute"), ("mlp_norm", "recompute"))
+_EXPERTS: LayerHomes = (("moe.expert_fc1", "offload"), ("moe.moe_act", "offload"))
+_ATTENTION: LayerHomes = (("attn.core_attn", "offload"),)
 
-CHOICES: tuple[Choice, ...] = (
+CHOICES: tuple[LayerHomes, ...] = (
     (),
     _NORMS,
     (("moe.moe_act", "offload"),),
@@ -60,7 +60,7 @@ CHOICES: tuple[Choice, ...] = (
 class ChosenHomes:
     """A choice for each layer; says the same as the ranks' policies together, and is asked faster."""
 
-    def __init__(self, chosen: Mapping[str, Choice]) -> None:
+    def __init__(self, chosen: Mapping[str, LayerHomes]) -> None:
         self._chosen = chosen
         self._homes = {choice: PolicyHomes(_uniform(choice)) for choice in {(), *chosen.values()}}
 
@@ -68,7 +68,7 @@ class ChosenHomes:
     def pool(self) -> PoolConfig:
         return PoolConfig()
 
-    def choice(self, layer: str) -> Choice:
+    def choice(self, layer: str) -> LayerHomes:
         """Of a layer by its name."""
         return self._chosen.get(layer, ())
 
@@ -76,7 +76,7 @@ class ChosenHomes:
         return self._homes[self.choice(layer.name)].place(layer)
 
 
-def _uniform(choice: Choice) -> Policy:
+def _uniform(choice: LayerHomes) -> Policy:
     return Policy([_rule("layers.*", *item) for item in choice])
 
 
@@ -84,7 +84,7 @@ def _uniform(choice: Choice) -> Policy:
 class _Point:
     """What a rank takes if all its layers have one choice."""
 
-    choice: Choice
+    choice: LayerHomes
     device_bytes: int
     host_bytes: int
     seconds: float
@@ -104,7 +104,7 @@ class Planned:
     host_lacks_bytes: int
 
 
-def choices_of(run: Run, allowed: Sequence[Allowed] = BOTH) -> list[Choice]:
+def choices_of(run: Run, allowed: Sequence[Allowed] = BOTH) -> list[LayerHomes]:
     """The choices whose homes are allowed, and whose regions the model has."""
     mla = run.config.attention == "mla"
     found = [
@@ -238,7 +238,7 @@ def uniform_homes(run: Run, allowed: Sequence[Allowed]) -> Iterator[MegatronHome
         yield MegatronHomes(full=True)
 
 
-def layer_costs(run: Run, choice: Choice = ()) -> StepCosts:
+def layer_costs(run: Run, choice: LayerHomes = ()) -> StepCosts:
     """One device's step of the embedding, a dense layer if there is one, one with experts, and the head."""
     config, layout = run.config, replace(run.layout, pp=1, vpp=1, schedule="1F1B")
     dense = min(1, config.dense_layers)
@@ -253,7 +253,7 @@ def layer_costs(run: Run, choice: Choice = ()) -> StepCosts:
     return step_costs(one)
 
 
-def layer_kinds(run: Run, choice: Choice = ()) -> Mapping[str, LayerCosts]:
+def layer_kinds(run: Run, choice: LayerHomes = ()) -> Mapping[str, LayerCosts]:
     """The costs of the embedding, a dense layer, one with experts, and the head: layers of a kind are alike."""
     (stage,) = layer_costs(run, choice).stages
     embedding, *blocks, head = stage.layers
@@ -289,7 +289,7 @@ def layers_of_rank(rank: RankCosts) -> list[int]:
 
 
 def _points(
-    run: Run, plain: StepCosts, rank: RankCosts, kinds: Mapping[Choice, Mapping[str, LayerCosts]]
+    run: Run, plain: StepCosts, rank: RankCosts, kinds: Mapping[LayerHomes, Mapping[str, LayerCosts]]
 ) -> list[_Point]:
     """What each choice takes of a rank, at the moment when it holds most."""
     dense = run.config.dense_layers
@@ -366,7 +366,7 @@ def _more(pair: tuple[_Point, _Point], left: int, layers: int, rank: RankCosts, 
 
 def _chosen(
     layers: Sequence[Sequence[int]], pairs: Sequence[tuple[_Point, _Point]], counts: Sequence[int]
-) -> dict[str, Choice]:
+) -> dict[str, LayerHomes]:
     """The choice of each layer, by name."""
     return {
         f"layers.{number}": (fits if at < count else large).choice

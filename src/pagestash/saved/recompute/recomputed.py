@@ -128,10 +128,10 @@ class Recomputed:
             outputs = {output} | {number for number, entry in self.entries.items() if entry.waiting}
         replay = Replay(recipe, set(self._wanted), outputs)
         replay.run()
-        for found, tensors in ((replay.found, self._tensors), (replay.outputs, self._outputs)):
-            for number, tensor in found.items():
-                self._count(tensor.nbytes)
-                tensors[number] = tensor
+        self._tensors.update(replay.found)
+        self._outputs.update(replay.outputs)
+        taken = *replay.found.values(), *replay.outputs.values()
+        self._count(sum(tensor.nbytes for tensor in taken))
         # Another thread may have ended its part of backward meanwhile, and found nothing to forget.
         for number in replay.found.keys() - self._wanted:
             self.forget(number)

@@ -16,6 +16,7 @@ class TokenRows:
         self.tokens_TD, self.inverse_TK, self.order_R = tokens_TD, inverse_TK, order_R
         self._rows_RD: torch.Tensor | None = None
         self._token_R: torch.Tensor | None = None
+        self._alike: TokenRows | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -24,12 +25,14 @@ class TokenRows:
     def of(self, tokens_TD: torch.Tensor) -> "TokenRows":
         """The rows of other tensors of the same tokens."""
         other = TokenRows(tokens_TD, self.inverse_TK, self.order_R)
-        other._token_R = self._token_R
+        other._alike = self
         return other
 
     @property
     def token_R(self) -> torch.Tensor:
         """The token of each row, int32; undefined past the valid rows."""
+        if self._alike is not None:
+            return self._alike.token_R
         if self._token_R is None:
             self._token_R = self.order_R // self.inverse_TK.shape[1]
         return self._token_R

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from pagestash.kernels.backend import cdiv, choose, launch, multiprocessors, power_of_two
+from pagestash.kernels.backend import Backend, cdiv, choose, launch, multiprocessors, power_of_two
 from pagestash.kernels.moe.activation import Activation, ActivationName, as_activation
 from pagestash.kernels.moe.activations import activate_reference, constants
 from pagestash.kernels.moe.gated_kernels import backward_kernel, forward_kernel
@@ -78,7 +78,7 @@ def forward(
     a_RN = torch.empty(
         split + h_RH.shape[0], h_RH.shape[1] // act.parts, dtype=h_RH.dtype, device=h_RH.device
     )
-    if choose(h_RH.device, backend) == "torch":
+    if _backend(h_RH, info, backend) == "torch":
         count = int(info.rows)
         if codes is not None:
             parts = _in_parts(whole_RH[:count], info, act)
@@ -124,7 +124,7 @@ def backward(
     dweights = None
     if info.weights is not None:
         dweights = torch.zeros(info.weights.shape, dtype=torch.float32, device=h_RH.device)
-    if choose(h_RH.device, backend) == "torch":
+    if _backend(h_RH, info, backend) == "torch":
         count = int(info.rows)
         whole_RH = h_RH[:count].clone() if expected_SH is None else torch.cat([expected_SH, h_RH])[:count]
         split = 0 if expected_SH is None else min(expected_SH.shape[0], count)
@@ -172,7 +172,7 @@ def backward_of_codes(
     dweights = None
     if info.weights is not None:
         dweights = torch.zeros(info.weights.shape, dtype=torch.float32, device=gradient_RN.device)
-    if choose(gradient_RN.device, backend) == "torch":
+    if _backend(gradient_RN, info, backend) == "torch":
         count = int(info.rows)
         whole_RH = decode_rows_reference(get_reference(codes, count), codes.row, gradient_RN.dtype)
         if act.gated and info.interleaved:
@@ -184,6 +184,11 @@ def backward_of_codes(
         operands = (excess, expected, gradient_RN, dexcess_RH, dh_RH, a_RN, _or(dweights, dh_RH))
         _launch(backward_kernel, dexcess_RH, codes.split, operands, info, act, codes.pages, codes)
     return dh_RH, a_RN, dweights
+
+
+def _backend(like: torch.Tensor, info: RowInfo, backend: str) -> Backend:
+    """Pairs of float64 are for the reference: the kernels take a pair for one word."""
+    return "torch" if info.interleaved and like.dtype == torch.float64 else choose(like.device, backend)
 
 
 def _in_parts(h_RH: torch.Tensor, info: RowInfo, activation: Activation) -> torch.Tensor:

@@ -15,6 +15,40 @@ from pagestash.kernels.pages.paged import granted_bytes, page_pointers
 
 
 @triton.jit
+def pair_words(pointer):
+    """Pairs of gate and linear part as single elements: every second value by itself takes twice the accesses."""
+    if pointer.dtype.element_ty.primitive_bitwidth == 16:
+        words = pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+    else:
+        words = pointer.to(tl.pointer_type(tl.int64), bitcast=True)
+    return words
+
+
+@triton.jit
+def unpair(words, like):
+    """The first and the second value of each pair."""
+    TYPE: tl.constexpr = like.dtype.element_ty
+    if TYPE.primitive_bitwidth == 16:
+        first = words.to(tl.int16).to(TYPE, bitcast=True)
+        second = (words >> 16).to(tl.int16).to(TYPE, bitcast=True)
+    else:
+        first = words.to(tl.int32).to(TYPE, bitcast=True)
+        second = (words >> 32).to(tl.int32).to(TYPE, bitcast=True)
+    return first, second
+
+
+@triton.jit
+def paired(first, second):
+    if first.dtype.primitive_bitwidth == 16:
+        low = first.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        words = low | (second.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        low = first.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        words = low | (second.to(tl.int32, bitcast=True).to(tl.int64) << 32)
+    return words
+
+
+@triton.jit
 def forward_kernel(
     h,
     expected,
@@ -77,16 +111,18 @@ def forward_kernel(
         if SPLIT:
             source = tl.where(in_expected, expected, h)
         held = (book, table, length, device_slab, host_slab)
-        # Whole tiles of pairs are loaded and stored: every second element by itself takes twice the accesses.
-        both_at = tl.arange(0, STEP * BLOCK)
-        both_mask = tile_mask(inside, start * STEP + both_at, N * STEP, STEP * BLOCK)
-        at = within[:, None] * WIDTH + (start * STEP + both_at)[None, :]
         if STEP == 2:
-            both = tl.load(aligned(source + at, WIDE, SPLIT), mask=both_mask, other=0.0)
-            gate, linear = tl.split(tl.reshape(both, (ROWS, BLOCK, 2)))
+            words = pair_words(source)
+            both = tl.load(
+                aligned(words + within[:, None] * N + (start + column)[None, :], WIDE, SPLIT),
+                mask=mask,
+                other=0,
+            )
+            gate, linear = unpair(both, h)
         else:
-            gate = tl.load(aligned(source + at, WIDE, SPLIT), mask=mask, other=0.0)
-            linear = tl.load(aligned(source + at + HALF, WIDE, SPLIT), mask=mask, other=0.0)
+            at = source + within[:, None] * WIDTH + (start + column)[None, :]
+            gate = tl.load(aligned(at, WIDE, SPLIT), mask=mask, other=0.0)
+            linear = tl.load(aligned(at + HALF, WIDE, SPLIT), mask=mask, other=0.0)
         if CODED:
             code_parts(
                 gate, linear, expected_codes, codes, held, granted, in_expected, within, inside, start // 128,
@@ -95,15 +131,15 @@ def forward_kernel(
         elif PAGED:
             if granted & (not in_expected):
                 first = (within * WIDTH + start * STEP) * SIZE
-                first_at = page_pointers(held, first, both_at, inside, h, PAGE, WIDE)
                 if STEP == 2:
-                    tl.store(first_at, both, mask=both_mask)
+                    tl.store(
+                        page_pointers(held, first, column, inside, pair_words(h), PAGE, WIDE), both, mask=mask
+                    )
                 else:
-                    tl.store(first_at, gate, mask=mask)
+                    tl.store(page_pointers(held, first, column, inside, h, PAGE, WIDE), gate, mask=mask)
                     if HALF:
                         half = first + HALF * SIZE
-                        linear_at = page_pointers(held, half, both_at, inside, h, PAGE, WIDE)
-                        tl.store(linear_at, linear, mask=mask)
+                        tl.store(page_pointers(held, half, column, inside, h, PAGE, WIDE), linear, mask=mask)
         gate = gate.to(tl.float32)
         linear = linear.to(tl.float32)
         if EXPERTS:
@@ -138,11 +174,11 @@ def _load_tile(
 ):
     if PAGED:
         if from_pages:
-            value = tl.load(page_pointers(held, first, column, inside, h, PAGE, WIDE), mask=mask, other=0.0)
+            value = tl.load(page_pointers(held, first, column, inside, h, PAGE, WIDE), mask=mask, other=0)
         else:
-            value = tl.load(at, mask=mask, other=0.0)
+            value = tl.load(at, mask=mask, other=0)
     else:
-        value = tl.load(at, mask=mask, other=0.0)
+        value = tl.load(at, mask=mask, other=0)
     return value
 
 
@@ -155,7 +191,6 @@ def _load_parts(
     start,
     inside,
     mask,
-    both_mask,
     h,
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
@@ -164,22 +199,21 @@ def _load_parts(
     PAGE: tl.constexpr,
     WIDE: tl.constexpr,
     SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Gate and linear part of a tile, from its buffer or from pages."""
     SIZE: tl.constexpr = h.dtype.element_ty.primitive_bitwidth // 8
-    column = tl.arange(0, STEP * BLOCK)
-    at = source + within[:, None] * WIDTH + (start * STEP + column)[None, :]
+    column = tl.arange(0, BLOCK)
+    at = within[:, None] * (WIDTH // STEP) + (start + column)[None, :]
     first = (within * WIDTH + start * STEP) * SIZE
     if STEP == 2:
-        at = aligned(at, WIDE, SPLIT)
-        both = _load_tile(at, held, from_pages, first, column, inside, both_mask, h, PAGED, PAGE, WIDE)
-        gate, linear = tl.split(tl.reshape(both, (ROWS, BLOCK, 2)))
+        at = aligned(pair_words(source) + at, WIDE, SPLIT)
+        both = _load_tile(at, held, from_pages, first, column, inside, mask, pair_words(h), PAGED, PAGE, WIDE)
+        gate, linear = unpair(both, h)
     else:
-        gate_at = aligned(at, WIDE, SPLIT)
-        linear_at = aligned(at + HALF, WIDE, SPLIT)
         other = first + HALF * SIZE
+        gate_at = aligned(source + at, WIDE, SPLIT)
+        linear_at = aligned(source + at + HALF, WIDE, SPLIT)
         gate = _load_tile(gate_at, held, from_pages, first, column, inside, mask, h, PAGED, PAGE, WIDE)
         linear = _load_tile(linear_at, held, from_pages, other, column, inside, mask, h, PAGED, PAGE, WIDE)
     return gate, linear
@@ -193,23 +227,20 @@ def _store_parts(
     within,
     start,
     mask,
-    both_mask,
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     STEP: tl.constexpr,
     WIDE: tl.constexpr,
     SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    at = target + within[:, None] * WIDTH + (start * STEP + tl.arange(0, STEP * BLOCK))[None, :]
+    at = within[:, None] * (WIDTH // STEP) + (start + tl.arange(0, BLOCK))[None, :]
     if STEP == 2:
-        both = tl.reshape(tl.join(dgate, dlinear), (ROWS, 2 * BLOCK))
-        tl.store(aligned(at, WIDE, SPLIT), both, mask=both_mask)
+        tl.store(aligned(pair_words(target) + at, WIDE, SPLIT), paired(dgate, dlinear), mask=mask)
     else:
-        tl.store(aligned(at, WIDE, SPLIT), dgate, mask=mask)
+        tl.store(aligned(target + at, WIDE, SPLIT), dgate, mask=mask)
         if HALF:
-            tl.store(aligned(at + HALF, WIDE, SPLIT), dlinear, mask=mask)
+            tl.store(aligned(target + at + HALF, WIDE, SPLIT), dlinear, mask=mask)
 
 
 @triton.jit
@@ -280,7 +311,6 @@ def backward_kernel(
         # One tile has the whole of its rows, so that the weight's gradient is one sum in one order.
         for start in tl.range(0, N, BLOCK):
             mask = tile_mask(inside, start + column, N, BLOCK)
-            both_mask = tile_mask(inside, start * STEP + tl.arange(0, STEP * BLOCK), N * STEP, STEP * BLOCK)
             narrow = row[:, None] * N + (start + column)[None, :]
             held = (book, table, length, device_slab, host_slab)
             if CODED:
@@ -290,8 +320,8 @@ def backward_kernel(
                 )  # fmt: skip
             else:
                 gate, linear = _load_parts(
-                    source, held, granted & (not in_expected), within, start, inside, mask, both_mask, h, WIDTH,
-                    HALF, STEP, PAGED, PAGE, WIDE, SPLIT, ROWS, BLOCK,
+                    source, held, granted & (not in_expected), within, start, inside, mask, h, WIDTH, HALF, STEP,
+                    PAGED, PAGE, WIDE, SPLIT, BLOCK,
                 )  # fmt: skip
             of_a = tl.load(gradient + narrow, mask=mask, other=0.0).to(tl.float32)
             gate = gate.to(tl.float32)
@@ -310,9 +340,7 @@ def backward_kernel(
                 of_a *= weight[:, None]
             dgate = (of_a * linear * slope * passes_gate).to(dh.dtype.element_ty)
             dlinear = (of_a * act * passes_linear).to(dh.dtype.element_ty)
-            _store_parts(
-                target, dgate, dlinear, within, start, mask, both_mask, WIDTH, HALF, STEP, WIDE, SPLIT, ROWS, BLOCK,
-            )  # fmt: skip
+            _store_parts(target, dgate, dlinear, within, start, mask, WIDTH, HALF, STEP, WIDE, SPLIT, BLOCK)
             tl.store(a + narrow, value.to(a.dtype.element_ty), mask=mask)
         if WEIGHTED:
             tl.store(dweights + place, tl.sum(product, axis=1), mask=inside)

@@ -15,8 +15,7 @@ class TokenRows:
     def __init__(self, tokens_TD: torch.Tensor, inverse_TK: torch.Tensor, order_R: torch.Tensor) -> None:
         self.tokens_TD, self.inverse_TK, self.order_R = tokens_TD, inverse_TK, order_R
         self._rows_RD: torch.Tensor | None = None
-        self._token_R: torch.Tensor | None = None
-        self._alike: TokenRows | None = None
+        self._token_R: list[torch.Tensor] = []  # once it is made, for all rows of these tokens
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -25,17 +24,15 @@ class TokenRows:
     def of(self, tokens_TD: torch.Tensor) -> "TokenRows":
         """The rows of other tensors of the same tokens."""
         other = TokenRows(tokens_TD, self.inverse_TK, self.order_R)
-        other._alike = self
+        other._token_R = self._token_R
         return other
 
     @property
     def token_R(self) -> torch.Tensor:
         """The token of each row, int32; undefined past the valid rows."""
-        if self._alike is not None:
-            return self._alike.token_R
-        if self._token_R is None:
-            self._token_R = self.order_R // self.inverse_TK.shape[1]
-        return self._token_R
+        if not self._token_R:
+            self._token_R.append(self.order_R // self.inverse_TK.shape[1])
+        return self._token_R[0]
 
     def permuted(self) -> torch.Tensor:
         """The rows in memory, made at the first call."""

@@ -45,7 +45,8 @@ class SortedRows:
         rows_R = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
         inverse_R1 = torch.where(rows_R < ends_E[-1], rows_R, -1)[:, None]
         expert_R1 = torch.searchsorted(ends_E, rows_R, right=True, out_int32=True)[:, None]
-        routing = Routing(counts_E, ends_E, rows_R, inverse_R1)
+        bounds = torch.nn.functional.pad(ends_E, (1, 0))
+        routing = Routing(counts_E, bounds, rows_R, inverse_R1)
         return Received(x, weights.float().view(-1, 1), expert_R1, routing, expected_rows=self._expected)
 
     def collect(self, slots: torch.Tensor, received: Received) -> torch.Tensor:

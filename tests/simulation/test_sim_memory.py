@@ -224,3 +224,22 @@ def test_the_optimizers_step_can_be_the_peak():
     assert peak.groups["kept"] == 0
     with pytest.raises(ValueError, match="weight=-1 bytes a parameter"):
         ParameterBytes(weight=-1)
+
+
+def test_static_bytes_are_those_of_a_sum_by_hand():
+    """Qwen3-235B on 64 devices, TP2 PP4 EP16: the embedding and 24 layers are on the first rank."""
+    config = replace(
+        preset("qwen3-30b-a3b"), layers=94, width=4096, heads=64, kv_heads=4, head_dim=128, expert_width=1536
+    )
+    found = rank_peaks(run(config=config, layout=Layout(devices=64, tp=2, pp=4, ep=16)))[0].groups
+    attention = 4096 * (64 + 2 * 4) * 128 / 2 + 64 * 128 * 4096 / 2
+    others = 2 * 4096 + 2 * 128 + 4096 * 128  # norms and router, which tensor parallel ranks do not share
+    dense = 151_936 * 4096 / 2 + 24 * (attention + others)
+    experts = 24 * 128 / 16 * 3 * 4096 * 1536
+    told = {
+        "weights": 2 * (dense + experts),
+        "gradients": 4 * (dense + experts),
+        "optimizer": 12 * (dense / 8 + experts),  # 8 ranks share dense state, one has each expert
+    }
+    for name, size in told.items():
+        assert found[name] == pytest.approx(size, rel=1e-6)

@@ -7,9 +7,10 @@ of the caller's is like another.
 """
 
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -26,11 +27,39 @@ from pagestash.sizes import format_bytes
 
 if TYPE_CHECKING:
     from pagestash.planning.expected import AutoRows
+    from pagestash.planning.measure import Measuring
     from pagestash.planning.result import Plan
     from pagestash.planning.target import Target
     from pagestash.profiling.measure import Loss, Progress
 
 log = logging.getLogger("pagestash")
+
+WATCHED = 2
+"""Planned steps whose peak is compared with the budget: the first one is measured, the second goes by its plan."""
+
+
+@dataclass(slots=True)
+class PlannedPeak:
+    """The peak of the first planned steps on a GPU: one that exceeds the budget warns."""
+
+    plan: "Plan"
+    device: torch.device
+    left: int = WATCHED
+
+    @classmethod
+    def of(cls, plan: "Plan", device: torch.device | None) -> "PlannedPeak | None":
+        if device is None or device.type != "cuda":
+            return None
+        torch.cuda.reset_peak_memory_stats(device)
+        return cls(plan, device)
+
+    def step_over(self) -> bool:
+        """Whether to go on watching."""
+        over = torch.cuda.max_memory_allocated(self.device) - self.plan.budget_bytes
+        if over > 0:
+            warnings.warn(self.plan.broken(over), stacklevel=4)
+        self.left -= 1
+        return over <= 0 and self.left > 0
 
 
 class Keeper(saved.Keeper):
@@ -85,12 +114,13 @@ class Keeper(saved.Keeper):
     def __init__(
         self,
         *,
-        budget: str | float,
+        budget: str | float = "auto",
         loss: "Loss | None" = None,
         optimizer: torch.optim.Optimizer | None = None,
         host: str | int = "auto",
         repeats: int = 3,
         progress: "Progress | None" = None,
+        measure: "Measuring" = "auto",
         graphed: bool = False,
         waits: bool = False,
         backend: str = "auto",
@@ -114,6 +144,8 @@ class Keeper(saved.Keeper):
         super().__init__(Policy() if policy is None else Policy.of(policy), backend=backend, check=check)
         self._first: FirstCall | None = None
         """Until there is a plan."""
+        self._peak: PlannedPeak | None = None
+        """Watches the first planned steps."""
         self._opened: list[str] = []
         """Measured regions that are no modules."""
         if budget is not None:
@@ -133,7 +165,10 @@ class Keeper(saved.Keeper):
             if self._first is not None and self._first.model is not model:
                 raise ValueError("Keeper(budget=...) plans for one model; make a keeper for each")
             self._target.check(model)
-        super().attach(model, [*regions, *self._opened], others=others)
+        if self._target is not None and ahead and self._first is None:
+            self._begin_unplanned(self._target, model, regions)
+        else:
+            super().attach(model, [*regions, *self._opened], others=others)
         if self._auto_rows is None or not self._auto_rows.chosen:
             self._forget_rows()  # there may be more layers now
         if ahead:
@@ -191,15 +226,10 @@ class Keeper(saved.Keeper):
         if first is not None and first.over and torch.is_grad_enabled():
             self._make_plan(first)
             first = None
-        try:
-            with nullcontext() if first is None else first.step(), super().step(check=check), self._counted():
-                yield
-        except torch.OutOfMemoryError as error:
-            if first is not None:
-                from pagestash.planning.target import TOO_LARGE
-
-                error.add_note(TOO_LARGE)
-            raise
+        with nullcontext() if first is None else first.step(), super().step(check=check), self._counted():
+            yield
+        if self._peak is not None and not self._peak.step_over():
+            self._peak = None
 
     # --- expected rows ---
 
@@ -283,27 +313,45 @@ class Keeper(saved.Keeper):
         rows = self._auto_rows
         return found if rows is None else replace(found, expected_rows=rows.stats())
 
+    # --- with a budget ---
+
+    def _begin_unplanned(self, target: "Target", model: nn.Module, regions: Sequence[str]) -> None:
+        """Recompute layers until there is a plan, so that a step fits that would not; or keep all, where a layer
+        cannot be recomputed."""
+        for policy in (target.begins_with(model), Policy()):
+            self._use(policy, quiet=True)
+            try:
+                super().attach(model, regions)
+                return
+            except ValueError:
+                if not policy.rules:
+                    raise
+
     def _make_plan(self, first: FirstCall) -> None:
         """Measure what the first step has shown, plan, and put the policy into effect."""
-        from pagestash.planning.target import TOO_LARGE
-
         assert self._target is not None
         target, self._target = self._target, None  # an error is raised once; steps after it have no policy
         first.remove()
         self._first = None
+        super().detach()  # measured steps are without
+        policy, self._opened = Policy(), []
         try:
-            found, self._opened = target.plan(first)
-        except torch.OutOfMemoryError as error:
+            found = target.plan(first)
+            policy, self._opened = found.policy, list(found.regions)
+        except torch.OutOfMemoryError:  # perhaps the next batch is smaller
+            self._begin_unplanned(target, first.model, first.declared)
             self._target = target
-            self._first = FirstCall(first.model, first.declared, self._regions)  # perhaps of a smaller batch
-            raise torch.OutOfMemoryError(f"measuring a step ran out of memory. {TOO_LARGE}") from error
-        if not found.is_empty:
-            try:
-                self._begin_again(found.policy, first)
-            except BaseException:
-                self._begin_again(Policy(), first)
-                raise
+            self._first = FirstCall(first.model, first.declared, self._regions)
+            raise
+        finally:
+            self._forget_rows()
+            if self._first is None:
+                self._use(Policy())
+                super().attach(first.model, first.declared)
+        if policy.rules:
+            self._replace(policy, first)
         self.plan, self._target = found, target
+        self._peak = PlannedPeak.of(found, self.device)
         log.info(
             "planned for %s: %d rules, predicted %s instead of %s, in %.3f of the time; see print(keeper.plan)",
             format_bytes(found.budget_bytes),
@@ -313,12 +361,16 @@ class Keeper(saved.Keeper):
             found.predicted.seconds / found.unplanned.seconds if found.unplanned.seconds else 1.0,
         )
 
-    def _begin_again(self, policy: Policy, first: FirstCall) -> None:
-        """Put another policy into effect."""
+    def _replace(self, policy: Policy, first: FirstCall) -> None:
+        """Put another policy into effect; none, if it cannot be attached."""
         super().detach()
-        super().__init__(policy, backend=self._backend, check=self._check)
-        self._forget_rows()
-        super().attach(first.model, [*first.declared, *self._opened])
+        self._use(policy)
+        try:
+            super().attach(first.model, [*first.declared, *self._opened])
+        except BaseException:
+            self._use(Policy())
+            super().attach(first.model, first.declared)
+            raise
 
     def __repr__(self) -> str:
         if self._target is not None and self.plan is None:

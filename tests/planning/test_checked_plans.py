@@ -72,20 +72,6 @@ def test_a_plan_from_a_profile_alone_is_not_checked_and_says_so(decoder):
     assert "checked    not by a step" in str(plan)
 
 
-def test_with_several_ranks_no_step_checks_a_plan_because_ranks_may_try_different_numbers(
-    decoder, monkeypatch
-):
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 2)
-    ran = []
-    hook = decoder[0].register_forward_hook(lambda *_: ran.append(1))
-    plan = planned(decoder)
-    hook.remove()
-    assert plan.policy.rules
-    assert not ran
-    assert "checked    not by a step" in str(plan)
-
-
 def test_the_step_that_checks_leaves_gradients_random_state_and_modules_as_they_were(decoder):
     model, _ = decoder
     for parameter in model.parameters():

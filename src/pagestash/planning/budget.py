@@ -38,7 +38,7 @@ def parse_budget(budget: str | float, unplanned: Prediction, device: str) -> int
     """
     check_budget(budget)
     if budget == "auto":
-        return _device_budget(device)
+        return device_budget(device)
     part = _part(budget)
     if part is None:
         return parse_bytes(budget, "budget", EXPECTED)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def check_budget(budget: str | float, device: str | None = None) -> None:
     """Refuse what is no budget for any step; `device`: where it runs, if known, which may have no `"auto"`."""
     if budget == "auto":
         if device is not None:
-            _device_budget(device)
+            device_budget(device)
     elif _part(budget) is None:
         if isinstance(budget, float):
             raise ValueError(f"budget={budget!r}: expected {EXPECTED}")
@@ -84,7 +84,8 @@ def _part(budget: Any) -> float | None:
     return value
 
 
-def _device_budget(device: str) -> int:
+def device_budget(device: str) -> int:
+    """What this process can have of its GPU, less a reserve."""
     if not device.startswith("cuda"):
         raise ValueError(
             f"budget='auto': {device} has no memory of its own; expected bytes, like '40GiB', or a part"

@@ -45,6 +45,16 @@ class Measured:
     launch_seconds: float | None = None
     """What the host took to launch one, where steps were timed in a loop: it may be less than they took."""
 
+    @classmethod
+    def largest(cls, found: Sequence["Measured"]) -> "Measured":
+        """Of several ranks, which wait for each other."""
+        times, launches = ([getattr(each, name) for each in found] for name in ("seconds", "launch_seconds"))
+        return cls(
+            max(each.peak_bytes for each in found),
+            None if None in times else max(times),
+            None if None in launches else max(launches),
+        )
+
 
 Measure = Callable[[Policy], Measured]
 """Runs steps under a policy; the peak has what the device holds before them."""

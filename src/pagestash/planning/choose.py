@@ -31,7 +31,14 @@ def choose(
         nearest = min(found, key=lambda item: item.predicted.peak_bytes)
         smallest, at = nearest.predicted, nearest.predicted.peak_at
         largest = predictor_of(step).largest_kept(RuleTable(nearest.rules, PoolConfig()), at)
-        raise NothingFits(limit, smallest, step.where(at), without_host=not host_bytes, largest=largest)
+        raise NothingFits(
+            limit,
+            smallest,
+            step.where(at),
+            without_host=not host_bytes,
+            largest=largest,
+            unplanned_bytes=unplanned.peak_bytes,
+        )
     # Of plans that are as fast, the one that moves least: the link and the host may have other work.
     best = min(fitting, key=lambda item: (item.predicted.mean_seconds, item.predicted.moved_bytes))
     best = _without_idle_rules(best, step, limit, host_bytes)
@@ -70,6 +77,7 @@ def choose(
         expected_rows=expected,
         graphed=step.graphed,
         waits=step.waits,
+        recomputed_layers=profile.recomputed_layers,
     )
 
 

@@ -1,12 +1,12 @@
 """`plan`: measure a step, and choose the fastest policy that is predicted to fit a budget."""
 
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pagestash.garbage import collector_paused, old_objects_aside
@@ -16,6 +16,7 @@ from pagestash.planning.budget import (
     base_bytes,
     check_budget,
     check_step,
+    device_budget,
     notes_on,
     optimizer_state,
     parse_budget,
@@ -25,10 +26,12 @@ from pagestash.planning.budget import (
 from pagestash.planning.checked import Measure, Measured, Steps, checked, measure_under
 from pagestash.planning.choose import choose, find_candidates, limit_of, predictor_of
 from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.measure import Measuring, measured_step
 from pagestash.planning.pool import OVERFLOW
-from pagestash.planning.predict import Predictor
+from pagestash.planning.predict import Predictor, predict
 from pagestash.planning.prediction import RuleTable
 from pagestash.planning.rank import RankStep
+from pagestash.planning.ranks import Alone, Ranks
 from pagestash.planning.result import Plan
 from pagestash.planning.skew import Rows, Skew, row_distribution
 from pagestash.planning.stage import ResultBytes, rank_plan, received, stage_step
@@ -36,7 +39,6 @@ from pagestash.planning.timed import faster
 from pagestash.policy import Policy, PoolConfig
 from pagestash.profiling.link import Link
 from pagestash.profiling.measure import Loss, Progress, default_loss, repeated_step
-from pagestash.profiling.measure import profile as measure_profile
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import Gradients
 from pagestash.profiling.result import Profile
@@ -51,7 +53,7 @@ def plan(
     model: nn.Module,
     batch: torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any],
     *,
-    budget: str | float,
+    budget: str | float = "auto",
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     host: str | int = "auto",
@@ -65,6 +67,7 @@ def plan(
     schedule: Any = None,
     stage: int | None = None,
     profile: Profile | None = None,
+    measure: Measuring = "auto",
     graphed: bool = False,
     waits: bool = False,
 ) -> Plan:
@@ -81,6 +84,10 @@ def plan(
     is measured with `ps.profile`, which takes `loss`, `link`, `autocast`, `repeats`, `gradients` and `progress`.
     With `profile` it was measured before: the same model and batch, with the same arguments.
 
+    A step that finds no memory is measured while its layers are recomputed, one after the other in backward, and
+    the step without a policy is predicted; the table says so. `measure="recompute"` begins with that, and `"whole"`
+    allows nothing else. It raises `torch.OutOfMemoryError` if a step finds no memory even then.
+
     With `graphed` the plan is for a step that runs as a CUDA graph (`ps.GraphedStep`). What a keeper costs the host
     does not count there, so more may be recomputed and moved for the same time. The steps that check such a plan
     run eagerly: what a graph is predicted to take more is added to their peak, and they are not timed. On a CPU a
@@ -92,11 +99,13 @@ def plan(
     pipeline, which is planned without a host, `waits` changes nothing.)
 
     Then steps run under the plan. If their peak exceeds the budget, the plan is made again, for as much less. So a
-    plan keeps its budget where a prediction is wrong. On a GPU they are timed, too. If they take another time than
-    predicted, in a second round as well, steps without a policy are timed beside them, what a keeper costs the host
-    is fitted to them, and the plan is made again; and one is tried as if a keeper cost the host nothing. The
-    fastest is returned, on average over quick and slow hosts. The table says what was measured. With several ranks
-    of `torch.distributed` no such steps run: one rank may need more of them than another.
+    plan keeps its budget where a prediction is wrong; if none does, a warning says by how much. On a GPU they are
+    timed, too, beside those of a plan that is made as if a keeper cost the host nothing, and the faster one is
+    returned, on average over quick and slow hosts. The table says what was measured.
+
+    With several ranks of `torch.distributed` all must call this. They plan from rank 0's profile, for the largest
+    peak of any rank and the smallest budget, and get the same plan. Their layers are recomputed while a step is
+    measured, so that no rank runs out of memory while others wait for it in a collective.
 
     `rows` says how the rows vary that a stash holds: a `RowDistribution`, a path of Megatron's tokens per expert,
     the max/mean of a log-normal, or `"measured"`. The pool is then sized so that a step overflows it with a
@@ -121,9 +130,13 @@ def plan(
     if schedule is not None and stage is None:
         (stage,) = rank_plan(schedule)[0].stages
     result = ResultBytes(loss or default_loss)
-    found = profile or measure_profile(
+    ranks = Ranks() if schedule is None else Alone()
+    found = profile or measured_step(
         model,
         received(batch) if stage else batch,
+        ranks,
+        measure if schedule is None else "whole",
+        next((each.device for each in model.parameters()), torch.device("cpu")),
         loss=loss if schedule is None else result,
         link=link,
         autocast=autocast,
@@ -134,7 +147,10 @@ def plan(
     # What is allocated already is in `other_bytes`, where that is known.
     there = found.other_bytes is not None
     state = 0 if optimizer is None else optimizer_state(optimizer, to_come=there)
-    return plan_profile(
+    if ranks.count > 1:
+        found, state, budget, host = _agreed(ranks, found, state, budget, host)
+    opened = _opened(model, found)
+    plan = plan_profile(
         found,
         budget=budget,
         host=host,
@@ -147,7 +163,34 @@ def plan(
         check=step,
         graphed=graphed,
         waits=waits,
+        ranks=ranks,
     )
+    plan = replace(plan, regions=opened)
+    if plan.excess_bytes and ranks.own == 0:
+        warnings.warn(f"{plan.broken()}", stacklevel=2)
+    return plan
+
+
+def _opened(model: nn.Module, profile: ProfiledStep) -> list[str]:
+    """The regions that are no modules: a keeper is told their names."""
+    modules = named_modules(model)
+    return [region.name for region in profile.regions if region.name and region.name not in modules]
+
+
+def _agreed(
+    ranks: Ranks, found: Profile, state: int, budget: str | float, host: str | int
+) -> tuple[Profile, int, str | float, int]:
+    """What all ranks plan with: rank 0's profile, the largest peak, the smallest budget and host memory."""
+
+    def peak(profile: Profile, state: int) -> int:
+        return predict(profile, Policy(), base_bytes=base_bytes(profile, state)).peak_bytes
+
+    largest = max(ranks.all(peak(found, state)))
+    if budget == "auto":
+        budget = min(ranks.all(device_budget(found.device)))
+    host_bytes = min(ranks.all(parse_host(host)))
+    found, state = ranks.first((found, state))
+    return found, state + largest - peak(found, state), budget, host_bytes
 
 
 def plan_profile(
@@ -164,6 +207,7 @@ def plan_profile(
     check: RepeatedStep | None = None,
     graphed: bool = False,
     waits: bool = False,
+    ranks: Ranks | None = None,
 ) -> Plan:
     """The plan for a step that was measured before, perhaps on another machine.
 
@@ -179,7 +223,9 @@ def plan_profile(
             step.base_bytes += GRAPH_BYTES
         step.skew = None if rows is None else Skew.of(rows, step.rows, overflow)
         with ExitStack() as around:
-            return plan_step(step, budget=budget, host=host, measure=_measure(step, check, around))
+            return plan_step(
+                step, budget=budget, host=host, measure=_measure(step, check, around, ranks or Alone())
+            )
     order, _ = rank_plan(schedule, None if stage is None else [stage])
     if len(order.stages) > 1:
         raise ValueError(
@@ -225,18 +271,16 @@ def plan_stages(
     return plan_step(step, budget=budget, host=host)
 
 
-def _measure(step: MeasuredStep, check: RepeatedStep | None, around: ExitStack) -> Measure | None:
+def _measure(
+    step: MeasuredStep, check: RepeatedStep | None, around: ExitStack, ranks: Ranks
+) -> Measure | None:
     """What measures steps under a policy, until `around` ends; None if nothing is to run, or memory cannot be read.
 
-    Nor with several ranks: each has plans of its own to try, and the collectives of one that tries more would wait
-    for the others.
+    Of several ranks the largest peak and time count, so that all go on with the same plan.
     """
     if check is None or not step.knows_memory:
         return None
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return None
-    modules = named_modules(check.model)
-    opened = [region.name for region in step.profile.regions if region.name and region.name not in modules]
+    opened = _opened(check.model, step.profile)
     ready = False
     spare = SpareSlab()
 
@@ -246,11 +290,16 @@ def _measure(step: MeasuredStep, check: RepeatedStep | None, around: ExitStack) 
             around.enter_context(check.gradients())
             around.enter_context(old_objects_aside())
             ready = True
-        found = measure_under(
-            check, policy, opened, timed=not step.graphed, waits=not step.loops, make_slab=spare
+        found = ranks.together(
+            lambda: measure_under(
+                check, policy, opened, timed=not step.graphed, waits=not step.loops, make_slab=spare
+            )
         )
+        if found is None:
+            raise torch.OutOfMemoryError("a step under the policy finds no memory")
         more = _more_in_graph(step, policy) if step.graphed else 0
-        return replace(found, peak_bytes=step.base_bytes + found.peak_bytes + more)
+        own = replace(found, peak_bytes=step.base_bytes + found.peak_bytes + more)
+        return Measured.largest(ranks.all(own))
 
     return measure
 
@@ -291,6 +340,7 @@ def _plan_step(step: MeasuredStep, budget: str | float, host: str | int, measure
             alternatives=beside,
             graphed=step.graphed,
             waits=step.waits,
+            recomputed_layers=profile.recomputed_layers,
         )
 
     steps = None if measure is None else Steps(measure)

@@ -32,8 +32,10 @@ class NothingFits(ValueError):
         without_host: bool,
         rank: int | None = None,
         largest: SavedTensor | None = None,
+        unplanned_bytes: int | None = None,
     ) -> None:
-        """`largest`: of the tensors that stay on the device then."""
+        """`largest`: of the tensors that stay on the device then. `unplanned_bytes`: the peak without a policy."""
+        self.unplanned_bytes = unplanned_bytes
         self.budget_bytes, self.smallest = budget_bytes, smallest
         self.rank = rank
         """Of a pipeline."""
@@ -41,17 +43,38 @@ class NothingFits(ValueError):
         self._region, self._without_host = region, without_host
         host = " Offload had no host memory." if without_host else ""
         who = "" if rank is None else f"rank {rank}: "
+        before = "" if unplanned_bytes is None else f" (without a policy {format_bytes(unplanned_bytes)})"
         super().__init__(
             f"{who}nothing fits {format_bytes(budget_bytes)}: the smallest plan takes "
-            f"{format_bytes(smallest.peak_bytes)}, {format_bytes(smallest.peak_bytes - budget_bytes)} too much. "
-            f"At its peak, in {region}: {describe(smallest)}.{_named(largest, smallest)}{host}"
+            f"{format_bytes(smallest.peak_bytes)}, {format_bytes(smallest.peak_bytes - budget_bytes)} too much"
+            f"{before}. At its peak, in {region}: {describe(smallest)}.{_named(largest, smallest)}{host} "
+            f"What would help: {remedies(smallest)}"
         )
 
     def of_rank(self, rank: int) -> "NothingFits":
         """The same, naming the rank of a pipeline."""
         return NothingFits(
-            self.budget_bytes, self.smallest, self._region, self._without_host, rank, self.largest
+            self.budget_bytes,
+            self.smallest,
+            self._region,
+            self._without_host,
+            rank,
+            self.largest,
+            self.unplanned_bytes,
         )
+
+
+REMEDIES = {
+    "base": "an optimizer whose state is on the host, or weights on more ranks",
+    "other": "a smaller batch, or a head that is fused with its loss",
+}
+"""By what holds most of the memory; else a smaller batch."""
+
+
+def remedies(prediction: Prediction) -> str:
+    """What would take memory off the peak."""
+    sizes = prediction.at_peak()
+    return REMEDIES.get(max(sizes, key=sizes.__getitem__), "a smaller batch")
 
 
 def _named(largest: SavedTensor | None, smallest: Prediction) -> str:
@@ -113,6 +136,24 @@ class Plan:
     """Where rows vary and are stashed: `MoEConfig(expected_rows=...)` that keeps most of them out of the pool, and
     takes next to no memory."""
 
+    regions: Sequence[str] = ()
+    """Regions of the step that are no modules: `keeper.attach(model, plan.regions)` declares them."""
+    recomputed_layers: int = 0
+    """So many layers were recomputed while the step was measured; the step without a policy is predicted then."""
+
+    @property
+    def excess_bytes(self) -> int:
+        """How much the checking steps took above the budget."""
+        return max(0, (self.measured_bytes or 0) - self.budget_bytes)
+
+    def broken(self, by: int = 0) -> str:
+        """In words, that steps exceed the budget, and what to do; `by`: by so much, if not as measured."""
+        return (
+            f"steps under the plan exceed the budget of {format_bytes(self.budget_bytes)} by "
+            f"{format_bytes(by or self.excess_bytes)}. What would help: {remedies(self.predicted)}; or give a "
+            "smaller budget than there is memory"
+        )
+
     @property
     def overflow_probability(self) -> float | None:
         """That a step overflows the pool and runs again; None without `rows`, or if nothing is stashed."""
@@ -144,7 +185,7 @@ class Plan:
         if self.is_empty:
             lines = [
                 f"The step fits without a policy: {format_bytes(self.unplanned.peak_bytes)} of "
-                f"{format_bytes(self.budget_bytes)}, {_ms(self.unplanned.seconds)}."
+                f"{format_bytes(self.budget_bytes)}, {_ms(self.unplanned.seconds)}{self._how_measured()}."
             ]
             return "\n".join([*lines, *self.notes])
         cells = [("region", "home", "layers", "bytes", "forward again")]
@@ -170,7 +211,7 @@ class Plan:
             "",
             f"budget     {format_bytes(self.budget_bytes)}",
             *self._step_line(),
-            f"unplanned  {format_bytes(before.peak_bytes)}, {_ms(before.seconds)}",
+            f"unplanned  {format_bytes(before.peak_bytes)}, {_ms(before.seconds)}{self._how_measured()}",
             f"planned    {format_bytes(after.peak_bytes)}, {_ms(after.seconds)} "
             f"({after.seconds / before.seconds:.3f} of unplanned): recompute {_ms(after.recompute_seconds)}, "
             f"waiting for copies {_ms(after.wait_seconds)}",
@@ -188,6 +229,11 @@ class Plan:
         if self.graphed:
             return ["step       as a CUDA graph; times without a policy are predicted, too"]
         return ["step       in a loop that waits for the device before each"] if self.waits else []
+
+    def _how_measured(self) -> str:
+        if not self.recomputed_layers:
+            return ""
+        return f" (predicted: it was measured with {self.recomputed_layers} layers recomputed)"
 
     def _slow_host_line(self) -> list[str]:
         before, after = self.unplanned, self.predicted

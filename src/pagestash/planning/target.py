@@ -6,25 +6,22 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pagestash.planning.budget import check_budget, check_step, parse_host
 from pagestash.planning.make import plan as make_plan
+from pagestash.planning.measure import Measuring
 from pagestash.planning.result import Plan
-from pagestash.profiling.measure import Arguments, Loss, Progress, profile
+from pagestash.policy import Policy, Rule
+from pagestash.profiling.layers import layer_names
+from pagestash.profiling.measure import Arguments, Loss, Progress
 from pagestash.saved.compiled import is_compiled, is_wrapper
 from pagestash.saved.first_call import FirstCall, has_gradients
-from pagestash.saved.names import named_modules
 from pagestash.saved.recompute.references import References
 from pagestash.saved.recompute.rng import python_rng_state, set_python_rng_state
 from pagestash.saved.storage import plain_storage
 from pagestash.torch_internals import accumulate_hooks_of, modules_in
 
-TOO_LARGE = (
-    "Keeper(budget=...) begins with a step without a policy, and measures it: begin with a smaller batch, or plan "
-    "from one with ps.plan(model, smaller_batch, budget=...), save its policy, and use Keeper(Policy.load(path))"
-)
 ONE_FORWARD = (
     "Keeper(budget=...) plans for one forward and its backward at a time, and here several forwards wait for "
     "theirs; use ps.plan on a module that runs all of them, or write a policy"
@@ -41,6 +38,7 @@ class Target:
     host: str | int = "auto"
     repeats: int = 3
     progress: Progress | None = None
+    measure: Measuring = "auto"
     graphed: bool = False
     waits: bool = False
 
@@ -58,12 +56,6 @@ class Target:
                 "Keeper(budget=...): model.compile() hides the model's calls; attach torch.compile(model) instead, "
                 "or compile its layers"
             )
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
-                f"Keeper(budget=...) measures on one rank, and here are {dist.get_world_size()}, whose collectives "
-                "and gradient buckets the measured steps would disturb; use ps.plan in a process of its own, and "
-                "Keeper(Policy.load(path)) on all ranks"
-            )
         for name, parameter in model.named_parameters():
             if accumulate_hooks_of(parameter):
                 raise ValueError(
@@ -71,8 +63,12 @@ class Target:
                     "optimizer's; the measured steps would run it, too. Use ps.plan before it is registered"
                 )
 
-    def plan(self, first: FirstCall) -> tuple[Plan, list[str]]:
-        """The plan for the call that was seen, and the measured regions that are no modules."""
+    def begins_with(self, model: nn.Module) -> Policy:
+        """The policy of the first step, which nobody has measured: layers are recomputed, so that it fits."""
+        return Policy([Rule(name, "recompute") for name in layer_names(model)])
+
+    def plan(self, first: FirstCall) -> Plan:
+        """The plan for the call that was seen."""
         model, call = first.model, first.call
         assert call is not None
         self.check(model)
@@ -80,15 +76,6 @@ class Target:
             raise ValueError(ONE_FORWARD)
         held = first.gradients_held or has_gradients(model)
         with _as_before(model, first.written):
-            found = profile(
-                model,
-                Arguments(call.args, call.kwargs),
-                loss=self.loss,
-                autocast=call.autocast,
-                repeats=self.repeats,
-                gradients="held" if held else "fresh",
-                progress=self.progress,
-            )
             plan = make_plan(
                 model,
                 Arguments(call.args, call.kwargs),
@@ -97,15 +84,16 @@ class Target:
                 optimizer=self.optimizer,
                 host=self.host,
                 autocast=call.autocast,
+                repeats=self.repeats,
                 gradients="held" if held else "fresh",
-                profile=found,
+                progress=self.progress,
+                measure=self.measure,
                 graphed=self.graphed,
                 waits=self.waits,
             )
-        if found.device.startswith("cuda"):
+        if any(parameter.is_cuda for parameter in model.parameters()):
             torch.cuda.empty_cache()  # steps under the policy need not reserve what the measured ones did
-        modules = named_modules(model)
-        return plan, [region.name for region in found.regions if region.name and region.name not in modules]
+        return plan
 
 
 @contextmanager

@@ -30,13 +30,23 @@ from pagestash.torch_internals import storage_key, tree_flatten, tree_unflatten
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules whose names end in a number, and that have parameters: what is recomputed."""
+    """What is recomputed."""
+    return list(_layers(model).values())
+
+
+def layer_names(model: nn.Module) -> list[str]:
+    """Their names."""
+    return list(_layers(model))
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost modules whose names end in a number, and that have parameters."""
     found: dict[str, nn.Module] = {}
     for name, module in named_modules(model).items():
         inside = any(name.startswith(f"{other}.") for other in found)
         if name.rpartition(".")[2].isdigit() and not inside and next(module.parameters(), None) is not None:
             found[name] = module
-    return list(found.values())
+    return found
 
 
 @dataclass(slots=True, eq=False)

@@ -22,6 +22,7 @@ from pagestash.profiling.steps import RepeatedStep
 from pagestash.profiling.timeline import Clock, EventClock, HostClock, NoClock, StepClock, Timeline
 from pagestash.profiling.tracker import RegionTracker
 from pagestash.saved.compiled import is_compiled
+from pagestash.saved.names import named_modules
 from pagestash.saved.region import frames
 from pagestash.torch_internals import LOCAL_PART
 
@@ -147,7 +148,7 @@ def _measure(
         step.run(order, recorder.forward(), recorder.look_around)
     tensors = recorder.tensors()
     if policy is not None:
-        policy.check([*(name for name, _ in model.named_modules()), *(t.region for t in tensors)])
+        policy.check([*named_modules(model), *(t.region for t in tensors)])
     times = runs.times(order, repeats, tell)
     tell("measuring the link and the keeper", 2 * repeats + 2)
     paths, turn, waiting = order.paths, order.turn, recorder.waiting.by_segment(len(order.paths))

@@ -28,7 +28,7 @@ class MemoryMeter:
         """One for each segment, relative to the start of the step."""
         self._device = device
         self._start, self._begun = 0, False
-        self._live = _LiveStorages() if device.type == "cpu" else None
+        self._live = LiveStorages() if device.type == "cpu" else None
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -68,7 +68,7 @@ class MemoryMeter:
         return [0.0] * len(self.readings)
 
 
-class _LiveStorages(TorchDispatchMode):
+class LiveStorages(TorchDispatchMode):
     """Counts the storages that operations allocate, until they are freed."""
 
     def __init__(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from pagestash.profiling.timeline import MODEL, EventClock, Timeline
@@ -154,6 +155,8 @@ class RepeatedStep:
         """Around all runs: gradients for them to find, and afterwards those of the caller again."""
         before = [(parameter, parameter.grad) for parameter in self.model.parameters()]
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # (Gradients of these runs are nobody's: ranks do not average them.)
+        alone = self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
         try:
             for parameter, gradient in before:
                 if not self.held or not parameter.requires_grad or is_lazy(parameter):
@@ -164,7 +167,8 @@ class RepeatedStep:
                     # On the host: the device may have no room for a second set.
                     local = getattr(gradient, LOCAL_PART, gradient).detach()
                     copies.append((local, local.to("cpu", copy=True)))
-            yield
+            with alone:
+                yield
         finally:
             for parameter, gradient in before:
                 parameter.grad = gradient

@@ -13,6 +13,7 @@ from pagestash.profiling.timeline import MODEL, Path, Timeline
 from pagestash.saved.calls import begin, end, set_calls, under_way
 from pagestash.saved.compiled import hidden, is_compiled
 from pagestash.saved.module_hook import Hook
+from pagestash.saved.names import named_modules
 from pagestash.saved.region import Region, enter, frames, leave, set_frames
 from pagestash.saved.rows.marks import Marks
 
@@ -50,7 +51,8 @@ class RegionTracker:
         self._listener = listener
         self._hooked = False
         self._modules = list(watched(model))
-        for name, module in model.named_modules():
+        self.names[model] = ""
+        for name, module in named_modules(model).items():
             self.names[module] = name
 
     def path(self) -> Path:
@@ -179,11 +181,12 @@ class _Closing(Hook):
 
 
 def watched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules to hook: all but the model itself and modules inside a compiled one."""
-    compiled: list[str] = []
-    for name, module in model.named_modules():
+    """The modules to hook, by the names that a keeper has for them: not the model itself, nor what is inside a
+    compiled module."""
+    compiled = [""] if is_compiled(model) else []
+    for name, module in named_modules(model).items():
         inside = any(name.startswith(prefix) for prefix in compiled)
         if is_compiled(module):
-            compiled.append(f"{name}." if name else "")
-        if name and not inside:
+            compiled.append(f"{name}.")
+        if not inside:
             yield name, module

@@ -45,29 +45,38 @@ class Keeper:
         make_slab: MakeSlab = host_slab,
     ) -> None:
         """`quiet`: say nothing of rules that move nothing. `make_slab` makes the host memory of `offload`."""
-        self.policy = policy
-        self._moves = any(rule.moves for rule in policy.rules)
         self._backend = backend
         self._check = check
+        self._is_quiet = quiet
+        self._make_slab = make_slab
+        self._hooks: list[Any] = []
+        self._in_step = False
+        self.rows: RowsChoice | None = None
+        """Where layers have left `expected_rows` to this keeper, from the first step on (see `ps.Keeper`)."""
+        self._ranks = Agreement()
+        self._use(policy)
+
+    def _use(self, policy: Policy, *, quiet: bool = False) -> None:
+        """Put a policy into effect, where no model is attached: its homes hold nothing yet."""
+        backend, check = self._backend, self._check
+        self.policy = policy
+        self._moves = any(rule.moves for rule in policy.rules)
         self._keep = Keep()
         self._recompute = Recompute(check=check is True)
         self._stash = stash = Stash(policy, self._keep, backend)
         # No home may refer to the keeper: in a cycle, a dropped keeper's pool would wait for the garbage collector.
-        self._offload = Offload(policy, self._keep, stash, partial(_memory_of, ref(self)), backend, make_slab)
+        self._offload = Offload(
+            policy, self._keep, stash, partial(_memory_of, ref(self)), backend, self._make_slab
+        )
         moving: dict[HomeName, TakesGroups] = {"stash": self._stash, "offload": self._offload}
         # In the order in which they settle: offload before stash, because it gives back pages, too.
         self._homes: tuple[Home, ...] = (self._keep, self._recompute, self._offload, self._stash)
         coding = EightBits(moving, self._keep, stash, backend)
         self._saved = SavedTensorHooks(policy, moving, self._keep, self._recompute, coding)
-        self._hooks: list[Any] = []
         self._regions = RegionHooks(self._saved, self._recompute)
         self._attached = Attached(policy, self._saved, self._regions)
-        self._quiet = None if quiet else QuietRules(policy, self._saved)
+        self._quiet = None if quiet or self._is_quiet else QuietRules(policy, self._saved)
         self._regions.outside = StepNeverOpened()
-        self._in_step = False
-        self.rows: RowsChoice | None = None
-        """Where layers have left `expected_rows` to this keeper, from the first step on (see `ps.Keeper`)."""
-        self._ranks = Agreement()
         self._stage_events: StageEvents = {}
 
     # --- attach ---

@@ -21,6 +21,7 @@ from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.make import GRAPH_BYTES
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import RuleTable
+from pagestash.planning.ranks import Alone
 from pagestash.profiling.measure import repeated_step
 from pagestash.profiling.overhead import Overhead
 from pagestash.saved.offload import transfers
@@ -140,7 +141,7 @@ def test_what_a_graph_takes_more_counts_in_the_check(monkeypatch, over):
     monkeypatch.setattr(make, "measure_under", measure_under)
     model = torch.nn.Linear(2, 2)
     with ExitStack() as around:
-        measure = make._measure(step, SimpleNamespace(model=model, gradients=nullcontext), around)
+        measure = make._measure(step, SimpleNamespace(model=model, gradients=nullcontext), around, Alone())
         assert graphed > eager
         assert measure(policy).peak_bytes == graphed + over
 

@@ -46,9 +46,9 @@ def test_a_saved_profile_is_planned_without_running_anything(tmp_path, monkeypat
     done = run("--profile", str(profile), "--budget", "8GiB")
     assert done.exit_code == 0, done.output
     assert done.output.startswith("The step fits without a policy: ")
-    small = run("--profile", str(profile), "--budget", "1000000")
+    small = run("--profile", str(profile), "--budget", "1200000")
     assert small.exit_code == 2
-    assert small.stderr.startswith("error: nothing fits 976.6 KiB: the smallest plan takes ")
+    assert small.stderr.startswith("error: nothing fits 1.1 MiB: the smallest plan takes ")
 
 
 def test_a_plan_is_drawn(tmp_path):

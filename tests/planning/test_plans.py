@@ -23,6 +23,7 @@ from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import RuleTable
 from pagestash.planning.result import rows_of
 from pagestash.profiling import HomeEstimate, Link, Region, SavedTensor, Segment
+from pagestash.sizes import format_bytes
 
 MB, MS = 10**6, 1e-3
 QUICK = examples(5, many=30)
@@ -372,10 +373,12 @@ def test_if_nothing_fits_a_large_tensor_that_no_rule_reaches_is_named():
     with pytest.raises(NothingFits) as refused:
         plan_profile(large, budget=20 * MB)
     assert refused.value.largest.storage == 10**6
-    assert str(refused.value).endswith(
+    assert (
         "The largest kept tensor has 19.1 MiB (5000 × 1000, float32) and was saved outside all modules, where no "
         "rule reaches it."
-    )
+    ) in str(refused.value)
+    assert f"(without a policy {format_bytes(refused.value.unplanned_bytes)})" in str(refused.value)
+    assert str(refused.value).endswith("What would help: a smaller batch")
 
 
 def test_without_host_memory_nothing_is_offloaded():

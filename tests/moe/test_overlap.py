@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
-from pagestash.moe import AllGather, AllToAll, MoE, MoEConfig, overlap
+from pagestash.moe import AllGather, AllToAll, MoE, MoEConfig, overlap, step_in_halves
 from pagestash.moe.parallel import collectives
 from pagestash.moe.parallel import overlap as pairs
 
@@ -216,6 +216,27 @@ class Rank:
             found[where, "again"] = train(model, keeper, overlap, self.rank), wanted
         return found
 
+    def halves(self):
+        """Three parts of a batch, beside the same ones after each other."""
+        tokens = torch.randint(64, (6, LENGTH + 1), generator=torch.Generator().manual_seed(self.rank))
+        found = []
+        for own in (False, True):
+            model = make_model(self.rank, self.world, "padded")
+
+            def loss_of(inputs, labels, model=model):
+                return sum(model(inputs, labels))
+
+            if own:
+                total = step_in_halves(loss_of, tokens[:, :-1], tokens[:, 1:], parts=3)
+            else:
+                total = 0
+                for part in tokens.chunk(3):
+                    loss = loss_of(part[:, :-1], part[:, 1:]) / 3
+                    loss.backward()
+                    total = total + loss.detach()
+            found.append([total, *(p.grad for p in model.parameters())])
+        return found
+
     def overflowed(self):
         """Rank 1 alone has more rows for another than there is room, in the forward of a pair; all repeat it."""
         config = MoEConfig(width=32, expert_width=16, experts=8, top_k=2)
@@ -260,7 +281,7 @@ def work(rank, world, folder):
     with filled_with_nan():
         for case in CASES:
             found[case] = me.bits(*case)
-        for name in ("retained", "checkpointed", "interleaved", "errors", "overflowed"):
+        for name in ("retained", "checkpointed", "halves", "interleaved", "errors", "overflowed"):
             found[name] = getattr(me, name)()
     torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()
@@ -274,7 +295,7 @@ def ranks(request, tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
-@pytest.mark.parametrize("case", [*CASES, "retained", "checkpointed"], ids=str)
+@pytest.mark.parametrize("case", [*CASES, "retained", "checkpointed", "halves"], ids=str)
 def test_the_bits_are_those_of_one_after_the_other(ranks, case):
     for rank in ranks:
         plain, overlapped = rank[case]
@@ -307,3 +328,19 @@ def test_an_overflow_of_one_rank_in_a_pair_is_repeated_by_all(ranks):
         assert grew
         assert again == 0.0
         assert same(results, plain)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused():
+    with pytest.raises(ValueError, match="parts=2"):
+        step_in_halves(torch.sum, torch.ones(1, 4))
+
+
+def test_a_pair_inside_a_pair_is_refused():
+    with pytest.raises(RuntimeError, match="inside of one half"):
+        overlap(lambda: overlap(int, int), int)
+
+
+def test_halves_without_exchanges_run_one_after_the_other():
+    order = []
+    assert overlap(lambda: order.append("forward") or 1, lambda: order.append("backward") or 2) == (1, 2)
+    assert order == ["backward", "forward"]

@@ -331,6 +331,14 @@ class TrainOptions:
     ep: Annotated[
         int | None, shown("Ranks to divide the experts among. Default: all of a stage.", LAYOUT)
     ] = None
+    overlap: Annotated[
+        bool | None,
+        shown(
+            "Run exchanges with other ranks beside the compute of another microbatch.",
+            PIPELINE,
+            "--overlap/--no-overlap",
+        ),
+    ] = None
     corpus: Annotated[
         list[str] | None, shown("Text files or folders. Default: Python's standard library.", RUN)
     ] = None

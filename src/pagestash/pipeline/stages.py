@@ -56,6 +56,7 @@ def partition(
     microbatches: int | None = None,
     chunks: int | None = None,
     memory: int = 0,
+    overlap: bool = False,
 ) -> Partition:
     """Place layers on stages so that the largest peak memory of a rank is smallest, then the largest time.
 
@@ -68,7 +69,8 @@ def partition(
     their bytes are added moment by moment. V-shaped schedules get a V-shaped placement.
 
     Minimal memory can cost time: a rank with few microbatches in flight gets many layers. `memory` is the
-    memory of a rank in bytes: peaks below it count as equal, and time decides.
+    memory of a rank in bytes: peaks below it count as equal, and time decides. `overlap`: for the schedule that
+    `overlapped_schedule` makes, which may hold more microbatches.
     """
     name = schedule_name(schedule)
     chunks = stages_a_rank(name, chunks)
@@ -79,7 +81,7 @@ def partition(
             f"{stages} stages for {len(costs)} layers (embedding and head included): every stage needs one"
         )
     microbatches = 2 * stages if microbatches is None else microbatches
-    ranks = plans(name, ranks=stages // chunks, microbatches=microbatches, chunks=chunks)
+    ranks = plans(name, ranks=stages // chunks, microbatches=microbatches, chunks=chunks, overlap=overlap)
     problem = _problem(costs, ranks, memory)
     cuts, optimal = solve(problem)
     return _partition(problem, name, microbatches, costs, ranks, cuts, optimal=optimal)

@@ -72,6 +72,9 @@ class TrainConfig:
     """Steps between reads of the results; 0: 1 on a CPU, 10 on a GPU. Every step has a line in the metrics."""
     tensorboard: bool = False
     device: str = "auto"
+    overlap: bool = False
+    """Whether a microbatch's backward and another's forward run as a pair, the exchanges of each with other ranks
+    under the compute of the other. Without a pipeline not with `shard`."""
     graph: bool = True
     """Whether a step on a GPU is a CUDA graph; with several ranks, if `shard` is off and there is no pipeline."""
 

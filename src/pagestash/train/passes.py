@@ -6,6 +6,7 @@ losses (None if another rank has the last stage), and the peak of saved bytes by
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from pagestash.models.decoder import Decoder
+from pagestash.moe.parallel.overlap import overlap
+from pagestash.pipeline.overlapped import overlapped_schedule
 from pagestash.pipeline.split_backward import delay_weight_gradients
 from pagestash.saved.keeper import Keeper
 from pagestash.schedules.observe import Observation
@@ -33,20 +36,32 @@ class WholeModel:
     ) -> None:
         (self._model,) = models
         self._parts, self._keeper, self._precision = plan.config.parts, keeper, precision
+        self._pair = overlap if plan.config.overlap else _in_sequence
 
     def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor | None, HeldBytes]:
         losses: list[torch.Tensor] = []
-        held: HeldBytes = {}
-        for part in tokens.chunk(self._parts):
-            with self._precision():
-                loss, aux = self._model(part[:, :-1], part[:, 1:])
+        first, *others = tokens.chunk(self._parts)
+        total = self._forward(first, losses)
+        held = self._keeper.held()
+        for part in others:
+            total, _ = self._pair(partial(self._forward, part, losses), total.backward)
             held = self._keeper.held()
-            (loss + aux).backward()
-            losses.append(loss.detach())
+        total.backward()
         if self._parts > 1:
             gradients = [value.grad for value in self._model.parameters() if value.grad is not None]
             foreach_div_(gradients, self._parts)
         return torch.stack(losses).mean(), held
+
+    def _forward(self, part: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+        with self._precision():
+            loss, aux = self._model(part[:, :-1], part[:, 1:])
+        losses.append(loss.detach())
+        return loss + aux
+
+
+def _in_sequence(forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
+    done = backward()
+    return forward(), done
 
 
 class PipelinedModel:
@@ -84,9 +99,12 @@ class PipelinedModel:
             for stage, model in zip(own, models, strict=True)
         ]
         self._first, self._last = own[0].index == 0, own[-1].index == last
-        kind = getattr(torch_schedules, f"Schedule{placed.schedule}")
-        single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
-        self._schedule = kind(stages[0] if single else stages, config.parts, loss_fn=_given)
+        if config.overlap:
+            self._schedule = overlapped_schedule(placed.schedule, stages, config.parts, loss_fn=_given)
+        else:
+            kind = getattr(torch_schedules, f"Schedule{placed.schedule}")
+            single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
+            self._schedule = kind(stages[0] if single else stages, config.parts, loss_fn=_given)
         keeper.follow(self._schedule)
         delay_weight_gradients(self._schedule)
         self._fullest = _Fullest(keeper)

@@ -12,6 +12,7 @@ from pagestash.device import device_memory, find_device
 from pagestash.models.config import DecoderConfig
 from pagestash.models.costs import layer_costs
 from pagestash.models.decoder import Decoder
+from pagestash.pipeline.overlapped import OVERLAPPED
 from pagestash.pipeline.stages import Partition, partition
 from pagestash.policy import Policy, Rule
 from pagestash.schedules.plan import SPLIT_BACKWARD, schedule_name, stages_a_rank
@@ -68,6 +69,8 @@ def prepare(settings: Mapping[str, Any], out: str | Path, *, resume: bool = Fals
             raise ValueError(f"{name}={settings[name]!r} is for a pipeline: pass --pp, or leave it out")
     decoder = config.decoder()
     world = World.from_environment(config, decoder.experts)
+    if config.overlap:
+        _check_overlap(config, world)
     if config.capacity_factor:
         rows = config.tokens * decoder.top_k
         decoder = config_with_capacity(config, max(1, round(config.capacity_factor * rows)))
@@ -165,7 +168,24 @@ def _place(config: TrainConfig, decoder: DecoderConfig, world: World, device: to
         expert_parallel=world.expert_parallel,
     )
     stages = world.pipeline * chunks
-    return partition(costs, stages, name, microbatches=config.parts, chunks=chunks)
+    return partition(costs, stages, name, microbatches=config.parts, chunks=chunks, overlap=config.overlap)
+
+
+def _check_overlap(config: TrainConfig, world: World) -> None:
+    if config.parts < 2:
+        raise ValueError(
+            f"overlap=True: a step needs two microbatches or more, and has {config.parts}; --set microbatches=2"
+        )
+    if config.pipeline == 1 and config.shard and world.size > 1:
+        raise ValueError(
+            "overlap=True needs shard=False, or a pipeline: FSDP2 would take away a layer's weights after its "
+            "backward, while the forward of the next microbatch is in it"
+        )
+    if config.pipeline > 1 and schedule_name(config.schedule) not in OVERLAPPED:
+        raise ValueError(
+            f"overlap=True: schedule={config.schedule!r} has no pairs of a forward and a backward; expected one of "
+            f"{', '.join(OVERLAPPED)}"
+        )
 
 
 def splits_backward() -> bool:

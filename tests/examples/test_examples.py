@@ -37,7 +37,10 @@ def numbers(line):
 
 def test_every_script_is_run_and_listed():
     scripts = {path.stem for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
-    assert scripts == set(re.findall(r'(?:run\("|EXAMPLES / ")([a-z_]+)', Path(__file__).read_text()))
+    beside = {"megatron_train"}  # test_megatron.py runs it, where what needs a GPU is replaced
+    assert scripts - beside == set(
+        re.findall(r'(?:run\("|EXAMPLES / ")([a-z_]+)', Path(__file__).read_text())
+    )
     listed = (EXAMPLES / "README.md").read_text()
     assert all(
         f"[`{path.name}`]" in listed

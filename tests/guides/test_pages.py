@@ -332,7 +332,11 @@ POLICIES = [
     for page in sorted(PAGES.keys() - BESIDE.keys())
     for _, text in blocks(page, "toml")
     if "[[rule]]" in text
-] + [(path.name, path.read_text()) for path in sorted(ROOT.glob("examples/*.toml"))]
+] + [
+    (path.name, path.read_text())
+    for path in sorted(ROOT.glob("examples/*.toml"))
+    if path.stem != "torchtitan"
+]
 
 
 def model_of(where):

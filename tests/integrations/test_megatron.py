@@ -3,6 +3,9 @@
 Every run is in processes of its own, because what Megatron assumes of a GPU is replaced there.
 """
 
+import contextlib
+import importlib.util
+import io
 import sys
 from pathlib import Path
 
@@ -237,6 +240,24 @@ def test_the_page(tmp_path, monkeypatch):
     ((name, homes),) = run(_page, tmp_path)
     assert name.startswith("forward_backward")
     assert homes == {"recompute"}  # tensors of less than a MiB are not stashed
+
+
+def _example(rank):
+    place = Path(__file__).parents[2] / "examples" / "megatron_train.py"
+    spec = importlib.util.spec_from_file_location(place.stem, place)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        module.main(["--steps", "2", "--sequence", "32", "--layers", "2", "--width", "64", "--experts", "4"])
+    return printed.getvalue()
+
+
+def test_the_example(tmp_path):
+    (printed,) = run(_example, tmp_path)
+    assert "losses equal to those without a policy: True" in printed
+    held = dict(line.split(": ") for line in printed.splitlines() if line.endswith(" bytes at the peak"))
+    assert not held["stash"].startswith("0 ")
+    assert not held["recompute"].startswith("0 ")
 
 
 # --- two ranks ---

@@ -1,10 +1,10 @@
 """torchtitan's own `train.main()` on a CPU: what it assumes of a GPU is replaced, here alone.
 
-    torchrun --nproc-per-node 2 train.py runs.json        in a folder that `small.assets` has filled
+    python train.py runs.json RANKS        in a folder that `small.assets` has filled
 
 `runs.json` has the arguments of each run, by the name of what it leaves: NAME.0.json of rank 0 with losses, norms
-of gradients and bytes in homes, NAME.0.pt with weights. The runs follow each other, because importing torchtitan
-takes longer than one of them. `docs/torchtitan.md` lists the replacements.
+of gradients and bytes in homes, NAME.0.pt with weights. Each run is in forked processes: to import torchtitan takes
+longer than to run it. `docs/torchtitan.md` lists the replacements.
 """
 
 import json
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch._utils
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 torch.set_num_threads(1)
 torch._utils._get_available_device_type = lambda: (
@@ -47,54 +48,60 @@ def _sum(self, factor):  # gloo has no PREMUL_SUM
 FSDPModule.set_gradient_divide_factor = _sum
 
 
-def main(runs):
-    import torchtitan.trainer
+def run(rank, ranks, name, arguments):
+    """One rank's training, in a process of its own."""
     from torchtitan.components.metrics import MetricsProcessor
-    from torchtitan.train import main as train
+    from torchtitan.train import main
     from torchtitan.trainer import Trainer
 
-    steps, names = [], list(runs)
+    steps = []
 
     def log(self, step, average, most, norm, extra_metrics=None):
         steps.append((float(average).hex(), float(norm).hex()))
 
     MetricsProcessor.log = log
-    torchtitan.trainer.time.sleep = lambda *_: None
     close = Trainer.close
 
     def closing(self):
-        if not getattr(self, "closed", False):
-            self.closed = True
-            weights = {
-                f"{number}.{name}": (value.to_local() if hasattr(value, "to_local") else value)
-                .detach()
-                .clone()
-                for number, part in enumerate(self.model_parts)
-                for name, value in part.state_dict().items()
-            }
-            keeper = getattr(self, "keeper", None)
-            homes = {} if keeper is None else {h: held.peak for h, held in keeper.stats().homes.items()}
-            rank = os.environ["RANK"]
-            torch.save(weights, f"{names[0]}.{rank}.pt")
-            Path(f"{names[0]}.{rank}.json").write_text(json.dumps({"steps": steps, "homes": homes}))
+        weights = {
+            f"{number}.{name}": (value.to_local() if hasattr(value, "to_local") else value).detach().clone()
+            for number, part in enumerate(self.model_parts)
+            for name, value in part.state_dict().items()
+        }
+        keeper = getattr(self, "keeper", None)
+        homes = {} if keeper is None else {home: held.peak for home, held in keeper.stats().homes.items()}
+        torch.save(weights, f"{name}.{rank}.pt")
+        Path(f"{name}.{rank}.json").write_text(json.dumps({"steps": steps, "homes": homes}))
         close(self)
 
     Trainer.close = closing
     connect = dist.init_process_group
 
     def init_process_group(*args, init_method=None, **keywords):
-        """Each run meets at a file of its own."""
-        place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-        return connect(*args, init_method=f"file://{Path(names[0]).absolute()}.store", **keywords, **place)
+        place = f"file://{Path(name).absolute()}.store"
+        return connect(*args, init_method=place, rank=rank, world_size=ranks, **keywords)
 
     torch.distributed.init_process_group = init_process_group
-    while names:
-        sys.argv[1:] = runs[names[0]]
-        train()
-        steps.clear()
-        del names[0]
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_PORT": 0,
+    }
+    os.environ |= {key: str(value) for key, value in place.items()}
+    sys.argv[1:] = arguments
+    main()
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    main(json.loads(Path(sys.argv[1]).read_text()))
+    import small  # noqa: F401
+    import torchtitan.trainer
+
+    import pagestash.integrations.torchtitan  # noqa: F401
+
+    torchtitan.trainer.time.sleep = lambda *_: None
+    ranks = int(sys.argv[2])
+    for name, arguments in json.loads(Path(sys.argv[1]).read_text()).items():
+        start_processes(run, (ranks, name, arguments), nprocs=ranks, start_method="fork")

@@ -275,6 +275,7 @@ def test_flags_for_deepseek_v3_on_gb200_are_those_of_the_plan(tmp_path):
     assert most <= 0.94 * device.memory
     assert f"memory  {format_bytes(most)} of 184.0 GiB" in done.output
     assert "6 % are left" in done.output
+    assert f"homes   {homes}" in done.output
 
 
 def test_our_parser_and_settings_take_every_flag():

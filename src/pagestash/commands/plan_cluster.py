@@ -19,6 +19,7 @@ from pagestash.commands.simulate import (
 )
 from pagestash.simulation.cluster.cluster import read_cluster
 from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.costs.homes import MegatronHomes
 from pagestash.simulation.costs.run import Run
 from pagestash.simulation.model.framework import framework
 from pagestash.simulation.model.read import read_model
@@ -110,6 +111,8 @@ def report(found: ClusterPlan) -> str:
         f"        {100 * run_.reserve:g} % are left for what allocators and frameworks take beyond tensors",
         "",
     ]
+    if isinstance(run_.homes, MegatronHomes):
+        lines.append(f"homes   {run_.homes}")
     for number, policy in enumerate(best.planned.policies):
         rules = ", ".join(f"{rule.match} {rule.home}" for rule in policy.rules)
         told = f"rank {number:<3} {rules or 'no policy: it fits'}"

@@ -166,6 +166,12 @@ class MegatronHomes:
                 if name not in known:
                     raise ValueError(f"unknown module {name!r}; expected some of {', '.join(known)}")
 
+    def __str__(self) -> str:
+        if self.full:
+            return "whole layers are recomputed"
+        parts = ("recompute", self.recompute), ("offload", self.offload), ("stash", ["experts"] * self.stash)
+        return "; ".join(f"{home} {', '.join(names)}" for home, names in parts if names) or "all is kept"
+
     @property
     def pool(self) -> PoolConfig:
         return PoolConfig()

@@ -19,6 +19,7 @@ from torch import nn
 
 from pagestash.policy import Policy, Rule
 from pagestash.saved import keeper as saved
+from pagestash.saved.expected_rows import AutoRows
 from pagestash.saved.first_call import FirstCall
 from pagestash.saved.received_rows import decides_after, reads_after
 from pagestash.saved.stats import KeeperStats
@@ -26,7 +27,6 @@ from pagestash.saved.streams import capturing
 from pagestash.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from pagestash.planning.expected import AutoRows
     from pagestash.planning.measure import Measuring
     from pagestash.planning.result import Plan
     from pagestash.planning.target import Target
@@ -264,9 +264,6 @@ class Keeper(saved.Keeper):
             found = (getattr(module, "received_rows", None) for module in self.modules())
             layers = [rows for rows in found if rows is not None]
             if layers:
-                # Here, because it takes a third of a second to import.
-                from pagestash.planning.expected import AutoRows
-
                 leave = any(rule.home == "stash" and rule.offloads for rule in self.policy.rules)
                 self.rows = self._auto_rows = AutoRows(layers, self._stash, self.policy.pool, leave=leave)
         return self._auto_rows

@@ -25,6 +25,8 @@ from pagestash.toml import read_toml
 
 HomeName = Literal["keep", "stash", "offload", "recompute"]
 HOMES: tuple[HomeName, ...] = get_args(HomeName)
+OVERFLOW = 1e-3
+"""The probability that a step overflows the pool, unless told: a rerun in 1000 steps costs 0.1 % of the time."""
 MIN_BYTES: dict[str, int] = {"offload": 1 << 20, "recompute": 0}
 FRACTION: dict[str, float] = {"stash": 0.0}
 """The `fraction` of a rule that gives none; 1 for the other homes."""

@@ -12,7 +12,7 @@ import pagestash as ps
 from pagestash.kernels import backend
 from pagestash.kernels.moe.route import route
 from pagestash.moe import MoE, MoEConfig, Received
-from pagestash.planning import expected
+from pagestash.saved import expected_rows as expected
 from pagestash.saved import received_rows
 
 WIDTH, INNER, EXPERTS, TOP_K, TOKENS, DEPTH = 32, 24, 4, 2, 48, 3

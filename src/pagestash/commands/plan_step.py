@@ -10,9 +10,9 @@ from pagestash.device import find_device
 from pagestash.pipeline.planned import PipelinePlan, plan_pipeline
 from pagestash.planning.budget import check_budget, parse_host
 from pagestash.planning.make import plan_profile
-from pagestash.planning.pool import OVERFLOW
 from pagestash.planning.result import Plan
 from pagestash.planning.skew import Rows, row_distribution
+from pagestash.policy import OVERFLOW
 from pagestash.profiling.result import Profile
 from pagestash.profiling.steps import RepeatedStep
 from pagestash.rows.tokens_per_expert import read_tokens_per_expert

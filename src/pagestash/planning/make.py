@@ -27,7 +27,6 @@ from pagestash.planning.checked import Measure, Measured, Steps, checked, measur
 from pagestash.planning.choose import choose, find_candidates, limit_of, predictor_of
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.measure import Measuring, measured_step
-from pagestash.planning.pool import OVERFLOW
 from pagestash.planning.predict import Predictor, predict
 from pagestash.planning.prediction import RuleTable
 from pagestash.planning.rank import RankStep
@@ -36,7 +35,7 @@ from pagestash.planning.result import Plan
 from pagestash.planning.skew import Rows, Skew, row_distribution
 from pagestash.planning.stage import ResultBytes, rank_plan, received, stage_step
 from pagestash.planning.timed import faster
-from pagestash.policy import Policy, PoolConfig
+from pagestash.policy import OVERFLOW, Policy, PoolConfig
 from pagestash.profiling.link import Link
 from pagestash.profiling.measure import Loss, Progress, default_loss, repeated_step
 from pagestash.profiling.profiled import ProfiledStep

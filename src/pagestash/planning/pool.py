@@ -20,10 +20,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pagestash.planning.sums import Amount, Sum
+from pagestash.policy import OVERFLOW
 from pagestash.rows.distribution import RowDistribution, check_probability
 
-OVERFLOW = 1e-3
-"""The probability of an overflow per step, unless told: a rerun in 1000 steps costs 0.1 % of the time."""
 SLACK = 0.01
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pagestash.planning.pool import (
-    OVERFLOW,
     Pair,
     RowBuffer,
     any_chance,
@@ -23,7 +22,7 @@ from pagestash.planning.pool import (
 )
 from pagestash.planning.row_tensors import RowTensor, RowTensors
 from pagestash.planning.sums import Sum
-from pagestash.policy import HomeName, Policy
+from pagestash.policy import OVERFLOW, HomeName, Policy
 from pagestash.rows.distribution import RowDistribution
 from pagestash.rows.tokens_per_expert import read_tokens_per_expert
 from pagestash.saved.offload.split import MOSTLY

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pagestash.planning.expected import CANDIDATES, ENOUGH, SLACK, StepRows
 from pagestash.rows.distribution import RowDistribution
+from pagestash.saved.expected_rows import CANDIDATES, ENOUGH, SLACK, StepRows
 from pagestash.saved.received_rows import ReceivedRows, RowsRecording
 
 PAGE, ROW = 1024, (512, 256)

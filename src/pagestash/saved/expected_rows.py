@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagestash.planning.pool import OVERFLOW
-from pagestash.policy import PoolConfig
+from pagestash.policy import OVERFLOW, PoolConfig
 from pagestash.saved.received_rows import SLOTS, ExpectedRowsStats, ReceivedRows, RowsRecording
 from pagestash.saved.stash import Stash
 from pagestash.sizes import format_bytes

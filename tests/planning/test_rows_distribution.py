@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagestash.planning.pool import expected_rows_for, overflow_probability, pool_for
-from pagestash.planning.sums import Amount, Sum
 from pagestash.rows.distribution import RowDistribution
+from pagestash.rows.pool import expected_rows_for, overflow_probability, pool_for
+from pagestash.rows.sums import Amount, Sum
 from pagestash.rows.tokens_per_expert import read_tokens_per_expert
 
 QUICK = settings(max_examples=12, deadline=None, derandomize=True)

@@ -12,7 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pagestash.planning.pool import (
+from pagestash.planning.row_tensors import RowTensor, RowTensors
+from pagestash.policy import OVERFLOW, HomeName, Policy
+from pagestash.rows.distribution import RowDistribution
+from pagestash.rows.pool import (
     Pair,
     RowBuffer,
     any_chance,
@@ -20,10 +23,7 @@ from pagestash.planning.pool import (
     expected_rows_for,
     rows_beyond,
 )
-from pagestash.planning.row_tensors import RowTensor, RowTensors
-from pagestash.planning.sums import Sum
-from pagestash.policy import OVERFLOW, HomeName, Policy
-from pagestash.rows.distribution import RowDistribution
+from pagestash.rows.sums import Sum
 from pagestash.rows.tokens_per_expert import read_tokens_per_expert
 from pagestash.saved.offload.split import MOSTLY
 

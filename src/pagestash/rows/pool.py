@@ -19,9 +19,9 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pagestash.planning.sums import Amount, Sum
 from pagestash.policy import OVERFLOW
 from pagestash.rows.distribution import RowDistribution, check_probability
+from pagestash.rows.sums import Amount, Sum
 
 SLACK = 0.01
 

@@ -1,9 +1,9 @@
 """`ps.Keeper`: a keeper for a policy, or for a budget, for which it plans a policy after its first step.
 
-The first step runs without a policy, and its first call of the model is noted. When the next step begins, that call
-is measured with `ps.profile` and planned for, and the policy takes effect. Measuring the caller's own steps instead
-would have to record and time in them: a profile takes several runs of one batch from the same state, and no step
-of the caller's is like another.
+The first step recomputes all layers, so that it finds memory, and its first call of the model is noted. When the
+next step begins, that call is measured and planned for, and the policy takes effect. Measuring the caller's own
+steps instead would have to record and time in them: a profile takes several runs of one batch from the same state,
+and no step of the caller's is like another.
 """
 
 import logging
@@ -85,16 +85,16 @@ class Keeper(saved.Keeper):
 
         keeper = Keeper(budget="40GiB", optimizer=optimizer).attach(model)
 
-    With a `budget` instead of a policy, the keeper plans one: the first step runs without a policy, and when the
+    With a `budget` instead of a policy, the keeper plans one: the first step recomputes all layers, and when the
     second begins, the first call of the model is measured and planned for, as `ps.plan` does, which takes `loss`,
-    `optimizer`, `host`, `repeats`, `progress`, `graphed` (for a `GraphedStep`) and `waits` (for a loop that waits
-    for the device before each step). Gradients count as held if a forward of the first step finds any. Gradients,
-    buffers, random states and weights that forward writes to are restored afterwards. The policy holds from the
-    second step on, whatever batches come. The second step raises `NothingFits` if no policy fits; steps after that
-    run without one.
+    `optimizer`, `host`, `repeats`, `progress`, `measure`, `graphed` (for a `GraphedStep`) and `waits` (for a loop
+    that waits for the device before each step). Gradients count as held if a forward of the first step finds any.
+    Gradients, buffers, random states and weights that forward writes to are restored afterwards. The policy holds
+    from the second step on, whatever batches come. The second step raises `NothingFits` if no policy fits; steps
+    after that run without one. On a GPU a warning says by how much the first planned steps exceed the budget.
 
-    Several ranks are refused. A policy changes no collective, but measuring does: it repeats forward and backward,
-    whose hooks reduce gradients, and a rank that runs out of memory or has no plan leaves the others waiting in it.
+    Several ranks plan together, and get the same policy: each has a keeper with a budget, and they measure and plan
+    when their second step begins.
     """
 
     plan: "Plan | None" = None
@@ -114,7 +114,7 @@ class Keeper(saved.Keeper):
     def __init__(
         self,
         *,
-        budget: str | float = "auto",
+        budget: str | float,
         loss: "Loss | None" = None,
         optimizer: torch.optim.Optimizer | None = None,
         host: str | int = "auto",

@@ -54,7 +54,8 @@ def test_loss_logits_and_gradients_are_the_models_own(family):
         "attention",
         "masks",
         "norm",
-        *(() if family == "Gemma4" else ("rope", "head")),
+        "head",
+        *(() if family == "Gemma4" else ("rope",)),
     }
 
 
@@ -774,3 +775,32 @@ def test_a_decorator_that_hides_attention_is_reported():
     report = pagestash.hf.optimize(decorated(tiny("Qwen3-MoE"), hiding))
     whys = {each.part: each.why for each in report.left}
     assert whys["rope"] == whys["attention"] == "its decorators do not say which function they call"
+
+
+class OnGpu:
+    """In the place of a parameter, of which only the device is asked."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("chosen", "said"), [("eager", True), ("flex_attention", False)])
+def test_attention_with_sinks_is_told_of_its_kernel(chosen, said):
+    model = tiny("gpt-oss")
+    for layer in model.model.layers:
+        del layer.self_attn._parameters["sinks"]
+        layer.self_attn.__dict__["sinks"] = OnGpu()
+    model.config._attn_implementation = chosen
+    report = pagestash.hf.optimize(model, norm=False, rope=False, head=False)
+    whys = [each.why for each in report.left if each.part == "attention"]
+    assert ["set_attn_implementation('flex_attention')" in why for why in whys] == [said] * (2 * said)
+
+
+def test_weights_that_zero3_has_taken_apart_are_named():
+    model = tiny("Qwen3-MoE", experts="pagestash")
+    for layer in model.model.layers:
+        empty = torch.nn.Parameter(torch.empty(0))
+        empty.ds_id = 1
+        layer.mlp.experts.down_proj = empty
+    report = pagestash.hf.optimize(model, norm=False, rope=False, attention=False, head=False)
+    (why,) = {each.why for each in report.left if each.part == "experts"}
+    assert "ZeRO-3 has taken its weights apart" in why

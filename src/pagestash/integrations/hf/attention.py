@@ -85,6 +85,8 @@ def replace_attention(
         if not rotates and not has_core:
             continue
         parts = [part for part, on in (("rope", rotates), ("attention", has_core)) if on]
+        if core and (better := _better(module)) is not None:
+            report.leave("attention", name, module, better)
         why = patched_already(module)
         if why is not None:
             for part in parts:
@@ -94,17 +96,7 @@ def replace_attention(
             for part in parts:
                 report.leave(part, name, module, "its decorators do not say which function they call")
             continue
-        ours: dict[str, Any] = {}
-        if rotates:
-            if type(module) not in rotaries:
-                found = {each: value for each, value in globals_used.items() if _is_rotary(each)}
-                rotaries[type(module)] = rotary_by_kernel(found)
-            rotary = rotaries[type(module)]
-            if isinstance(rotary, str):
-                report.leave("rope", name, module, rotary)
-            else:
-                ours |= rotary
-                report.replace("rope", name, module, "the RoPE kernel")
+        ours = _take_rotary(name, module, rotaries, report) if rotates else {}
         if has_core:
             ours[REGISTRY] = _Registry(globals_used[REGISTRY])
             module.add_module(CORE, CoreAttention(module))
@@ -112,6 +104,34 @@ def replace_attention(
             report.replace("attention", name, module, f"a {CORE} that rules can name")
         if ours:
             report.put_forward(module, copy_with(type(module).forward, ours))
+
+
+def _take_rotary(
+    name: str, module: nn.Module, known: dict[Any, dict[str, Any] | str], report: Report
+) -> dict[str, Any]:
+    """Our rotary functions by the names of those that the module's file has; `known` are those of other classes."""
+    kind = type(module)
+    if kind not in known:
+        theirs = {each: value for each, value in _globals_of(kind).items() if _is_rotary(each)}
+        known[kind] = rotary_by_kernel(theirs)
+    found = known[kind]
+    if isinstance(found, str):
+        report.leave("rope", name, module, found)
+        return {}
+    report.replace("rope", name, module, "the RoPE kernel")
+    return dict(found)
+
+
+def _better(module: Any) -> str | None:
+    """Which implementation of its attention a model should run; None: the one it has."""
+    chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    sinks = getattr(module, "sinks", None)
+    if chosen != "eager" or sinks is None or not sinks.is_cuda:
+        return None
+    return (
+        "attn_implementation is 'eager', which keeps matrices of sequence × sequence; "
+        "model.set_attn_implementation('flex_attention') has one kernel for attention with sinks"
+    )
 
 
 def _names_of(kind: type) -> tuple[str, ...]:

@@ -209,8 +209,7 @@ def name_experts(model: Any, modules: list[tuple[str, nn.Module]], report: Repor
         elif (why := taken(module)) is not None:
             report.leave("experts", name, module, why)
         elif getattr(getattr(module, "down_proj", None), "ndim", 3) != 3:
-            why = "FSDP has flattened its weights; call optimize(model) before the model is wrapped"
-            report.leave("experts", name, module, why)
+            report.leave("experts", name, module, _why_flat(module.down_proj))
         elif runs_of(module) is None:
             report.leave("experts", name, module, str(activation_of(module)))
         elif hasattr(module, PARTS[0]):
@@ -219,6 +218,16 @@ def name_experts(model: Any, modules: list[tuple[str, nn.Module]], report: Repor
             _add_parts(module)
             report.on_undo(partial(_remove_parts, module))
             report.replace("experts", name, module, f"the expert block, products by {_multiplied_by(module)}")
+
+
+def _why_flat(weight: Any) -> str:
+    """Who has the weights of experts in another shape, and what to do."""
+    if hasattr(weight, "ds_id"):
+        return (
+            "DeepSpeed's ZeRO-3 has taken its weights apart; make the model without deepspeed.zero.Init, and call "
+            "optimize(model) before deepspeed.initialize"
+        )
+    return "FSDP has flattened its weights; call optimize(model) before the model is wrapped"
 
 
 def _multiplied_by(module: nn.Module) -> str:

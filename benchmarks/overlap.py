@@ -9,6 +9,7 @@ The wire's terms are its bytes over its rate; the compute terms are measured wit
 bounded by the compute beside it: at 50 GB/s the wire of Qwen3 is several times its compute.
 """
 
+import importlib.util
 import os
 import statistics
 import time
@@ -113,7 +114,7 @@ def measure(
     with _one_order():
         bits.append(pairs.gradients(overlap))
     assert all(map(torch.equal, *bits)), "the pair has other bits than one after the other"
-    if trace is not None and device.type == "cuda" and not quick:
+    if trace is not None and device.type == "cuda" and importlib.util.find_spec("matplotlib"):
         draw(pairs, trace, f"{name}, {rate / 1e9:g} GB/s")
     bound = min(each_way, backward) + min(each_way, forward)
     return {

@@ -40,6 +40,7 @@ match = "layers.*"
 home = "{home}"
 {more}
 """
+COMPILED = ("--compile.enable", "--compile.components", "model", "--compile.backend", "aot_eager")
 ACCUMULATE = ("--training.global_batch_size", "4")
 PARALLEL = {
     "FSDP2": (),
@@ -60,6 +61,8 @@ RUNS = {
         **{f"{model} kept": (model, [EXPERTS, POLICY], ()) for model in ATTENTION},
         "offload": ("qwen3", [POLICY.replace("policy.toml", "offload.toml")], ()),
         "recompute": ("qwen3", [POLICY.replace("policy.toml", "recompute.toml")], ()),
+        "compiled stock": ("qwen3", [], COMPILED),
+        "compiled offload": ("qwen3", [POLICY.replace("policy.toml", "offload.toml")], COMPILED),
         "accumulated ours": ("qwen3", [EXPERTS], ACCUMULATE),
         "accumulated kept": ("qwen3", [EXPERTS, POLICY], ACCUMULATE),
     },
@@ -144,6 +147,10 @@ def test_losses_norms_and_weights_are_those_without_a_policy_and_losses_those_of
 @pytest.mark.parametrize("home", ["offload", "recompute"])
 def test_a_policy_holds_for_stock_experts(runs, home):
     check(runs("qwen3 stock"), runs(home), [home])
+
+
+def test_whole_blocks_are_compiled(runs):
+    check(runs("compiled stock"), runs("compiled offload"), ["offload"])
 
 
 def test_gradients_accumulate(runs):

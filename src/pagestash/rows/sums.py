@@ -12,9 +12,7 @@ has a probability below `OUTSIDE`, which is also about how small a tail can be r
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 POINTS = 2048
 MARGIN = 64
@@ -67,6 +65,8 @@ class Sum:
             return
         first = math.floor((low - self.mean) / self._step) - MARGIN
         self._first = self.mean + first * self._step
+        import numpy as np  # here, because most processes sum nothing
+
         masses = _masses(amounts, self._step)
         inside = np.roll(masses, -(first % POINTS))
         beyond = np.append(np.cumsum(inside[::-1])[::-1][1:], 0.0)
@@ -88,8 +88,10 @@ class Sum:
         return min(self.most, max(self.least, self._first + at * self._step))
 
 
-def _masses(amounts: Sequence[Amount], step: float) -> "np.ndarray":
+def _masses(amounts: Sequence[Amount], step: float) -> Any:
     """The sum's probabilities on the grid; the first is that of its mean."""
+    import numpy as np
+
     product = np.ones(POINTS, dtype=complex)
     for values, weights, times in amounts:
         own, weight = np.asarray(values), np.asarray(weights)

@@ -18,7 +18,7 @@ from pagestash.saved.recompute.packed import Output
 from pagestash.saved.recompute.recipe import Learned, Recipe
 from pagestash.saved.recompute.recomputed import Recomputed
 from pagestash.saved.recompute.value_checks import Checks
-from pagestash.saved.storage import Entry
+from pagestash.saved.storage import Entry, plain_storage
 from pagestash.torch_internals import StorageWeakRef
 
 
@@ -40,6 +40,8 @@ class Recompute(Home):
         self.checks = Checks(always=check)
         self.lock = RLock()
         self.replayed: WeakSet[Recomputed] = WeakSet()
+        self._held: dict[tuple[str, int], list[int]] = {}
+        """By region and storage: its bytes, and how many tensors in it wait."""
         self._of_step: list[Entry] = []
         self._recipes: list[ref[Recipe]] = []
         """Of this step's forwards."""
@@ -111,3 +113,25 @@ class Recompute(Home):
         give_up(self._of_step)
         for recomputed in list(self.replayed):
             recomputed.let_go()
+
+    # --- what waits, in bytes: a storage once for each region ---
+
+    def hold(self, region: str, tensor: torch.Tensor) -> None:
+        key = plain_storage(tensor)
+        if key is not None:
+            held = self._held.get((region, key))
+            if held is not None:
+                held[1] += 1
+                return
+            size = tensor.untyped_storage().nbytes()
+            self._held[region, key] = [size, 1]
+            self.tally.count(region, size)
+
+    def release(self, region: str, tensor: torch.Tensor) -> None:
+        key = plain_storage(tensor)
+        if key is not None:
+            held = self._held[region, key]
+            held[1] -= 1
+            if not held[1]:
+                del self._held[region, key]
+                self.tally.count(region, -held[0])

@@ -6,7 +6,6 @@ from weakref import WeakSet
 
 import torch
 
-from pagestash.saved.home import Tally
 from pagestash.saved.recompute.recipe import Recipe
 from pagestash.saved.recompute.replay import Replay
 from pagestash.saved.storage import Entry
@@ -19,7 +18,10 @@ class ReplayHome(Protocol):
     lock: RLock
     """Held during a replay: autograd has a thread for each device."""
     replayed: "WeakSet[Recomputed]"
-    tally: Tally
+
+    def hold(self, region: str, tensor: torch.Tensor) -> None: ...
+
+    def release(self, region: str, tensor: torch.Tensor) -> None: ...
 
     def prune(self) -> None: ...
 
@@ -66,7 +68,7 @@ class Recomputed:
             if number not in self._tensors:
                 self._replay()
             tensor = self._tensors.pop(number)
-        self._count(-tensor.nbytes)
+        self._home.release(self.recipe.name, tensor)
         return self._in_order(tensor)
 
     def take_output(self, number: int, last: bool) -> torch.Tensor:
@@ -77,7 +79,7 @@ class Recomputed:
             tensor = self._outputs[number]
             if last:
                 del self._outputs[number]
-                self._count(-tensor.nbytes)
+                self._home.release(self.recipe.name, tensor)
         return self._in_order(tensor)
 
     def forget(self, number: int) -> None:
@@ -85,7 +87,7 @@ class Recomputed:
         self._wanted.discard(number)
         tensor = self._tensors.pop(number, None)
         if tensor is not None:
-            self._count(-tensor.nbytes)
+            self._home.release(self.recipe.name, tensor)
         self._let_go_of_inputs()
 
     def forget_output(self, number: int) -> None:
@@ -93,7 +95,7 @@ class Recomputed:
         self.entries.pop(number, None)
         tensor = self._outputs.pop(number, None)
         if tensor is not None:
-            self._count(-tensor.nbytes)
+            self._home.release(self.recipe.name, tensor)
         self._let_go_of_inputs()
 
     def _let_go_of_inputs(self) -> None:
@@ -110,7 +112,7 @@ class Recomputed:
         """Let go of what was recomputed; whoever asks for it causes a replay."""
         for tensors in (self._tensors, self._outputs):
             while tensors:
-                self._count(-tensors.popitem()[1].nbytes)
+                self._home.release(self.recipe.name, tensors.popitem()[1])
 
     def _replay(self, output: int | None = None) -> None:
         recipe = self.recipe
@@ -130,16 +132,12 @@ class Recomputed:
         replay.run()
         self._tensors.update(replay.found)
         self._outputs.update(replay.outputs)
-        taken = *replay.found.values(), *replay.outputs.values()
-        self._count(sum(tensor.nbytes for tensor in taken))
+        for tensor in (*replay.found.values(), *replay.outputs.values()):
+            self._home.hold(recipe.name, tensor)
         # Another thread may have ended its part of backward meanwhile, and found nothing to forget.
         for number in replay.found.keys() - self._wanted:
             self.forget(number)
         self._stream = current_stream() if recipe.device.type == "cuda" else None
-
-    def _count(self, change: int) -> None:
-        """Bytes that wait to be asked for. (Two that share a storage count twice.)"""
-        self._home.tally.count(self.recipe.name, change)
 
     def _in_order(self, tensor: torch.Tensor) -> torch.Tensor:
         """The replay may have run on another stream than that of the operation that asks now."""

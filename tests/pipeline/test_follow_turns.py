@@ -1,6 +1,7 @@
 """Schedules that take turns over the same stages each have offload's plan for their own step."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 from pagestash.saved.follow import _Following
 from pagestash.saved.offload.plan import GroupBytes, StepOrder
@@ -18,8 +19,9 @@ class Offload:
         self.plan, self.groups = [event for event in events if event[0] != "drop"], groups
         self.told += 1
 
-    def expected(self):
-        return self.groups
+    @property
+    def window(self):
+        return SimpleNamespace(plan=SimpleNamespace(groups=self.groups))
 
 
 def plan(microbatches: int) -> Plan:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,6 +194,7 @@ def test_dispatchers_and_experts_of_another_kind_are_refused():
         ours.experts(derive(config, RoutedExperts.Config, token_dispatcher=hybrid))
 
     class Other(GroupedExperts):
+        @dataclass(kw_only=True, slots=True)
         class Config(GroupedExperts.Config):
             pass
 

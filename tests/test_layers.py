@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from support.imports import Graph, circles, imports, room
 
+import pagestash as ps
+
 DOCUMENT = Path(__file__).parents[1] / "docs" / "architecture.md"
 
 
@@ -42,6 +44,12 @@ def test_imports_point_down(graph):
 
 def test_no_modules_import_each_other_in_a_circle(graph):
     assert circles(graph) == []
+
+
+def test_no_module_takes_the_place_of_a_function(graph):
+    """Importing `pagestash.rows` would make a module of `ps.rows`."""
+    modules = {module.split("/")[0].removesuffix(".py") for module in graph}
+    assert modules & set(ps.__all__) == set(ps._SUBPACKAGES)
 
 
 def test_an_upward_import_is_found():

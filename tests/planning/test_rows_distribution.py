@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagestash.rows.distribution import RowDistribution
-from pagestash.rows.pool import expected_rows_for, overflow_probability, pool_for
-from pagestash.rows.sums import Amount, Sum
-from pagestash.rows.tokens_per_expert import read_tokens_per_expert
+from pagestash.row_counts.distribution import RowDistribution
+from pagestash.row_counts.pool import expected_rows_for, overflow_probability, pool_for
+from pagestash.row_counts.sums import Amount, Sum
+from pagestash.row_counts.tokens_per_expert import read_tokens_per_expert
 
 QUICK = settings(max_examples=12, deadline=None, derandomize=True)
 COUNTS = st.lists(st.integers(0, 5000), min_size=1, max_size=40).filter(any)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pagestash.rows.distribution import RowDistribution
+from pagestash.row_counts.distribution import RowDistribution
 from pagestash.saved.expected_rows import CANDIDATES, ENOUGH, SLACK, StepRows
 from pagestash.saved.received_rows import ReceivedRows, RowsRecording
 

@@ -3,7 +3,7 @@
 import pytest
 from test_sim_replay import replay, routed, step
 
-from pagestash.rows.distribution import RowDistribution
+from pagestash.row_counts.distribution import RowDistribution
 from pagestash.simulation.replay.programs import Balanced
 from pagestash.simulation.replay.routing import PERIOD, Drawn, routing_of
 

@@ -15,7 +15,7 @@ from pagestash.planning.skew import Rows, row_distribution
 from pagestash.policy import OVERFLOW
 from pagestash.profiling.result import Profile
 from pagestash.profiling.steps import RepeatedStep
-from pagestash.rows.tokens_per_expert import read_tokens_per_expert
+from pagestash.row_counts.tokens_per_expert import read_tokens_per_expert
 from pagestash.schedules.plan import schedule_name
 
 OPTIMIZERS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}

@@ -11,8 +11,8 @@ from pagestash.commands.options import SimulateOptions
 from pagestash.models.config import DecoderConfig
 from pagestash.policy import Policy
 from pagestash.profiling.picture import write
-from pagestash.rows.distribution import RowDistribution
-from pagestash.rows.tokens_per_expert import read_tokens_per_expert
+from pagestash.row_counts.distribution import RowDistribution
+from pagestash.row_counts.tokens_per_expert import read_tokens_per_expert
 from pagestash.simulation.cluster.cluster import PRECISIONS, Cluster, Precision, load_cluster, read_cluster
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.dispatch import DISPATCHERS, Dispatcher

@@ -4,9 +4,9 @@ from pagestash.planning.make import plan, plan_profile, plan_stages
 from pagestash.planning.predict import predict
 from pagestash.planning.prediction import Prediction
 from pagestash.planning.result import NothingFits, Plan, PlanRow
-from pagestash.rows.distribution import RowDistribution
-from pagestash.rows.pool import expected_rows_for, overflow_probability, pool_for
-from pagestash.rows.tokens_per_expert import read_tokens_per_expert
+from pagestash.row_counts.distribution import RowDistribution
+from pagestash.row_counts.pool import expected_rows_for, overflow_probability, pool_for
+from pagestash.row_counts.tokens_per_expert import read_tokens_per_expert
 
 __all__ = [
     "NothingFits",

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from pagestash.planning.row_tensors import RowTensor, RowTensors
 from pagestash.policy import OVERFLOW, HomeName, Policy
-from pagestash.rows.distribution import RowDistribution
-from pagestash.rows.pool import (
+from pagestash.row_counts.distribution import RowDistribution
+from pagestash.row_counts.pool import (
     Pair,
     RowBuffer,
     any_chance,
@@ -23,8 +23,8 @@ from pagestash.rows.pool import (
     expected_rows_for,
     rows_beyond,
 )
-from pagestash.rows.sums import Sum
-from pagestash.rows.tokens_per_expert import read_tokens_per_expert
+from pagestash.row_counts.sums import Sum
+from pagestash.row_counts.tokens_per_expert import read_tokens_per_expert
 from pagestash.saved.offload.split import MOSTLY
 
 Rows = RowDistribution | str | Path | float

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pagestash.rows.distribution import RowDistribution
+from pagestash.row_counts.distribution import RowDistribution
 from pagestash.simulation.costs.build import step_costs
 from pagestash.simulation.costs.costs import StepCosts
 from pagestash.simulation.costs.run import Run

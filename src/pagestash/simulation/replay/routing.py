@@ -18,7 +18,7 @@ from itertools import accumulate
 from math import sqrt
 from statistics import NormalDist
 
-from pagestash.rows.distribution import RowDistribution
+from pagestash.row_counts.distribution import RowDistribution
 from pagestash.simulation.costs.costs import StepCosts
 from pagestash.simulation.replay.programs import Balanced, Routing
 

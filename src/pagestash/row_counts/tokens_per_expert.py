@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pagestash.rows.distribution import RowDistribution
+from pagestash.row_counts.distribution import RowDistribution
 
 
 def read_tokens_per_expert(path: str | Path, *, ep: int = 1, average: float | None = None) -> RowDistribution:

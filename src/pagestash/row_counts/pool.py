@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pagestash.policy import OVERFLOW
-from pagestash.rows.distribution import RowDistribution, check_probability
-from pagestash.rows.sums import Amount, Sum
+from pagestash.row_counts.distribution import RowDistribution, check_probability
+from pagestash.row_counts.sums import Amount, Sum
 
 SLACK = 0.01
 

@@ -77,7 +77,7 @@ def call_routing():
     routing = route(ids, 3)
     multihot(ids, on_second(4, 2, dtype=torch.float32), 3)
     topk(on_second(4, 3, dtype=torch.float32), 2)
-    cut_bounds(routing.offsets, 3)
+    cut_bounds(routing.bounds, 3)
 
 
 def call_rows():

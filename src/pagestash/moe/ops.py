@@ -40,7 +40,7 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Counts and offsets [experts], order [capacity] and inverse [T, K] of chosen expert ids [T, K]."""
     found = route_kernels.route(ids, experts, first=first, capacity=capacity)
-    return found.counts, found.offsets, found.order, found.inverse
+    return found.counts, found.offsets.clone(), found.order, found.inverse
 
 
 @route.register_fake

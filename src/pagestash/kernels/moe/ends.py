@@ -20,7 +20,7 @@ def cut_bounds(
     # Both begin at a multiple of 16 bytes, as products read them.
     apart = cdiv(bounds.numel(), 4) * 4
     out = torch.empty(2, apart, dtype=bounds.dtype, device=bounds.device)
-    early, late = (part[: bounds.numel()] for part in out.unbind())
+    early, late = out.narrow(1, 0, bounds.numel()).unbind()
     slots = 0 if log is None else log.numel() - 1
     if choose(bounds.device, backend) == "torch":
         early[:] = bounds.clamp(max=expected)

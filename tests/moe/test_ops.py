@@ -36,7 +36,7 @@ def test_operators_pass_opcheck():
         (ops.combine, (rows, inverse, weights)),
         (ops.gated, (h, offsets[-1:], weights, order, "gelu")),
         (ops.gated, (h, offsets[-1:])),
-        (ops._linear_cross_entropy, (hidden, head, labels, -100, 0.1, 1e-3, True, 4, True, True)),
+        (ops._linear_cross_entropy, (hidden, head, labels, -100, 0.1, 1e-3, 0.5, 3.0, True, 4, True, True)),
         (ops._scaled, (hidden.detach(), torch.tensor(0.5), torch.bfloat16)),
     ]:
         opcheck(op, arguments)

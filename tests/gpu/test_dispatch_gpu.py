@@ -64,10 +64,11 @@ def capture(moe, x, dy):
 
 
 @pytest.mark.parametrize("kind", [*STATIC, "exact"])
-def test_one_rank_gives_the_bits_of_the_local_layer(kind):
+def test_one_rank_gives_the_local_layer(kind):
+    """To the last bit where tokens travel. Where choices do, each weighted row is rounded before they are summed."""
     x, dy = batch()
     for one, two in zip(gradients(make(kind), x, dy), gradients(make("local"), x, dy)):
-        assert torch.equal(one, two)
+        assert torch.equal(one, two) if kind == "gather" else error(one, two) < 1e-2
 
 
 @pytest.mark.parametrize("kind", STATIC)
@@ -90,12 +91,12 @@ def test_forward_and_backward_in_a_cuda_graph_without_a_sync(kind, pages):
         assert moe.grow_capacity(headroom=1.0, alignment=1)
         moe.clear_over_capacity()
     graph, held = capture(moe, x, dy)
-    local = make("local")
+    eager = make(kind)
     for seed in (1, 2):
         for buffer, value in zip((x, dy), batch(seed)):
             buffer.copy_(value)
         graph.replay()
-        for one, two in zip([value.clone() for value in held], gradients(local, x, dy)):
+        for one, two in zip([value.clone() for value in held], gradients(eager, x, dy)):
             assert torch.equal(one, two)
     assert moe.over_capacity == 0
     if pool is not None:
@@ -125,5 +126,5 @@ def test_a_replay_beyond_capacity_raises_the_flag_and_a_grown_graph_is_right(kin
     graph, held = capture(moe, x, dy)
     graph.replay()
     assert moe.over_capacity == 0
-    for one, two in zip(held, gradients(make("local"), x, dy)):
+    for one, two in zip(held, gradients(make(kind), x, dy)):
         assert torch.equal(one, two)

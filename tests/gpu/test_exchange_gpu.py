@@ -80,7 +80,7 @@ def given_up():
     sent = torch.ones(ROWS, WIDTH, device=CUDA) * 2
     hold_back_the_wire()
     under_way = Ranks(None, 1).start_all_to_all(sent)
-    del sent, under_way
+    del under_way  # (what was sent stays, or its next owner's ones would be what is written)
     return [torch.ones(ROWS, WIDTH, device=CUDA) for _ in range(4)]
 
 

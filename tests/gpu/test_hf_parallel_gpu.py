@@ -60,7 +60,7 @@ class Style:
 
 
 def model(*, dispatched=True):
-    made = qwen("pagestash", num_hidden_layers=2)
+    made = qwen("pagestash", num_hidden_layers=1)
     if dispatched:
         for layer in made.model.layers:
             DispatchStyle(Style()).install_forward(layer.mlp.experts, Mesh())

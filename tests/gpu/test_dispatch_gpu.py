@@ -65,7 +65,7 @@ def capture(moe, x, dy):
 
 @pytest.mark.parametrize("kind", [*STATIC, "exact"])
 def test_one_rank_gives_the_local_layer(kind):
-    """To the last bit where tokens travel. Where choices do, each weighted row is rounded before they are summed."""
+    """To the last bit where tokens travel; where choices do, each weighted row is rounded before the sum."""
     x, dy = batch()
     for one, two in zip(gradients(make(kind), x, dy), gradients(make("local"), x, dy)):
         assert torch.equal(one, two) if kind == "gather" else error(one, two) < 1e-2

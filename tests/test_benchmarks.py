@@ -19,7 +19,7 @@ def results(tmp_path, monkeypatch):
     """A README, a page and a folder of results of its own."""
     folder = tmp_path / "results"
     write("speed", config={"size": 3}, rows=[{"seconds": 0.5}], claims=[FAST, SMALL], out=folder)
-    for name in ("README", "PAGE", "HUGGING_FACE", "PLAN", "EXPERT_PARALLEL", "OFFLOAD"):
+    for name in ("README", "PAGE", "HUGGING_FACE", "PLAN", "EXPERT_PARALLEL", "OFFLOAD", "SIMULATE"):
         text = tmp_path / f"{name}.md"
         text.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
         monkeypatch.setattr(tables, name, text)

@@ -200,7 +200,7 @@ def test_names_are_torchs_own():
         ("DualPipeV", {"ranks": 4, "microbatches": 8, "chunks": 3}, "2 stages per rank, not 3"),
         ("DualPipeV", {"ranks": 4, "microbatches": 7}, "at least as many microbatches as stages"),
         ("Interleaved1F1B", {"ranks": 4, "microbatches": 8, "chunks": 1}, "at least 2 stages per rank"),
-        ("Interleaved1F1B", {"ranks": 4, "microbatches": 9}, "multiple of the number of rounds"),
+        ("Interleaved1F1B", {"ranks": 4, "microbatches": 9}, "do not divide into 2 rounds"),
         ("GPipe", {"ranks": 0, "microbatches": 1}, "at least 1"),
     ],
 )

@@ -338,6 +338,6 @@ def test_what_makes_no_sense_is_one_line(words, says, saved):
 
 
 def test_bad_rows_are_refused_before_anything_is_measured(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("pagestash.planning.make"), "measure_profile", None)
+    monkeypatch.setattr(importlib.import_module("pagestash.planning.make"), "measured_step", None)
     with pytest.raises(ValueError, match=r"max/mean=0.5: the most"):
         ps.plan(Stack(), batch(), budget=0.5, rows=0.5)

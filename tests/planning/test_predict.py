@@ -148,23 +148,7 @@ CLAIMED = {
 }
 
 
-AT_THE_WINDOW = (
-    "2 KiB of 6 MiB too low: the window ends inside of the router's and the experts' small tensors"
-)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            each,
-            marks=pytest.mark.xfail(strict=True, reason=AT_THE_WINDOW)
-            if each.endswith("experts") and "dense" not in each
-            else (),
-        )
-        for each in CLAIMED
-    ],
-)
+@pytest.mark.parametrize("name", CLAIMED)
 def test_what_a_fused_layer_claims_moves_apart_from_what_else_its_region_saves(name):
     """A keeper's window goes by its groups: one too large, and others stay than those that a keeper keeps."""
     model, given, profile = deeper_decoder()

@@ -139,8 +139,9 @@ class LocalExperts(torch.autograd.Function):
         tokens_TD = x_TD if asks_for_rows(ctx, options) else None
         if frames():
             options.x.save(tokens_TD)
-            options.h.save(saved_h, rows=bounds[-1:], capacity=capacity)
-            claim(None, order, rows=bounds[-1:], capacity=capacity)
+            rows = bounds[-1:]  # one tensor: claims of the same rows move together
+            options.h.save(saved_h, rows=rows, capacity=capacity)
+            claim(None, order, rows=rows, capacity=capacity)
         ctx.save_for_backward(
             tokens_TD, weights_TK, up_stored, up_bias_EH, up_a_EKD, up_b_EHK, down_stored, down_bias_ED,
             down_a_EKN, down_b_EDK, ids_TK, bounds, order, inverse_TK, saved_h,

@@ -352,13 +352,14 @@ def _claim(x: Pair, h: Pair, order: torch.Tensor, cut: Cut, options: BlockOption
     nobody writes them until backward. There, `dh` goes over `h` in what the keeper gives back: memory that the copy
     back has filled and the compute stream has waited for, or, of rows that never left, the buffer itself.
     """
-    for saving, rows in ((options.x, x), (options.h, h)):
-        saving.save(rows.expected, sized=True)
-        saving.save(rows.excess, rows=cut.rows, capacity=cut.excess)
+    rows = cut.rows  # one tensor: claims of the same rows move together
+    for saving, pair in ((options.x, x), (options.h, h)):
+        saving.save(pair.expected, sized=True)
+        saving.save(pair.excess, rows=rows, capacity=cut.excess)
     if cut.expected:
         claim(None, order, sized=True)
     else:
-        claim(None, order, rows=cut.rows, capacity=cut.excess)
+        claim(None, order, rows=rows, capacity=cut.excess)
 
 
 def _record(

@@ -51,7 +51,8 @@ def claim(
     """What is saved of `tensor` in the region we are in belongs to `module`, if a rule names that.
 
     For a fused operation that stands for several modules: its autograd node saves the inputs of all of them.
-    With `rows` only that many of the tensor's `capacity` rows are valid, whoever it belongs to.
+    With `rows` only that many of the tensor's `capacity` rows are valid, whoever it belongs to. Claims for one
+    module that give the same tensor `rows` move together.
     A `sized` tensor is kept where a rule would stash it: in pages it would take as much memory, and two copies. The
     rule's `fraction` of it is offloaded: the copy engine, too, needs a size that the host knows. With `bits=8` both
     are coded.

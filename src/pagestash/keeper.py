@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from pagestash.planning.measure import Measuring
     from pagestash.planning.result import Plan
     from pagestash.planning.target import Target
-    from pagestash.profiling.measure import Loss, Progress
+    from pagestash.profiling.measure import Loss
+    from pagestash.profiling.progress import Progress
 
 log = logging.getLogger("pagestash")
 
@@ -70,7 +71,7 @@ class Keeper(saved.Keeper):
             loss = model(batch)
             loss.backward()
 
-    The file of a policy does as well (`Keeper("policy.toml")`), and a list of rules.
+    The file of a policy does as well (`Keeper("policy.toml")`), a list of rules, and a plan (`Keeper(plan)`).
 
     Results are the same to the last bit with and without a keeper. With `pool.device = "auto"` the first step that
     stashes anything is measured, which waits for the device; the pool is made when it ends.
@@ -98,13 +99,13 @@ class Keeper(saved.Keeper):
     """
 
     plan: "Plan | None" = None
-    """What was planned for the budget; None before, and with a given policy."""
+    """What was planned for the budget, or given; None before, and with a given policy."""
     _target: "Target | None" = None
 
     @overload
     def __init__(
         self,
-        policy: Policy | Sequence[Rule] | str | Path,
+        policy: "Policy | Sequence[Rule] | str | Path | Plan",
         *,
         backend: str = "auto",
         check: bool | None = None,
@@ -119,7 +120,7 @@ class Keeper(saved.Keeper):
         optimizer: torch.optim.Optimizer | None = None,
         host: str | int = "auto",
         repeats: int = 3,
-        progress: "Progress | None" = None,
+        progress: "Progress" = None,
         measure: "Measuring" = "auto",
         graphed: bool = False,
         waits: bool = False,
@@ -129,7 +130,7 @@ class Keeper(saved.Keeper):
 
     def __init__(
         self,
-        policy: Policy | Sequence[Rule] | str | Path | None = None,
+        policy: "Policy | Sequence[Rule] | str | Path | Plan | None" = None,
         *,
         budget: str | float | None = None,
         backend: str = "auto",
@@ -140,14 +141,16 @@ class Keeper(saved.Keeper):
             raise TypeError("Keeper: expected a policy, or budget= to plan one for")
         if budget is None and measure:
             raise TypeError(f"Keeper: {next(iter(measure))}= belongs to budget=")
+        self._opened: list[str] = []
+        """Regions of a plan that are no modules."""
+        if not isinstance(policy, Policy | Sequence | Path | None):
+            self.plan, self._opened, policy = policy, list(policy.regions), policy.policy
         self._forget_rows()
         super().__init__(Policy() if policy is None else Policy.of(policy), backend=backend, check=check)
         self._first: FirstCall | None = None
         """Until there is a plan."""
         self._peak: PlannedPeak | None = None
         """Watches the first planned steps."""
-        self._opened: list[str] = []
-        """Measured regions that are no modules."""
         if budget is not None:
             # Here, because it takes a third of a second to import, and most keepers have a policy.
             from pagestash.planning.target import Target

@@ -67,6 +67,7 @@ def test_the_plan_page():
     plan = names["plan"]
     assert plan.predicted.peak_bytes <= plan.budget_bytes
     assert ps.Policy.load("policy.toml") == plan.policy
+    assert ps.Plan.load("plan.json") == plan
     assert names["keeper"].stats().homes["keep"].bytes == 0
     assert names["for_graph"].predicted.peak_bytes <= names["for_graph"].budget_bytes
     (skew,) = (text for text in printed if "of an even load" in text)

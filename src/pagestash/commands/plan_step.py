@@ -111,6 +111,7 @@ def _plan(options: PlanOptions) -> Plan:
         check=step,
         graphed=options.graphed,
         waits=options.waits,
+        progress=True,
     )
 
 

@@ -6,8 +6,6 @@ import sys
 from typing import Any, cast
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
 from pagestash.commands.checks import check_numbers
@@ -30,27 +28,18 @@ def measure(options: MeasuredOptions, policy: Policy | None = None) -> tuple[Pro
     """Profile what the options name; the profile has the policy's homes. Also the step that was profiled."""
     link = given_link(options)
     model, batch, autocast = make_step(options)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    # On stderr: stdout has the result.
-    errors = Console(stderr=True)
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("", total=None)
-
-        def tell(what: str, number: int, steps: int) -> None:
-            progress.update(task, description=what, completed=number, total=steps)
-
-        gradients = cast(Gradients, options.gradients)
-        found = profile(
-            model,
-            batch,
-            policy=policy,
-            link=link,
-            autocast=autocast,
-            repeats=options.repeats,
-            gradients=gradients,
-            progress=tell,
-        )
-        return found, repeated_step(model, batch, autocast=autocast, gradients=gradients)
+    gradients = cast(Gradients, options.gradients)
+    found = profile(
+        model,
+        batch,
+        policy=policy,
+        link=link,
+        autocast=autocast,
+        repeats=options.repeats,
+        gradients=gradients,
+        progress=True,
+    )
+    return found, repeated_step(model, batch, autocast=autocast, gradients=gradients)
 
 
 def make_step(options: StepOptions) -> tuple[nn.Module, Any, torch.dtype | None]:

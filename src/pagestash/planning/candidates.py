@@ -21,6 +21,7 @@ from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.planning.program import Counts, Program, uniform
 from pagestash.planning.search import BLOCKS, LEVELS, Assignment, Search, predictions_for
 from pagestash.policy import HOMES, PoolConfig, Rule
+from pagestash.profiling.progress import Tell, tell_nobody
 
 EXHAUSTIVE, EXHAUSTIVE_ON_A_RANK = 2_000, 900
 """So many ways to give each layer a choice are all predicted. A rank of a pipeline is planned many times."""
@@ -84,21 +85,25 @@ class Problem:
             found.update(rules_of(unit, choice, self.least_bytes))
         return found
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self, tell: Tell = tell_nobody) -> list[Candidate]:
         """All candidates, the fastest first; one of them keeps everything."""
-        pool = _Predicted(self)
+        pool = _Predicted(self, tell)
         for rules in by_hand(self.step.profile, self.host_bytes).values():  # the first ones keep
             pool.predict(self._by_unit(rules))
             pool.predict_rules(rules)
         is_rank = pool.predictor.step.count != self.step.count
         most = EXHAUSTIVE_ON_A_RANK if is_rank else EXHAUSTIVE
-        if prod(len(group.choices) ** len(group.units) for group in self.groups) <= most:
+        ways = prod(len(group.choices) ** len(group.units) for group in self.groups)
+        if ways <= most:
+            pool.total = ways
             for assignment in product(*(group.choices for group in self.groups for _ in group.units)):
                 pool.predict(assignment)
         else:
+            worth = pool.worth // (4 if is_rank else 1)
+            pool.total = GRID * len(RATES) + worth
             for assignment in self._proposed() if has_solver() else ():
                 pool.predict(assignment)
-            self._search(pool, pool.worth // (4 if is_rank else 1))
+            self._search(pool, worth)
         return in_order(pool.candidates)
 
     def _by_unit(self, rules: dict[str, Rule]) -> Assignment:
@@ -144,8 +149,10 @@ class Problem:
 class _Predicted:
     """All that was predicted."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, tell: Tell) -> None:
+        self.problem, self._tell = problem, tell
+        self.total = 0
+        """About so many predictions are to come in all."""
         self.predictor = problem.predictor or Predictor(problem.step)
         self.candidates: list[Candidate] = []
         self._known: list[tuple[Assignment, Prediction]] = []
@@ -180,6 +187,7 @@ class _Predicted:
             found = self.predictor.predict(RuleTable(rules, PoolConfig()))
             fits_host = found.host_bytes <= self.problem.host_bytes
             self._by_key[key] = found if fits_host else None
+            self._tell("predicting policies", self.count, self.total)
             if fits_host:
                 self.candidates.append(Candidate(rules, found))
                 if assignment is not None:

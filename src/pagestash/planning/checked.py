@@ -16,6 +16,7 @@ from pagestash.pages.host import MakeSlab, host_slab
 from pagestash.planning.result import NothingFits, Plan
 from pagestash.policy import Policy
 from pagestash.profiling.memory import MemoryMeter
+from pagestash.profiling.progress import Tell
 from pagestash.profiling.steps import RepeatedStep
 from pagestash.saved.keeper import Keeper
 from pagestash.sizes import format_bytes
@@ -63,8 +64,8 @@ Measure = Callable[[Policy], Measured]
 class Steps:
     """Steps under policies: each is measured once, unless somebody asks again."""
 
-    def __init__(self, measure: Measure) -> None:
-        self._measure = measure
+    def __init__(self, measure: Measure, tell: Tell) -> None:
+        self._measure, self._tell = measure, tell
         self._known: list[tuple[Policy, Measured]] = []
 
     def __call__(self, policy: Policy) -> Measured:
@@ -73,6 +74,7 @@ class Steps:
 
     def again(self, policy: Policy) -> Measured:
         """Measured once more: the larger peak and the smaller times of all its rounds."""
+        self._tell("running steps under plans", len(self._known), TRIES + 1)
         rounds = [found for other, found in self._known if other == policy] + [self._measure(policy)]
         times = [each.seconds for each in rounds if each.seconds is not None]
         launches = [each.launch_seconds for each in rounds if each.launch_seconds is not None]

@@ -8,6 +8,7 @@ from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.planning.rank import RankPredictor, RankStep, rank_candidates
 from pagestash.planning.result import NothingFits, Plan, policy_of, rows_of
 from pagestash.policy import PoolConfig
+from pagestash.profiling.progress import Tell, tell_nobody
 from pagestash.sizes import format_bytes
 
 
@@ -15,11 +16,11 @@ def predictor_of(step: MeasuredStep) -> Predictor:
     return RankPredictor(step) if isinstance(step, RankStep) else Predictor(step)
 
 
-def find_candidates(step: MeasuredStep, host_bytes: int) -> list[Candidate]:
+def find_candidates(step: MeasuredStep, host_bytes: int, tell: Tell = tell_nobody) -> list[Candidate]:
     """The candidates of a step, the fastest first. They do not depend on a budget."""
     if isinstance(step, RankStep):
-        return rank_candidates(step, host_bytes)
-    return Problem(step, host_bytes).candidates()
+        return rank_candidates(step, host_bytes, tell)
+    return Problem(step, host_bytes).candidates(tell)
 
 
 def choose(

@@ -37,8 +37,9 @@ from pagestash.planning.stage import ResultBytes, rank_plan, received, stage_ste
 from pagestash.planning.timed import faster
 from pagestash.policy import OVERFLOW, Policy, PoolConfig
 from pagestash.profiling.link import Link
-from pagestash.profiling.measure import Loss, Progress, default_loss, repeated_step
+from pagestash.profiling.measure import Loss, default_loss, repeated_step
 from pagestash.profiling.profiled import ProfiledStep
+from pagestash.profiling.progress import Progress, Tell, tell_nobody, telling
 from pagestash.profiling.records import Gradients
 from pagestash.profiling.result import Profile
 from pagestash.profiling.steps import RepeatedStep
@@ -62,7 +63,7 @@ def plan(
     autocast: torch.dtype | None = None,
     repeats: int = 3,
     gradients: Gradients = "held",
-    progress: Progress | None = None,
+    progress: Progress = None,
     schedule: Any = None,
     stage: int | None = None,
     profile: Profile | None = None,
@@ -130,40 +131,42 @@ def plan(
         (stage,) = rank_plan(schedule)[0].stages
     result = ResultBytes(loss or default_loss)
     ranks = Ranks() if schedule is None else Alone()
-    found = profile or measured_step(
-        model,
-        received(batch) if stage else batch,
-        ranks,
-        measure if schedule is None else "whole",
-        next((each.device for each in model.parameters()), torch.device("cpu")),
-        loss=loss if schedule is None else result,
-        link=link,
-        autocast=autocast,
-        repeats=repeats,
-        gradients=gradients,
-        progress=progress,
-    )
-    # What is allocated already is in `other_bytes`, where that is known.
-    there = found.other_bytes is not None
-    state = 0 if optimizer is None else optimizer_state(optimizer, to_come=there)
-    if ranks.count > 1:
-        found, state, budget, host = _agreed(ranks, found, state, budget, host)
-    opened = _opened(model, found)
-    plan = plan_profile(
-        found,
-        budget=budget,
-        host=host,
-        optimizer_bytes=state,
-        rows=rows,
-        overflow=overflow,
-        schedule=schedule,
-        stage=stage,
-        result_bytes=result.bytes,
-        check=step,
-        graphed=graphed,
-        waits=waits,
-        ranks=ranks,
-    )
+    with telling(progress) as tell:
+        found = profile or measured_step(
+            model,
+            received(batch) if stage else batch,
+            ranks,
+            measure if schedule is None else "whole",
+            next((each.device for each in model.parameters()), torch.device("cpu")),
+            loss=loss if schedule is None else result,
+            link=link,
+            autocast=autocast,
+            repeats=repeats,
+            gradients=gradients,
+            progress=tell,
+        )
+        # What is allocated already is in `other_bytes`, where that is known.
+        there = found.other_bytes is not None
+        state = 0 if optimizer is None else optimizer_state(optimizer, to_come=there)
+        if ranks.count > 1:
+            found, state, budget, host = _agreed(ranks, found, state, budget, host)
+        opened = _opened(model, found)
+        plan = plan_profile(
+            found,
+            budget=budget,
+            host=host,
+            optimizer_bytes=state,
+            rows=rows,
+            overflow=overflow,
+            schedule=schedule,
+            stage=stage,
+            result_bytes=result.bytes,
+            check=step,
+            graphed=graphed,
+            waits=waits,
+            ranks=ranks,
+            progress=tell,
+        )
     plan = replace(plan, regions=opened)
     if plan.excess_bytes and ranks.own == 0:
         warnings.warn(f"{plan.broken()}", stacklevel=2)
@@ -207,6 +210,7 @@ def plan_profile(
     graphed: bool = False,
     waits: bool = False,
     ranks: Ranks | None = None,
+    progress: Progress = None,
 ) -> Plan:
     """The plan for a step that was measured before, perhaps on another machine.
 
@@ -222,9 +226,9 @@ def plan_profile(
             step.base_bytes += GRAPH_BYTES
         step.skew = None if rows is None else Skew.of(rows, step.rows, overflow)
         with ExitStack() as around:
-            return plan_step(
-                step, budget=budget, host=host, measure=_measure(step, check, around, ranks or Alone())
-            )
+            measure = _measure(step, check, around, ranks or Alone())
+            tell = around.enter_context(telling(progress))
+            return plan_step(step, budget=budget, host=host, measure=measure, tell=tell)
     order, _ = rank_plan(schedule, None if stage is None else [stage])
     if len(order.stages) > 1:
         raise ValueError(
@@ -313,15 +317,22 @@ def _more_in_graph(step: MeasuredStep, policy: Policy) -> int:
 
 
 def plan_step(
-    step: MeasuredStep, *, budget: str | float, host: str | int = "auto", measure: Measure | None = None
+    step: MeasuredStep,
+    *,
+    budget: str | float,
+    host: str | int = "auto",
+    measure: Measure | None = None,
+    tell: Tell = tell_nobody,
 ) -> Plan:
     """The plan for a step, or for a pipeline rank's (`RankStep`); `measure` checks it."""
     # Candidates are many small objects without cycles. All but one are gone when the collector runs again.
     with collector_paused() if measure is None else nullcontext():
-        return _plan_step(step, budget, host, measure)
+        return _plan_step(step, budget, host, measure, tell)
 
 
-def _plan_step(step: MeasuredStep, budget: str | float, host: str | int, measure: Measure | None) -> Plan:
+def _plan_step(
+    step: MeasuredStep, budget: str | float, host: str | int, measure: Measure | None, tell: Tell
+) -> Plan:
     profile = step.profile
     predictor = predictor_of(step)
     unplanned = predictor.predict(RuleTable({}, PoolConfig()))
@@ -342,11 +353,11 @@ def _plan_step(step: MeasuredStep, budget: str | float, host: str | int, measure
             recomputed_layers=profile.recomputed_layers,
         )
 
-    steps = None if measure is None else Steps(measure)
-    found = find_candidates(step, host_bytes)
+    steps = None if measure is None else Steps(measure, tell)
+    found = find_candidates(step, host_bytes, tell)
 
     def plan_on(step: MeasuredStep) -> Plan:
-        own = found if step.overhead is profiled else find_candidates(step, host_bytes)
+        own = found if step.overhead is profiled else find_candidates(step, host_bytes, tell)
         plan = choose(step, unplanned, limit, host_bytes, own)
         if steps is None:
             return plan

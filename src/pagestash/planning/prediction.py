@@ -1,7 +1,7 @@
 """What a prediction takes and gives: rules by region; a step's time and memory; the sums of a part of a step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import add, sub
 from typing import NamedTuple
 
@@ -57,11 +57,12 @@ class Prediction:
     """Storages that leave the device; of a rank, by their numbers in its whole step."""
     held_bytes: dict[HomeName, int]
     """Saved bytes by their home: of `recompute` and `offload`, what is dropped or leaves."""
-    groups: Sequence[OffloadedGroup]
-    """What is offloaded together."""
-    headroom: Mapping[Event, int]
-    """After the put of a group, how far memory is from its peak: the keeper lets copies out take longer there."""
     pool: PoolSize
+    groups: Sequence[OffloadedGroup] = field(default=(), repr=False, compare=False)
+    """What is offloaded together. No part of a plan that is saved."""
+    headroom: Mapping[Event, int] = field(default_factory=dict, repr=False, compare=False)
+    """After the put of a group, how far memory is from its peak: the keeper lets copies out take longer there. No
+    part of a plan that is saved."""
 
     @property
     def mean_seconds(self) -> float:

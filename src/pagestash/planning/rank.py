@@ -11,6 +11,7 @@ from pagestash.planning.steady import shortened
 from pagestash.planning.unrolled import StageStep, Unrolled, joined
 from pagestash.policy import PoolConfig
 from pagestash.profiling.link import Link
+from pagestash.profiling.progress import Tell
 from pagestash.profiling.records import SavedTensor
 from pagestash.schedules.plan import Plan, immediate_backwards, in_flight
 
@@ -101,7 +102,7 @@ class RankPredictor(Predictor):
         return replace(found, staying=staying, moving=moving)
 
 
-def rank_candidates(step: RankStep, host_bytes: int) -> list[Candidate]:
+def rank_candidates(step: RankStep, host_bytes: int, tell: Tell) -> list[Candidate]:
     """Candidates for a rank, the fastest first.
 
     All are predicted on a step whose steady state is cut short, and on the whole one those that no other beats.
@@ -110,7 +111,7 @@ def rank_candidates(step: RankStep, host_bytes: int) -> list[Candidate]:
     short = step if plan is step.plan else RankStep(step.stages.values(), plan, step.base_bytes)
     short.skew = step.skew
     problem = Problem(short.one, host_bytes, predictor=RankPredictor(short), others=short.others)
-    found = problem.candidates()
+    found = problem.candidates(tell)
     if short is step:
         return found
     predictor = RankPredictor(step)

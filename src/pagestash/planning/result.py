@@ -1,9 +1,11 @@
 """`Plan`: a policy for a budget, what it is predicted to take, and why."""
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 from pagestash.patterns import number_ranges
 from pagestash.planning.budget import describe
@@ -12,11 +14,14 @@ from pagestash.planning.plot import draw_curve, draw_memory
 from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.policy import HomeName, Policy, Rule
 from pagestash.profiling.assign import assign, rule_of
+from pagestash.profiling.from_json import load, read
 from pagestash.profiling.picture import write
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import Region, SavedTensor
 from pagestash.sizes import format_bytes
 
+FORMAT = 1
+"""Version of a saved plan; other versions are refused."""
 LARGE = 0.25
 """Part of what is kept at the peak: a tensor of that size is named."""
 
@@ -111,11 +116,11 @@ class Plan:
     budget_bytes: int
     turn: int
     """The segment in which backward begins."""
-    rows: Sequence[PlanRow] = ()
+    rows: Sequence[PlanRow] = field(default_factory=list)
     limit: str = ""
     """What keeps the plan from being faster."""
-    notes: Sequence[str] = ()
-    curve: Sequence[tuple[int, float]] = field(default_factory=tuple)
+    notes: Sequence[str] = field(default_factory=list)
+    curve: Sequence[tuple[int, float]] = field(default_factory=list)
     """Predicted peaks and seconds of all plans that no other beats, the fastest first; none if the step fits."""
     alternatives: Mapping[str, Prediction] = field(default_factory=dict)
     """The same step under policies that one would write by hand: keep all, recompute layers, offload all."""
@@ -136,7 +141,7 @@ class Plan:
     """Where rows vary and are stashed: `MoEConfig(expected_rows=...)` that keeps most of them out of the pool, and
     takes next to no memory."""
 
-    regions: Sequence[str] = ()
+    regions: Sequence[str] = field(default_factory=list)
     """Regions of the step that are no modules: `keeper.attach(model, plan.regions)` declares them."""
     recomputed_layers: int = 0
     """So many layers were recomputed while the step was measured; the step without a policy is predicted then."""
@@ -163,6 +168,18 @@ class Plan:
     def is_empty(self) -> bool:
         """Whether the step fits without a policy."""
         return not self.policy.rules
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; `load` reads it in another run. (`plan.policy.save` writes the rules alone.)"""
+        fields = asdict(self) | {"policy": self.policy.to_toml()}
+        for each in (fields["predicted"], fields["unplanned"], *fields["alternatives"].values()):
+            del each["groups"], each["headroom"]
+        Path(path).write_text(json.dumps({"format": FORMAT, **fields}, default=sorted) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote."""
+        return load(path, "plan", FORMAT, lambda data: read(cls, data, "plan"))
 
     def plot_curve(self, path: str | Path) -> None:
         """Draw predicted step time over device memory: the best for every budget, the alternatives, this plan."""

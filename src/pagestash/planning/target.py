@@ -14,7 +14,8 @@ from pagestash.planning.measure import Measuring
 from pagestash.planning.result import Plan
 from pagestash.policy import Policy, Rule
 from pagestash.profiling.layers import layer_names
-from pagestash.profiling.measure import Arguments, Loss, Progress
+from pagestash.profiling.measure import Arguments, Loss
+from pagestash.profiling.progress import Progress
 from pagestash.saved.compiled import is_compiled, is_wrapper
 from pagestash.saved.first_call import FirstCall, has_gradients
 from pagestash.saved.recompute.references import References
@@ -37,7 +38,7 @@ class Target:
     optimizer: torch.optim.Optimizer | None = None
     host: str | int = "auto"
     repeats: int = 3
-    progress: Progress | None = None
+    progress: Progress = None
     measure: Measuring = "auto"
     graphed: bool = False
     waits: bool = False

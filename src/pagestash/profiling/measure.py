@@ -14,6 +14,7 @@ from pagestash.profiling.layers import RecomputedLayers, Replay, WithoutReplays,
 from pagestash.profiling.link import Link, find_link
 from pagestash.profiling.memory import MemoryMeter
 from pagestash.profiling.overhead import in_model, measure_overhead
+from pagestash.profiling.progress import Progress, Tell, telling
 from pagestash.profiling.recorder import TensorRecorder
 from pagestash.profiling.records import Gradients, Segment
 from pagestash.profiling.regions import make_regions
@@ -44,10 +45,6 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
-Progress = Callable[[str, int, int], None]
-"""Is told what runs, its number, and the total."""
-
-
 def profile(
     model: nn.Module,
     batch: torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any],
@@ -58,7 +55,7 @@ def profile(
     autocast: torch.dtype | None = None,
     repeats: int = 3,
     gradients: Gradients = "held",
-    progress: Progress | None = None,
+    progress: Progress = None,
     measure: Way = "whole",
 ) -> Profile:
     """Every tensor that one step of `model` saves for backward, by region, and what each home would save and cost.
@@ -79,6 +76,8 @@ def profile(
     alone, and run again in backward, where their saved tensors are seen (`profiling/layers.py`). The profile is of
     the step that keeps all.
 
+    `progress=True` shows a bar where stderr is a terminal; a function is told what runs, its number, and the total.
+
     The step runs once to warm up, once to record tensors, and `repeats` times each to time the whole (on a GPU four
     times as often) and each region. On a GPU it then runs in a loop in which the host waits for no step, for a
     second and `repeats` more, of which the mean counts: under lasting load a GPU is slower than after a rest. Each
@@ -96,8 +95,8 @@ def profile(
         raise ValueError(
             "measure='recompute': the model has no layers to recompute, modules whose names end in a number"
         )
-    with step.gradients():
-        return _measure(step, policy, link, repeats, gradients, progress, layers)
+    with step.gradients(), telling(progress) as tell:
+        return _measure(step, policy, link, repeats, gradients, tell, layers)
 
 
 def repeated_step(
@@ -123,15 +122,14 @@ def _measure(
     link: float | Link | None,
     repeats: int,
     gradients: Gradients,
-    progress: Progress | None,
+    progress: Tell,
     layers: int,
 ) -> Profile:
     """`layers`: how many of them run again in backward; 0: the step keeps all."""
     model, device = step.model, step.device
 
     def tell(what: str, number: int) -> None:
-        if progress is not None:
-            progress(what, number, 2 * repeats + 3)
+        progress(what, number, 2 * repeats + 3)
 
     runs = _Runs(step, layers > 0)
     tell("warming up", 0)

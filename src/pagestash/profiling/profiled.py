@@ -1,7 +1,6 @@
 """The numbers of a profiled step, in memory and as JSON."""
 
 import json
-import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, get_type_hints
@@ -9,7 +8,7 @@ from typing import Any, Self, get_type_hints
 from pagestash.policy import HOMES, HomeName, Policy, Rule
 from pagestash.profiling.assign import Recomputing, TensorIndex, assign, assign_when_saved
 from pagestash.profiling.fit import Fit, fit
-from pagestash.profiling.from_json import convert, read_list
+from pagestash.profiling.from_json import convert, load, read_list
 from pagestash.profiling.link import Link
 from pagestash.profiling.overhead import Overhead
 from pagestash.profiling.records import Gradients, Kind, Region, SavedTensor, Segment
@@ -150,29 +149,17 @@ class ProfiledStep:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read what `save` wrote."""
-        try:
-            data = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise ValueError(f"{path}: {error.strerror}") from error
-        except ValueError as error:  # bytes that are no text, too
-            raise ValueError(f"{path}: this is no JSON ({error})") from error
-        try:
-            return cls._of(data)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        return load(path, "profile", FORMAT, cls._of)
 
     @classmethod
-    def _of(cls, data: Any) -> Self:
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError("this is no profile that this version can read")
+    def _of(cls, data: dict[str, Any]) -> Self:
         missing = [name for name in REQUIRED if name not in data]
         if missing:
             raise ValueError(f"this profile has no {missing[0]!r}")
         given = {"gradients": "fresh", **data}  # a file of an earlier version does not say
         hints = get_type_hints(ProfiledStep)
-        others = given.keys() & hints.keys() - {"policy", "tensors", "regions", "segments"}
+        others = given.keys() & hints.keys() - {"tensors", "regions", "segments"}
         plain = {name: convert(hints[name], given[name], name) for name in sorted(others)}
-        policy = convert(str | None, data["policy"], "policy")
         regions = read_list(Region, data["regions"], "regions")
         for at, region in enumerate(regions):
             for home in ("keep", "stash", "offload"):
@@ -180,7 +167,6 @@ class ProfiledStep:
                     raise ValueError(f"regions[{at}].homes has no {home!r}")
         return cls(
             **plain,
-            policy=None if policy is None else Policy.from_dict(tomllib.loads(policy)),
             tensors=read_list(SavedTensor, data["tensors"], "tensors", leave="home"),
             regions=regions,
             segments=read_list(Segment, data["segments"], "segments"),

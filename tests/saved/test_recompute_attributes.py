@@ -272,6 +272,36 @@ class Late(nn.Module):
         return (x * before).tanh()
 
 
+class Shared(nn.Module):
+    """Two parts have one buffer, which forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Module(), nn.Module()
+        count = torch.zeros(())
+        self.one.register_buffer("count", count)
+        self.other.register_buffer("count", count)
+
+    def forward(self, x):
+        self.one.count += 1
+        return (x / (1 + self.other.count.clone())).tanh()
+
+
+class Rotating(nn.Module):
+    """Its parts take turns at being the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({str(number): nn.Linear(16, 16) for number in range(3)})
+
+    def forward(self, x):
+        first = next(iter(self.parts))
+        self.parts[first] = self.parts.pop(first)
+        for part in self.parts.values():
+            x = part(x).tanh()
+        return x
+
+
 def detached(wrap):
     return lambda mean: wrap(mean.detach())
 
@@ -314,6 +344,8 @@ KINDS = {
     "None that becomes a buffer": Buffered,
     "buffer that is None at first": Unset,
     "buffer that forward registers": Late,
+    "buffer of two modules": Shared,
+    "order of modules inside": Rotating,
     "with a gradient, set in once": DecidedWithGradient,
     "weight norm by a hook": lambda: hooked(nn.utils.weight_norm),
     "spectral norm by a hook": lambda: hooked(nn.utils.spectral_norm),

@@ -198,7 +198,10 @@ def replaced_layer(model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (replaced_data, r"weight '0.weight' was given other memory \(.data\) between forward and backward"),
+        (
+            replaced_data,
+            r"weight '0.weight' was given other memory \(.data\) in forward, or between forward and backward",
+        ),
         (replaced_twice, r"weight '0.weight' was given other memory"),
         (in_place, "weight '0.weight' was changed in place"),
         (parametrized, r"a Linear .* in forward is gone in backward \(a ParametrizedLinear is there\)"),
@@ -298,6 +301,40 @@ def test_a_forward_that_changes_its_weight_is_refused():
             RuntimeError, match=r"region '0'.*its forward changes its weight 'weight' in place"
         ):
             loss.backward()
+
+
+class Limited(nn.Linear):
+    """Clamps its bias, which is within the limit at first: forward raises its version and changes no byte."""
+
+    limit = 10.0
+
+    def forward(self, x):
+        before = self.bias.detach().clone()
+        with torch.no_grad():
+            self.bias.clamp_(-self.limit, self.limit)
+        return (super().forward(x) * before).sin()
+
+
+@pytest.mark.parametrize("when", ["its forward", "place between forward and backward"])
+def test_a_weight_whose_version_tells_nothing_is_still_watched(when):
+    model = nn.Sequential(Limited(WIDTH, WIDTH))
+    keeper = keeper_of(model, ("0", "recompute"))
+    for _ in range(2):
+        with keeper.step():
+            model(X).sum().backward()
+
+    def changed():
+        with keeper.step():
+            if when == "its forward":
+                model[0].limit = 0.01
+            loss = model(X).sum()
+            if when != "its forward":
+                with torch.no_grad():
+                    model[0].bias.add_(1)
+            loss.backward()
+
+    with pytest.raises(RuntimeError, match=f"region '0'.*its weight 'bias' was changed in {when}"):
+        changed()
 
 
 # --- found by value ---
@@ -410,6 +447,38 @@ def test_an_object_that_changes_is_refused(change):
         takes(change, Box(torch.ones(WIDTH)))
     with pytest.raises(RuntimeError, match=r"argument that was changed between forward and backward, a Box"):
         takes(lambda box, x: None, Box(torch.ones(WIDTH)), after=lambda box: change(box, X))
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (torch.Generator, lambda drawn: torch.rand(1, generator=drawn)),
+        (random.Random, lambda drawn: drawn.random()),
+        (np.random.default_rng, lambda drawn: drawn.random()),
+        (lambda: np.ones(WIDTH, np.float32), lambda array: array.fill(2)),
+        (lambda: {1}, lambda some: some.add(2)),
+    ],
+)
+def test_an_argument_without_attributes_that_changes_is_refused(make, change):
+    model = nn.ModuleDict({"takes": Second()})
+
+    def changed(inside):
+        argument, x = make(), X.clone().requires_grad_()
+        with keeper_of(model, ("takes", "recompute")).step():
+            loss = model["takes"](x, argument, change if inside else None).sum()
+            change(argument)
+            loss.backward()
+
+    for inside in (True, False):
+        with pytest.raises(RuntimeError, match=r"region 'takes' .*argument.* a \w+"):
+            changed(inside)
+
+
+class Second(nn.Module):
+    def forward(self, x, argument, change):
+        if change is not None:
+            change(argument)
+        return x.sin().cos()
 
 
 def test_an_object_that_remembers_something_is_no_change():

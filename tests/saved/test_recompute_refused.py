@@ -197,6 +197,15 @@ def test_a_generator_in_an_attribute_is_refused_by_name(rule, make):
     step(model, X, keeper)
 
 
+@pytest.mark.parametrize("hold", [lambda made: [made], lambda made: {"noise": made}])
+def test_a_generator_in_a_container_is_refused_by_name(hold):
+    model = nn.Sequential(OwnGenerator(lambda: hold(torch.Generator())), Square())
+    with pytest.raises(
+        RuntimeError, match=r"region '0'.*OwnGenerator has a generator in its attribute 'source'"
+    ):
+        step(model, X, keep(model, "0"))
+
+
 @pytest.mark.parametrize("hooks", ["_forward_pre_hooks", "_forward_hooks"])
 def test_a_module_whose_hooks_were_cleared_is_named(hooks):
     model = nn.Sequential(MLP(), MLP())

@@ -134,7 +134,11 @@ class Buffers:
                 )
 
     def put_copies(self) -> None:
-        """In place of the buffers whose values forward may have changed."""
+        """In place of the buffers whose values forward may have changed. (Modules may share one.)"""
+        copies: dict[int, torch.Tensor] = {}
         for buffer in self._buffers:
             if buffer.copy is not None:
-                buffers_of(buffer.owner)[buffer.name] = buffer.copy.clone()
+                at = id(buffer.tensor)
+                if at not in copies:
+                    copies[at] = buffer.copy.clone()
+                buffers_of(buffer.owner)[buffer.name] = copies[at]

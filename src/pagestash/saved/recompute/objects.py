@@ -4,6 +4,7 @@ Tensors are held, and tuples, lists, dicts and dataclasses are rebuilt for each 
 as it is, so its content must be the same before forward, after it, and before the replay.
 """
 
+import pickle
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
@@ -11,6 +12,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from pagestash.saved.recompute.rng import is_generator
 from pagestash.saved.recompute.trees import PLAIN_VALUES
 
 _NOT_DATA = (nn.Module, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
@@ -22,7 +24,14 @@ Place = tuple[Any, ...]
 
 def may_change(leaf: Any) -> bool:
     """Whether a leaf that is no tensor is an object that a forward could change."""
-    return type(leaf) not in PLAIN_VALUES and hasattr(leaf, "__dict__") and not isinstance(leaf, _NOT_DATA)
+    if type(leaf) in PLAIN_VALUES or isinstance(leaf, _NOT_DATA):
+        return False
+    return (
+        hasattr(leaf, "__dict__")
+        or isinstance(leaf, set)
+        or hasattr(type(leaf), "tobytes")
+        or is_generator(leaf)
+    )
 
 
 class ArgumentObjects:
@@ -65,6 +74,10 @@ def _content(value: Any) -> dict[Place, Any]:
         elif isinstance(value, torch.Tensor):
             # (There is one reference to a tensor as long as it lives.)
             found[at] = ref(value), 0 if value.is_inference() else value._version
+        elif hasattr(type(value), "tobytes"):  # an array of NumPy's
+            found[at] = value.tobytes()
+        elif is_generator(value):
+            found[at] = pickle.dumps(value)
         elif len(at) < _MOST_LEVELS and len(found) < _MOST_VALUES and not isinstance(value, _NOT_DATA):
             items: Any = ()
             if isinstance(value, dict):

@@ -99,7 +99,7 @@ class Recipe:
         """Of the values of saved tensors, by their number, until they were compared."""
         self.layouts: dict[int, Layout] = {}
         """Of outputs, by their number."""
-        self.weights = Weights(modules, name, learned.version_only)
+        self.weights = Weights(modules, name, learned.version_only, checks)
         self._checks = checks
         self._references: References | None = References(modules)
         """Before forward; None: the step is over."""

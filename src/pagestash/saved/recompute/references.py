@@ -74,6 +74,8 @@ class References:
                 for now, before in zip(names_now, names):
                     for name in now.keys() - before.keys() - left:
                         del now[name]
+                    if not left and [*now] != [*before]:
+                        now.clear()  # their order is what forward saw, too
                     now.update((name, value) for name, value in before.items() if name not in left)
         for container, entries in self._containers:
             if not _same(container, entries):

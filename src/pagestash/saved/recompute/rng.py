@@ -3,6 +3,7 @@
 import random
 import struct
 import sys
+from collections import deque
 from ctypes import CDLL, c_char, c_int, c_size_t, c_void_p
 from functools import partial
 from typing import Any, NamedTuple
@@ -68,13 +69,28 @@ class Random:
 
 
 def own_generator(module: nn.Module) -> str | None:
-    """The attribute of a module that has a generator of its own, which no replay would find as it was."""
+    """The attribute of a module that has a generator of its own, which no replay would find as it was.
+
+    Also one in a list, dict or deque.
+    """
+    for name, value in vars(module).items():
+        # (Not `isinstance`, which asks a proxy for the class of what it stands for.)
+        if issubclass(type(value), dict):
+            entries = value.values()
+        else:
+            entries = value if issubclass(type(value), (list, deque)) else ()
+        if any(map(is_generator, (value, *entries))):
+            return name
+    return None
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a generator of random numbers: torch's, Python's or NumPy's."""
     kinds: tuple[type, ...] = torch.Generator, random.Random
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kinds += numpy.random.Generator, numpy.random.RandomState
-    # (Not `isinstance`, which asks a proxy for the class of what it stands for.)
-    return next((name for name, value in vars(module).items() if issubclass(type(value), kinds)), None)
+    return issubclass(type(value), kinds)
 
 
 # --- torch's ---

@@ -10,6 +10,7 @@ from torch import nn
 
 from pagestash.saved.recompute.references import is_sharded
 from pagestash.saved.recompute.undo import Undo, enter
+from pagestash.saved.recompute.value_checks import Checks
 from pagestash.saved.storage import PLAIN_TENSORS, checksum, storage_keys
 from pagestash.saved.streams import capturing
 from pagestash.torch_internals import (
@@ -53,10 +54,13 @@ _weight: Callable[[tuple[Any, ...]], _Weight] = partial(tuple.__new__, _Weight)
 class Weights:
     """Noted before a region's first forward."""
 
-    def __init__(self, modules: Sequence[nn.Module], region: str, version_only: VersionOnly) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], region: str, version_only: VersionOnly, checks: Checks
+    ) -> None:
         self._region = region
         self._root = modules[0]
         self._version_only = version_only
+        self._checks = checks
         self._checksums: dict[int, torch.Tensor] = {}
         """Of weights whose version forward raised, until it is known whether it changed their bytes."""
         self._weights: list[_Weight] = []
@@ -76,6 +80,12 @@ class Weights:
                     self._weights.append(_weight((owner, name, weight, weight._version, memory)))
         if others:
             self.storages |= storage_keys(others)
+        self._before: dict[int, torch.Tensor] = {}
+        """Checksums before forward, of weights whose versions alone it changed so far."""
+        if version_only and not capturing():
+            for number, noted in enumerate(self._weights):
+                if self._is_version_only(noted) and (found := checksum(noted.tensor)) is not None:
+                    self._before[number] = found
 
     def close(self) -> None:
         """Forward is over: where it raised a version, backward must find the raised one."""
@@ -87,16 +97,18 @@ class Weights:
                     found = checksum(weight.tensor)
                     if found is not None:
                         self._checksums[number] = found
+        self._expect_unchanged("changed in its forward")
 
     def check(self) -> None:
         """Refuse a replay if the weights have other bytes than in forward."""
+        self._expect_unchanged("changed in place between forward and backward")
         for number, weight in enumerate(self._weights):
             if weight.tensor._version != weight.version and not self._same_bytes(number):
                 raise self._refusal(weight, "was changed in place")
             if weight.moved():
                 there = weight.there()
                 if there is weight.tensor or not is_sharded(weight.tensor, there):
-                    raise self._refusal(weight, "was given other memory (.data)")
+                    raise self._refusal(weight, "was given other memory (.data) in forward, or")
 
     def sharded(self) -> bool:
         """Whether a weight that was whole in forward is in shards now."""
@@ -125,6 +137,19 @@ class Weights:
                     f"region {self._region!r} is under recompute, and its forward changes its weight "
                     f"{self._name(self._weights[number])!r} in place, so that it cannot be replayed; change it "
                     "outside forward, or give the region another home"
+                )
+
+    def _expect_unchanged(self, how: str) -> None:
+        """Of weights whose versions tell nothing: the answer is read when the step is over."""
+        for number, before in self._before.items():
+            weight = self._weights[number]
+            now = checksum(weight.tensor)
+            if now is not None:
+                self._checks.at_end(
+                    now != before,
+                    f"region {self._region!r} is under recompute, and its weight {self._name(weight)!r} was {how}, "
+                    "so that this step's gradients are wrong; change it after backward, or give the region another "
+                    "home",
                 )
 
     def _is_version_only(self, weight: _Weight) -> bool:

@@ -154,16 +154,11 @@ def run_all(out: Out = None, quick: Quick = False) -> None:
 def table(
     check: Annotated[bool, typer.Option(help="Change nothing; exit 1 if the table is stale.")] = False,
 ) -> None:
-    """Write the tables of results: all into docs/results.md, some into the README and guides."""
+    """Write the tables of results: docs/results.md, and the README's."""
     stale = []
     for page, text in (
         (tables.PAGE, tables.render(tables.RESULTS)),
         (tables.README, tables.rivals(tables.RESULTS)),
-        (tables.HUGGING_FACE, tables.hugging_face(tables.RESULTS)),
-        (tables.PLAN, tables.plans(tables.RESULTS)),
-        (tables.SIMULATE, tables.simulated(tables.RESULTS)),
-        (tables.EXPERT_PARALLEL, tables.expert_parallel_ranks(tables.RESULTS)),
-        (tables.OFFLOAD, tables.host_time(tables.RESULTS)),
     ):
         try:
             changed = tables.update(page, text, check=check)

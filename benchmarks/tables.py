@@ -1,6 +1,7 @@
-"""Tables of results, made from `benchmarks/results`: all claims, the README's, and those of the guides."""
+"""Tables of results, made from `benchmarks/results`: those of docs/results.md, and the README's."""
 
 import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,31 +9,27 @@ from benchmarks.harness import RESULTS
 
 ROOT = Path(__file__).parent.parent
 PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
-HUGGING_FACE, PLAN = ROOT / "docs" / "huggingface.md", ROOT / "docs" / "plan.md"
-SIMULATE = ROOT / "docs" / "simulate.md"
-EXPERT_PARALLEL, OFFLOAD = ROOT / "docs" / "expert-parallel.md", ROOT / "docs" / "offload.md"
 GIB = 1 << 30
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
+Rows = Sequence[dict[str, Any]]
 SIGNS = {"at most": "≤", "at least": "≥"}
 NONE_YET = "No results yet: `make bench` on a machine with a GPU."
 
 
 def render(results: Path = RESULTS) -> str:
-    """For each benchmark, in the order of their names: where it ran, and a line for each claim."""
+    """For each benchmark, in the order of their names: where it ran, a line for each claim, and its rows."""
     parts = []
     for path in sorted(results.glob("*.json")):
         body = json.loads(path.read_text())
         name = body["benchmark"]
-        lines = [
-            f"## {name}",
-            "",
-            _machine(body["environment"], "jax" if name.startswith("jax") else "torch"),
-        ]
+        lines = [f"## {name}", "", _machine(body["environment"], *_packages(name))]
         lines += ["", "| what | seen | bar |", "| --- | --- | --- |"]
         for claim in body["claims"]:
             unit = f" {claim['unit']}" if claim["unit"] else ""
             bar = f"{SIGNS[claim['better']]} {claim['bar']:g}{unit}"
             lines.append(f"| {_cell(claim['what'])} | {_seen(claim)} | {bar} |")
+        if name in ROWS:
+            lines += ["", *ROWS[name](body["rows"])]
         if body["claims"]:
             parts.append("\n".join(lines))
     return "\n\n".join(parts) or NONE_YET
@@ -52,66 +49,43 @@ def rivals(results: Path = RESULTS) -> str:
     for row in rows:
         most = f" {row.get('longest') or 0:,} |" if long else ""
         lines.append(f"| {_cell(row['way'])} | {row['ms']:.0f} | {row['gib']:.2f} |{most}")
-    versions = body["environment"]["versions"]
-    where = f"{_machine(body['environment'], 'torch')}, transformers {versions['transformers']}"
+    where = _machine(body["environment"], *_packages("hf"))
     what = (
         "Qwen3-30B-A3B, 8 layers: forward and backward of 2 × 4,096 tokens, peak above weights and gradients"
     )
     return "\n".join([*lines, "", f"{what}; {where}: `python -m benchmarks {name}`."])
 
 
-def hugging_face(results: Path = RESULTS) -> str:
-    """A line for each way of `benchmarks.hf_step` and `hf_lora`, and where they ran."""
-    found = [_ways(path) for name in ("hf_step", "hf_lora") if (path := results / f"{name}.json").exists()]
-    return "\n\n".join(found) or NONE_YET
-
-
-def _ways(path: Path) -> str:
-    body = json.loads(path.read_text())
-    lines = ["| | ms | ms, fresh gradients | peak, GiB |", "| --- | --- | --- | --- |"]
-    for row in body["rows"]:
+def hugging_face(rows: Rows) -> Iterator[str]:
+    """A line for each way of `benchmarks.hf_step` or `hf_lora`."""
+    yield from ("| | ms | ms, fresh gradients | peak, GiB |", "| --- | --- | --- | --- |")
+    for row in rows:
         fresh, gib = (
             f"{row[key]:.{digits}f}" if key in row else "" for key, digits in (("fresh_ms", 1), ("gib", 2))
         )
-        lines.append(f"| {_cell(row['way'])} | {row['ms']:.1f} | {fresh} | {gib} |")
-    versions = body["environment"]["versions"]
-    return "\n".join(
-        [*lines, "", f"{_machine(body['environment'], 'torch')}, transformers {versions['transformers']}."]
-    )
+        yield f"| {_cell(row['way'])} | {row['ms']:.1f} | {fresh} | {gib} |"
 
 
-def expert_parallel_ranks(results: Path = RESULTS) -> str:
+def expert_parallel_ranks(rows: Rows) -> Iterator[str]:
     """A line for each way of each preset of `benchmarks.moe_step`."""
-    path = results / "moe_step.json"
-    if not path.exists():
-        return NONE_YET
-    body = json.loads(path.read_text())
-    lines = ["| | ms | memory held, GiB | expected rows over the average |", "| --- | --- | --- | --- |"]
-    for preset in dict.fromkeys(row["preset"] for row in body["rows"]):
-        lines.append(f"| **{preset}** | | | |")
-        for row in body["rows"]:
+    yield from ("| | ms | memory held, GiB | expected rows over the average |", "| --- | --- | --- | --- |")
+    for preset in dict.fromkeys(row["preset"] for row in rows):
+        yield f"| **{preset}** | | | |"
+        for row in rows:
             if row["preset"] == preset:
                 expected = f"{row['expected']:.2f}" if "expected" in row else ""
-                lines.append(
-                    f"| {_cell(row['way'])} | {row['ms']:.1f} | {row['held_gib']:.1f} | {expected} |"
-                )
-    return "\n".join([*lines, "", f"{_machine(body['environment'], 'torch')}."])
+                yield f"| {_cell(row['way'])} | {row['ms']:.1f} | {row['held_gib']:.1f} | {expected} |"
 
 
-def plans(results: Path = RESULTS) -> str:
+def plans(rows: Rows) -> Iterator[str]:
     """A line for each step of `benchmarks.plan`: what was measured, and what a plan predicted."""
-    path = results / "plan.json"
-    if not path.exists():
-        return NONE_YET
-    body = json.loads(path.read_text())
-    lines = [
+    yield from (
         "| | ms | predicted | ms, each step waits | peak, GiB | predicted | budget |",
         "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for case in dict.fromkeys(row["case"] for row in body["rows"]):
-        lines.append(f"| **{_cell(case)}** | | | | | | |")
-        lines += [_plan_line(row) for row in body["rows"] if row["case"] == case]
-    return "\n".join([*lines, "", f"{_machine(body['environment'], 'torch')}."])
+    )
+    for case in dict.fromkeys(row["case"] for row in rows):
+        yield f"| **{_cell(case)}** | | | | | | |"
+        yield from (_plan_line(row) for row in rows if row["case"] == case)
 
 
 SIMULATED = {
@@ -127,46 +101,46 @@ SIMULATED = {
     "saved": "What recompute and overlap save of a peak, or add to it",
     "report": "What holds a peak",
 }
-"""Groups of rows of `benchmarks.simulate`, for the guide."""
+"""Groups of rows of `benchmarks.simulate`."""
 
 
-def simulated(results: Path = RESULTS) -> str:
+def simulated(rows: Rows) -> Iterator[str]:
     """A line for each published figure of `benchmarks.simulate`; what misses its bar is bold, with a cause."""
-    path = results / "simulate.json"
-    if not path.exists():
-        return NONE_YET
-    rows = json.loads(path.read_text())["rows"]
-    lines = ["| | published | error |", "| --- | ---: | --- |"]
+    yield from ("| | published | error |", "| --- | ---: | --- |")
     for group, title in SIMULATED.items():
-        lines.append(f"| **{title}** | | |")
+        yield f"| **{title}** | | |"
         for row in (row for row in rows if row["group"] == group):
             what = row["what"].rpartition(" (")[0] or row["what"]  # the file has the source
             error = f"{100 * row['error']:+.0f} %"
             if row["holds"] is False:
                 error = f"**{error}**: {row['cause']}"
             told = f"{row['published']:,.0f}" if row["published"] >= 1000 else f"{row['published']:.4g}"
-            lines.append(f"| {_cell(what)} | {told} {row['unit']} | {error} |")
-    return "\n".join(lines)
+            yield f"| {_cell(what)} | {told} {row['unit']} | {error} |"
 
 
-def host_time(results: Path = RESULTS) -> str:
+def host_time(rows: Rows) -> Iterator[str]:
     """A line for each way of `benchmarks.hooks`, and one for each whole step."""
-    path = results / "hooks.json"
-    if not path.exists():
-        return NONE_YET
-    body = json.loads(path.read_text())
-    columns = ("pack", "unpack", "enter", "leave")
-    lines = [
+    yield from (
         "| µs | save a tensor | ask for it | open a region | close it |",
         "| --- | --- | --- | --- | --- |",
-    ]
-    for row in body["rows"]:
+    )
+    for row in rows:
         if "way" in row:
-            cells = [f"{max(row[name], 0.0):.1f}" for name in columns]
-            lines.append(f"| {_cell(row['way'])} | {' | '.join(cells)} |")
-    lines += ["", "| whole steps | over the step without a keeper |", "| --- | --- |"]
-    lines += [f"| {_cell(row['step'])} | {row['ratio']:.3f} |" for row in body["rows"] if "step" in row]
-    return "\n".join([*lines, "", f"{_machine(body['environment'], 'torch')}."])
+            cells = [f"{max(row[name], 0.0):.1f}" for name in ("pack", "unpack", "enter", "leave")]
+            yield f"| {_cell(row['way'])} | {' | '.join(cells)} |"
+    yield from ("", "| whole steps | over the step without a keeper |", "| --- | --- |")
+    yield from (f"| {_cell(row['step'])} | {row['ratio']:.3f} |" for row in rows if "step" in row)
+
+
+ROWS: dict[str, Callable[[Rows], Iterator[str]]] = {
+    "hf_step": hugging_face,
+    "hf_lora": hugging_face,
+    "hooks": host_time,
+    "moe_step": expert_parallel_ranks,
+    "plan": plans,
+    "simulate": simulated,
+}
+"""Benchmarks whose rows a reader wants to see, beside their claims."""
 
 
 def _plan_line(row: dict[str, Any]) -> str:
@@ -215,11 +189,17 @@ def _seen(claim: dict[str, Any]) -> str:
     return f"{claim['value']:.4g}{unit}{'' if claim['holds'] else ' (missed)'}"
 
 
-def _machine(environment: dict[str, Any], package: str) -> str:
-    """The machine's name without its driver, the version of what it ran, and the commit."""
-    name = environment["machine"].partition(",")[0]
-    version = environment["versions"].get(package, "").partition("+")[0]
-    ran = [f"{package} {version}"] if version else []
+def _packages(benchmark: str) -> tuple[str, ...]:
+    """The packages whose versions matter."""
+    if benchmark.startswith("jax"):
+        return ("jax",)
+    return ("torch", "transformers") if benchmark.startswith("hf") else ("torch",)
+
+
+def _machine(environment: dict[str, Any], *packages: str) -> str:
+    """The machine's name without its driver, the versions of what it ran, and the commit."""
+    name, versions = environment["machine"].partition(",")[0], environment["versions"]
+    ran = [f"{each} {versions[each].partition('+')[0]}" for each in packages if versions.get(each)]
     return _cell(", ".join([name, *ran, environment["commit"][:7]]))
 
 

@@ -19,7 +19,7 @@ def results(tmp_path, monkeypatch):
     """A README, a page and a folder of results of its own."""
     folder = tmp_path / "results"
     write("speed", config={"size": 3}, rows=[{"seconds": 0.5}], claims=[FAST, SMALL], out=folder)
-    for name in ("README", "PAGE", "HUGGING_FACE", "PLAN", "EXPERT_PARALLEL", "OFFLOAD", "SIMULATE"):
+    for name in ("README", "PAGE"):
         text = tmp_path / f"{name}.md"
         text.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
         monkeypatch.setattr(tables, name, text)
@@ -78,26 +78,23 @@ def test_the_readme_has_a_line_for_each_rival(results):
 
 
 def test_the_ways_of_hugging_face_have_a_line_each(results):
-    assert tables.hugging_face(results) == tables.NONE_YET
     rows = [
         {"way": "plain", "ms": 158.94, "gib": 15.071, "fresh_ms": 152.4},
         {"way": "graphed", "ms": 104.46},
     ]
-    path = write("hf_step", config={}, rows=rows, claims=[], out=results)
+    head, rule, plain, graphed = tables.hugging_face(rows)
+    assert (plain, graphed) == ("| plain | 158.9 | 152.4 | 15.07 |", "| graphed | 104.5 |  |  |")
+    assert rule.count("|") == head.count("|") == plain.count("|")
+    path = write("hf_step", config={}, rows=rows, claims=[FAST], out=results)
     body = json.loads(path.read_text())
     body["environment"]["versions"]["transformers"] = "5.17.0"
     path.write_text(json.dumps(body))
-    head, rule, plain, graphed, blank, machine = tables.hugging_face(results).splitlines()
-    assert (plain, graphed) == ("| plain | 158.9 | 152.4 | 15.07 |", "| graphed | 104.5 |  |  |")
-    assert machine.endswith("transformers 5.17.0.")
-    assert not blank
-    assert rule.count("|") == head.count("|") == plain.count("|")
-    (results / "hf_lora.json").write_text(path.read_text())
-    assert tables.hugging_face(results).count("| plain | 158.9 | 152.4 | 15.07 |") == 2
+    page = tables.render(results)
+    assert plain in page  # below the claims
+    assert ", transformers 5.17.0, " in page
 
 
-def test_plans_stand_beside_policies_by_hand(results):
-    assert tables.plans(results) == tables.NONE_YET
+def test_plans_stand_beside_policies_by_hand():
     gib = 1 << 30
     shared = {"case": "a model", "held_bytes": 10 * gib}
     plan = {"way": "plan", "part": 0.5, "budget_bytes": 13 * gib, "predicted_seconds": 0.11}
@@ -107,27 +104,24 @@ def test_plans_stand_beside_policies_by_hand(results):
         {**shared, **plan, "seconds": 0.12, "peak_bytes": 12 * gib, "predicted_peak_bytes": 12.5 * gib},
         {**shared, "way": "plan", "part": 0.1, "refused": "nothing fits 1 GiB"},
     ]
-    write("plan", config={}, rows=rows, claims=[], out=results)
-    head, rule, case, *lines = tables.plans(results).splitlines()
+    head, rule, case, *lines = tables.plans(rows)
     assert case.startswith("| **a model** |")
-    assert lines[:3] == [
+    assert lines == [
         "| keep | 100.0 |  |  | 6.00 |  |  |",
         "| plan for 0.5 | 120.0 | 110.0 | 130.0 (predicted 125.0) | 2.00 | 2.50 | 3.00 |",
         "| plan for 0.1 | nothing fits |  |  |  |  |  |",
     ]
-    assert {line.count("|") for line in (head, rule, case, *lines[:3])} == {8}
+    assert {line.count("|") for line in (head, rule, case, *lines)} == {8}
 
 
-def test_the_table_of_ranks_has_a_line_for_each_way(results):
-    assert tables.expert_parallel_ranks(results) == tables.NONE_YET
+def test_the_table_of_ranks_has_a_line_for_each_way():
     rows = [
         {"preset": "qwen3", "way": "exact, eager", "ms": 85.46, "held_gib": 23.89},
         {"preset": "qwen3", "way": "stashed, graph", "ms": 50.57, "held_gib": 11.12, "expected": 1.396},
     ]
-    write("moe_step", config={}, rows=rows, claims=[], out=results)
-    _, _, preset, *lines = tables.expert_parallel_ranks(results).splitlines()
+    _, _, preset, *lines = tables.expert_parallel_ranks(rows)
     assert preset == "| **qwen3** | | | |"
-    assert lines[:2] == ["| exact, eager | 85.5 | 23.9 |  |", "| stashed, graph | 50.6 | 11.1 | 1.40 |"]
+    assert lines == ["| exact, eager | 85.5 | 23.9 |  |", "| stashed, graph | 50.6 | 11.1 | 1.40 |"]
 
 
 def test_only_what_stands_between_the_markers_is_replaced(results):

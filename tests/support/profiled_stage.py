@@ -1,9 +1,12 @@
 """A measured step as a stage that the replay runs: what a profile says of one rank, one microbatch at a time."""
 
+from collections.abc import Sequence
 from itertools import pairwise
+from unittest.mock import patch
 
 from pagestash.planning.home_bytes import HomeBytes
 from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.offloaded import Offloaded, OffloadedGroup
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.policy import Policy
@@ -11,6 +14,7 @@ from pagestash.profiling.copies import as_asked
 from pagestash.profiling.groups import Move
 from pagestash.profiling.link import Link
 from pagestash.profiling.profiled import ProfiledStep
+from pagestash.saved.offload.plan import Event
 from pagestash.simulation.cluster.cluster import HostLink
 from pagestash.simulation.replay.programs import MovedGroup, Piece, StageProgram
 
@@ -22,7 +26,7 @@ def program_of_profile(profile: ProfiledStep, policy: Policy) -> StageProgram:
     replay.
     """
     step = MeasuredStep(profile)
-    predicted = Predictor(step).predict(RuleTable.of(policy, profile.regions))
+    predicted, offloaded, headroom = _predicted(step, RuleTable.of(policy, profile.regions))
     waits = dict.fromkeys(range(step.count + 1), 0.0)
     for at, wait in predicted.waits:
         waits[at] += wait
@@ -30,7 +34,7 @@ def program_of_profile(profile: ProfiledStep, policy: Policy) -> StageProgram:
     seconds = [end - start - waits[at] for at, (start, end) in enumerate(ends)]
     pieces = [Piece(segment.way, own) for segment, own in zip(profile.segments, seconds)]
     groups: dict[str, MovedGroup] = {}
-    for group in predicted.groups:
+    for group in offloaded:
         move, name = group.move, _name(group.move)
         groups[name] = MovedGroup(
             move.bytes,
@@ -38,15 +42,15 @@ def program_of_profile(profile: ProfiledStep, policy: Policy) -> StageProgram:
             window=move.window,
             freed_bytes=group.leaving_bytes,
             kept_bytes=move.kept_bytes,
-            headroom=predicted.headroom.get(("put", move.key), 0),
+            headroom=headroom.get(("put", move.key), 0),
         )
         put, dropped = pieces[move.put_at - 1], move.dropped_at - 1
         pieces[move.put_at - 1] = put._replace(puts=(*put.puts, name), takes=put.takes + group.leaving_bytes)
         pieces[dropped] = pieces[dropped]._replace(drops=(*pieces[dropped].drops, name))
-    for move in as_asked([group.move for group in predicted.groups]):
+    for move in as_asked([group.move for group in offloaded]):
         for at in move.asked_at:
             pieces[at] = pieces[at]._replace(gets=(*pieces[at].gets, _name(move)))
-    for at, (before, now) in enumerate(pairwise((0, *_beside_groups(predicted)))):
+    for at, (before, now) in enumerate(pairwise((0, *_beside_groups(predicted, offloaded)))):
         if now > before:
             pieces[at] = pieces[at]._replace(takes=pieces[at].takes + now - before)
         elif now < before:
@@ -54,14 +58,31 @@ def program_of_profile(profile: ProfiledStep, policy: Policy) -> StageProgram:
     return StageProgram({"F": pieces[: step.turn], "B": pieces[step.turn :]}, groups)
 
 
+def _predicted(
+    step: MeasuredStep, rules: RuleTable
+) -> tuple[Prediction, Sequence[OffloadedGroup], dict[Event, int]]:
+    """What is predicted, the offloaded groups, and how far memory is from its peak after each put."""
+    seen = []
+
+    class Seen(Offloaded):
+        def headroom(self, held: HomeBytes, pool: int) -> dict[Event, int]:
+            found = super().headroom(held, pool)
+            seen.append((self.groups, found))
+            return found
+
+    with patch("pagestash.planning.predict.Offloaded", Seen):
+        predicted = Predictor(step).predict(rules)
+    return predicted, *seen[0]
+
+
 def _name(move: Move) -> str:
     return f"{move.key[0]}@{move.key[-1]}"
 
 
-def _beside_groups(predicted: Prediction) -> list[int]:
+def _beside_groups(predicted: Prediction, groups: Sequence[OffloadedGroup]) -> list[int]:
     """Device bytes in each segment, but for groups that were put and may leave."""
     held = HomeBytes(len(predicted.starts))
-    for move, saved, own, leaving in predicted.groups:
+    for move, saved, own, leaving in groups:
         for saved_at, size in saved:
             held.add("offload", saved_at, move.put_at - 2, size)
         held.add("offload", move.put_at - 1, move.dropped_at - 1, own - leaving)

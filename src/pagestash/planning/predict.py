@@ -106,7 +106,7 @@ class _Playing:
         lanes = step.lanes.copy()
         for replay in replays:
             lanes.add(replay.first, device=replay.device_seconds, host=replay.host_seconds)
-        stash_seconds, pool = Stashed(step, self.rules, self.homes, self.when_saved).count(lanes, held)
+        pool = Stashed(step, self.rules, self.homes, self.when_saved).count(lanes, held)
         moves = self._moves(replays)
         for at, host in self._hooks(replays, moves):
             lanes.host[at] += host
@@ -140,7 +140,6 @@ class _Playing:
             device_seconds=sum(lanes.device),
             launch_seconds=sum(lanes.host),
             recompute_seconds=sum(replay.seconds for replay in replays),
-            stash_seconds=stash_seconds,
             wait_seconds=waited,
             slow_wait_seconds=slow_waited,
             waits=played.waits,
@@ -158,8 +157,6 @@ class _Playing:
                 storage for move in moves if move.key not in plan.stays for storage in move.leaving
             ),
             held_bytes=held_bytes,
-            groups=offloaded.groups,
-            headroom=plan.headroom,
             pool=pool,
         )
 

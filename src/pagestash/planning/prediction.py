@@ -1,16 +1,14 @@
 """What a prediction takes and gives: rules by region; a step's time and memory; the sums of a part of a step."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import add, sub
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import sub
 from typing import NamedTuple
 
 from pagestash.planning.lanes import SLOW_STEPS
-from pagestash.planning.offloaded import OffloadedGroup
 from pagestash.planning.skew import PoolSize
 from pagestash.policy import HomeName, Policy, PoolConfig, Rule
 from pagestash.profiling.records import Region
-from pagestash.saved.offload.plan import Event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +26,6 @@ class Prediction:
     launch_seconds: float
     """What of it the host takes to launch the step; 0 in a graph, and where the host computes."""
     recompute_seconds: float
-    stash_seconds: float
     wait_seconds: float
     """How much longer it takes because compute waits for copies: nothing where the host takes longer still."""
     slow_wait_seconds: float
@@ -58,11 +55,6 @@ class Prediction:
     held_bytes: dict[HomeName, int]
     """Saved bytes by their home: of `recompute` and `offload`, what is dropped or leaves."""
     pool: PoolSize
-    groups: Sequence[OffloadedGroup] = field(default=(), repr=False, compare=False)
-    """What is offloaded together. No part of a plan that is saved."""
-    headroom: Mapping[Event, int] = field(default_factory=dict, repr=False, compare=False)
-    """After the put of a group, how far memory is from its peak: the keeper lets copies out take longer there. No
-    part of a plan that is saved."""
 
     @property
     def mean_seconds(self) -> float:
@@ -106,9 +98,6 @@ class Cost(NamedTuple):
     """The same without what the step waits for the keeper's own work."""
     launch_seconds: float = 0.0
     """Of a host that is ahead of the device: it launches replays, and runs the keeper."""
-
-    def plus(self, other: "Cost") -> "Cost":
-        return Cost(*map(add, self, other))
 
     def minus(self, other: "Cost") -> "Cost":
         """How much more each sum is. (`recomputed_bytes` is no sum, and nobody reads it of a difference.)"""

@@ -171,10 +171,8 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; `load` reads it in another run. (`plan.policy.save` writes the rules alone.)"""
-        fields = asdict(self) | {"policy": self.policy.to_toml()}
-        for each in (fields["predicted"], fields["unplanned"], *fields["alternatives"].values()):
-            del each["groups"], each["headroom"]
-        Path(path).write_text(json.dumps({"format": FORMAT, **fields}, default=sorted) + "\n")
+        fields = {"format": FORMAT, **asdict(self), "policy": self.policy.to_toml()}
+        Path(path).write_text(json.dumps(fields, default=sorted) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -31,24 +31,22 @@ class Stashed:
         cost = self._step.overhead
         return len(self._storages) * (cost.put + cost.get)
 
-    def count(self, lanes: Lanes, held: HomeBytes) -> tuple[float, PoolSize]:
-        """Seconds that copies on the device take, which are added to the segments, and the pool."""
+    def count(self, lanes: Lanes, held: HomeBytes) -> PoolSize:
+        """The pool. What copies take is added to the segments."""
         pages = [0] * (self._step.count + 1)
-        took = 0.0
         page = self._rules.pool.page_bytes
         for storage, (size, first, last) in self._storages.items():
             life = self._step.lives[storage]
             copy = size / self._step.profile.link.copy
             lanes.add(life.last_saved_at, device=copy, host=self._step.overhead.put)
             lanes.add(first, device=copy, host=self._step.overhead.get)
-            took += 2 * copy
             if self._homes[storage] == "stash":
                 held.add("stash", life.saved_at, life.last_saved_at, life.bytes)
             held.add("stash", first, last, life.bytes)
             held.add("stash", first, first, self._step.permuted.get(life.path[-1], 0))
             pages[life.last_saved_at] += -(-size // page)
             pages[last + 1] -= -(-size // page)
-        return took, self._pool_size(max(accumulate(pages)))
+        return self._pool_size(max(accumulate(pages)))
 
     def _find(self, when_saved: Sequence[HomeName]) -> dict[int, tuple[int, int, int]]:
         """Bytes of each, and the segments from the first request to the last.

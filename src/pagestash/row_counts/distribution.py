@@ -7,7 +7,6 @@ times top-k. Plain Python, without torch.
 """
 
 import math
-import random
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -146,10 +145,6 @@ class RowDistribution:
         below = [0.0, *(min(1.0, part) ** draws for part in self._cumulative())]
         most = sum(v * (after - before) for v, before, after in zip(self.values, below, below[1:]))
         return most / (below[-1] * self.mean)
-
-    def sample(self, count: int, seed: int = 0) -> list[float]:
-        """So many independent draws; the same for the same seed."""
-        return random.Random(seed).choices(self.values, cum_weights=self._cumulative(), k=count)
 
     def _cumulative(self) -> list[float]:
         return list(accumulate(self.weights))

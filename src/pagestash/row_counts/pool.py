@@ -94,14 +94,13 @@ def overflow_probability(
     average_rows: float | None = None,
     expected_rows: float = 0,
     capacity: float = math.inf,
-    alike: int = 1,
     chances: int = 1,
 ) -> float:
     """The probability that a step overflows a pool of that size: the inverse of `pool_for`.
 
     Below 1e-8 it is not exact.
     """
-    pairs = _pairs(live, alike, row_bytes, expected_rows, capacity)
+    pairs = _pairs(live, 1, row_bytes, expected_rows, capacity)
     one = rows_beyond(distribution, pairs, average_rows).above(pool_bytes)
     return any_chance(one, chances)
 
@@ -111,8 +110,6 @@ def expected_rows_for(
     live: int,
     *,
     average_rows: float | None = None,
-    alike: int = 1,
-    chances: int = 1,
     overflow: float = OVERFLOW,
     slack: float = SLACK,
 ) -> int:
@@ -124,10 +121,10 @@ def expected_rows_for(
     """
     if not 0 <= slack < math.inf:
         raise ValueError(f"slack={slack!r}: expected 0 or more")
-    part = each_chance(overflow, chances)
+    part = each_chance(overflow, 1)
 
     def held(rows: float) -> float:
-        beyond = rows_beyond(distribution, _pairs(live, alike, 1, rows), average_rows)
+        beyond = rows_beyond(distribution, _pairs(live, 1, 1, rows), average_rows)
         return live * rows + beyond.quantile_above(part)
 
     most = (1 + slack) * held(0)

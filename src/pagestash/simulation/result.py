@@ -124,10 +124,10 @@ class Simulated:
         return "\n".join(lines)
 
 
-def simulate(run: Run, rows: RowDistribution | None = None, *, seed: int = 0) -> Simulated:
+def simulate(run: Run, rows: RowDistribution | None = None) -> Simulated:
     """One step. `rows` is the distribution of received rows; None: balanced."""
     costs = step_costs(run)
-    routing = routing_of(costs, rows, ranks=run.layout.ep, seed=seed)
+    routing = routing_of(costs, rows, ranks=run.layout.ep)
     played = replay(costs, routing)
     even = played if rows is None else replay(costs)
     found = []

@@ -182,12 +182,12 @@ class Cluster:
 
     # --- communication ---
 
-    def group_rate(self, ranks: int, stride: int = 1) -> float:
-        """Bytes that one device sends a second in an all-to-all of `ranks` devices, `stride` apart.
+    def group_rate(self, ranks: int) -> float:
+        """Bytes that one device sends a second in an all-to-all of `ranks` neighbours.
 
         NVLink and the network work side by side, each on its share of the peers; the slower one decides.
         """
-        inside = min(ranks, max(1, self.node.nvlink_devices // stride))
+        inside = min(ranks, self.node.nvlink_devices)
         if ranks <= inside:
             return self.node.nvlink * self.node.nvlink_efficiency
         outside = (ranks - inside) / (ranks - 1)
@@ -202,9 +202,9 @@ class Cluster:
             return self.node.nvlink * self.node.nvlink_efficiency
         return self.node.network * self.node.network_efficiency
 
-    def all_to_all_seconds(self, sent: float, ranks: int, stride: int = 1) -> float:
+    def all_to_all_seconds(self, sent: float, ranks: int) -> float:
         """Time in which each of `ranks` devices sends `sent` bytes to the others."""
-        return self.node.latency + sent / self.group_rate(ranks, stride) if ranks > 1 and sent else 0.0
+        return self.node.latency + sent / self.group_rate(ranks) if ranks > 1 and sent else 0.0
 
     def gather_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
         """Time of an all-gather that gives each device `size` bytes, or of a reduce-scatter of as many.

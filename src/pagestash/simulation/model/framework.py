@@ -3,12 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-ZeroStage = Literal[0, 1, 2, 3]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """How a framework runs a layer, as far as memory goes; see docs/simulate.md, rule 7."""
+    """How a framework runs a layer, as far as memory goes."""
 
     name: str
     keeps_rows: bool

@@ -10,7 +10,6 @@ A saved tensor is a `Piece`: its bytes, and the region that makes it, whose reco
 saves it, the part's, gives it any other home. `modules.py` has the parts of a decoder.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagestash.models.config import DecoderConfig
@@ -173,7 +172,3 @@ class Shape:
     def stream_bytes(self) -> int:
         """Of the residual stream, which also goes from stage to stage."""
         return self.element_bytes * self.config.width * self.local_tokens
-
-
-def total_parameters(layers: Sequence[Layer]) -> int:
-    return sum(layer.parameters for layer in layers)

@@ -74,7 +74,7 @@ class _Draws:
         return self._values[min(at, len(self._values) - 1)]
 
 
-def routing_of(costs: StepCosts, rows: RowDistribution | None, *, ranks: int, seed: int = 0) -> Routing:
+def routing_of(costs: StepCosts, rows: RowDistribution | None, *, ranks: int) -> Routing:
     """Drawn rows for a step whose expert-parallel groups have so many ranks; balanced without a distribution."""
     if rows is None or ranks == 1 or len(rows.values) == 1:
         return Balanced()
@@ -82,4 +82,4 @@ def routing_of(costs: StepCosts, rows: RowDistribution | None, *, ranks: int, se
     for stage in costs.stages:
         layers[stage.rank] += range(first, first + len(stage.layers))
         first += len(stage.layers)
-    return Drawn(rows, ranks=ranks, layers=layers, seed=seed)
+    return Drawn(rows, ranks=ranks, layers=layers)

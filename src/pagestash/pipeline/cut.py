@@ -8,11 +8,10 @@ ran last, in forward and in backward.
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 from pagestash.pipeline.costs import LayerCost
 from pagestash.planning.choices import layer_of
-from pagestash.planning.lifetimes import MeasuredStep, lives_of
+from pagestash.planning.lifetimes import MeasuredStep, with_memory
 from pagestash.planning.unrolled import StageStep, gradients_so_far
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import ALLOCATED, USER, Region, SavedTensor, Segment
@@ -230,19 +229,12 @@ class WholeModel:
         segments = [replace(step.segments[at], end_bytes=None, peak_bytes=None) for at in order]
         if not step.knows_memory:
             return segments
-        changes, after = [0] * (len(order) + 1), [0] * (len(order) + 1)
-        for life in lives_of(tensors).values():
-            changes[life.saved_at] += life.bytes
-            changes[life.freed_at + 1] -= life.bytes
-            after[life.saved_at] += life.bytes
-            after[life.freed_at] -= life.bytes
         gone = self._gradients[backward[0] - 1] if backward else 0
-        found = []
-        for at, segment, alive, left in zip(order, segments, accumulate(changes), accumulate(after)):
-            made = gone if at >= step.turn else 0
-            extra, floor = max(0, step.extra[at] - made), max(0, step.floor[at] - made)
-            found.append(replace(segment, end_bytes=left + floor, peak_bytes=alive + extra))
-        return found
+        made = [gone if at >= step.turn else 0 for at in order]
+        extra, floor = (
+            [max(0, beside[at] - own) for at, own in zip(order, made)] for beside in (step.extra, step.floor)
+        )
+        return with_memory(segments, tensors, extra, floor)
 
 
 def _layer(path: Sequence[str]) -> str | None:

@@ -4,7 +4,6 @@ from collections.abc import Container, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 from pagestash.planning.fused import permuted_bytes
 from pagestash.planning.lanes import HOST_BOUND, SLOW_STEPS, SLOWER_LINK, Lanes
@@ -12,6 +11,7 @@ from pagestash.planning.row_tensors import find_row_tensors
 from pagestash.planning.skew import Skew
 from pagestash.profiling.assign import TensorIndex
 from pagestash.profiling.groups import Timeline
+from pagestash.profiling.levels import Levels
 from pagestash.profiling.link import Link
 from pagestash.profiling.overhead import Overhead
 from pagestash.profiling.profiled import ProfiledStep
@@ -73,18 +73,11 @@ class MeasuredStep:
         """How its rows vary; None: a pool is sized by what was measured."""
         self.knows_memory = all(segment.peak_bytes is not None for segment in profile.segments)
         self.reads_allocator = self.knows_memory and profile.device.startswith("cuda")
-        changes, after = [0] * (self.count + 1), [0] * (self.count + 1)
-        for life in self.lives.values():
-            changes[life.saved_at] += life.bytes
-            changes[life.freed_at + 1] -= life.bytes
-            after[life.saved_at] += life.bytes
-            after[life.freed_at] -= life.bytes
         self.extra = [0] * self.count
         self.floor = [0] * self.count
         if self.knows_memory:
-            for at, (segment, alive, left) in enumerate(
-                zip(profile.segments, accumulate(changes), accumulate(after))
-            ):
+            saved = levels_of(self.lives, self.count)
+            for at, (segment, alive, left) in enumerate(zip(profile.segments, saved.during(), saved.after())):
                 self.extra[at] = max(0, (segment.peak_bytes or 0) - alive)
                 self.floor[at] = max(0, (segment.end_bytes or 0) - left)
         self.positions: Mapping[str, Key] = {}
@@ -231,6 +224,28 @@ def check(profile: ProfiledStep) -> None:
         raise ValueError("the profile has a segment of negative or unknown time")
     if not any(segment.seconds for segment in profile.segments):
         raise ValueError("the profile's segments take no time: it was not written by ps.profile")
+
+
+def levels_of(lives: Mapping[int, Life], count: int) -> Levels:
+    """Their bytes over a step of so many segments."""
+    found = Levels(count)
+    for life in lives.values():
+        found.add(life.saved_at, life.freed_at, life.bytes)
+    return found
+
+
+def with_memory(
+    segments: Sequence[Segment],
+    tensors: Sequence[SavedTensor],
+    extra: Sequence[int],
+    floor: Sequence[int],
+) -> list[Segment]:
+    """The segments with the memory that these tensors take, and what is beside them."""
+    saved = levels_of(lives_of(tensors), len(segments))
+    return [
+        replace(segment, end_bytes=left + beside, peak_bytes=alive + most)
+        for segment, alive, left, most, beside in zip(segments, saved.during(), saved.after(), extra, floor)
+    ]
 
 
 def lives_of(tensors: Sequence[SavedTensor]) -> dict[int, Life]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from pagestash.planning.lifetimes import MeasuredStep, lives_of
+from pagestash.planning.lifetimes import MeasuredStep, with_memory
 from pagestash.planning.messages import Messages, message_bytes
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.records import OUTPUT, Region, SavedTensor, Segment
@@ -90,7 +90,7 @@ class Unrolled:
         first = next(iter(self.stages.values())).profile
         segments = self.segments
         if all(step.knows_memory for step in self.one.values()):
-            segments = self._with_memory()
+            segments = with_memory(self.segments, self.tensors, self.extra, self.floor)
         profiles = [stage.profile for stage in self.stages.values()]
         return ProfiledStep(
             device=first.device,
@@ -140,21 +140,6 @@ class Unrolled:
             before, after = (0, 0) if forward else (gradients[at - 1], gradients[at])
             self.extra.append(max(0, step.extra[at] - before) + persisting + waiting[at - 1])
             self.floor.append(max(0, step.floor[at] - after) + persisting + waiting[at])
-
-    def _with_memory(self) -> list[Segment]:
-        count = len(self.segments)
-        changes, after = [0] * (count + 1), [0] * (count + 1)
-        for life in lives_of(self.tensors).values():
-            changes[life.saved_at] += life.bytes
-            changes[life.freed_at + 1] -= life.bytes
-            after[life.saved_at] += life.bytes
-            after[life.freed_at] -= life.bytes
-        return [
-            replace(segment, end_bytes=left + floor, peak_bytes=alive + extra)
-            for segment, alive, left, extra, floor in zip(
-                self.segments, accumulate(changes), accumulate(after), self.extra, self.floor
-            )
-        ]
 
     # --- tensors and regions ---
 

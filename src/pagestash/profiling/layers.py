@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from pagestash.profiling.levels import Levels
 from pagestash.profiling.records import ALLOCATED, SavedTensor
 from pagestash.profiling.timeline import Timeline
 from pagestash.profiling.tracker import RegionTracker
@@ -286,7 +286,7 @@ class WithoutReplays:
         """
         count = len(readings)
         saved = {tensor.storage: tensor for tensor in found if tensor.counted and tensor.kind in ALLOCATED}
-        known = _Level(count)
+        known = Levels(count)
         for tensor in saved.values():
             known.add(tensor.saved_at, tensor.freed_at, tensor.storage_bytes)
         for first, last, size in self._held(saved, found, keys):
@@ -297,7 +297,7 @@ class WithoutReplays:
             more = floor[replay.first - 1] - (floor[replay.forward - 1] if replay.forward else 0)
             for at in range(replay.first, replay.turn):
                 extra[at], floor[at] = max(0, extra[at] - more), max(0, floor[at] - more)
-        without = _Level(count)
+        without = Levels(count)
         for tensor in saved.values():
             without.add(self.at[tensor.saved_at], self.at[tensor.freed_at], tensor.storage_bytes)
         during, after = without.during(), without.after()
@@ -309,7 +309,7 @@ class WithoutReplays:
     def beside(self, found: Sequence[SavedTensor], keys: dict[int, int], count: int) -> list[SavedTensor]:
         """The tensors, without what layers held for their replays in what was read beside saved tensors."""
         saved = {tensor.storage: tensor for tensor in found if tensor.counted}
-        held = _Level(count)
+        held = Levels(count)
         for first, last, size in self._held(saved, found, keys):
             held.add(first, last, size)
         level = held.during()
@@ -346,29 +346,6 @@ class WithoutReplays:
                     first, last, _ = spans.get(number, (replay.forward, replay.end, size))
                     spans[number] = min(first, replay.forward), max(last, replay.end), size
         return spans
-
-
-class _Level:
-    """Bytes over the segments of a step."""
-
-    def __init__(self, count: int) -> None:
-        self._during, self._after = [0] * (count + 1), [0] * (count + 1)
-
-    def add(self, first: int, last: int, size: int) -> None:
-        """So many are there in the segments from `first` to `last`, and gone at the end of that."""
-        if last >= first:
-            self._during[first] += size
-            self._during[last + 1] -= size
-            self._after[first] += size
-            self._after[last] -= size
-
-    def during(self) -> list[int]:
-        """In each segment."""
-        return list(accumulate(self._during))
-
-    def after(self) -> list[int]:
-        """At the end of each."""
-        return list(accumulate(self._after))
 
 
 def counted_first(tensors: Sequence[SavedTensor]) -> list[SavedTensor]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestash.policy import HOMES
+from pagestash.profiling.levels import Levels
 from pagestash.profiling.picture import byte_unit, new_figure, tidy, write
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.table import groups
@@ -42,13 +43,12 @@ def waiting(profile: ProfiledStep, chosen: Sequence[int], *, valid: bool = False
 
     With `valid`, only the bytes that backward reads.
     """
-    change = [0] * len(profile.segments)
+    found = Levels(len(profile.segments))
     for index in chosen:
         tensor = profile.tensors[index]
         size = min(tensor.counted, tensor.valid_bytes) if valid else tensor.counted
-        change[tensor.saved_at] += size
-        change[tensor.freed_at] -= size
-    return list(accumulate(change))
+        found.add(tensor.saved_at, tensor.freed_at, size)
+    return found.after()
 
 
 Stacks = tuple[list[str], list[list[int]], list[str]]

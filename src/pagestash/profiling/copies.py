@@ -11,7 +11,7 @@ depends on the link. While a graph is captured it never does, nor where the host
 (`sees_copies`).
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
@@ -19,8 +19,9 @@ from typing import Literal
 
 from pagestash.profiling.groups import Move
 from pagestash.profiling.link import Link
+from pagestash.profiling.played_window import Change, PlayedWindow, Way
 from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, make_plan
-from pagestash.saved.offload.window import Decision, Window, WindowGroup
+from pagestash.saved.offload.window import WindowGroup
 
 
 def plan_of(moves: Sequence[Move], at_once: Container[Key] = ()) -> OffloadPlan:
@@ -44,9 +45,6 @@ def as_asked(moves: Sequence[Move]) -> list[Move]:
     """
     first = {(*move.key[:-1], move.put_at): index for index, move in reversed(list(enumerate(moves)))}
     return sorted(moves, key=lambda move: (move.request, first[*move.key[:-1], move.put_at], not move.own))
-
-
-Change = Literal["put", "left", "fetched", "dropped"]
 
 
 @dataclass(slots=True)
@@ -77,103 +75,68 @@ def play(
     `sees_copies`: whether a copy out is known to be over when it is. Else its source is free only when the window
     says that compute waits for it.
     """
-    starts = [0.0, *accumulate(seconds)]
-    return _Step(plan, link, sees_copies=sees_copies).play(moves, starts)
+    return _Step(moves, plan, link, sees_copies=sees_copies).play([0.0, *accumulate(seconds)])
 
 
-class _Step:
-    """The window decides, this class keeps the time."""
+class _Step(PlayedWindow[float]):
+    """Keeps the time: a copy is the moment when it is over."""
 
-    def __init__(self, plan: OffloadPlan, link: Link, *, sees_copies: bool) -> None:
-        self._sees_copies = sees_copies
-        self._window = Window(plan)
-        self._link = link
+    def __init__(self, moves: Sequence[Move], plan: OffloadPlan, link: Link, *, sees_copies: bool) -> None:
+        super().__init__(plan)
+        self._moves, self._link, self._sees_copies = moves, link, sees_copies
+        self._by_key = {move.key: move for move in moves}
         self._now = 0.0
         self._at = 0  # the segment that begins now
         self._found = Played()
         self._out_free = self._back_free = 0.0
-        self._copies: dict[Key, int] = {}  # bytes
-        self._gone: dict[Key, float] = {}  # when the copy out ends
-        self._here: dict[Key, float] = {}  # when the copy back ends
-        self._leaving: list[WindowGroup] = []
 
-    def play(self, moves: Sequence[Move], starts: Sequence[float]) -> Played:
-        self._copies = {move.key: move.bytes for move in moves}
-        held: dict[Key, WindowGroup] = {}
+    def play(self, starts: Sequence[float]) -> Played:
         asked: Key | None = None  # last; who asks for more of it finds everything decided, as in a keeper
-        for at, kind, move in _events(moves):
+        for at, kind, move in _events(self._moves):
             if kind == "get" and move.key == asked:
                 continue
             self._at, self._now = at, starts[at] + self._found.waited
             if kind == "put":
-                group = held[move.key] = self._put(move)
-                self._see_what_has_left()
-                self._carry_out(self._window.after_put(group))
+                self._wait(self.put(move.key))
             elif kind == "get":
-                group = held[move.key]
-                self._see_what_has_left()
-                self._carry_out(self._window.get(group, kept=not group.away_bytes))
+                self._wait(self.get(move.key))
             else:
-                self._drop(held[move.key])
+                self.drop(move.key)
             asked = move.key if kind == "get" else None
         if not self._sees_copies:  # at the end of the step all copies are over
             self._at = len(starts) - 1
-            while self._leaving:
-                self._left()
+            while self.leaving:
+                self.left()
         return self._found
 
-    def _put(self, move: Move) -> WindowGroup:
-        size, kept, key = move.device_bytes, move.kept_bytes, move.key
-        self._found.changes.append((self._at, "put", key))
-        if self._window.stays(key):
-            group = WindowGroup(key, size, kept_bytes=size + kept)
-        else:
-            group = WindowGroup(
-                key, size, away_bytes=size, travelling_bytes=size, kept_bytes=kept, leaving_bytes=size
-            )
-            seconds = self._copies[key] / self._link.out
+    def sizes(self, key: Key) -> tuple[int, int]:
+        return self._by_key[key].device_bytes, self._by_key[key].kept_bytes
+
+    def begin(self, way: Way, key: Key) -> float:
+        found, size = self._found, self._by_key[key].bytes
+        if way == "out":
+            seconds = size / self._link.out
+            found.out_seconds += seconds
             self._out_free = max(self._out_free, self._now) + seconds
-            self._gone[key] = self._out_free
-            self._leaving.append(group)
-            self._found.out_seconds += seconds
-        self._window.put(group)
-        return group
+            return self._out_free
+        seconds = size / self._link.back
+        found.back_seconds += seconds
+        self._back_free = max(self._now, self.out[key], self._back_free) + seconds
+        return self._back_free
 
-    def _drop(self, group: WindowGroup) -> None:
-        self._found.changes.append((self._at, "dropped", group.key))
-        self._window.drop(group)
+    def is_over(self, copy: float) -> bool:
+        return self._sees_copies and copy <= self._now
 
-    def _see_what_has_left(self) -> None:
-        while self._sees_copies and self._leaving and self._gone[self._leaving[0].key] <= self._now:
-            self._left()
-            self._window.gone()
+    def changed(self, what: Change, group: WindowGroup) -> None:
+        self._found.changes.append((self._at, what, group.key))
 
-    def _left(self) -> WindowGroup:
-        """The oldest copy out is over, and its source is freed."""
-        group = self._leaving.pop(0)
-        self._found.changes.append((self._at, "left", group.key))
-        return group
-
-    def _carry_out(self, decisions: Iterator[Decision]) -> None:
-        for what, group in decisions:
-            key = group.key
-            if what == "let go":
-                self._wait_until(self._gone[self._left().key])
-            elif what == "fetch":
-                seconds = self._copies[key] / self._link.back
-                begins = max(self._now, self._gone[key], self._back_free)
-                self._here[key] = self._back_free = begins + seconds
-                self._found.back_seconds += seconds
-                self._found.changes.append((self._at, "fetched", key))
-            else:
-                self._wait_until(self._here[key])
-
-    def _wait_until(self, then: float) -> None:
-        wait = max(0.0, then - self._now)
-        if wait:
-            self._found.waits.append((self._at, wait))
-        self._found.waited += wait
-        self._now += wait
+    def _wait(self, copies: Iterable[float]) -> None:
+        for then in copies:
+            wait = max(0.0, then - self._now)
+            if wait:
+                self._found.waits.append((self._at, wait))
+            self._found.waited += wait
+            self._now += wait
 
 
 def _events(moves: Sequence[Move]) -> list[tuple[int, Literal["put", "get", "drop"], Move]]:

@@ -2,7 +2,7 @@
 
 It knows no tensor, no stream and no clock. Whoever drives it says what happens (`put`, `get`, `drop`) and when a
 copy out is over (`gone`), and carries out the decisions that it answers with. The home drives it with the copy
-engine (`moving.py`), `Profile.fits` with a model of the link (`profiling/copies.py`).
+engine (`moving.py`), `Profile.fits`, predictions and simulations on a clock (`profiling/played_window.py`).
 
 Bytes, all of device memory:
 

@@ -13,6 +13,7 @@ random states and buffers are those of the first forward, and the other half mus
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
@@ -86,31 +87,37 @@ def overlap(forward: Callable[[], T], backward: Callable[[], U]) -> tuple[T, U]:
     have without overlap. If one raises, the other is ended at its next exchange, and the error is raised here. All
     ranks that share experts must run pairs of the same layers.
 
-    `backward` runs in a thread of its own, on the device and the stream of the caller, and so do all nodes of its
+    `backward` runs in a second thread, on the device and the stream of the caller, and so do all nodes of its
     graph, those of a GPU included.
     """
     if _running.get() is not None:
         raise RuntimeError("overlap() inside of one half of another: the halves of a pair are two, not more")
-    pair, here, results = _Pair(), _as_here(), []
+    pair, here = _Pair(), _as_here()
 
     def run_backward() -> U:
         with here():
             return backward()
 
     # An empty context, as autograd's own threads have: what backward runs again opens no region of the step.
-    def in_thread() -> None:
-        results.append(Context().run(pair.run, "backward", run_backward, waits=False))
-
-    thread = threading.Thread(target=in_thread, name="pagestash-backward", daemon=True)
-    thread.start()
+    done = _worker().submit(Context().run, pair.run, "backward", run_backward, waits=False)
     try:
         result = copy_context().run(pair.run, "forward", forward, waits=True)
-        thread.join()
+        given = done.result()
         if pair.errors:
             raise pair.errors[0]
-        return result, results[0]
+        return result, given
     finally:
         pair.errors.clear()  # which have this frame in their traceback
+
+
+_workers = threading.local()
+
+
+def _worker() -> ThreadPoolExecutor:
+    """The thread of this one's backwards. The same in every step: cuDNN compiles attention anew for each thread."""
+    if not hasattr(_workers, "backward"):
+        _workers.backward = ThreadPoolExecutor(1, "pagestash-backward")
+    return _workers.backward
 
 
 def step_in_halves(

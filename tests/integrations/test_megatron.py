@@ -101,10 +101,11 @@ def _logged(rank):
         "recompute mlp": {"policy": policy_of(POLICIES["recompute mlp"])},
         "recompute layers": {"policy": policy_of(POLICIES["recompute layers"])},
     }.items():
-        moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()
+        moe_utils.clear_aux_losses_tracker()
         mcore.train(steps=1, **made)
         found[name] = {
-            key: value["values"].clone() for key, value in moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.items()
+            key: value["values"].clone()
+            for key, value in moe_utils.get_moe_layer_wise_logging_tracker().items()
         }
     return found
 

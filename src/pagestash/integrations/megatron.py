@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -202,21 +202,29 @@ def _with_ours(spec: Any) -> tuple[Any, bool]:
         pairs = [_with_ours(layer) for layer in layers]
         return replace(spec, layer_specs=[made for made, _ in pairs]), any(found for _, found in pairs)
     mlp = spec.submodules.mlp
-    if not (
-        isinstance(mlp, ModuleSpec) and isinstance(mlp.module, type) and issubclass(mlp.module, MoELayer)
-    ):
+    # Newer versions than 0.16 have a partial of the class where older ones have a `ModuleSpec`.
+    newer = isinstance(mlp, partial)
+    if not newer and not isinstance(mlp, ModuleSpec):
+        return spec, False
+    made_by, theirs = (mlp.func, mlp.keywords["submodules"]) if newer else (mlp.module, mlp.submodules)
+    if not (isinstance(made_by, type) and issubclass(made_by, MoELayer)):
         return spec, False
     # Not Transformer Engine's linear layers, which hold their weights in a form of their own.
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     moe = replace(
-        mlp.submodules,
-        experts=ModuleSpec(module=BlockExperts, submodules=linears),
-        router=OnceRouter if mlp.submodules.router is TopKRouter else mlp.submodules.router,
+        theirs,
+        experts=partial(BlockExperts, submodules=linears)
+        if newer
+        else ModuleSpec(module=BlockExperts, submodules=linears),
+        router=OnceRouter if theirs.router is TopKRouter else theirs.router,
+    )
+    ours = (
+        partial(made_by, *mlp.args, **{**mlp.keywords, "submodules": moe})
+        if newer
+        else ModuleSpec(module=made_by, submodules=moe, params=mlp.params)
     )
     layer = copy(spec)
-    layer.submodules = replace(
-        spec.submodules, mlp=ModuleSpec(module=mlp.module, submodules=moe, params=mlp.params)
-    )
+    layer.submodules = replace(spec.submodules, mlp=ours)
     return layer, True
 
 

@@ -105,8 +105,6 @@ class BlockExperts(Module):
         self.runs.dispatch = AllToAll(self.runs.config, group, padded=False)
 
     def forward(self, x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
-        if self.runs.over_capacity.device != x_TD.device:  # the model was built on the meta device
-            self.runs.over_capacity = torch.zeros((), device=x_TD.device)
         # In bf16, as torchtitan's own experts.
         return self.runs(x_TD.bfloat16(), scores_TK.float(), ids_TK).type_as(x_TD)
 

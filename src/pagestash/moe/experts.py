@@ -66,6 +66,8 @@ class Experts(SelfSaving):
 
     @run_as_it_is
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if self.over_capacity.device != x.device:  # a part of no module that came to this device since
+            self.over_capacity = torch.zeros((), device=x.device)
         over = None if self.config.drop else self.over_capacity
         fc1, _, fc2 = self._parts
         up, down = fc1(), fc2()

@@ -65,16 +65,24 @@ class Matmul:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """The link of one device to its host, and the node's together."""
+class LinkRates:
+    """Bytes a second of the link between a device and its host."""
 
     out: float
     back: float
     both: float
+    """Each way while both ways are in use."""
     shared_out: float
+    """All devices of a node together."""
     shared_back: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host(LinkRates):
+    """The host of a node."""
+
     memory: int
-    """Host memory of a node, which its devices share."""
+    """Which the node's devices share."""
     launch: float = 0.0
     """Seconds in which it launches a kernel."""
     region: float = 0.0
@@ -103,16 +111,9 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostLink:
-    """The link between a device and its host, in bytes a second."""
+class HostLink(LinkRates):
+    """The link, and who shares it."""
 
-    out: float
-    back: float
-    both: float
-    """Each way while both ways are in use."""
-    shared_out: float
-    """All devices of a node together."""
-    shared_back: float
     devices: int
     """Devices of a node."""
 
@@ -225,15 +226,8 @@ class Cluster:
 
     @property
     def host_link(self) -> HostLink:
-        host = self.host
-        return HostLink(
-            out=host.out,
-            back=host.back,
-            both=host.both,
-            shared_out=host.shared_out,
-            shared_back=host.shared_back,
-            devices=self.node.devices,
-        )
+        rates = {each.name: getattr(self.host, each.name) for each in fields(LinkRates)}
+        return HostLink(**rates, devices=self.node.devices)
 
     @property
     def host_bytes_a_device(self) -> int:

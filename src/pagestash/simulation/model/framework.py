@@ -9,24 +9,24 @@ class Framework:
     """How a framework runs a layer, as far as memory goes."""
 
     name: str
-    keeps_rows: bool
+    keeps_rows: bool = False
     """Whether experts keep the permuted rows also without expert parallelism."""
-    activations: int
+    activations: int = 0
     """Tensors of an expert's width that are kept beside the first projection."""
-    dense_activations: int
+    dense_activations: int = 0
     """The same of dense and shared MLPs."""
-    keeps_combined: bool
+    keeps_combined: bool = False
     """Whether the combined rows are kept, for the gradient of routing weights."""
-    fused_experts: bool
+    fused_experts: bool = False
     """Whether both expert products and the activation are one autograd node: it returns both weight gradients at
     once."""
-    keeps_logits: bool
+    keeps_logits: bool = False
     """Whether the loss keeps logits; otherwise both gradients, which it computes in forward."""
-    copies_values: bool
+    copies_values: bool = False
     """Whether attention keeps a copy of its values, not the projection that they are a view of."""
-    weight_gradients: bool
+    weight_gradients: bool = True
     """Whether a whole weight gradient is a temporary tensor, before it is added to what was there."""
-    margin: Literal["window", "last"]
+    margin: Literal["window", "last"] = "window"
     """What stays of offloaded groups: a window of them, or the last one of each name."""
     loops_experts: bool = False
     """Whether experts' products are launched one by one."""
@@ -39,26 +39,13 @@ class Framework:
 
 
 FRAMEWORKS: dict[str, Framework] = {
-    "pagestash": Framework(
-        name="pagestash",
-        keeps_rows=False,
-        activations=0,
-        dense_activations=0,
-        keeps_combined=False,
-        fused_experts=True,
-        keeps_logits=False,
-        copies_values=False,
-        weight_gradients=True,
-        margin="window",
-    ),
+    "pagestash": Framework(name="pagestash", fused_experts=True),
     # Transformer Engine adds weight gradients to the main gradients in the product itself.
     "megatron": Framework(
         name="megatron",
         keeps_rows=True,
         activations=1,
         dense_activations=1,
-        keeps_combined=False,
-        fused_experts=False,
         keeps_logits=True,
         copies_values=True,
         weight_gradients=False,
@@ -74,10 +61,7 @@ FRAMEWORKS: dict[str, Framework] = {
         activations=2,
         dense_activations=1,
         keeps_combined=True,
-        fused_experts=False,
         keeps_logits=True,
-        copies_values=False,
-        weight_gradients=True,
         margin="last",
         waits_for_rows=True,
     ),

@@ -131,7 +131,7 @@ def plan(
         (stage,) = rank_plan(schedule)[0].stages
     result = ResultBytes(loss or default_loss)
     ranks = Ranks() if schedule is None else Alone()
-    with telling(progress) as tell:
+    with telling(progress if ranks.own == 0 else None) as tell:
         found = profile or measured_step(
             model,
             received(batch) if stage else batch,

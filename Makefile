@@ -21,21 +21,25 @@ PYTEST   = $(PY) -m pytest -q -n $(WORKERS) --dist loadfile
 
 # A set-up that fails half-way begins anew the next time.
 .DELETE_ON_ERROR:
-.PHONY: demo quick test test-newest frameworks hf-tests test-all coverage resolve lint docs wheel gpu-test bench clean
+.PHONY: demo test test-rest test-all test-newest frameworks hf-tests coverage resolve lint docs wheel gpu-test bench clean
 
 demo: $(VENV)/.demo
 	$(PY) -m pagestash demo
 
-quick: $(VENV)/.test
-	$(PYTEST) -m quick --ignore=tests/jax --ignore=tests/gpu
-
+# What to run before a commit: six minutes on two cores. The rest, marked slow, takes longer: more examples of the same
+# properties, programs that compile, many ranks.
 test: $(VENV)/.test
 	$(PYTEST) -m "not gpu and not slow"
 
-# The same with the newest version of everything.
+test-rest: $(VENV)/.test
+	$(PYTEST) -m "slow and not gpu"
+
+test-all: test test-rest
+
+# All with the newest version of everything.
 test-newest:
 	rm -rf .venv-newest
-	$(MAKE) test VENV=.venv-newest PINS=
+	$(MAKE) test-all VENV=.venv-newest PINS=
 
 # Frameworks that `make test` does not install, each in an environment of its own with the newest of everything. (Not
 # with our test tools: torchtitan and TRL want other versions of datasets.)
@@ -57,12 +61,9 @@ hf-tests: $(VENV)/.test
 	cd $(SRC) && PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests/integrations $(abspath $(PY)) -m pytest -q -p hf_plugin \
 		$(foreach model,$(HF_MODELS),tests/models/$(model)/test_modeling_$(model).py) -k "$(HF_TESTS)"
 
-test-all: $(VENV)/.test
-	LONG_SWEEPS=1 $(PYTEST) -m "not gpu"
-
 coverage: $(VENV)/.test
 	$(PY) -m coverage erase
-	$(PY) -m coverage run -m pytest -q -n $(WORKERS) --dist loadfile -m "not gpu and not slow"
+	$(PY) -m coverage run -m pytest -q -n $(WORKERS) --dist loadfile -m "not gpu"
 	$(PY) -m coverage combine -q
 	$(PY) -m coverage report
 

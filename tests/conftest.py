@@ -43,67 +43,14 @@ except ImportError:  # tests/gpu needs none of it
     pass
 else:
     slow_interpreter = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    # Ordinary runs see the same examples every time; the sweeps marked slow look further, and at random.
+    # Ordinary runs see the same examples every time; the sweeps of `support.tiers` look further, and at random.
     settings.register_profile(
         "default", deadline=None, max_examples=40, derandomize=True, suppress_health_check=slow_interpreter
     )
     settings.load_profile("default")
 
 
-QUICK = {
-    "kernels": (
-        "accumulate",
-        "cross_entropy",
-        "ends",
-        "permute",
-        "kernels",
-        "rms_norm",
-        "rope",
-        "route",
-        "scale",
-        "gated",
-        "tail",
-        "uninitialised",
-    ),
-    "models": ("attention", "costs", "decoder", "presets", "stage"),
-    "moe": ("boundaries", "layer", "ops", "router"),
-    "pages": ("expendable", "pool", "pool_misuse", "pool_overflow", "slabs"),
-    "pipeline": ("follow_turns", "partition", "split_backward"),
-    "profiling": ("times",),
-    "saved": (
-        "keeper",
-        "keeper_regions",
-        "keeper_tensors",
-        "keeper_weights",
-        "headroom",
-        "offload_order",
-        "policy",
-        "recompute",
-        "recompute_backward",
-        "recompute_nested",
-        "recompute_once",
-        "recompute_refused",
-        "window",
-    ),
-    "step": ("rates",),
-    "train": ("train_settings",),
-}
-"""Files of `make quick`: a look at every part, without processes or JAX, in a minute."""
-
-
-def is_quick(item):
-    """Whether a test of these files is for `make quick`; interpreted kernels are slow."""
-    parameters = getattr(getattr(item, "callspec", None), "params", {}).values()
-    chosen = item.path.stem.removeprefix("test_") in QUICK.get(item.path.parent.name, ())
-    interpreted = any(isinstance(value, str) and value in ("triton", "kernels") for value in parameters)
-    starts_a_process = "without_triton" in item.name
-    return chosen and not (interpreted or starts_a_process or "slow" in item.keywords)
-
-
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if is_quick(item):
-            item.add_marker(pytest.mark.quick)
     if not HAS_CUDA:
         for item in items:
             if "gpu" in item.keywords:
@@ -130,11 +77,36 @@ def _seed():
     torch.manual_seed(0)
 
 
+RUN_KERNELS = ("kernels", "pages")
+"""Folders whose tests run Triton kernels wherever they name no backend."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _references(request):
+    """The torch references where a test names no backend: kernels have tests of their own, and take long.
+
+    It comes before the module's other fixtures, which may run a model, too.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not HAS_CUDA and request.path.parent.name not in RUN_KERNELS:
+            patch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+        yield
+
+
+@pytest.fixture
+def interpreted_kernels(monkeypatch):
+    """Triton kernels on the CPU, also where the code under test names no backend."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    if HAS_CUDA:
+        pytest.skip("the kernels are compiled")
+    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: True)
+
+
 @pytest.fixture(params=["torch", "triton"])
 def backend(request):
     """Each implementation in turn: the torch reference, and the Triton kernels."""
-    if request.param == "triton":
-        pytest.importorskip("triton", reason="backend triton: triton is not installed")
+    if request.param == "triton" and not HAS_CUDA:
+        request.getfixturevalue("interpreted_kernels")
     return request.param
 
 

@@ -188,6 +188,7 @@ def test_the_picture_of_a_step_is_drawn_from_the_result_that_is_kept():
     assert all(peak in (tables.ROOT / "docs" / "index.md").read_text() for peak in peaks)
 
 
+@pytest.mark.slow
 def test_the_cost_of_each_hook_is_measured_on_any_machine(tmp_path):
     body = json.loads(hooks.run(tmp_path, quick=True).read_text())
     rows = {row["way"]: row for row in body["rows"] if "way" in row}
@@ -202,13 +203,6 @@ def test_the_cost_of_each_hook_is_measured_on_any_machine(tmp_path):
     assert len(body["claims"]) >= 5
 
 
-@pytest.fixture
-def reference_kernels(monkeypatch):
-    """The interpreter would take a minute."""
-    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-
-
-@pytest.mark.usefixtures("reference_kernels")
 def test_a_deep_slice_offloads_on_any_machine(tmp_path):
     body = json.loads(offload_deep.run(tmp_path, quick=True).read_text())
     keep, moved, again = body["rows"]
@@ -217,7 +211,6 @@ def test_a_deep_slice_offloads_on_any_machine(tmp_path):
     assert "step time over keep" in body["claims"][0]["what"]
 
 
-@pytest.mark.usefixtures("reference_kernels")
 def test_a_fraction_that_moves_nothing_is_0_and_has_its_reasons(capsys):
     bench = offload.Bench(offload.Slice("tiny", 2, 2, 64), torch.device("cpu"))
     chosen = offload.rules("offload", ("layers.*.moe.expert_fc1",), min_bytes=1024)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from support import error, same
 
-from pagestash.kernels.backend import interpreted
 from pagestash.kernels.moe.topk import topk
 
 X = torch.tensor([1.0, math.nan, 0.0])
@@ -62,10 +61,9 @@ def test_error_is_relative_and_fails_where_it_must():
         error(torch.ones(3, 1), torch.ones(3))
 
 
+@pytest.mark.usefixtures("interpreted_kernels")
 def test_a_launch_of_interpreted_kernels_leaves_the_language_of_triton_as_it_was():
     tl = pytest.importorskip("triton.language")
-    if not interpreted():
-        pytest.skip("the kernels are compiled")
     x = torch.tensor([[1.0, 3.0, 2.0]])
     before = {**vars(tl)}, {**vars(tl.math)}
     for _ in range(2):  # the functions are looked for, and remembered

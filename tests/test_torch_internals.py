@@ -184,6 +184,7 @@ def details():
     return set(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_without_any_private_detail_the_package_imports(details):
     assert details == DETAILS.keys() - set(LATER)
 

@@ -12,11 +12,6 @@ from pagestash.cli import app
 from pagestash.commands import options
 
 
-@pytest.fixture(autouse=True)
-def reference_kernels(monkeypatch):
-    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-
-
 def test_bad_options_end_with_code_2():
     assert CliRunner().invoke(app, ["nothing"]).exit_code == 2
     assert CliRunner().invoke(app, ["train"]).exit_code == 2

@@ -112,8 +112,7 @@ def test_a_table_with_wrong_values_is_one_line_with_its_name(tmp_path, text):
     assert line.startswith(f"error: {path}: ")
 
 
-def test_a_profile_of_the_model_gives_activations_and_times(tmp_path, monkeypatch):
-    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+def test_a_profile_of_the_model_gives_activations_and_times(tmp_path):
     path = tmp_path / "profile.json"
     words = [
         "profile",

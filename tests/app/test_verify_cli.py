@@ -35,7 +35,6 @@ def make_odd_model():
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
     monkeypatch.setitem(sys.modules, "mine", sys.modules[__name__])
     (tmp_path / "policy.toml").write_text('[[rule]]\nmatch = "*"\nhome = "recompute"\n')
 

@@ -9,15 +9,7 @@ from compatibility.table import HOMES
 from support.compare import same
 from support.processes import start_ranks
 
-from pagestash.kernels import backend as backends
-
 CELLS = [(row, home) for row in table.ONE_RANK for home in HOMES]
-
-
-@pytest.fixture(autouse=True)
-def reference(monkeypatch):
-    """The kernels have tests of their own."""
-    monkeypatch.setattr(backends, "interpreted", lambda: False)
 
 
 @pytest.fixture(scope="module", autouse=True)

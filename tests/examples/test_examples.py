@@ -12,12 +12,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(capsys):
     """Run an example's `main`; the lines that it printed."""
 
     def run(name, *arguments):
-        # On a CPU a user has the references; interpreted kernels are tested elsewhere.
-        monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
         load(EXAMPLES / f"{name}.py").main([str(argument) for argument in arguments])
         return capsys.readouterr().out.splitlines()
 
@@ -49,8 +47,7 @@ def test_every_script_is_run_and_listed():
     )
 
 
-def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys):
-    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+def test_the_notebook_runs_from_top_to_bottom(capsys):
     pytest.importorskip("transformers", minversion="5.7")
     names = {}
     for cell in json.loads((EXAMPLES / "half_of_the_memory.ipynb").read_text())["cells"]:
@@ -110,6 +107,7 @@ def test_jax_scan_gives_the_gradients_of_the_plain_scan(run):
     assert equal == "gradients are those of the plain scan: True"
 
 
+@pytest.mark.slow
 def test_pipeline_moves_what_the_first_rank_holds_and_nothing_of_the_last(monkeypatch, capfd):
     script = EXAMPLES / "pipeline.py"
     monkeypatch.setattr(sys, "argv", [str(script), "--rows", "8", "--width", "16"])

@@ -16,14 +16,7 @@ from tiny import FAMILIES, NEWER, batch, gradients, tiny  # noqa: E402
 import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
 from pagestash.integrations.hf import experts as ours  # noqa: E402
-from pagestash.kernels import backend as backends  # noqa: E402
 from pagestash.moe.saving import Half  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def reference(monkeypatch):
-    """The kernels have tests of their own."""
-    monkeypatch.setattr(backends, "interpreted", lambda: False)
 
 
 def run(model, seed=1):

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from support.tiers import slow
 from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.7")
@@ -18,13 +19,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss as theirs  # noqa: E402
 import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
 from pagestash.integrations.hf.logits import steps_of  # noqa: E402
-from pagestash.kernels import backend as backends  # noqa: E402
 from pagestash.moe.ops import cross_entropy  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def reference(monkeypatch):
-    monkeypatch.setattr(backends, "interpreted", lambda: False)
 
 
 @pytest.fixture
@@ -143,7 +138,7 @@ def test_a_rule_on_the_head_leaves_it_fused(model):
     assert output.logits is None
 
 
-@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("hooked", [*slow(False), True])
 def test_a_model_with_a_fused_head_compiles_to_one_graph(hooked):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
     pagestash.hf.optimize(model, norm=False, rope=False, attention=False)

@@ -6,17 +6,11 @@ import torch
 pytest.importorskip("transformers", minversion="5.7")
 
 from benchmarks import hf_step as B
-from pagestash.kernels import backend
 
 TINY = B.Slice(
     layers=2, sequences=2, sequence=12, vocabulary=96, width=32, inner=16, experts=4, top_k=2, heads=4,
     key_heads=2, head_width=8,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def reference(monkeypatch):
-    monkeypatch.setattr(backend, "interpreted", lambda: False)
 
 
 def test_a_step_with_its_optimizer_gives_one_loss_in_all_ways():
@@ -62,6 +56,7 @@ def rival_rows():
     return [rivals.measure(way, TINY, warm=3, repeats=1, **cpu) for way in ways]
 
 
+@pytest.mark.slow
 def test_all_rivals_give_one_loss(rival_rows):
     assert [row["loss"] for row in rival_rows] == pytest.approx(
         [rival_rows[0]["loss"]] * len(rival_rows), rel=1e-5

@@ -24,14 +24,7 @@ import pagestash.hf  # noqa: E402
 from pagestash.integrations.hf import experts as ours  # noqa: E402
 from pagestash.integrations.hf.layouts import activation_of  # noqa: E402
 from pagestash.integrations.hf.report import Report  # noqa: E402
-from pagestash.kernels import backend as backends  # noqa: E402
 from pagestash.kernels.moe.activation import Activation  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def reference(monkeypatch):
-    """The kernels have tests of their own."""
-    monkeypatch.setattr(backends, "interpreted", lambda: False)
 
 
 def arguments(tokens=24, choices=2, dtype=torch.float32):

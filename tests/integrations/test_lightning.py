@@ -17,7 +17,6 @@ from support.processes import start_ranks  # noqa: E402
 
 import pagestash as ps  # noqa: E402
 from pagestash.integrations.lightning import Stash  # noqa: E402
-from pagestash.kernels import backend as backends  # noqa: E402
 from pagestash.models import Decoder, preset  # noqa: E402
 
 RULES = {
@@ -36,9 +35,7 @@ POLICY = ps.Policy(
 
 
 @pytest.fixture(autouse=True)
-def reference(monkeypatch):
-    """The kernels have tests of their own."""
-    monkeypatch.setattr(backends, "interpreted", lambda: False)
+def _quiet():
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 

@@ -18,18 +18,11 @@ import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
 from pagestash.integrations.hf import experts as ours  # noqa: E402
 from pagestash.integrations.hf.weights import UPDATES  # noqa: E402
-from pagestash.kernels import backend as backends  # noqa: E402
 from pagestash.kernels.gemm import grouped  # noqa: E402
 from pagestash.moe import projection  # noqa: E402
 
 FAMILIES = ["Qwen3-MoE", "gpt-oss"]  # gpt-oss: transposed, interleaved, with biases
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-
-
-@pytest.fixture(autouse=True)
-def reference(monkeypatch):
-    """The kernels have tests of their own."""
-    monkeypatch.setattr(backends, "interpreted", lambda: False)
 
 
 def lora(seed=3, name="default", model=None, family="Qwen3-MoE", experts="pagestash", dtype=None, **options):

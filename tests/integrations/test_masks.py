@@ -16,14 +16,8 @@ from transformers import masking_utils  # noqa: E402
 import pagestash.hf  # noqa: E402
 from pagestash.integrations.hf import masks  # noqa: E402
 from pagestash.integrations.hf.report import Report  # noqa: E402
-from pagestash.kernels import backend as backends  # noqa: E402
 
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8]])
-
-
-@pytest.fixture(autouse=True)
-def reference(monkeypatch):
-    monkeypatch.setattr(backends, "interpreted", lambda: False)
 
 
 @pytest.fixture

@@ -17,15 +17,8 @@ from tiny import FAMILIES, NEWER, ROUTED_OTHERWISE, as_it_is, batch, gradients, 
 
 import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
-from pagestash.kernels import backend as backends  # noqa: E402
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "huggingface.toml"
-
-
-@pytest.fixture(autouse=True)
-def reference(monkeypatch):
-    """The kernels have tests of their own, against the same functions."""
-    monkeypatch.setattr(backends, "interpreted", lambda: False)
 
 
 def run(model, **more):
@@ -558,6 +551,7 @@ def test_a_padding_mask_in_a_captured_step_is_refused_by_name(captured):
     run(model, attention_mask=mask)
 
 
+@pytest.mark.slow
 def test_an_optimised_layer_compiles_to_the_same_numbers():
     model = tiny("Qwen3-MoE")
     pagestash.hf.optimize(model)

@@ -11,14 +11,6 @@ from tiny import as_it_is, tiny  # noqa: E402
 
 import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
-from pagestash.kernels import backend as backends  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def reference(monkeypatch):
-    """The kernels have tests of their own."""
-    monkeypatch.setattr(backends, "interpreted", lambda: False)
-
 
 RULES = [
     ps.Rule("model.layers.*.mlp.experts", "stash", min_bytes=0),

@@ -15,7 +15,6 @@ import torch
 from support.compare import same
 
 import pagestash as ps
-from pagestash.kernels import backend as backends
 from pagestash.models import Decoder, preset
 
 POLICY = ps.Policy(
@@ -70,7 +69,6 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch):
     """A class of engines that the plugin has changed, as `import verl` makes it."""
-    monkeypatch.setattr(backends, "interpreted", lambda: False)
     kind = type("FSDPEngine", (Engine,), {"forward_backward_batch": Engine.forward_backward_batch})
     name = "verl.workers.engine.fsdp.transformer_impl"
     parts = name.split(".")

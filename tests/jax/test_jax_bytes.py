@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from support.tiers import slow
 
 from pagestash.jax import Rows, StashPolicy, stash_scan
 
@@ -98,7 +99,9 @@ def assert_restored(shown, given, report):
 
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
 @pytest.mark.parametrize(
-    "kinds", [("f32",), ("mask",), tuple(KINDS)], ids=["one dtype", "booleans", "all dtypes"]
+    "kinds",
+    [("f32",), *(pytest.param(kinds, marks=pytest.mark.slow) for kinds in (("mask",), tuple(KINDS)))],
+    ids=["one dtype", "booleans", "all dtypes"],
 )
 def test_backward_gets_the_bytes_that_forward_gave(memory, kinds):
     given = given_bytes(kinds=kinds)
@@ -118,7 +121,7 @@ def test_backward_gets_the_bytes_that_forward_gave(memory, kinds):
         assert bool(report.overflowed) == (factor < 1)
 
 
-@pytest.mark.parametrize("where", ["layer", "scan", "scan, checked"])
+@pytest.mark.parametrize("where", ["scan", *slow("layer", "scan, checked")])
 def test_every_shard_gets_its_own_bytes(where):
     mesh = jax.make_mesh((SHARDS,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     given = given_bytes(rows=SHARDS * ROWS)

@@ -23,6 +23,7 @@ from exact_layers import (
 )
 from jax import lax
 from ragged_model import assert_all_nan
+from support.tiers import slow
 
 from pagestash.jax import StashPolicy
 
@@ -59,7 +60,10 @@ AROUND = {
 
 @pytest.mark.parametrize(
     ("seed", "around"),
-    [(11, "jit of grad"), (12, "grad of jit"), (13, "checkpoint"), (14, "microbatches"), (15, "vmap")],
+    [
+        (11, "jit of grad"),
+        *slow((12, "grad of jit"), (13, "checkpoint"), (14, "microbatches"), (15, "vmap")),
+    ],
 )
 def test_random_layers(seed, around):
     case = draw(seed, on_overflow="recompute")
@@ -76,7 +80,7 @@ def _without_report(result):
     return value, y, aux, grads
 
 
-@pytest.mark.parametrize("seed", [21, 22])
+@pytest.mark.parametrize("seed", [*slow(21), 22])
 def test_random_layers_are_poisoned_or_exact(seed):
     case = draw(seed, on_overflow="poison", capacity_factor=0.5, expected_rows=None)
     ours, theirs = (jax.jit(gradients(loss_of(scan, case))) for scan in (stashed, plain))
@@ -93,6 +97,7 @@ def test_random_layers_are_poisoned_or_exact(seed):
     assert seen == {True, False}
 
 
+@pytest.mark.slow
 def test_random_layers_on_shards_that_disagree():
     """Each shard its own windows, the scan inside a `shard_map`."""
     case = draw(31, on_overflow="recompute", capacity_factor=0.5, expected_rows=None)
@@ -150,7 +155,11 @@ def windows(counts, starts=(0, 0, 0, 0)):
 
 @pytest.mark.parametrize(
     "kinds",
-    [("bfloat16", "float8_e4m3fn", "int8"), ("float16", "bool", "float8_e5m2"), ("bool",)],
+    [
+        pytest.param(("bfloat16", "float8_e4m3fn", "int8"), marks=pytest.mark.slow),
+        ("float16", "bool", "float8_e5m2"),
+        pytest.param(("bool",), marks=pytest.mark.slow),
+    ],
     ids="-".join,
 )
 def test_tensors_of_several_dtypes_share_the_buffer(kinds):
@@ -165,7 +174,7 @@ def test_tensors_of_several_dtypes_share_the_buffer(kinds):
         assert bool((got[1][0]["w0"][layer] != 0).any())
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [*slow(jnp.bfloat16, jnp.float16)])
 def test_models_in_a_narrow_dtype(dtype):
     """The numbers are so small that they are whole in bfloat16, too: float32 gives the same ones."""
     steps = [Step("matmul", WIDTH, 2, "a"), Step("square", 2, 2, "b")]

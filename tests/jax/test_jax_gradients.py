@@ -22,6 +22,7 @@ from ragged_model import (
     split,
     with_stash,
 )
+from support.tiers import slow
 
 from pagestash.jax import Rows, StashPolicy, stash_scan
 from pagestash.jax.geometry import Tag, lay_out
@@ -43,7 +44,7 @@ def policy(**changes):
     return StashPolicy(**{"names": NAMES, "page_rows": PAGE, "fill": NAN, **changes})
 
 
-@pytest.mark.parametrize("factor", [1.25, 0.5, 0.1, 0.0])
+@pytest.mark.parametrize("factor", [0.5, *slow(1.25, 0.1, 0.0)])
 def test_edge_counts_at_every_capacity(factor):
     params, x = make(EDGES)
     got = gradients(with_stash(policy(capacity_factor=factor, expected_rows=CAPACITY // 4)), params, x)
@@ -51,7 +52,7 @@ def test_edge_counts_at_every_capacity(factor):
     assert bool(got[0][1].overflowed) == (sum(EDGES) > int(got[0][1].rows_capacity))
 
 
-@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+@pytest.mark.parametrize("memory", ["device", *slow("pinned_host")])
 def test_window_layout(memory):
     counts = [CAPACITY, 40, 1, PAGE, 70, PAGE - 1, 100]
     starts = [0, 100, CAPACITY - 1, CAPACITY - PAGE, CAPACITY - 70, CAPACITY - PAGE + 1, 13]
@@ -61,6 +62,7 @@ def test_window_layout(memory):
         assert_close((got[0][0], got[1]), _plain(params, x))
 
 
+@pytest.mark.slow
 def test_every_page_size_that_divides():
     params, x = make([0, 100, CAPACITY, 37], [0, 77, 0, 219])
     wanted = _plain(params, x)
@@ -83,6 +85,7 @@ def test_the_tolerance_sees_one_lost_row():
         assert_close(grads, _plain(params, x)[1])
 
 
+@pytest.mark.slow
 def test_gradients_agree_with_finite_differences():
     params, x = make([9, 32, 0], [3, 0, 0], tokens=8, width=4, inner=4)
     floats, integers = split(params)
@@ -96,6 +99,7 @@ def test_gradients_agree_with_finite_differences():
         check_grads(loss, (floats, x), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.slow
 def test_default_barriers_of_checkpoint_change_nothing():
     """`jax.checkpoint` as most people write it, with prevent_cse left on."""
     params, x = make([100, 0, 256, 31])
@@ -120,6 +124,7 @@ def test_outputs_without_differentiation_are_the_plain_scans():
     assert int(report.rows_wanted) == 387
 
 
+@pytest.mark.slow
 def test_a_bare_pair_reports_rows():
     def paired(params, x):
         x, aux = layer(params, x)
@@ -135,6 +140,7 @@ def test_a_bare_pair_reports_rows():
     assert_close(got, loss(plain_scan)(floats, x))
 
 
+@pytest.mark.slow
 def test_new_rematerialisation_where_jax_has_the_switch():
     params, x = make([100, 0, 256, 31])
     with _remat3():
@@ -154,6 +160,7 @@ class _remat3:
         jax.config.update("jax_remat3", self.before)
 
 
+@pytest.mark.slow
 def test_rows_past_the_end_mean_the_rows_that_exist():
     params, x = make([CAPACITY + 1000, 50], [0, CAPACITY - 20])
     got = gradients(with_stash(policy()), params, x)
@@ -182,7 +189,11 @@ def test_a_window_does_not_wrap_in_its_own_dtype(start, count, kind):
     )
 
 
-@pytest.mark.parametrize("rows", [Rows(0, 8), Rows(2, np.int64(5)), (0, 8), Rows.prefix(8)], ids=str)
+@pytest.mark.parametrize(
+    "rows",
+    [Rows(2, np.int64(5)), *slow(Rows(0, 8), Rows.prefix(8)), pytest.param((0, 8), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_rows_may_be_python_integers(rows):
     start, count = (rows.start, rows.count) if isinstance(rows, Rows) else rows
 

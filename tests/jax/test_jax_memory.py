@@ -73,6 +73,7 @@ def test_the_copy_check_sees_a_copy():
     assert copies_of(Hlo.of(program.compile()).loop_lines(), "f32[64,16]") != []
 
 
+@pytest.mark.slow
 def test_nothing_is_recomputed_while_pages_last(stashed):
     plain = Hlo.of(compile_step(plain_scan)).matmuls()
     assert plain > 0
@@ -100,6 +101,7 @@ def test_backward_reads_the_buffer_where_it_lies(stashed):
         assert assembled(on_host, width) != []
 
 
+@pytest.mark.slow
 def test_a_microbatch_loop_does_not_multiply_the_buffer():
     params, x = make([CAPACITY // 4] * LAYERS)
     floats, integers = split(params)
@@ -142,6 +144,7 @@ def mesh():
     return jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
+@pytest.mark.slow
 def test_stashed_bytes_a_layer_are_a_third_of_plain_on_four_devices(mesh):
     """Ratio 4, factor 1.25: each further layer costs 1.25 / 4 of its saved rows, plus its input."""
     names = (*STASHED, X_SORTED)
@@ -160,6 +163,7 @@ def test_stashed_bytes_a_layer_are_a_third_of_plain_on_four_devices(mesh):
     assert stashed / plain <= 0.33
 
 
+@pytest.mark.slow
 def test_collectives_agree_once(mesh):
     """One reduction for all layers' flags and counters, outside the loops."""
     chosen = StashPolicy(names=STASHED, expected_rows=512, capacity_factor=1.25, page_rows=128)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from ragged_model import assert_all_nan, assert_close, plain_scan, summed
+from support.tiers import slow
 
 from pagestash.jax import StashPolicy, stash_scan
 from pagestash.jax.moe import (
@@ -121,7 +122,8 @@ def _without_report(step):
     return value, grads
 
 
-@pytest.mark.parametrize("factor", [1.25, pytest.param(0.5, marks=pytest.mark.slow), 0.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [1.25, 0.5, 0.0])
 def test_layers_that_map_themselves(mesh, factor):
     stashed, wanted = layer_maps(mesh, stashing(policy(factor), mesh)), layer_maps(mesh, plain)
     recomputed = {}
@@ -138,8 +140,9 @@ def test_layers_that_map_themselves(mesh, factor):
         assert set(recomputed.values()) == {LAYERS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("factor", [0.5, pytest.param(1.25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("factor", [0.5, 1.25])
 def test_scans_inside_a_shard_map(mesh, factor, check_vma):
     stashed, wanted = (scan_is_mapped(mesh, scan, check_vma) for scan in (stashing(policy(factor)), plain))
     for routing in ("balanced", "disagree"):
@@ -156,6 +159,7 @@ def test_poison_reaches_every_shard_when_one_overflows(mesh):
     assert_all_nan((value, grads))
 
 
+@pytest.mark.slow
 def test_error_raises_from_a_mesh_and_no_device_is_left_waiting():
     """In a process of its own: jax keeps the failed execution and tells of it again when it exits."""
     program = """
@@ -189,7 +193,7 @@ def on_one_device():
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))
 
 
-@pytest.mark.parametrize("routing", ["balanced", "disagree"])
+@pytest.mark.parametrize("routing", [*slow("balanced"), "disagree"])
 def test_expert_sharding_gives_what_one_device_gives(mesh, routing):
     """All experts on one device, every assignment computed there: the same sums, in another order."""
     weights = weights_for(routing)
@@ -220,6 +224,7 @@ def test_one_shard_alone_computes_its_part(mesh):
     assert y.shape == X.shape
 
 
+@pytest.mark.slow
 def test_two_mesh_axes_with_rows_over_both():
     mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     config = RingConfig(width=32, expert_width=48, experts=16, top_k=4, shards=2)

@@ -76,6 +76,7 @@ def test_a_tag_inside_a_loop_or_a_vmap_is_refused(how):
         scan(repeated(how), w, x, names=("h",))
 
 
+@pytest.mark.slow
 def test_a_kept_tag_may_stand_inside_a_loop():
     def both(params, x):
         x, aux = layer(params, x)
@@ -92,7 +93,9 @@ def test_a_kept_tag_may_stand_inside_a_loop():
     assert_close(grad(NAMES, keep=("looped",)), grad(NAMES))
 
 
-@pytest.mark.parametrize("kinds", [("h",), ("h", "narrow")], ids=["one dtype", "two dtypes"])
+@pytest.mark.parametrize(
+    "kinds", [("h",), pytest.param(("h", "narrow"), marks=pytest.mark.slow)], ids=["one dtype", "two dtypes"]
+)
 def test_second_derivatives_are_refused(kinds):
     def two_kinds(w, x):
         h = checkpoint_name(x @ w, "h")

@@ -45,7 +45,8 @@ def policy(factor):
     )
 
 
-@pytest.mark.parametrize("factor", [0.7, pytest.param(1.5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [0.7, 1.5])
 def test_plain_decoder(mesh, factor):
     params = place(init_decoder(jax.random.key(0), CONFIG), mesh)
 
@@ -56,6 +57,7 @@ def test_plain_decoder(mesh, factor):
     assert_close(step(stashed_scan(policy(factor), mesh)), step(plain_scan), TERMS)
 
 
+@pytest.mark.slow
 def test_nnx_decoder_with_dropout(mesh):
     """Keys and counters of the dropout streams are in the scanned state; only parameters get gradients."""
     nnx = pytest.importorskip("flax.nnx", reason="flax is missing: pip install pagestash[jax]")
@@ -78,6 +80,7 @@ def test_experts_that_do_not_split_are_refused():
         RingConfig(width=16, expert_width=24, experts=8, top_k=9)
 
 
+@pytest.mark.slow
 def test_the_demo_runs_and_its_losses_agree(monkeypatch, capsys):
     monkeypatch.setattr(demo, "QUICK_COMPILATION", {})  # the flags of these tests compile more quickly still
     assert demo.main(["--steps", "1"]) == 0

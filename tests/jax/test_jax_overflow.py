@@ -16,6 +16,7 @@ from ragged_model import (
     split,
 )
 from ragged_model import with_stash as scan_with
+from support.tiers import slow
 
 from pagestash.jax import StashOverflow, StashPolicy, stash_scan
 
@@ -23,12 +24,7 @@ EXPECTED = CAPACITY // 4
 BALANCED = [EXPECTED] * 6
 SKEWED = [0, CAPACITY, 10, 20, 100, EXPECTED]
 ONE_HOT = [CAPACITY, 0, 0, CAPACITY, 0, 0]
-FACTORS = [1.25, 1.0, 0.5, 0.0]
-
-
-def each_factor(*ordinary):
-    """All of them; those that are not ordinary only in long runs: each is a program to compile."""
-    return [pytest.param(f, marks=() if f in ordinary else pytest.mark.slow) for f in FACTORS]
+FACTORS = [0.5, *slow(1.25, 1.0, 0.0)]  # each is a program to compile
 
 
 def policy(factor, on_overflow):
@@ -67,7 +63,7 @@ def test_recompute_is_exact(factor, plain):
         assert int(report.rows_used) <= int(report.rows_capacity) == int(factor * EXPECTED * len(counts))
 
 
-@pytest.mark.parametrize("factor", each_factor(1.0, 0.5))
+@pytest.mark.parametrize("factor", FACTORS)
 def test_poison_is_nan_everywhere_or_exact(factor, plain):
     for counts in (BALANCED, SKEWED, ONE_HOT):
         (loss, report), grads = gradients(scan_with(policy(factor, "poison")), *make(counts))
@@ -78,7 +74,7 @@ def test_poison_is_nan_everywhere_or_exact(factor, plain):
             assert_all_nan((loss, grads))
 
 
-@pytest.mark.parametrize("factor", each_factor(1.25, 0.0))
+@pytest.mark.parametrize("factor", FACTORS)
 def test_error_raises_or_is_exact(factor, plain):
     for counts in (BALANCED, ONE_HOT):
         if fits(counts, factor):
@@ -110,6 +106,7 @@ def test_overflow_is_no_error_without_differentiation():
     assert bool(report.overflowed)
 
 
+@pytest.mark.slow
 def test_layers_without_rows_need_no_room():
     (loss, report), grads = gradients(scan_with(policy(0.0, "poison")), *make([0, 0, 0]))
     (wanted, _), plain_grads = gradients(plain_scan, *make([0, 0, 0]))

@@ -6,12 +6,13 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from ragged_model import CAPACITY, NAMES, assert_close, layer, make, plain_scan, split, with_stash
+from support.tiers import slow
 
 from pagestash.jax import Rows, StashPolicy, stash_scan
 
 COUNTS = [100, 0, 256, 31]
 # At 1.0 of the worst case there is no branch; at 0.4 some layers are recomputed.
-FACTORS = [0.4, pytest.param(1.0, marks=pytest.mark.slow)]
+FACTORS = [0.4, *slow(1.0)]
 
 
 def policy(factor=1.0, **changes):
@@ -20,6 +21,7 @@ def policy(factor=1.0, **changes):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", FACTORS)
 def test_keys_and_counters_in_params_and_carry(factor):
     """Dropout from a key in the params and one in the carry, and a counter that only passes through."""
@@ -50,6 +52,7 @@ def test_keys_and_counters_in_params_and_carry(factor):
     assert int(got[0][1][1]) == 7 + len(COUNTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", FACTORS)
 def test_several_carries_in_nested_trees(factor):
     def nested(params, carry):
@@ -92,7 +95,8 @@ def narrow_layer(params, x):
     return x + back @ params["v"], {"rows": Rows.prefix(params["count"]), "norm": jnp.mean(x * x)}
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.5, pytest.param(0.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [1.0, 0.5, 0.0])
 def test_dense_and_mixture_layers_in_turn_share_one_buffer(factor):
     params, x = make(COUNTS)
     mixture, fixed = split(params)
@@ -159,6 +163,7 @@ def test_shared_values_get_the_sum_of_all_layers_gradients(factor):
     assert_close(loss(stash), loss(plain))
 
 
+@pytest.mark.slow
 def test_integers_of_the_surrounding_trace_may_be_closed_over():
     """Positions and segment ids usually are; they have no gradient to lose, whatever jit and grad wrap."""
     params, x = make(COUNTS)
@@ -214,6 +219,7 @@ def test_donated_parameters_are_updated():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
 
 
+@pytest.mark.slow
 def test_kept_tags_are_saved_whole_beside_the_stash():
     def tagged(params, x):
         return layer(params, checkpoint_name(jnp.tanh(x), "normed"))
@@ -260,6 +266,7 @@ def test_branches_that_save_different_things_in_one_place(flag):
     assert_close(grad(with_stash(policy(names=("h",), keep=("whole",), page_rows=1)))(w, x), wanted)
 
 
+@pytest.mark.slow
 def test_a_tensor_saved_under_two_names_and_used_twice():
     def twice(params, x):
         x, aux = layer(params, x, tag=lambda v, name: checkpoint_name(v, "first") if name == "h0" else v)
@@ -276,6 +283,7 @@ def test_a_tensor_saved_under_two_names_and_used_twice():
     assert_close(loss(with_stash(policy(0.5, names=names))), wanted)
 
 
+@pytest.mark.slow
 def test_it_runs_without_jit():
     params, x = make([100, 31])
     floats, fixed = split(params)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import error
+from support.tiers import slow
 
 from pagestash.kernels.backend import interpreted
 from pagestash.kernels.loss.cross_entropy import LossOptions, linear_cross_entropy, softmax_loss_
@@ -43,7 +44,7 @@ def truth(hidden, weight, labels, options):
     LossOptions(logit_scale=0.25, chunk=8),
     LossOptions(logit_scale=3.0, soft_cap=2.0, z_loss=1e-2, label_smoothing=0.1),
 ])  # fmt: skip
-@pytest.mark.parametrize("vocabulary", [50, 5000])
+@pytest.mark.parametrize("vocabulary", [50, *slow(5000)])
 def test_loss_and_gradients_are_those_of_float64(backend, dtype, most, options, vocabulary):
     hidden, weight = torch.randn(20, 16).to(dtype), (torch.randn(vocabulary, 16) / 4).to(dtype)
     labels = torch.randint(0, vocabulary, (20,), dtype=torch.int64 if vocabulary == 50 else torch.int32)

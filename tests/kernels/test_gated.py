@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import error, same
 from support.activations import VARIANTS, plain, woven
+from support.tiers import slow
 
 from pagestash.kernels.backend import interpreted
 from pagestash.kernels.moe import gated as S
@@ -113,7 +114,7 @@ def test_no_row_one_row_all_rows(backend, rows):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("page_bytes", "host_pages"), [(16, 0), (48, 40), (256, 3), (1 << 16, 0), (1 << 16, 2)]
+    ("page_bytes", "host_pages"), [(48, 40), (256, 3), *slow((16, 0), (1 << 16, 0), (1 << 16, 2))]
 )
 @pytest.mark.parametrize(
     ("n", "dtype", "activation"),
@@ -237,7 +238,7 @@ def test_expected_rows_need_a_buffer_for_their_gradient():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("page_bytes", [None, 16, 48, 1 << 16])
+@pytest.mark.parametrize("page_bytes", [None, 48, *slow(16, 1 << 16)])
 @pytest.mark.parametrize(
     ("n", "dtype", "activation"),
     [

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import same
+from support.tiers import slow
 from torch.library import opcheck
 
 from pagestash.kernels import backend as backends
@@ -30,7 +31,9 @@ def angles(dtype, width=D, batches=B):
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *slow(*(each for each in TOLERANCE if each != torch.bfloat16))]
+)
 @pytest.mark.parametrize("style", STYLES)
 def test_the_kernel_agrees_with_the_reference(dtype, style):
     kernel_agrees_with_the_reference(dtype, style, heads=H, rotated=D, batches=B)
@@ -93,7 +96,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32, torch.float16)])
 @pytest.mark.parametrize("heads_dim", [1, 2])
 def test_results_and_gradients_are_those_of_transformers(monkeypatch, backend, name, dtype, heads_dim):
     monkeypatch.setattr(backends, "interpreted", lambda: backend == "triton")
@@ -141,6 +144,7 @@ def test_a_slice_of_each_head_is_rotated_where_it_is(backend):
     assert same(got, wanted)
 
 
+@pytest.mark.slow
 def test_the_operator_passes_opcheck(monkeypatch):
     monkeypatch.setattr(backends, "interpreted", lambda: False)
     q, k = (each.detach().requires_grad_() for each in queries_and_keys(torch.float32))

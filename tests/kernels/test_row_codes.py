@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.tiers import slow
 
 from pagestash.kernels.backend import interpreted
 from pagestash.kernels.moe import gated
@@ -74,7 +75,7 @@ def test_rows_of_whole_blocks_have_the_bytes_of_the_encoder():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("place", "split"), WHERE)
 @pytest.mark.parametrize(
-    ("width", "dtype"), [(256, torch.bfloat16), (200, torch.float16), (40, torch.bfloat16)]
+    ("width", "dtype"), [(40, torch.bfloat16), *slow((256, torch.bfloat16), (200, torch.float16))]
 )
 def test_permuted_rows_are_coded_and_come_back(backend, place, split, width, dtype):
     ids = torch.stack([torch.randperm(5)[:2] for _ in range(20)])
@@ -99,10 +100,12 @@ def test_permuted_rows_are_coded_and_come_back(backend, place, split, width, dty
 
 
 CASES = [
-    ("silu", 128, False),
     ("silu", 72, False),
-    ("clamped", 96, True),
-    (Activation(curve="relu2", gated=False), 200, False),
+    *slow(
+        ("silu", 128, False),
+        ("clamped", 96, True),
+        (Activation(curve="relu2", gated=False), 200, False),
+    ),
 ]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import same
+from support.tiers import slow
 from torch import nn
 
 import pagestash as ps
@@ -70,10 +71,7 @@ class Made:
 
 @pytest.fixture(scope="module")
 def made():
-    # The references, as in all tests here; a fixture of a module is older than those of a test.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-        return {"gqa": Made(), "mla": Made(**MLA)}
+    return {"gqa": Made(), "mla": Made(**MLA)}
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
@@ -91,6 +89,7 @@ def test_every_layer_has_a_module_of_each_name(made, kind):
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
 
 
+@pytest.mark.slow
 def test_all_pairs_of_homes_over_all_pairs_of_regions_give_the_same_bits(made):
     """Ten homes at a time: each pair of regions has had each pair of homes in the end."""
     policies = list(covering(HOMES))
@@ -119,7 +118,9 @@ def test_a_home_for_one_region_and_for_all(made, kind, sets, home):
     assert not wrong
 
 
-@pytest.mark.parametrize("homes", [*product(HOMES, HOMES)])
+@pytest.mark.parametrize(
+    "homes", [*zip(HOMES, HOMES), *slow(*((pair,) for pair in product(HOMES, HOMES) if pair[0] != pair[1]))]
+)
 def test_homes_for_norms_of_heads_and_rope(made, homes):
     """RoPE takes what the norms made, and core attention keeps what RoPE made."""
     of_norms, of_rope = homes

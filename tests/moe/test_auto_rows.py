@@ -9,7 +9,6 @@ from support.steps import training_step
 from torch import nn
 
 import pagestash as ps
-from pagestash.kernels import backend
 from pagestash.kernels.moe.route import route
 from pagestash.moe import MoE, MoEConfig, Received
 from pagestash.saved import expected_rows as expected
@@ -18,12 +17,6 @@ from pagestash.saved import received_rows
 WIDTH, INNER, EXPERTS, TOP_K, TOKENS, DEPTH = 32, 24, 4, 2, 48, 3
 AVERAGE = TOKENS * TOP_K
 ROW = (WIDTH + 2 * INNER) * 4
-
-
-@pytest.fixture(autouse=True)
-def references(monkeypatch):
-    """Many steps, and kernels that have tests of their own."""
-    monkeypatch.setattr(backend, "interpreted", lambda: False)
 
 
 class Loopback:

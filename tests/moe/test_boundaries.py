@@ -22,12 +22,6 @@ from pagestash.moe.parallel import alltoall
 from pagestash.moe.parallel.collectives import UnderWay
 from pagestash.pages.pool import PagePool
 
-
-@pytest.fixture(autouse=True)
-def reference_kernels(monkeypatch):
-    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-
-
 KINDS = {
     "gather": lambda config: AllGather(config, max_tokens=32),
     "padded": lambda config: AllToAll(config, max_tokens=32),

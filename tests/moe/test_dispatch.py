@@ -103,16 +103,14 @@ def load(moe, parameters, rank=0, world=1):
 
 
 @contextmanager
-def one_thread_of_references():
+def one_thread():
     """As in the processes: then the products have the same bits."""
-    threads, was = torch.get_num_threads(), backend.interpreted
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    backend.interpreted = lambda: False
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        backend.interpreted = was
 
 
 def alone(name, world, weights=None, ids=None):
@@ -120,7 +118,7 @@ def alone(name, world, weights=None, ids=None):
     given = problem(name, world)
     moe = MoE(make_config(CASES[name]))
     load(moe, given["parameters"])
-    with one_thread_of_references():
+    with one_thread():
         return run(
             moe,
             given["x"],
@@ -433,7 +431,7 @@ def test_more_rows_than_a_pair_holds_raise_the_senders_flag(ranks):
     moe = MoE(make_config(CASES["one_hot"]))
     load(moe, given["parameters"])
     ids = torch.cat([rank["over_pair"]["run"].pop("ids") for rank in ranks])
-    with one_thread_of_references():
+    with one_thread():
         wanted = run(moe, given["x"], given["weights"], ids, given["dy"])
     check(joined([rank["over_pair"]["run"] for rank in ranks]), wanted, set(wanted))
 
@@ -477,7 +475,7 @@ def test_rows_are_dropped_only_by_name(ranks, kind):
 def test_the_whole_layer_trains_alike(ranks, kind, dtype, most):
     moe, x, dy = whole(dtype, len(ranks))
     x.requires_grad_()
-    with one_thread_of_references():
+    with one_thread():
         y, _ = moe(x)
         (y.float() * dy).sum().backward()
     parts = [rank["whole_layer", kind][dtype] for rank in ranks]

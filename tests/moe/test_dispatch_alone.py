@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagestash.kernels import backend
 from pagestash.moe import AllGather, AllToAll, MoE
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,20 +22,14 @@ from test_dispatch import (
     load,
     make_config,
     make_dispatch,
-    one_thread_of_references,
+    one_thread,
     problem,
     run,
 )
 
-with_kernels = pytest.mark.skipif(
-    not backend.interpreted(),
-    reason="needs kernels on the CPU: TRITON_INTERPRET=1, set where there is no GPU",
-)
 
-
-@with_kernels
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("lone_rank")
+@pytest.mark.usefixtures("lone_rank", "interpreted_kernels")
 def test_one_rank_alone_with_the_kernels_interpreted(kind):
     given = problem("uneven", 2)
     config = make_config(CASES["uneven"])
@@ -48,13 +41,10 @@ def test_one_rank_alone_with_the_kernels_interpreted(kind):
     check(run(spread, *given), run(local, *given), {"y", "x", "up", "down", "weights"})
 
 
-@with_kernels
-@pytest.mark.parametrize("interpreted", [False, True], ids=["torch", "triton"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("lone_rank")
-def test_gradients_of_biases_read_no_padding(kind, interpreted, monkeypatch):
+@pytest.mark.usefixtures("lone_rank", "backend")
+def test_gradients_of_biases_read_no_padding(kind):
     """Four tokens where the wire has room for fourteen: the gradients of the other slots are NaN here."""
-    monkeypatch.setattr(backend, "interpreted", lambda: interpreted)
     given = problem("bias", 2)
     config = make_config(CASES["bias"])
     local, spread = MoE(config), MoE(config, dispatch=make_dispatch(kind, config))
@@ -108,7 +98,6 @@ class HostReads(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@with_kernels
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("lone_rank")
 def test_only_the_exact_dispatch_reads_a_value_on_the_host(kind, monkeypatch):
@@ -147,6 +136,6 @@ def test_the_example_in_the_docs_runs(monkeypatch, capsys):
     (example,) = re.findall(r"```python\n(import .*?)```", page.read_text(), re.DOTALL)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda *_, **__: None)
-    with one_thread_of_references():
+    with one_thread():
         exec(compile(example, str(page), "exec"), {"__name__": "__main__"})
     assert "loss" in capsys.readouterr().out

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from support import same
+from support.tiers import slow
 from torch import nn
 
 import pagestash as ps
@@ -38,7 +39,7 @@ def gradients(expected, *rules):
     return found
 
 
-@pytest.mark.parametrize("expected", [0, 32, 60, 64])
+@pytest.mark.parametrize("expected", [32, *slow(0, 60, 64)])
 @pytest.mark.parametrize("home", ["stash", "offload"])
 @pytest.mark.parametrize("match", ["moe.expert_fc1", "moe.moe_act", "moe.experts"])
 def test_a_tensor_of_as_many_rows_is_not_taken_for_rows(expected, home, match):

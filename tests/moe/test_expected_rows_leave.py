@@ -89,11 +89,6 @@ def run(model, keeper=None, tokens=T, microbatches=1):
     return [*(loss.detach() for loss in losses), *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.fixture(autouse=True)
-def reference_kernels(monkeypatch):
-    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-
-
 @cache
 def kept(expected, tokens):
     """What a step without a keeper gives."""

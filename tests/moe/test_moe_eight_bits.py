@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import same
+from support.tiers import slow
 from torch import nn
 
 import pagestash as ps
@@ -18,13 +19,6 @@ WIDTH, INNER, EXPERTS, TOP_K, TOKENS, DEPTH = 128, 64, 4, 2, 64, 2
 CHOICES = TOKENS * TOP_K
 BY_RULES, BEGIN = BlockOptions.by_rules, RowsRecording.begin
 ROW = 2 * (128 + 16)  # coded: 128 values of the row and 128 of its projection, each with a scale in 16 bytes
-
-
-@pytest.fixture(autouse=True)
-def reference_kernels(request, monkeypatch):
-    """Kernels are interpreted, which is slow, where a test asks for triton."""
-    if "backend" not in request.fixturenames or request.getfixturevalue("backend") == "torch":
-        monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
 
 
 class Loopback:
@@ -117,7 +111,7 @@ def no_other_pass(monkeypatch):
     monkeypatch.setattr("pagestash.saved.eight_bits.decode", refuse)
 
 
-@pytest.mark.parametrize("expected", [None, 0, 60, 2 * CHOICES])
+@pytest.mark.parametrize("expected", [None, *slow(0, 60, 2 * CHOICES)])
 def test_gradients_are_near_the_exact_ones_and_the_same_in_every_step(backend, expected):
     # Interpreted kernels are slow: two layers once.
     model = Stack(expected, depth=DEPTH if backend == "torch" or expected == 60 else 1)

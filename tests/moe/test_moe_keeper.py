@@ -7,6 +7,7 @@ import pytest
 import torch
 from support import same
 from support.steps import loss_and_gradients
+from support.tiers import slow
 from torch import nn
 
 import pagestash as ps
@@ -92,7 +93,7 @@ def test_what_the_router_keeps_is_not_stashed_again(made):
     assert keeper.pool.device_pages < 1.2 * measured.pool.device.pages
 
 
-@pytest.mark.parametrize("pages", [1000, 30, 12, 5, 1])
+@pytest.mark.parametrize("pages", [12, 1, *slow(1000, 30, 5)])
 def test_a_short_pool_costs_time_and_no_bit(made, pages):
     model, x, plain = made
     keeper = ps.Keeper(policy(device=pages * 1024), backend="torch").attach(model)
@@ -166,10 +167,10 @@ def test_expected_rows_stay_and_the_others_go_to_pages(expected):
 
 @pytest.mark.parametrize("pages", [1, 5, 14, 30, 60])
 @pytest.mark.parametrize("expected", [0, 60])
-def test_received_rows_that_find_no_page_stay_where_they_are(expected, pages, monkeypatch):
+def test_received_rows_that_find_no_page_stay_where_they_are(expected, pages, request):
     references = (expected, pages) not in ((0, 14), (60, 5))  # interpreted kernels are slow
-    if references:
-        monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+    if not references:
+        request.getfixturevalue("interpreted_kernels")
     (model, x), plain = received(expected), kept_of_received(expected, references)
     keeper = ps.Keeper(policy(device=pages * 1024, headroom=1.0), backend="torch").attach(model)
     assert same(loss_and_gradients(model, x, keeper), plain)

@@ -26,11 +26,6 @@ CONFIG = MoEConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def _references(monkeypatch):
-    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-
-
 class Layer(nn.Module):
     def __init__(self, dispatch) -> None:
         super().__init__()

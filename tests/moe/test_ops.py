@@ -5,15 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch.library import opcheck
 
-from pagestash.kernels import backend
 from pagestash.moe import ops
 
 T, K, E, D, N = 11, 2, 4, 16, 8
-
-
-@pytest.fixture(autouse=True)
-def _reference(monkeypatch):
-    monkeypatch.setattr(backend, "interpreted", lambda: False)
 
 
 def routed():
@@ -93,11 +87,10 @@ def test_garbage_past_the_valid_rows_reaches_nothing():
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "triton"])
-def test_a_product_over_the_whole_buffer_sees_zeros_where_no_choice_is(kernels, monkeypatch):
+@pytest.mark.usefixtures("backend")
+def test_a_product_over_the_whole_buffer_sees_zeros_where_no_choice_is():
     """Plain products, which know nothing of valid rows: their weights' gradients sum over the buffer."""
     torch.manual_seed(0)
-    monkeypatch.setattr(backend, "interpreted", lambda: kernels)
     ids = torch.tensor([[0, -1], [3, 1], [-1, -1]], dtype=torch.int32)
     _, offsets, order, inverse = ops.route(ids, E, 0, 8)
     token = order[:3].long() // 2

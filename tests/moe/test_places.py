@@ -81,11 +81,6 @@ class Made:
         return stats
 
 
-@pytest.fixture(autouse=True)
-def reference_kernels(monkeypatch):
-    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-
-
 @pytest.fixture
 def wired():
     return Made(Loopback())

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from pagestash.kernels import backend
 from pagestash.kernels.moe.route import route
 from pagestash.moe.local import local_experts
 from pagestash.moe.projection import LowRank, Weight
@@ -11,11 +10,6 @@ from pagestash.moe.received import received_experts
 from pagestash.moe.saving import BlockOptions, Half, Saving
 
 EXPERTS, WIDTH, INNER = 3, 16, 24
-
-
-@pytest.fixture(autouse=True)
-def reference(monkeypatch):
-    monkeypatch.setattr(backend, "interpreted", lambda: False)
 
 
 def leaves(rank):

@@ -5,18 +5,11 @@ import torch
 from support.compare import error, same
 
 import pagestash as ps
-from pagestash.kernels import backend as backends
 from pagestash.moe import ExpertFC1, ExpertFC2, Experts, MoEAct, MoEConfig, SortedRows
 
 E, D, N = 4, 32, 16
 COUNTS = {"uneven": [5, 0, 9, 2], "one expert": [0, 0, 12, 0], "none": [0, 0, 0, 0], "all": [7, 8, 9, 8]}
 ROWS = 32
-
-
-@pytest.fixture(autouse=True)
-def reference(monkeypatch):
-    """The kernels have tests of their own."""
-    monkeypatch.setattr(backends, "interpreted", lambda: False)
 
 
 def layer(*, bias=False, expected_rows=0):

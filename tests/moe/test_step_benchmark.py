@@ -7,15 +7,9 @@ import pytest
 import torch
 
 from benchmarks import moe_step as B
-from pagestash.kernels import backend
 
 TINY = B.Preset(tokens=32, width=64, inner=32, top_k=8, experts=3, layers=2, expected=0.5)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def references(monkeypatch):
-    monkeypatch.setattr(backend, "interpreted", lambda: False)
 
 
 def trained(preset, way, batches):
@@ -68,6 +62,7 @@ def test_the_fullest_of_skewed_layers_has_three_times_the_average():
     assert len({counts.index(max(counts)) for counts in drawn}) > 1
 
 
+@pytest.mark.slow
 def test_a_quick_run_needs_no_gpu_and_claims_nothing(tmp_path):
     path = B.run(tmp_path, quick=True)
     found = json.loads(path.read_text())

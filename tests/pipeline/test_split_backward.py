@@ -29,11 +29,6 @@ class Layer(nn.Module):
         return y.sum() + aux
 
 
-@pytest.fixture(autouse=True)
-def reference_kernels(monkeypatch):
-    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-
-
 @pytest.fixture
 def products(monkeypatch):
     """Grouped products so far, in a list of one number."""

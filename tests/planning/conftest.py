@@ -7,12 +7,6 @@ THOROUGH = ("test_recorded_profiles",)
 
 
 @pytest.fixture(autouse=True)
-def reference_kernels(monkeypatch):
-    """The interpreter would dominate every time; what is saved is the same."""
-    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-
-
-@pytest.fixture(autouse=True)
 def quick_search(request, monkeypatch):
     """Searches with less effort, where it does not matter how good a plan is: that takes minutes less."""
     if request.path.stem not in THOROUGH and "whole_search" not in request.keywords:

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from support import same
+from support.tiers import slow
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
@@ -57,7 +58,7 @@ def peak_of_a_step(model, policy):
     return held + peak
 
 
-@pytest.mark.parametrize("budget", [0.8, 0.6])
+@pytest.mark.parametrize("budget", [*slow(0.8), 0.6])
 @pytest.mark.parametrize("host", [0, "1GiB"])
 def test_the_measured_peak_is_that_of_a_step_and_within_the_budget(decoder, budget, host):
     plan = planned(decoder, budget, host)

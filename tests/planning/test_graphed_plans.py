@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.tiers import slow
 from test_lanes import COSTLY, POLICIES, launched
 from test_plans import MB, made_up
 from typer.testing import CliRunner
@@ -174,7 +175,7 @@ def test_the_command_line_plans_for_a_graph(tmp_path):
     assert "--graphed is for a measured step" in refused.output
 
 
-@pytest.mark.parametrize("prefetch", [None, 1 << 20])
+@pytest.mark.parametrize("prefetch", [None, *slow(1 << 20)])
 def test_a_keeper_that_knows_no_copy_to_be_over_has_the_peak_that_is_predicted_of_a_graph(
     monkeypatch, prefetch
 ):

@@ -735,6 +735,7 @@ def test_weights_that_forward_writes_to_are_written_once_a_step(how):
     assert keeper.plan is not None
 
 
+@pytest.mark.slow
 def test_the_first_budget_of_a_process_draws_no_random_number():
     code = (
         "import random, torch, pagestash as ps\n"

@@ -10,6 +10,7 @@ from benchmarks import plan as B
 from benchmarks.__main__ import app
 
 
+@pytest.mark.slow
 def test_all_ways_give_one_loss_and_plans_keep_their_budgets(tmp_path, monkeypatch):
     path = B.run(tmp_path, quick=True, parts=(0.9, 0.01))
     assert path.name == "plan_part.json"  # it is not the whole benchmark

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
-from support.sweeps import examples
+from support.tiers import sweep
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -29,7 +28,6 @@ from pagestash.profiling.memory import MemoryMeter
 from pagestash.schedules.plan import Action, Plan, read_plan
 from pagestash.torch_internals import frees_messages
 
-QUICK = examples(4, many=20)
 ALONE = plans("GPipe", ranks=1, microbatches=1)
 sizes = st.tuples(st.integers(1, 20).map(lambda n: n * MB), st.integers(1, 12))
 
@@ -65,8 +63,7 @@ def predicted(stages, plan, rules=()):
 # --- one rank ---
 
 
-@QUICK
-@given(sizes, sizes, st.integers(2, 9), st.sampled_from([0.35, 0.5, 0.8, 1.0]))
+@sweep(4, 20, sizes, sizes, st.integers(2, 9), st.sampled_from([0.35, 0.5, 0.8, 1.0]))
 def test_one_microbatch_on_one_rank_is_planned_as_a_step_without_a_schedule(first, second, count, part):
     """Without offload: a keeper that follows a schedule moves nothing whose backward comes at once."""
     profile = made_up(count, first, second, workspace=MB)
@@ -140,8 +137,7 @@ def test_a_split_backward_holds_tensors_until_its_second_half():
     assert two.seconds == pytest.approx(2 * one.seconds)
 
 
-@QUICK
-@given(sizes, sizes, st.integers(2, 6), st.sampled_from([2e8, 1e9, 2e10]))
+@sweep(4, 20, sizes, sizes, st.integers(2, 6), st.sampled_from([2e8, 1e9, 2e10]))
 def test_more_memory_is_never_slower(first, second, count, link):
     profile = made_up(count, first, second, link=link)
     schedule = plans("1F1B", ranks=3, microbatches=6)
@@ -157,8 +153,7 @@ def test_more_memory_is_never_slower(first, second, count, link):
     assert times == sorted(times, reverse=True)
 
 
-@QUICK
-@given(sizes, sizes, st.sampled_from([0.3, 0.5, 0.7]))
+@sweep(4, 20, sizes, sizes, st.sampled_from([0.3, 0.5, 0.7]))
 def test_a_rank_with_more_microbatches_in_flight_keeps_no_more_of_each(first, second, part):
     profile = made_up(5, first, second)
     schedule = plans("1F1B", ranks=4, microbatches=8)

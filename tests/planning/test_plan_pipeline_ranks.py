@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
-from support.sweeps import examples
+from support.tiers import slow, sweep
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -31,7 +30,6 @@ from pagestash.planning.predict import RuleTable
 from pagestash.planning.rank import RankPredictor, RankStep
 from pagestash.planning.stage import received
 
-QUICK = examples(3, many=10)
 sizes = st.tuples(st.integers(1, 20).map(lambda n: n * MB), st.integers(1, 12))
 
 
@@ -48,7 +46,10 @@ def pipeline(profile_and_weights, schedule="1F1B", ranks=2, microbatches=4, **op
     )
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name",
+    ["1F1B", "ZBVZeroBubble", *slow(*(each for each in SCHEDULES if each not in ("1F1B", "ZBVZeroBubble")))],
+)
 def test_bytes_in_flight_are_those_of_the_partition(name):
     found = pipeline(model(5), name, budget="1GiB")
     for own in found.ranks:
@@ -59,8 +60,9 @@ def test_bytes_in_flight_are_those_of_the_partition(name):
         assert own.plan.unplanned.seconds == pytest.approx(4 * found.placed.times[own.rank])
 
 
-@QUICK
-@given(sizes, sizes, st.sampled_from(["1F1B", "GPipe", "Interleaved1F1B"]), st.sampled_from([0.5, 0.8]))
+@sweep(
+    3, 10, sizes, sizes, st.sampled_from(["1F1B", "GPipe", "Interleaved1F1B"]), st.sampled_from([0.5, 0.8])
+)
 def test_every_rank_is_within_its_budget(first, second, name, part):
     given = model(6, first, second)
     found = pipeline(given, name, budget=part)
@@ -79,6 +81,7 @@ def test_a_rank_with_more_microbatches_in_flight_keeps_less():
     assert len({str(own.plan.policy) for own in found.ranks}) > 1
 
 
+@pytest.mark.slow
 def test_placing_again_is_never_slower(monkeypatch):
     given = model(9, (8 * MB, 2), (5 * MB, 12))
     for budget in (50 * MB, 70 * MB, 100 * MB):
@@ -91,8 +94,9 @@ def test_placing_again_is_never_slower(monkeypatch):
         assert again.seconds <= once.seconds
 
 
-@examples(2, many=6)
-@given(
+@sweep(
+    2,
+    6,
     sizes,
     sizes,
     st.sampled_from(["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]),
@@ -225,6 +229,7 @@ def test_the_command_writes_one_policy_a_rank(tmp_path):
     done = run(*TINY, "--pp", "2", "--schedule", "1f1b", "--budget", "0.6", "--host", "0", "--out", str(out))
     assert done.exit_code == 0, done.output
     assert "rank  layers" in done.output
+    assert max(map(len, done.stdout.splitlines())) <= 80
     assert sorted(path.name for path in out.iterdir()) == ["rank0.toml", "rank1.toml"]
     assert any(ps.Policy.load(path).rules for path in out.iterdir())
 

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example
 from hypothesis import strategies as st
-from support.sweeps import examples
+from support.tiers import slow, sweep
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
@@ -26,7 +26,6 @@ from pagestash.profiling import HomeEstimate, Link, Region, SavedTensor, Segment
 from pagestash.sizes import format_bytes
 
 MB, MS = 10**6, 1e-3
-QUICK = examples(5, many=30)
 
 
 # --- a profile that is made up: layers of two regions, which save a tensor each ---
@@ -156,11 +155,16 @@ sizes = st.tuples(st.integers(1, 20).map(lambda n: n * MB), st.integers(1, 12))
 
 
 @pytest.mark.whole_search
-@QUICK
-@example((10 * MB, 8), (6 * MB, 12), 3, 2e8, 0.7)  # a search that is not exhaustive finds one 2 % slower
-@given(
-    sizes, sizes, st.integers(2, 3), st.sampled_from([2e8, 1e9, 2e10]), st.sampled_from([0.35, 0.6, 0.7, 0.8])
+@sweep(
+    5,
+    30,
+    sizes,
+    sizes,
+    st.integers(2, 3),
+    st.sampled_from([2e8, 1e9, 2e10]),
+    st.sampled_from([0.35, 0.6, 0.7, 0.8]),
 )
+@example((10 * MB, 8), (6 * MB, 12), 3, 2e8, 0.7)  # a search that is not exhaustive finds one 2 % slower
 def test_a_plan_is_as_good_as_the_best_of_all_policies(first, second, layers, link, part):
     profile = made_up(layers, first, second, link=link)
     fastest = fastest_of_all(profile, layers, part)
@@ -178,6 +182,7 @@ def fastest_of_all(profile, layers, part):
     return min((item.mean_seconds for item in every if item.peak_bytes <= budget), default=None)
 
 
+@pytest.mark.slow
 @pytest.mark.whole_search
 def test_where_not_all_are_tried_most_plans_are_the_best_and_none_is_far_from_it(monkeypatch):
     """The program, the pairs and the search alone, as in a step of more layers.
@@ -201,8 +206,7 @@ def test_where_not_all_are_tried_most_plans_are_the_best_and_none_is_far_from_it
 
 
 @pytest.mark.whole_search
-@QUICK
-@given(sizes, sizes, st.sampled_from([2e8, 1e9, 2e10]), st.sampled_from([0.35, 0.6, 0.8]))
+@sweep(5, 30, sizes, sizes, st.sampled_from([2e8, 1e9, 2e10]), st.sampled_from([0.35, 0.6, 0.8]))
 def test_a_plan_is_as_good_as_the_best_of_all_policies_with_fractions(first, second, link, part):
     profile = in_halves(made_up(2, first, second, link=link))
     homes = (*HOMES, ("offload", 0.5))
@@ -225,8 +229,7 @@ def test_half_of_a_region_leaves_where_a_plan_is_faster_for_it():
     assert predict(profile, found.policy) == found.predicted
 
 
-@QUICK
-@given(sizes, sizes, st.integers(2, 9), st.sampled_from([2e8, 1e9, 2e10]))
+@sweep(5, 30, sizes, sizes, st.integers(2, 9), st.sampled_from([2e8, 1e9, 2e10]))
 def test_more_memory_is_never_slower(first, second, layers, link):
     profile = made_up(layers, first, second, link=link)
     times = []
@@ -241,9 +244,8 @@ def test_more_memory_is_never_slower(first, second, layers, link):
     assert times == sorted(times, reverse=True)
 
 
-@QUICK
+@sweep(5, 30, sizes, sizes, st.integers(3, 9), st.sampled_from([2e8, 1e9]))
 @example((1 * MB, 1), (1 * MB, 1), 9, 2e8)
-@given(sizes, sizes, st.integers(3, 9), st.sampled_from([2e8, 1e9]))
 def test_a_search_beats_or_equals_what_the_program_proposes(first, second, layers, link):
     profile = in_halves(made_up(layers, first, second, link=link))
     with pytest.MonkeyPatch.context() as without:
@@ -314,8 +316,15 @@ def test_early_layers_move_and_late_ones_keep():
     assert moved == set(range(len(moved)))
 
 
-@QUICK
-@given(sizes, sizes, st.integers(3, 20), st.sampled_from([2e8, 1e9, 2e10]), st.sampled_from([0.3, 0.5, 0.8]))
+@sweep(
+    5,
+    30,
+    sizes,
+    sizes,
+    st.integers(3, 20),
+    st.sampled_from([2e8, 1e9, 2e10]),
+    st.sampled_from([0.3, 0.5, 0.8]),
+)
 def test_no_plan_is_slower_than_what_one_would_write_by_hand(first, second, count, link, part):
     profile = made_up(count, first, second, link=link)
     try:
@@ -469,7 +478,7 @@ def trained(model, batch, policy=None):
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("part", [0.85, 0.7])
+@pytest.mark.parametrize("part", [*slow(0.85), 0.7])
 def test_losses_and_gradients_under_a_plan_are_those_without_bit_for_bit(part):
     model, batch = decoder()
     found = ps.plan(model, batch, budget=part, repeats=1, link=1e9)

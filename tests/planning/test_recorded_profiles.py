@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support.tiers import slow
 from test_loops import Machine
 
 import pagestash as ps
@@ -57,7 +58,7 @@ BARS = {
 }
 
 
-@pytest.mark.parametrize("name", BARS)
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", *slow("hf-qwen3-30b-a3b")])
 def test_parts_of_the_bytes_cost_little(folder, name):
     _, unplanned, planned = searched(name, folder)
     found = {part: planned(part).mean_seconds / unplanned.mean_seconds for part in BARS[name]}
@@ -72,6 +73,7 @@ LOOP_BARS = {
 more with one. (The last two were 1.095 and 1.115 where no saved tensor took any that does not move.)"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOP_BARS)
 def test_parts_of_the_bytes_cost_little_more_where_steps_follow_each_other(folder, name):
     _, unplanned, planned = searched(name, folder, graphed=False)
@@ -79,6 +81,7 @@ def test_parts_of_the_bytes_cost_little_more_where_steps_follow_each_other(folde
     assert all(found[part] <= bar for part, bar in LOOP_BARS[name].items()), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BARS)
 def test_more_memory_makes_no_plan_slower_though_rules_that_move_nothing_are_left_out(folder, name):
     """That is done to each budget's plan alone, and saves the host their hooks."""
@@ -89,6 +92,7 @@ def test_more_memory_makes_no_plan_slower_though_rules_that_move_nothing_are_lef
         assert found[-1] == unplanned.mean_seconds < found[0]
 
 
+@pytest.mark.slow
 def test_a_host_that_has_no_time_to_spare_gets_plans_with_few_launches(folder):
     """A search by what the device takes alone finds more than that."""
     profile = load("hf-qwen3-30b-a3b", folder)
@@ -108,6 +112,7 @@ def less_effort(monkeypatch):
     monkeypatch.setattr(search, "MOST", 200)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("less_effort")
 def test_a_cost_that_was_measured_much_too_high_costs_half_of_the_bytes_nothing(folder):
     """On that host a keeper was measured to cost three times what it did: it had a slow moment."""
@@ -119,6 +124,7 @@ def test_a_cost_that_was_measured_much_too_high_costs_half_of_the_bytes_nothing(
     assert plan.measured_seconds <= 1.05 * plan.unplanned.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("less_effort")
 @pytest.mark.parametrize(("name", "factor"), [("hf-qwen3-30b-a3b", 1.0), ("qwen3-30b-a3b-slow-host", 0.6)])
 def test_a_host_that_is_slower_by_a_tenth_does_not_make_half_of_the_bytes_slower(folder, name, factor):

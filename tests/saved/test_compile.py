@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from support import same
+from support.tiers import slow
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -244,6 +245,7 @@ def test_a_compiled_model_without_a_rule_inside_keeps_what_it_saves(backend):
     assert kept.stats().homes["keep"].bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_gives_the_same_bits():
     model = Model()
@@ -301,7 +303,7 @@ def moe(what):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("what", ["model", "layer", "norm", "experts"])
+@pytest.mark.parametrize("what", ["layer", *slow("model", "norm", "experts")])
 @pytest.mark.parametrize(
     ("match", "home"),
     [

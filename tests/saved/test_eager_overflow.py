@@ -12,6 +12,7 @@ import pagestash as ps
 sys.path.insert(0, str(Path(__file__).parent))
 from stack import CAPACITY, Stack, batch, policy, run
 from support import same
+from support.tiers import slow
 
 
 def sized(model=None, rows=8, **pool):
@@ -26,7 +27,7 @@ def sized(model=None, rows=8, **pool):
 # --- keep -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["torch", *slow("triton")], indirect=True)
 def test_what_finds_no_page_stays_and_the_pool_grows_when_the_step_is_over(backend):
     model = Stack()
     keeper = ps.Keeper(policy(headroom=1.0), backend=backend).attach(model)

@@ -26,6 +26,7 @@ POOLS = {
     "spilling": {"page": 256, "device": 256 * 20, "host": "1MiB"},
     "host only": {"page": 256, "device": 256, "host": "1MiB"},
 }
+QUICK = ("measured", "too small", "spilling")
 
 
 class Block(nn.Module):
@@ -95,7 +96,10 @@ def nothing_waits(keeper):
     assert stats.pool is None or stats.pool.device.in_use + stats.pool.host.in_use == 0
 
 
-@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
+@pytest.mark.parametrize(
+    "pool",
+    [pytest.param(POOLS[name], id=name, marks=() if name in QUICK else pytest.mark.slow) for name in POOLS],
+)
 def test_stashed_codes_come_back_in_every_step(backend, pool, model, expected):
     policy = ps.Policy([rule()], pool=ps.PoolConfig(**{"page": 256, **pool}))
     keeper = ps.Keeper(policy, backend=backend).attach(model)

@@ -2,14 +2,15 @@
 
 import pytest
 from nets import compare
+from support.tiers import slow
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", [0, *slow(10, 20, 30)])
 def test_any_policy_gives_the_same_bits(first):
     assert [wrong for seed in range(first, first + 10) if (wrong := compare(seed))] == []
 
 
-@pytest.mark.parametrize("first", range(500, 516, 8))
+@pytest.mark.parametrize("first", [*slow(500), 508])
 def test_and_so_do_steps_that_are_seen_only_where_something_moves(first):
     assert [wrong for seed in range(first, first + 8) if (wrong := compare(seed, steps=6))] == []
 

@@ -160,6 +160,7 @@ print(json.dumps([used, int(most)]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the most memory of a process from /proc")
 def test_a_step_of_256_devices_is_simulated_within_its_limits(tmp_path):
     """The command of the guide, without a picture: at most 1 GiB with imports, and 10 s of one core after them."""

@@ -27,19 +27,12 @@ BATCH, SEQUENCE = 2, 64
 H100 = load_cluster("h100", 1)
 
 
-@pytest.fixture(autouse=True)
-def reference_kernels(monkeypatch):
-    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-
-
 @pytest.fixture(scope="module")
 def profile():
     tokens = torch.randint(0, 256, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
     model = Decoder(TINY)
     model.initialise(0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-        return ps.profile(model, (tokens[:, :-1], tokens[:, 1:]), repeats=1)
+    return ps.profile(model, (tokens[:, :-1], tokens[:, 1:]), repeats=1)
 
 
 def run(**more) -> Run:

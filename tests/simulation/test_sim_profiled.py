@@ -20,11 +20,6 @@ from pagestash.simulation.replay.played import Replay
 from pagestash.simulation.replay.replay import Machine, run_step
 
 
-@pytest.fixture(autouse=True)
-def reference_kernels(monkeypatch):
-    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-
-
 @cache
 def profile(rate: float):
     tokens = torch.randint(0, 256, (2, 65), generator=torch.Generator().manual_seed(0))

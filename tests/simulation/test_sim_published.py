@@ -50,6 +50,7 @@ def test_a_row_says_what_was_missed_and_by_how_much():
     assert Row("seed", "a peak", "GiB", 50.0, 1.0).holds is None
 
 
+@pytest.mark.slow
 def test_the_benchmark_claims_every_bar(rows, tmp_path):
     path = simulate.run(tmp_path)
     assert path.exists()

@@ -13,7 +13,6 @@ from gloo import spawn
 from small import MODEL, run, runs, settings
 from test_ranks import close, torchrun
 
-from pagestash.kernels import backend
 from pagestash.schedules.plan import SCHEDULES, SPLIT_BACKWARD, plans
 from pagestash.train import prepare, read_metrics
 from pagestash.train.checkpoint import latest
@@ -41,14 +40,12 @@ def compare(first, second):
 
 def alone(given, out, **how):
     """A single process, on one thread as each rank is: more would add in another order."""
-    threads, interpreted = torch.get_num_threads(), backend.interpreted
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    backend.interpreted = lambda: False  # what the tests' own fixture does, which comes after the module's
     try:
         return run(given, out, **how)
     finally:
         torch.set_num_threads(threads)
-        backend.interpreted = interpreted
 
 
 def piped_jobs(folder, given, names):

@@ -56,7 +56,7 @@ def close(first, second):
 
 
 LAYOUTS = [
-    pytest.param(2, {"expert_parallel": 1}, id="fsdp"),
+    pytest.param(2, {"expert_parallel": 1}, id="fsdp", marks=pytest.mark.slow),
     pytest.param(2, {"dispatch": "all_gather"}, id="all_gather"),
     pytest.param(2, {"dispatch": "all_to_all"}, id="all_to_all", marks=pytest.mark.slow),
     pytest.param(2, {"dispatch": "all_to_all_exact"}, id="exact", marks=pytest.mark.slow),

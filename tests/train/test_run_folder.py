@@ -106,9 +106,7 @@ def test_settings_given_to_a_resume_outlive_its_kill(tmp_path):
 def base(tmp_path_factory):
     """A run of 4 steps with checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("base")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-        run(settings(folder, steps=4), folder / "run")
+    run(settings(folder, steps=4), folder / "run")
     return folder / "run"
 
 

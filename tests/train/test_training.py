@@ -37,10 +37,8 @@ def same_run(first, second):
 def whole(tmp_path_factory):
     """A run of 6 steps that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-        given = settings(folder)
-        run(given, folder / "run")
+    given = settings(folder)
+    run(given, folder / "run")
     return given, folder / "run"
 
 
@@ -166,6 +164,7 @@ def wait_for_lines(out, count, process):
     pytest.fail(f"no {count} lines: {process.communicate()[1]}")
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_the_command_line_ends_cleanly(tmp_path):
     process = start(settings(tmp_path, steps=100_000), tmp_path / "run")
     wait_for_lines(tmp_path / "run", 3, process)
@@ -178,6 +177,7 @@ def test_ctrl_c_on_the_command_line_ends_cleanly(tmp_path):
     assert latest(tmp_path / "run").name == f"step-{steps:08d}"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_resumes_to_the_same_bits(tmp_path):
     given = settings(tmp_path, steps=100_000, checkpoint_every=1)
     process = start(given, tmp_path / "run")

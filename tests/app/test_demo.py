@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,12 +9,12 @@ from typer.testing import CliRunner
 import pagestash as ps
 import pagestash.commands.demo as demo
 from pagestash.cli import app
+from pagestash.sizes import format_bytes
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """The same story in seconds, by the torch references of the kernels."""
-    monkeypatch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
+    """The same story in seconds."""
     monkeypatch.setattr(demo, "SHAPE", replace(demo.SHAPE, layers=8, experts=4))
     monkeypatch.setattr(demo, "TOKENS", 128)
 
@@ -28,13 +27,18 @@ def smaller(monkeypatch, small):
 
 
 def run(*words):
-    result = CliRunner().invoke(app, ["demo", "--steps", "2", *map(str, words)], env={"COLUMNS": "100"})
+    result = CliRunner().invoke(app, ["demo", "--steps", "2", *map(str, words)], env={"COLUMNS": "80"})
+    assert all(len(line) <= 80 for line in result.output.splitlines() if "/" not in line)
     return result, " ".join(result.output.split())
 
 
-def test_half_of_the_activations_the_same_losses_and_pictures(tmp_path):
+def test_half_of_the_activations_the_same_losses_and_pictures(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    out = tmp_path / "new" / "folder"
+    out, drawn = tmp_path / "new" / "folder", []
+    for draw in (ps.Plan.plot_curve, ps.Plan.plot_memory):
+        monkeypatch.setattr(
+            ps.Plan, draw.__name__, lambda plan, path, draw=draw: (drawn.append(plan), draw(plan, path))
+        )
     result, text = run("--out", out)
     assert result.exit_code == 0, (result.output, result.exception)
     assert "Losses of all 2 steps are equal to the last bit: yes." in text
@@ -45,8 +49,13 @@ def test_half_of_the_activations_the_same_losses_and_pictures(tmp_path):
     assert measured <= 0.5
     assert ps.Policy.load(out / "policy.toml").rules
     assert ps.Profile.load(out / "profile.json").total_bytes > 0
-    for path in re.search(r"Pictures: (\S+) and (\S+)", text).groups():
-        assert Path(path).read_bytes().startswith(b"\x89PNG")
+    for name in ("curve.png", "memory.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    for plan in drawn:  # of the bytes that the table counts
+        assert format_bytes(plan.unplanned.peak_bytes) in text
+        assert format_bytes(plan.predicted.peak_bytes) in text
+        assert max(map(sum, zip(*plan.predicted.memory.values()))) == plan.predicted.peak_bytes
+    assert len(drawn) == 2
 
 
 @pytest.mark.usefixtures("smaller")
@@ -58,6 +67,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.png"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("smaller")
 def test_it_fails_when_a_loss_differs_in_a_bit(tmp_path, monkeypatch):
     train = demo.Run.train

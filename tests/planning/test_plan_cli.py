@@ -48,7 +48,7 @@ def test_a_saved_profile_is_planned_without_running_anything(tmp_path, monkeypat
     assert done.output.startswith("The step fits without a policy: ")
     small = run("--profile", str(profile), "--budget", "1200000")
     assert small.exit_code == 2
-    assert small.stderr.startswith("error: nothing fits 1.1 MiB: the smallest plan takes ")
+    assert small.stderr.splitlines()[-1].startswith("error: nothing fits 1.1 MiB: the smallest plan takes ")
 
 
 def test_a_plan_is_drawn(tmp_path):
@@ -119,13 +119,27 @@ def profile_file(tmp_path):
 
 
 def test_a_saved_profile_is_planned_for_another_link(profile_file):
-    """At 10 MB/s copies would take seconds, so nothing leaves."""
-    quick, slow = (
-        run("--profile", str(profile_file), "--budget", "0.8", *link) for link in ((), ("--link", "10MB"))
+    """At 10 MB/s copies would take seconds, so nothing leaves. Nor does it on a CPU, which has no link."""
+    quick, slow, none = (
+        run("--profile", str(profile_file), "--budget", "0.8", *link)
+        for link in (("--link", "1GB"), ("--link", "10MB"), ())
     )
-    assert quick.exit_code == slow.exit_code == 0
+    assert quick.exit_code == slow.exit_code == none.exit_code == 0
     assert "link       0 B each way" not in quick.output
-    assert "link       0 B each way" in slow.output
+    assert "link       0 B each way" in slow.stdout
+    assert "link       0 B each way" in none.stdout
+    assert "a CPU has no link to other memory" in none.stderr
+    assert not quick.stderr + slow.stderr
+
+
+def test_a_plan_fits_80_columns(profile_file):
+    words = ["plan", "--profile", str(profile_file), "--budget", "0.7"]
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    below = lines[[line.split(" ")[0] for line in lines].index("planned") + 1]
+    assert below.startswith("           ")  # what is too long for a line goes on below its beginning
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import pagestash as ps
 from pagestash.models import Decoder, preset
 from pagestash.moe import MoE, MoEConfig
 from pagestash.profiling.plot import waiting
-from pagestash.profiling.table import groups, label
+from pagestash.profiling.table import LARGEST, LEAST_SECONDS, groups, label
 from pagestash.sizes import format_bytes
 
 POLICY = ps.Policy(
@@ -28,9 +29,7 @@ POLICY = ps.Policy(
 
 @pytest.fixture(scope="module")
 def found():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pagestash.kernels.backend.interpreted", lambda: False)
-        return measured()
+    return measured()
 
 
 def measured():
@@ -90,6 +89,17 @@ def test_the_table_has_layers_together_and_adds_up(found):
     assert format_bytes(norm.bytes) in narrow
     with pytest.raises(ValueError, match="depth=0"):
         found.table(depth=0)
+
+
+@pytest.mark.parametrize("policy", [None, POLICY], ids=["all homes", "under a policy"])
+def test_a_narrow_table_has_one_line_a_region_and_marks_the_largest(found, policy):
+    narrow = shown(replace(found, policy=policy).table(narrow=True), width=80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    rows = [line.split()[0] for line in narrow.splitlines() if line[1:2].strip()]
+    for group in groups(found):
+        assert rows.count(group.name) == (group.bytes > 0 or sum(group.seconds) >= LEAST_SECONDS)
+    (largest,) = (line for line in narrow.splitlines() if f"iB {LARGEST}" in line)
+    assert largest.split()[0] == max(groups(found), key=lambda group: group.bytes).name
 
 
 def test_a_row_of_whole_layers_makes_them_again_whole(found):

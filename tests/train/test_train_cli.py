@@ -2,10 +2,13 @@
 
 import hashlib
 import importlib.util
+import io
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -13,6 +16,7 @@ from small import run, settings, words
 
 from pagestash.cli import app
 from pagestash.train import read_metrics
+from pagestash.train.metrics import Display, display
 
 
 def invoke(*arguments):
@@ -47,6 +51,16 @@ def test_the_command_writes_metrics_and_a_checkpoint(tmp_path):
     assert again.exit_code == 0, again.output
     assert "Going on from" in again.stdout
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_progress_has_its_bar_at_80_columns():
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+    homes = {"keep": 3 << 30, "stash": 2 << 30, "offload": 1 << 30, "recompute": 5 << 30}
+    with display(console) as progress:
+        shown = Display(progress, "qwen3-30b-a3b", total=1000, done=0)
+        shown.step({"step": 500, "loss": 5.4321, "tokens": 8192, "seconds": 0.2, "saved_bytes": homes})
+    text = console.file.getvalue()
+    assert re.search(r"━{10,} .*500/1000 .*\n *loss 5.4321  40,960 tokens/s  keep 3.0 GiB.*\n *recompute 5.0 GiB", text)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from pagestash.commands.checks import check_file, exit_code
 from pagestash.commands.options import PartitionOptions
+from pagestash.commands.show import columns
 from pagestash.models.config import preset
 from pagestash.models.costs import layer_costs
 from pagestash.pipeline.costs import LayerCost, measured_costs, read_costs
@@ -72,7 +73,7 @@ def _run(options: PartitionOptions) -> None:
     placed = partition(costs, stages, options.schedule, microbatches=microbatches, memory=room)
     if options.json is not None:
         options.json.write_text(json.dumps(placed.to_json(), indent=2) + "\n", encoding="utf-8")
-    _show(placed, Console())
+    _show(placed, Console(width=columns()))
 
 
 def _show(placed: Partition, console: Console) -> None:

@@ -8,6 +8,7 @@ from textwrap import wrap
 
 from pagestash.commands.checks import check_numbers
 from pagestash.commands.options import PlanOptions
+from pagestash.commands.show import show
 from pagestash.commands.simulate import (
     dispatcher_of,
     factors_of,
@@ -45,7 +46,7 @@ def run(options: PlanOptions) -> None:
     if options.out is not None and options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out {options.out}: expected a folder")
     found = search(wanted_of(options), progress=_progress)
-    print(report(found))
+    show(report(found))
     if options.out is not None:
         write(found, options.out)
 

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from pagestash.commands.checks import check_file, check_numbers, check_picture
 from pagestash.commands.options import MeasuredOptions, PlanOptions
 from pagestash.commands.partition import MOST_ACTIONS
+from pagestash.commands.show import note, show
 from pagestash.commands.step import given_link, measure
 from pagestash.device import find_device
 from pagestash.pipeline.planned import PipelinePlan, plan_pipeline
@@ -27,7 +28,7 @@ def run(options: PlanOptions) -> None:
     """Plan and print. A budget that nothing fits is bad input."""
     if options.pp is not None:
         pipeline = _plan_pipeline(options)
-        print(pipeline)
+        show(pipeline)
         if options.out is not None:
             pipeline.save(options.out)
         return
@@ -35,7 +36,7 @@ def run(options: PlanOptions) -> None:
         if getattr(options, name) is not None:
             raise ValueError(f"--{name} is for a pipeline: pass --pp, too")
     found = _plan(options)
-    print(found)
+    show(found)
     if options.out is not None:
         found.policy.save(options.out)
     if options.curve is not None:
@@ -69,7 +70,7 @@ def _plan_pipeline(options: PlanOptions) -> PipelinePlan:
         ranks=options.pp,
         microbatches=options.microbatches,
         budget=_budget(options),
-        host=options.host,
+        host=_host(options, profile),
         optimizer_bytes=state * (profile.gradient_bytes or 0),
     )
 
@@ -104,7 +105,7 @@ def _plan(options: PlanOptions) -> Plan:
     return plan_profile(
         profile,
         budget=_budget(options),
-        host=options.host,
+        host=_host(options, profile),
         optimizer_bytes=state * (profile.gradient_bytes or 0),
         rows=rows,
         overflow=OVERFLOW if options.overflow is None else options.overflow,
@@ -113,6 +114,14 @@ def _plan(options: PlanOptions) -> Plan:
         waits=options.waits,
         progress=True,
     )
+
+
+def _host(options: PlanOptions, profile: Profile) -> str | int:
+    """None for a step that was measured on a CPU, unless a link or host memory is given."""
+    if profile.device != "cpu" or options.link is not None or options.host != "auto":
+        return options.host
+    note("a CPU has no link to other memory: nothing is offloaded (--link 50GB plans as for a GPU)")
+    return 0
 
 
 def _rows(options: PlanOptions) -> Rows | None:

@@ -1,15 +1,13 @@
 """`pagestash profile`."""
 
-import sys
-
 from rich.console import Console
 
 from pagestash.commands.checks import check_file, check_numbers, check_picture, exit_code
 from pagestash.commands.options import ProfileOptions
+from pagestash.commands.show import columns
 from pagestash.commands.step import measure
 from pagestash.policy import Policy, Rule
 
-PIPE_COLUMNS = 160
 WIDE_COLUMNS = 140
 """Width of the full table."""
 
@@ -22,8 +20,7 @@ def run(options: ProfileOptions) -> int:
 def _run(options: ProfileOptions) -> None:
     _check(options)
     found, _ = measure(options, None if options.policy is None else Policy.load(options.policy))
-    # A pipe has no width, and rich would assume 80 columns.
-    console = Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)
+    console = Console(width=columns())
     console.print(found.table(depth=options.depth, narrow=console.width < WIDE_COLUMNS))
     if options.tensors is not None:
         console.print(found.tensor_table(options.tensors))

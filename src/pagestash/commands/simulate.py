@@ -1,13 +1,13 @@
 """`pagestash simulate`."""
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pagestash.commands.checks import check_file, check_numbers, check_picture, exit_code
 from pagestash.commands.options import SimulateOptions
+from pagestash.commands.show import note, show
 from pagestash.models.config import DecoderConfig
 from pagestash.policy import Policy
 from pagestash.profiling.picture import write
@@ -41,7 +41,7 @@ def _run(options: SimulateOptions) -> None:
     check_file("--json", options.json)
     made = run_of(options)
     found = simulate(made, rows_of(options))
-    print(found)
+    show(found)
     if options.json is not None:
         body = found.to_json() | {"options": asdict(options)}
         options.json.write_text(json.dumps(body, indent=2, default=str) + "\n", encoding="utf-8")
@@ -119,10 +119,6 @@ def factors_of(
     for text in found.notes():
         note(text)
     return found.factors
-
-
-def note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
 
 
 def precision_of(text: str) -> Precision:

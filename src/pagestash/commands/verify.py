@@ -4,6 +4,7 @@ import torch
 
 from pagestash.commands.checks import check_numbers, exit_code
 from pagestash.commands.options import VerifyOptions
+from pagestash.commands.show import show
 from pagestash.commands.step import make_step
 from pagestash.policy import Policy
 from pagestash.verifying.result import Verification
@@ -18,7 +19,7 @@ def run(options: VerifyOptions) -> int:
     found: list[Verification] = []
     code = exit_code(lambda: found.append(_verify(options)))
     for report in found:
-        print(report)
+        show(report)
         code = 0 if report.equal else DIFFERENT
     return code
 

@@ -74,20 +74,21 @@ class PipelinePlan:
         return paths
 
     def __str__(self) -> str:
-        cells = [("rank", "layers", "policy", "peak", "unplanned", "busy", "unplanned")]
+        cells = [("rank", "layers", "peak", "unplanned", "busy", "unplanned")]
         for own in self.ranks:
             before, after = own.plan.unplanned, own.plan.predicted
-            rules = [f"{rule.home} {rule.match}" for rule in own.plan.policy.rules] or ["keep"]
             sizes = (format_bytes(after.peak_bytes), format_bytes(before.peak_bytes))
             times = (f"{1e3 * after.seconds:.1f} ms", f"{1e3 * before.seconds:.1f} ms")
-            cells.append((str(own.rank), _span(own.layers), rules[0], *sizes, *times))
-            cells += [("", "", rule, "", "", "", "") for rule in rules[1:]]
-        widths = [max(len(row[at]) for row in cells) for at in range(7)]
-        lines = [
-            "  ".join(f"{cell:<{width}}" if at in (1, 2) else f"{cell:>{width}}" for at, (cell, width) in own)
+            cells.append((str(own.rank), _span(own.layers), *sizes, *times))
+        widths = [max(len(row[at]) for row in cells) for at in range(6)]
+        heading, *rows = (
+            "  ".join(f"{cell:<{width}}" if at == 1 else f"{cell:>{width}}" for at, (cell, width) in own)
             for own in (list(enumerate(zip(row, widths))) for row in cells)
-        ]
-        lines.insert(1, "-" * len(lines[0]))
+        )
+        lines = [heading, "-" * len(heading)]
+        for row, own in zip(rows, self.ranks):
+            rules = [f"{rule.home} {rule.match}" for rule in own.plan.policy.rules] or ["keep"]
+            lines += [row, *(f"      {rule}" for rule in rules)]
         busy = max(own.plan.predicted.seconds for own in self.ranks)
         lines += [
             "",

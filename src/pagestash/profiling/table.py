@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MODEL = "(model)"
 """What is saved outside all submodules."""
+LARGEST = "◀"
+"""Marks the region with the most bytes."""
 LEAST_SECONDS = 5e-6
 """Regions that saved nothing and took less time are omitted."""
 
@@ -75,55 +77,56 @@ def groups(profile: ProfiledStep, *, depth: int | None = None, layers: bool = Fa
 def region_table(
     profile: ProfiledStep, *, depth: int | None = None, layers: bool = False, narrow: bool = False
 ) -> "Table":
-    """One row for each region, or for each of their groups; `narrow` puts pairs of figures on two lines.
+    """One row for each region, or for each of their groups; the one with the most bytes is marked.
 
-    It also leaves out what the link could hide, to fit 80 columns.
+    `narrow` fits 80 columns: milliseconds in one sum, and the bytes that offload and recompute would save; under a
+    policy, the home of a region instead.
     """
     from rich import box
     from rich.table import Table
 
     if depth is not None and depth < 1:
         raise ValueError(f"depth={depth}: expected at least 1")
-    between = "\n" if narrow else " / "
     table = Table(
         title="saved for backward, by region",
-        caption=_caption(profile),
+        caption=_caption(profile, narrow=narrow),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0) if narrow else (0, 1),
     )
     table.add_column("region", overflow="fold", no_wrap=not narrow)
-    hides = [] if narrow else ["link hides"]
-    for heading in ("bytes", f"fwd{between}bwd ms", *hides, "stash", "offload", "recompute"):
+    headings = ["bytes", "ms"] if narrow else ["bytes", "fwd / bwd ms", "link hides"]
+    homes = ["offload", "recompute"] if narrow else ["stash", "offload", "recompute"]
+    if narrow and profile.policy is not None:
+        homes = []
+    for heading in (*headings, *homes):
         table.add_column(heading, justify="right", no_wrap=True)
     if profile.policy is not None:
         table.add_column("home")
-    for group in groups(profile, depth=depth, layers=layers):
+    found = groups(profile, depth=depth, layers=layers)
+    most = max(group.bytes for group in found) if found else 0
+    for group in found:
         if not group.bytes and sum(group.seconds) < LEAST_SECONDS:
             continue
-        homes = estimate(group.tensors, *group.hiding, profile.link)
+        estimates: dict[str, HomeEstimate | None] = {
+            **estimate(group.tensors, *group.hiding, profile.link),
+            "recompute": _recompute(group, layers=layers),
+        }
         alike = sum(label(region.name, layers=layers) == group.name for region in group.regions)
         times = f"  ×{alike}" if alike > 1 else ""
+        largest = 0 < most == group.bytes
         row = [
             group.name + times,
-            format_bytes(group.bytes),
-            between.join(map(_milliseconds, group.seconds)),
-            *([] if narrow else [format_bytes(hidden_bytes(*group.hiding, profile.link))]),
-            _estimate(homes["stash"], between),
-            _estimate(homes["offload"], between),
-            _estimate(_recompute(group, layers=layers), between),
+            format_bytes(group.bytes) + (f" {LARGEST}" if largest else ""),
+            *_times(profile, group.seconds, group.hiding, narrow=narrow),
+            *(_estimate(estimates[home], narrow=narrow) for home in homes),
         ]
         if profile.policy is not None:
-            row.append(between.join(home for home, size in group.homes.items() if size))
-        table.add_row(*row)
+            row.append(", ".join(home for home, size in group.homes.items() if size))
+        table.add_row(*row, style="bold" if largest else None)
     table.add_section()
     both = profile.forward_seconds, profile.backward_seconds
-    table.add_row(
-        "together",
-        format_bytes(profile.total_bytes),
-        between.join(map(_milliseconds, both)),
-        *([] if narrow else [format_bytes(hidden_bytes(*both, profile.link))]),
-    )
+    table.add_row("together", format_bytes(profile.total_bytes), *_times(profile, both, both, narrow=narrow))
     return table
 
 
@@ -179,22 +182,33 @@ def _recompute(group: Group, *, layers: bool) -> HomeEstimate | None:
     return HomeEstimate(sum(item.saved_bytes for item in whole), sum(item.seconds for item in whole))
 
 
-def _estimate(found: HomeEstimate | None, between: str) -> str:
+def _times(
+    profile: ProfiledStep, seconds: tuple[float, float], hiding: tuple[float, float], *, narrow: bool
+) -> list[str]:
+    """Milliseconds of forward and backward, and what the link could hide behind `hiding` where there is room."""
+    if narrow:
+        return [_milliseconds(sum(seconds))]
+    return [" / ".join(map(_milliseconds, seconds)), format_bytes(hidden_bytes(*hiding, profile.link))]
+
+
+def _estimate(found: HomeEstimate | None, *, narrow: bool) -> str:
     if found is None or not found.saved_bytes:
         return "–"
-    return f"{format_bytes(found.saved_bytes)}{between}{_milliseconds(found.seconds)} ms"
+    size = format_bytes(found.saved_bytes)
+    return size if narrow else f"{size} / {_milliseconds(found.seconds)} ms"
 
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
 
 
-def _caption(profile: ProfiledStep) -> str:
+def _caption(profile: ProfiledStep, *, narrow: bool) -> str:
     link = profile.link
     source = "measured" if link.measured else "assumed"
+    costs = "" if narrow else ", and milliseconds that this costs a step"
     lines = [
-        "Homes: bytes saved, and milliseconds that this costs a step. Times and bytes are a region's own; "
-        "recompute is for all that is inside it.",
+        f"{LARGEST} the most. Homes: bytes saved{costs}. Times and bytes are a region's own; recompute is for all "
+        "that is inside it.",
         f"Link {source}: {link.out / 1e9:.1f} GB/s out, {link.back / 1e9:.1f} GB/s back.",
     ]
     others = _others(profile)

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from pagestash.sizes import format_bytes
 from pagestash.train.folder import RunError, reason, write_whole
@@ -68,8 +69,17 @@ class TensorBoard:
         self._writer.close()
 
 
+class _TwoLines(Progress):
+    """A bar, and below it what is told of the last step: beside it a terminal of 80 columns has no room."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        for task in self.tasks:
+            yield self.make_tasks_table([task])
+            yield Text(task.fields["told"])
+
+
 class Display:
-    """A progress line with loss, tokens per second, and bytes by home."""
+    """A bar, and loss, tokens per second, and bytes by home."""
 
     def __init__(self, progress: Progress, name: str, total: int, done: int) -> None:
         self._progress = progress
@@ -83,9 +93,9 @@ class Display:
 
 @contextmanager
 def display(console: Console) -> Iterator[Progress]:
-    """Progress lines for as long as the block runs."""
+    """A bar for as long as the block runs."""
     columns = [TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn()]
-    with Progress(*columns, TextColumn("{task.fields[told]}"), console=console) as progress:
+    with _TwoLines(*columns, console=console) as progress:
         yield progress
 
 

@@ -149,8 +149,9 @@ def draw(name: str, ranks: list[list[Any]], path: Path) -> None:
     height = 40 + 70 * len(ranks)
     legend = "  ".join(f'<tspan fill="{colour}">{kind}</tspan>' for kind, colour in COLOURS.items())
     path.write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="1440" height="{height}" font-family="sans-serif" '
-        f'font-size="13"><text x="24" y="18">{name}: actions of each rank, bytes held beneath  {legend}</text>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1440 {height}" font-family="sans-serif" '
+        f'font-size="13" fill="#222"><rect width="1440" height="{height}" fill="#fff"/>'
+        f'<text x="24" y="18">{name}: actions of each rank, bytes held beneath  {legend}</text>'
         f"{''.join(parts)}</svg>\n"
     )
 

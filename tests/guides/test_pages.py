@@ -3,11 +3,14 @@
 import ast
 import pkgutil
 import re
+import runpy
 import shlex
 import sys
 import tomllib
+import types
 from functools import partial
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -68,6 +71,30 @@ def test_every_name_of_the_api_pages_is_there(name):
         if name.startswith(f"pagestash.{part}."):
             pytest.importorskip(package)
     assert pkgutil.resolve_name(name).__doc__, f"{API_NAMES[name]} names what has no text to show"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("**/*.svg")), ids=lambda path: path.name)
+def test_a_picture_brings_its_own_white_ground(path):
+    """Its text is dark, and a page may be."""
+    root = ElementTree.parse(path).getroot()
+    first = next(item for item in root.iter() if item.tag.rpartition("}")[2] in ("rect", "path", "text"))
+    painted = first.get("fill") or first.get("style", "")
+    assert re.search("#fff(fff)?$", painted)
+    if first.tag.endswith("rect"):
+        assert root.get("viewBox") == f"0 0 {first.get('width')} {first.get('height')}"
+
+
+def test_the_readme_of_a_package_has_whole_addresses(monkeypatch):
+    interface = types.SimpleNamespace(MetadataHookInterface=object)
+    monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", interface)
+    readme = runpy.run_path(str(ROOT / "hatch_build.py"))["readme"]
+    text = "![Time](docs/a.svg)\n[Start](docs/b.md), [here](#here), [there](https://there)\n"
+    assert readme(text, "") == "[Start](docs/b.md), [here](#here), [there](https://there)\n"
+    assert readme(text, "https://at") == (
+        "![Time](https://at/raw/main/docs/a.svg)\n"
+        "[Start](https://at/blob/main/docs/b.md), [here](#here), [there](https://there)\n"
+    )
+    assert not re.search(r"\]\((?!https:|#)", readme(PAGES["README.md"].read_text(), "https://at"))
 
 
 def test_the_page_of_eight_bits():

@@ -58,6 +58,7 @@ def test_half_of_the_activations_the_same_losses_and_pictures(tmp_path, monkeypa
     assert len(drawn) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("smaller")
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -47,6 +47,7 @@ def test_every_script_is_run_and_listed():
     )
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(capsys):
     pytest.importorskip("transformers", minversion="5.7")
     names = {}

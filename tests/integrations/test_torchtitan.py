@@ -55,6 +55,10 @@ PARALLEL = {
 ATTENTION = {"qwen3": "small.sdpa", "deepseek": "small.sdpa", "gptoss": "small.math_attention"}
 
 
+SAVED = ("--checkpoint.enable", "--checkpoint.interval", "3", "--checkpoint.folder")
+FROM = "--checkpoint.initial_load_path"
+
+
 RUNS = {
     1: {
         **{f"{model} stock": (model, [], ()) for model in ATTENTION},
@@ -64,6 +68,14 @@ RUNS = {
         "recompute": ("qwen3", [POLICY.replace("policy.toml", "recompute.toml")], ()),
         "compiled stock": ("qwen3", [], COMPILED),
         "compiled offload": ("qwen3", [POLICY.replace("policy.toml", "offload.toml")], COMPILED),
+        "saved by ours": ("qwen3", [EXPERTS], (*SAVED, "ours")),
+        "saved by stock": ("qwen3", [], (*SAVED, "stock")),
+        "loaded by stock": ("still", [], (*SAVED, "stock after ours", FROM, "{folder}/outputs/ours/step-3")),
+        "loaded by ours": (
+            "still",
+            [EXPERTS],
+            (*SAVED, "ours after stock", FROM, "{folder}/outputs/stock/step-3"),
+        ),
         "accumulated ours": ("qwen3", [EXPERTS], ACCUMULATE),
         "accumulated kept": ("qwen3", [EXPERTS, POLICY], ACCUMULATE),
     },
@@ -92,7 +104,7 @@ def runs(tmp_path_factory):
         # (Not our kernels, interpreted, as the tests of this process have them: they take minutes.)
         quiet = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "WANDB_MODE": "disabled"}
         (folder / "runs.json").write_text(
-            json.dumps({name: arguments(*run) for name, run in RUNS[ranks].items()})
+            json.dumps({name: arguments(*run, folder) for name, run in RUNS[ranks].items()})
         )
         done = subprocess.run(
             [sys.executable, str(HERE / "train.py"), "runs.json", str(ranks)],
@@ -115,9 +127,18 @@ def runs(tmp_path_factory):
     return found
 
 
-def arguments(model, overrides, settings):
+def arguments(model, overrides, settings, folder):
+    settings = [each.format(folder=folder) for each in settings]
     return [
-        *("--module", "small", "--config", model, "--override.imports", ATTENTION[model], *overrides),
+        *(
+            "--module",
+            "small",
+            "--config",
+            model,
+            "--override.imports",
+            ATTENTION.get(model, "small.sdpa"),
+            *overrides,
+        ),
         *("--training.local_batch_size", "2", "--training.seq_len", "64", "--training.steps", "3"),
         *("--training.disable_cuda_graphs", "--debug.seed", "0", "--debug.deterministic", *settings),
         "activation-checkpoint:selective",
@@ -164,6 +185,16 @@ def test_two_ranks(runs, name):
 
 
 # --- checkpoints ---
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("ours", "stock"), ("stock", "ours")])
+def test_the_weights_that_one_has_saved_on_disk_the_other_loads(runs, saved, loaded):
+    """And trains at a rate of 0, at which the bias of a router moves all the same."""
+    written, read = runs(f"saved by {saved}"), runs(f"loaded by {loaded}")
+    assert len(read.steps[0]) == 3
+    weights = {name for name in written.weights[0] if not name.endswith("expert_bias_E")}
+    assert read.weights[0].keys() == written.weights[0].keys() > weights
+    assert all(torch.equal(read.weights[0][name], written.weights[0][name]) for name in weights)
 
 
 def configs():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.tiers import slow
 
 transformers = pytest.importorskip("transformers", minversion="5.7")
 pytest.importorskip("accelerate")
@@ -84,7 +85,7 @@ def test_losses_and_weights_are_those_of_the_trainer_alone(tmp_path, settings):
     assert all(keeper.stats().homes[home].peak for home in ("stash", "offload", "recompute"))
 
 
-@pytest.mark.parametrize("settings", [{}, {"bf16": True}], ids=["plain", "bf16"])
+@pytest.mark.parametrize("settings", [*slow({}), {"bf16": True}], ids=["plain", "bf16"])
 def test_a_keeper_with_a_budget_plans_for_the_trainer(tmp_path, settings):
     plain = trainer_of(model_of(), tmp_path / "plain", **settings)
     plain.train()

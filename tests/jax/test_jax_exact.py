@@ -153,6 +153,7 @@ def windows(counts, starts=(0, 0, 0, 0)):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds",
     [

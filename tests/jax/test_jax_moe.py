@@ -87,6 +87,7 @@ def test_the_demo_runs_and_its_losses_agree(monkeypatch, capsys):
     assert "losses agree in all 1 steps" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_the_demo_is_a_program_that_asks_for_its_devices_itself(monkeypatch):
     done = run("-m", "pagestash.jax.demo", "--steps", "0")
     assert done.returncode == 2

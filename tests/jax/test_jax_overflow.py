@@ -63,6 +63,7 @@ def test_recompute_is_exact(factor, plain):
         assert int(report.rows_used) <= int(report.rows_capacity) == int(factor * EXPECTED * len(counts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", FACTORS)
 def test_poison_is_nan_everywhere_or_exact(factor, plain):
     for counts in (BALANCED, SKEWED, ONE_HOT):

@@ -5,8 +5,8 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tiers import sweep
 
 from pagestash.jax import Rows
 from pagestash.jax.geometry import Tag, from_words, lay_out, to_words
@@ -61,14 +61,15 @@ windows = st.tuples(st.integers(0, CAPACITY), st.integers(0, CAPACITY)).map(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    kind=st.sampled_from(list(SHAPES)),
-    page=st.sampled_from([1, 8]),
-    factor=st.sampled_from([0.6, 2.0]),
-    space=st.sampled_from([None, HOST]),
-    layers=st.lists(windows, min_size=LAYERS, max_size=LAYERS),
-    seed=st.integers(0, 2**16),
+@sweep(
+    10,
+    60,
+    st.sampled_from(list(SHAPES)),
+    st.sampled_from([1, 8]),
+    st.sampled_from([0.6, 2.0]),
+    st.sampled_from([None, HOST]),
+    st.lists(windows, min_size=LAYERS, max_size=LAYERS),
+    st.integers(0, 2**16),
 )
 def test_what_fits_comes_back_and_the_rest_is_zero(kind, page, factor, space, layers, seed):
     geometry, place_, push_, pop_ = programs(kind, page, factor, space)

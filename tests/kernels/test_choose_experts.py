@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.compare import error, same
+from support.tiers import slow
 
 from pagestash.kernels.backend import interpreted
 from pagestash.kernels.moe.choose_experts import (
@@ -25,7 +26,7 @@ SHAPES = [(1, 1, 1), (5, 3, 3), (33, 7, 2), (20, 128, 8), (3, 130, 6), (0, 8, 2)
 
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), SHAPES)
-@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("corrected", [True, *slow(False)])
 def test_choices_and_weights_are_those_of_torch(scoring, tokens, experts, top_k, corrected):
     torch.manual_seed(0)
     logits = torch.randint(-4, 5, (tokens, experts)).float() / 2  # many ties

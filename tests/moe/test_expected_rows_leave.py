@@ -95,7 +95,7 @@ def kept(expected, tokens):
     return run(Stack(expected), tokens=tokens)
 
 
-@pytest.mark.parametrize("names", [BOTH, EACH])
+@pytest.mark.parametrize("names", [pytest.param(BOTH, marks=pytest.mark.slow), EACH])
 @pytest.mark.parametrize(("fraction", "prefetch"), [(0.3, 0), (1.0, 0), (1.0, 30_000), (1.0, None)])
 @pytest.mark.parametrize("expected", [EXPECTED, T * K, 2 * T * K])
 def test_the_same_bits_whatever_leaves(names, fraction, prefetch, expected):
@@ -378,7 +378,7 @@ def on_host(group, entry):
     return host.view(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("names", [BOTH, EACH])
+@pytest.mark.parametrize("names", [pytest.param(BOTH, marks=pytest.mark.slow), EACH])
 @pytest.mark.parametrize("prefetch", [0, 20_000, 60_000])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_copies_may_come_as_late_as_their_events_allow(monkeypatch, names, prefetch, microbatches):

@@ -147,7 +147,7 @@ def kept_of_received(expected, references=False):
     return loss_and_gradients(*received(expected))
 
 
-@pytest.mark.parametrize("expected", [0, 60, 2 * TOKENS * TOP_K])
+@pytest.mark.parametrize("expected", [60, *slow(0, 2 * TOKENS * TOP_K)])
 def test_expected_rows_stay_and_the_others_go_to_pages(expected):
     (model, x), plain = received(expected), kept_of_received(expected)
     keeper = ps.Keeper(policy(), backend="torch").attach(model)
@@ -166,7 +166,7 @@ def test_expected_rows_stay_and_the_others_go_to_pages(expected):
 
 
 @pytest.mark.parametrize("pages", [1, 5, 14, 30, 60])
-@pytest.mark.parametrize("expected", [0, 60])
+@pytest.mark.parametrize("expected", [60, *slow(0)])
 def test_received_rows_that_find_no_page_stay_where_they_are(expected, pages, request):
     references = (expected, pages) not in ((0, 14), (60, 5))  # interpreted kernels are slow
     if not references:

@@ -309,6 +309,7 @@ def test_two_pools_do_not_mix(backend):
 # --- without triton ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_triton_the_package_imports_and_the_reference_runs():
     program = """
         import sys

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tiers import sweep
 from three_way import ON_DEVICE, Spec, ThreeWays
 
 pytest.importorskip("triton")
@@ -100,7 +101,7 @@ def stash(ways, group, rows, device_rows, device_dtype, account, host_later):
     )
 
 
-@given(pools, st.lists(operations, min_size=6, max_size=9))
+@sweep(12, 40, pools, st.lists(operations, min_size=6, max_size=9))
 def test_ring_reference_and_kernels_agree_on_random_sequences(pool, sequence):
     play(pool, sequence)
 

@@ -59,7 +59,7 @@ def peak_of_a_step(model, policy):
 
 
 @pytest.mark.parametrize("budget", [*slow(0.8), 0.6])
-@pytest.mark.parametrize("host", [0, "1GiB"])
+@pytest.mark.parametrize("host", ["1GiB", *slow(0)])
 def test_the_measured_peak_is_that_of_a_step_and_within_the_budget(decoder, budget, host):
     plan = planned(decoder, budget, host)
     assert plan.measured_bytes == pytest.approx(peak_of_a_step(decoder[0], plan.policy), rel=1e-3)

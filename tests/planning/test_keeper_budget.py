@@ -15,6 +15,7 @@ import torch
 from support import same
 from support.limit import MemoryLimit
 from support.steps import training_step
+from support.tiers import slow
 from torch import nn
 
 import pagestash as ps
@@ -114,7 +115,7 @@ def planned():
 # --- what it is for ---
 
 
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("micro", [*slow(1), 2])
 @pytest.mark.parametrize("inside", [True, False])
 def test_training_has_the_same_bits_from_the_first_step_on(micro, inside):
     plain = train(made(), None, micro=micro, inside=inside)
@@ -583,6 +584,7 @@ def test_a_model_that_was_compiled_in_place_is_refused():
         budgeted(model)
 
 
+@pytest.mark.slow
 def test_layers_that_are_compiled_are_planned_for():
     plain, model = made(), made()
     for each in (plain, model):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tiers import slow
 from test_plans import MB, made_up
 
 import pagestash as ps
@@ -102,7 +103,7 @@ def test_where_there_is_no_host_to_wait_for_it_is_never_slow():
     assert found.slow_host_seconds == found.mean_seconds == found.seconds
 
 
-@pytest.mark.parametrize("part", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("part", [0.5, *slow(0.3, 0.7)])
 def test_more_memory_never_makes_a_plan_slower_on_average(part):
     profile = launched(part, layers=4)
     plans = [plan_profile(profile, budget=budget / 20, host="1GiB") for budget in range(6, 20, 2)]
@@ -111,7 +112,7 @@ def test_more_memory_never_makes_a_plan_slower_on_average(part):
 
 
 @pytest.mark.whole_search
-@pytest.mark.parametrize("budget", [0.7, 0.55, 0.5])
+@pytest.mark.parametrize("budget", [0.55, *slow(0.7, 0.5)])
 def test_a_plan_is_the_fastest_on_average_and_not_on_a_quick_host(monkeypatch, budget):
     profile = launched(0.45)
     plan = plan_profile(profile, budget=budget, host="1GiB")

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tiers import slow
 from test_graphed_plans import on_gpu
 from test_lanes import COSTLY, POLICIES, launched
 from test_plans import MB, made_up
@@ -142,7 +143,7 @@ def aware_and_free(step):
 
 @pytest.mark.parametrize(
     ("parts", "is_taken"),
-    [([0.6, 0.6], True), ([0.98, 0.98], False), ([0.98, 0.6], True), ([1.5, 0.6], True)],
+    [([0.6, 0.6], True), ([0.98, 0.98], False), *slow(([0.98, 0.6], True), ([1.5, 0.6], True))],
 )
 def test_a_plan_that_is_launched_just_in_time_is_not_taken_for_a_little_speed(parts, is_taken):
     """By two hundredths it is faster, as long as the host is as quick as when that was measured.

@@ -51,6 +51,7 @@ def test_a_saved_profile_is_planned_without_running_anything(tmp_path, monkeypat
     assert small.stderr.splitlines()[-1].startswith("error: nothing fits 1.1 MiB: the smallest plan takes ")
 
 
+@pytest.mark.slow
 def test_a_plan_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     curve, memory = tmp_path / "curve.svg", tmp_path / "memory.png"

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.tiers import slow, slow_but
 from torch import nn
 
 import pagestash as ps
@@ -98,16 +99,18 @@ POLICIES = {
 }
 
 
-FRESH = ("attention", "layers", "offloaded attention", "a third of attention offloaded", "both")
+QUICK = [
+    *((name, "held") for name in POLICIES if not name.startswith(("a chain", "two thirds"))),
+    ("both", "fresh"),
+]
 
 
-def with_gradients(policies, fresh=FRESH):
-    """Every policy with gradients that are held; those of `fresh` with new ones, too, and all in long runs."""
-    slow = [pytest.param(name, "fresh", marks=pytest.mark.slow) for name in policies if name not in fresh]
-    return [*((name, "held") for name in policies), *((name, "fresh") for name in fresh), *slow]
+def with_gradients(policies, quick):
+    """Every policy with gradients that are held, and with new ones."""
+    return slow_but(quick, [(name, gradients) for gradients in ("held", "fresh") for name in policies])
 
 
-@pytest.mark.parametrize(("name", "gradients"), with_gradients(POLICIES))
+@pytest.mark.parametrize(("name", "gradients"), with_gradients(POLICIES, QUICK))
 def test_the_peak_and_the_bytes_of_each_home_are_those_of_a_keepers_step(name, gradients):
     policy, (model, profile) = ps.Policy(POLICIES[name]), decoder(gradients)
     found = predict(profile, policy)
@@ -199,7 +202,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("name", slow_but(["half of such tensors"], VIEWS))
 def test_a_view_moves_as_the_range_that_it_spans_or_as_its_elements(name):
     """It is no tensor whose last rows were not filled, and a slice that is copied does not hold its storage."""
     check_exact(*VIEWS[name])
@@ -215,7 +218,7 @@ REPLAYED = {
 }
 
 
-@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize("name", slow_but(["an input in the group of the region around"], REPLAYED))
 def test_an_input_of_a_recomputed_region_moves_with_the_region_around_it(name):
     check_exact(*REPLAYED[name])
 
@@ -243,7 +246,7 @@ UNLIKE_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", UNLIKE_LAYERS)
+@pytest.mark.parametrize("name", slow_but(["the same, norms recomputed"], UNLIKE_LAYERS))
 def test_a_storage_that_several_regions_save_is_asked_for_in_the_groups_that_have_it(name):
     """All layers save the tables of their rotations, for one. A group's first request decides whether it stays."""
     model, given, profile = deeper_decoder()
@@ -276,7 +279,9 @@ INSIDE = {
 
 
 @pytest.mark.filterwarnings("ignore:rule")
-@pytest.mark.parametrize(("name", "gradients"), with_gradients(INSIDE, fresh=("experts", "attention")))
+@pytest.mark.parametrize(
+    ("name", "gradients"), with_gradients(INSIDE, [("experts", "held"), ("attention", "fresh")])
+)
 def test_a_tensor_that_a_region_inside_stashes_comes_back_with_the_replay_too(name, gradients):
     """The stash has what its region saved; what others around it saved of the same storages is recomputed."""
     policy, (model, profile) = ps.Policy(INSIDE[name], ps.PoolConfig(page=4096)), decoder(gradients)
@@ -558,9 +563,11 @@ EXPERTS, ACTIVATION = "model.layers.*.mlp.experts", "model.layers.*.mlp.experts.
     "homes",
     [
         {EXPERTS: "stash"},
-        {ACTIVATION: "recompute"},
-        {EXPERTS: "stash", "model.layers.*": "recompute"},
-        {ACTIVATION: "stash", "model.layers.*": "recompute"},
+        *slow(
+            {ACTIVATION: "recompute"},
+            {EXPERTS: "stash", "model.layers.*": "recompute"},
+            {ACTIVATION: "stash", "model.layers.*": "recompute"},
+        ),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.tiers import slow
 from test_plans import MB, MS, made_up
 
 from pagestash.planning import plan_profile
@@ -65,7 +66,7 @@ def test_a_plan_as_if_a_keeper_cost_nothing_is_taken_if_it_is_faster(step, plans
     assert ran == 2 * [aware.policy, free.policy]
 
 
-@pytest.mark.parametrize("slow_round", range(4))
+@pytest.mark.parametrize("slow_round", [1, *slow(0, 2, 3)])
 def test_a_slow_moment_of_the_host_is_no_property_of_a_plan(step, plans, slow_round):
     """In one of all rounds everything takes half as long again."""
     rounds = []
@@ -81,7 +82,7 @@ def test_a_slow_moment_of_the_host_is_no_property_of_a_plan(step, plans, slow_ro
     assert plan.measured_seconds == predicted(step, plan.policy).seconds
 
 
-@pytest.mark.parametrize("when", [1, 2])
+@pytest.mark.parametrize("when", [*slow(1), 2])
 @pytest.mark.parametrize("what", ["too large", "no memory"])
 def test_a_faster_rival_that_exceeds_the_budget_in_any_round_is_not_taken(step, plans, when, what):
     aware, free = plans

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.tiers import slow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -397,7 +398,7 @@ ALL = [*itertools.product(CASES, ["stash", "offload", "recompute"])]
 ALL.remove(("backward_when_the_step_is_over", "recompute"))  # which is refused
 
 
-@pytest.mark.parametrize("match", ["layers.*", "layers.*.*", "layers.**"])
+@pytest.mark.parametrize("match", [*slow("layers.*", "layers.*.*"), "layers.**"])
 @pytest.mark.parametrize(("name", "home"), ALL)
 def test_gradients_are_the_same_to_the_last_bit(name, home, match):
     plain = gradients(name, seeded(), contextlib.nullcontext)

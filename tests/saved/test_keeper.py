@@ -6,6 +6,7 @@ import pytest
 import torch
 from stack import CAPACITY, POOLS, Stack, batch, in_use, policy, run
 from support import same
+from support.tiers import slow
 from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
@@ -13,9 +14,7 @@ from pagestash.policy import HOMES
 
 
 @pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
-@pytest.mark.parametrize(
-    "rows", [0, pytest.param(1, marks=pytest.mark.slow), 20, pytest.param(CAPACITY, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("rows", [20, *slow(0, 1, CAPACITY)])
 def test_losses_and_gradients_are_the_same_to_the_last_bit(backend, pool, rows):
     model = Stack(depth=2)
     x, count = batch(rows)

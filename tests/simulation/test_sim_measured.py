@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.tiers import slow
 from typer.testing import CliRunner
 
 import pagestash as ps
@@ -173,7 +174,7 @@ def test_regions_of_a_model_have_parts(name, layer, part):
 # --- policies of a plan ---
 
 
-@pytest.mark.parametrize("budget", ["0.8", "0.5"])
+@pytest.mark.parametrize("budget", ["0.8", *slow("0.5")])
 def test_a_planned_policy_is_simulated_and_takes_less(profile, tmp_path, budget):
     path, policy, out = (tmp_path / name for name in ("profile.json", "policy.toml", "out.json"))
     profile.save(path)

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support.tiers import slow
 from test_sim_replay import Amount, HostLink, LayerCosts, replay, step
 
 from pagestash.profiling.picture import write
@@ -30,7 +31,7 @@ def played(name: str = "InterleavedZeroBubble", microbatches: int = 8) -> Replay
     return replay(step(name, 4, microbatches, lambda _: [own, own], host=LINK))
 
 
-@pytest.mark.parametrize("microbatches", [8, 64])
+@pytest.mark.parametrize("microbatches", [8, *slow(64)])
 def test_the_picture_names_all_it_shows(microbatches, tmp_path: Path):
     pytest.importorskip("matplotlib")
     from pagestash.simulation.replay.plot import draw_step

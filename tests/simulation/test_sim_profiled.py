@@ -7,6 +7,7 @@ from itertools import combinations, product
 import pytest
 import torch
 from support.profiled_stage import link_of_profile, program_of_profile
+from support.tiers import slow
 
 import pagestash as ps
 from pagestash.models import Decoder, preset
@@ -76,7 +77,7 @@ REGIONS = ("", "**", "attn_norm", "attn.**", "attn.q_norm", "moe.**", "moe.exper
 PAIRS = list(combinations(("attn", "attn.core_attn", "mlp_norm", "moe.router", "moe.experts"), 2))
 
 
-@pytest.mark.parametrize("rate", [1e7, 1e8, 1e9, 1e12])
+@pytest.mark.parametrize("rate", [1e8, *slow(1e7, 1e9, 1e12)])
 @pytest.mark.parametrize("region", REGIONS)
 def test_one_rank_equals_the_plan_for_each_region_alone(rate, region):
     for home in HOMES:
@@ -121,7 +122,7 @@ def test_offload_lowers_the_peak_of_one_rank():
         assert replayed(found, policies((region, "offload"))).peak_bytes < kept.peak_bytes
 
 
-@pytest.mark.parametrize("part", [0.9, 0.8, 0.7])
+@pytest.mark.parametrize("part", [*slow(0.9, 0.8), 0.7])
 def test_one_rank_equals_what_was_planned(part):
     found = profile(1e9)
     planned = plan_profile(found, budget=part, host="1GiB")

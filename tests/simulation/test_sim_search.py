@@ -218,6 +218,7 @@ def test_the_best_fits_and_the_others_lack_something():
         assert found.lacks(other)
 
 
+@pytest.mark.slow
 def test_the_best_is_the_same_without_runners_up():
     alone, found = (
         search(wanted("h100:64", microbatches=(1,), runners_up=count)) for count in (0, RUNNERS_UP)

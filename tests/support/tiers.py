@@ -1,6 +1,6 @@
 """The two tiers of tests: `make test` runs what is not marked slow, `make test-all` the rest as well."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,6 +14,12 @@ def slow(*cases: Any) -> list[Any]:
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
         for case in cases
     ]
+
+
+def slow_but(quick: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """Of these cases the quick ones for `make test`, and the others for the rest."""
+    quick = list(quick)
+    return [case if case in quick else slow(case)[0] for case in cases]
 
 
 def sweep(few: int, many: int, *drawn: SearchStrategy) -> Callable[[Callable], Callable]:

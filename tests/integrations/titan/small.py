@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.tensor import distribute_tensor
+from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import derive, override
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
@@ -47,6 +48,13 @@ def cut(config, layers=4, experts=8, hidden=64):
 
 def qwen3():
     return cut(qwen3_moe_debug())
+
+
+def still():
+    """At a rate of 0 weights stay as they are loaded."""
+    config = qwen3()
+    config.optimizer = default_adamw(lr=0.0)
+    return config
 
 
 def deepseek():

@@ -151,7 +151,7 @@ CLAIMED = {
 }
 
 
-@pytest.mark.parametrize("name", CLAIMED)
+@pytest.mark.parametrize("name", slow_but(["dense layers and experts"], CLAIMED))
 def test_what_a_fused_layer_claims_moves_apart_from_what_else_its_region_saves(name):
     """A keeper's window goes by its groups: one too large, and others stay than those that a keeper keeps."""
     model, given, profile = deeper_decoder()
@@ -437,7 +437,11 @@ def test_a_plan_recomputes_what_gains_something_together():
     model = nn.Sequential(*(nn.Sequential(Scaled(), Shifted()) for _ in range(4)))
     x = torch.randn(256, 256, requires_grad=True)
     profile = ps.profile(model, x, repeats=1)
-    (group,) = find_groups(MeasuredStep(profile), host=False, least_bytes=1)
+    # As long as each other: on a busy machine layers that are alike are not, and are in groups of their own.
+    even = [replace(segment, seconds=1e-3) for segment in profile.segments]
+    regions = [replace(region, forward_seconds=1e-3, backward_seconds=1e-3) for region in profile.regions]
+    step = MeasuredStep(replace(profile, segments=even, regions=regions))
+    (group,) = find_groups(step, host=False, least_bytes=1)
     both = (("0", "recompute", 1.0), ("1", "recompute", 1.0))
     assert both in group.choices
     assert not any((item,) in group.steps for item in both)

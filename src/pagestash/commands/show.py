@@ -24,6 +24,8 @@ def note(text: str) -> None:
 
 
 def _wrapped(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
     label = re.match(r"\S+(?: \S+)?\s{2,}", line)
     indent = " " * (label.end() if label and label.end() < width // 3 else 0)
-    return "\n".join(textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)) or line
+    return "\n".join(textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False))

@@ -21,6 +21,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # and several times the wall time beside other work. The variable is for the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# Commands print as wide as it says; pytest-xdist sets it.
+os.environ.pop("COLUMNS", None)
 if not HAS_CUDA and hasattr(torch.random, "_manual_seed_impl"):
     # It would also queue the seed for devices that are not there, each time with the formatted stack of the call:
     # milliseconds, more than all else in many a test.

@@ -99,7 +99,7 @@ class HostReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("lone_rank")
+@pytest.mark.usefixtures("lone_rank", "interpreted_kernels")
 def test_only_the_exact_dispatch_reads_a_value_on_the_host(kind, monkeypatch):
     """With the kernels, as on a GPU: the references read counts, and so do the experts' products on a CPU."""
 

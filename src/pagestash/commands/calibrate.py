@@ -7,7 +7,6 @@ from pathlib import Path
 
 from pagestash.commands.checks import check_file, exit_code
 from pagestash.commands.options import CalibrateOptions, SimulateOptions
-from pagestash.commands.show import show
 from pagestash.commands.simulate import run_of
 from pagestash.simulation.cluster.cluster import Calibration, cluster_file
 from pagestash.simulation.costs.run import Run
@@ -34,7 +33,7 @@ def _run(options: CalibrateOptions) -> None:
     name = given.cluster.rpartition(":")[0]
     text = cluster_file(name).read_text(encoding="utf-8")
     options.out.write_text(with_calibration(text, found, source), encoding="utf-8")
-    show(told(made, found, options))
+    print(told(made, found, options))
 
 
 def simulated(path: Path) -> SimulateOptions:

@@ -64,7 +64,7 @@ def _plan_pipeline(options: PlanOptions) -> PipelinePlan:
     state = _state(options)
     _check_memory(options)
     profile, _ = _profile(options)
-    return plan_pipeline(
+    found = plan_pipeline(
         profile,
         schedule=schedule,
         ranks=options.pp,
@@ -73,6 +73,8 @@ def _plan_pipeline(options: PlanOptions) -> PipelinePlan:
         host=_host(options, profile),
         optimizer_bytes=state * (profile.gradient_bytes or 0),
     )
+    _note_host(options, profile)
+    return found
 
 
 def _state(options: PlanOptions) -> int:
@@ -102,7 +104,7 @@ def _plan(options: PlanOptions) -> Plan:
     rows = _rows(options)
     _check_memory(options)
     profile, step = _profile(options)
-    return plan_profile(
+    found = plan_profile(
         profile,
         budget=_budget(options),
         host=_host(options, profile),
@@ -114,14 +116,22 @@ def _plan(options: PlanOptions) -> Plan:
         waits=options.waits,
         progress=True,
     )
+    _note_host(options, profile)
+    return found
 
 
 def _host(options: PlanOptions, profile: Profile) -> str | int:
     """None for a step that was measured on a CPU, unless a link or host memory is given."""
-    if profile.device != "cpu" or options.link is not None or options.host != "auto":
-        return options.host
-    note("a CPU has no link to other memory: nothing is offloaded (--link 50GB plans as for a GPU)")
-    return 0
+    return 0 if _is_without_link(options, profile) else options.host
+
+
+def _is_without_link(options: PlanOptions, profile: Profile) -> bool:
+    return profile.device == "cpu" and options.link is None and options.host == "auto"
+
+
+def _note_host(options: PlanOptions, profile: Profile) -> None:
+    if _is_without_link(options, profile):
+        note("a CPU has no link to other memory: nothing is offloaded (--link 50GB plans as for a GPU)")
 
 
 def _rows(options: PlanOptions) -> Rows | None:

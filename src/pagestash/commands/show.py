@@ -28,4 +28,6 @@ def _wrapped(line: str, width: int) -> str:
         return line
     label = re.match(r"\S+(?: \S+)?\s{2,}", line)
     indent = " " * (label.end() if label and label.end() < width // 3 else 0)
-    return "\n".join(textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False))
+    return "\n".join(
+        textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    )

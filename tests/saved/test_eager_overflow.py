@@ -101,6 +101,37 @@ def test_several_forwards_wait_beside_each_other():
     assert keeper.stats().no_page.groups > 0
 
 
+def test_pages_that_an_interrupt_lost_are_not_promised_again(monkeypatch):
+    """It came behind the launch that reserved them, before anybody had their tickets."""
+    model, keeper = sized(rows=60)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(keeper.pool.room), "reserved", interrupted)
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                run(model, *batch(60), keeper)
+    for _ in range(3):
+        assert same(run(model, *batch(60), keeper), run(model, *batch(60)))
+    assert not keeper.stats().overflow
+
+
+def test_a_step_that_failed_is_no_reason_to_grow():
+    model, keeper = sized(rows=44)
+    run(model, *batch(44), keeper)
+
+    def failing():
+        with keeper.step():
+            model(*batch(60))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert same(run(model, *batch(4), keeper), run(model, *batch(4)))
+
+
 def test_spill_pages_count_as_room():
     model, keeper = sized(host=256 * 700, device=256 * 4)
     assert same(run(model, *batch(CAPACITY), keeper), run(model, *batch(CAPACITY)))

@@ -489,6 +489,21 @@ def test_an_object_that_remembers_something_is_no_change():
     assert torch.equal(takes(remember, box), takes(lambda box, x: None, box, home="keep"))
 
 
+def test_what_an_object_is_told_after_forward_is_a_change():
+    box = Box(torch.ones(WIDTH))
+    with pytest.raises(RuntimeError, match=r"changed between forward and backward, a Box"):
+        takes(lambda box, x: None, box, after=lambda box: setattr(box, "name", "four"))
+
+
+def test_an_iterator_is_refused():
+    model = nn.ModuleDict({"takes": Second()})
+    with (
+        keeper_of(model, ("takes", "recompute")).step(),
+        pytest.raises(RuntimeError, match="takes a list_iterator"),
+    ):
+        model["takes"](X.clone().requires_grad_(), iter([1.0]), None)
+
+
 def test_a_list_that_forward_appends_to_is_rebuilt_for_each_run():
     def append(box, x):
         box.append(x.detach() * len(box))

@@ -137,6 +137,8 @@ class PagePool:
         spans, length = lay_out(tensors, self.page_bytes)
         book = torch.empty(length, dtype=torch.int64, device=self.device)
         group = TicketGroup(self._id, book, spans, account)
+        tickets = [Ticket(group, i, tensor.shape, tensor.dtype) for i, tensor in enumerate(tensors)]
+        self.room.enter(tickets, fixed)
         if len(spans) <= stash.FUSED:
             stash.stash(self.memory, sources, spans, fixed, on_device, book, account, host_later=host_later)
         else:
@@ -145,8 +147,7 @@ class PagePool:
                 self.memory, sources, spans, range(len(spans)), book, tiers="device" if host_later else "both"
             )
         self._live += len(spans)
-        tickets = [Ticket(group, i, tensor.shape, tensor.dtype) for i, tensor in enumerate(tensors)]
-        self.room.enter(tickets, fixed)
+        self.room.reserved(tickets, fixed)
         return tickets
 
     def reserve(
@@ -172,10 +173,11 @@ class PagePool:
         check_rows(self.device, rows)
         self.flush()
         self.reservations += 1
-        stash.reserve(self.memory, spans, [-1], rows, book, account, expendable=expendable)
-        self._live += 1
         ticket = Ticket(TicketGroup(self._id, book, spans, account), 0, template.shape, dtype)
         self.room.enter([ticket], [-1], expendable=expendable)
+        stash.reserve(self.memory, spans, [-1], rows, book, account, expendable=expendable)
+        self._live += 1
+        self.room.reserved([ticket], [-1], expendable=expendable)
         self.leases.add(ticket)
         return ticket
 
@@ -194,11 +196,12 @@ class PagePool:
             check_rows(self.device, rows)
         self.flush()
         self.reservations += 1
-        stash.reserve(self.memory, spans, fixed, rows, book, account)
-        self._live += len(spans)
         group = TicketGroup(self._id, book, spans, account)
         tickets = [Ticket(group, i, template.shape, torch.uint8) for i, template in enumerate(templates)]
         self.room.enter(tickets, fixed)
+        stash.reserve(self.memory, spans, fixed, rows, book, account)
+        self._live += len(spans)
+        self.room.reserved(tickets, fixed)
         return tickets
 
     def pages_of(self, ticket: Ticket) -> Pages:

@@ -83,7 +83,10 @@ class Room:
     def enter(
         self, tickets: Sequence[Ticket], fixed_rows: Sequence[int], *, expendable: bool = False
     ) -> None:
-        """Note tickets that were reserved together; -1 for rows that only the device knows."""
+        """Note tickets that are to be reserved together; -1 for rows that only the device knows.
+
+        Before the launch: where an interrupt comes between the two, the bound is too low, and not too high.
+        """
         held = 0
         for ticket, rows in zip(tickets, fixed_rows):
             span = ticket.span
@@ -91,7 +94,12 @@ class Room:
             held += ticket.most_pages
         self.unsure |= held > self.free and not expendable
         self._held += held
-        if self._reads and held and (expendable or -1 in fixed_rows):
+
+    def reserved(
+        self, tickets: Sequence[Ticket], fixed_rows: Sequence[int], *, expendable: bool = False
+    ) -> None:
+        """The same tickets have been reserved: read how many pages they got, if that is worth knowing."""
+        if self._reads and (expendable or -1 in fixed_rows) and any(each.most_pages for each in tickets):
             self._read(list(tickets))
 
     def leave(self, tickets: Sequence[Ticket]) -> None:

@@ -140,6 +140,7 @@ class Stash(Home):
     def give_up(self) -> None:
         if self._paged is None:
             return
+        self._paged.no_page.take_peak()  # no reason to grow: the pool has forgotten what the step wanted
         pool = self._paged.pool
         for ticket in pool.leases - self._earlier_leases:
             pool.release_later(ticket)

@@ -29,6 +29,7 @@ def may_change(leaf: Any) -> bool:
     return (
         hasattr(leaf, "__dict__")
         or isinstance(leaf, set)
+        or hasattr(type(leaf), "__next__")
         or hasattr(type(leaf), "tobytes")
         or is_generator(leaf)
     )
@@ -42,13 +43,21 @@ class ArgumentObjects:
         self._seen: list[tuple[Any, dict[Place, Any]]] = []
 
     def add(self, leaf: Any) -> None:
+        if hasattr(type(leaf), "__next__"):
+            raise RuntimeError(
+                f"region {self._region!r} is under recompute, and takes a {type(leaf).__name__}, of which "
+                "its forward and a replay would take different items; pass a list, or give the region another home"
+            )
         if all(leaf is not each for each, _ in self._seen):
             self._seen.append((leaf, _content(leaf)))
 
     def check(self, *, forward: bool = False) -> None:
         """Refuse if one was changed: in the forward that is just over, or else since then."""
-        for leaf, before in self._seen:
-            if not _has(_content(leaf), before):
+        for number, (leaf, before) in enumerate(self._seen):
+            now = _content(leaf)
+            if forward and _has(now, before):
+                self._seen[number] = leaf, now  # with what forward has made it remember
+            elif not _has(now, before, strictly=not forward):
                 how = (
                     "changes its argument"
                     if forward
@@ -96,13 +105,14 @@ def _content(value: Any) -> dict[Place, Any]:
     return found
 
 
-def _has(now: dict[Place, Any], before: dict[Place, Any]) -> bool:
+def _has(now: dict[Place, Any], before: dict[Place, Any], *, strictly: bool = False) -> bool:
     """Whether all is there that was before, and is the same.
 
-    What was None may be a plain value: the object has remembered something.
+    If not `strictly`, what was None may be a plain value: the object has remembered something.
     """
     return all(
-        at in now and (_same(value, now[at]) or (value is None and type(now[at]) in PLAIN_VALUES))
+        at in now
+        and (_same(value, now[at]) or (not strictly and value is None and type(now[at]) in PLAIN_VALUES))
         for at, value in before.items()
     )
 

@@ -96,7 +96,7 @@ class Operands:
     def of_layer(self, by: Products) -> list[tuple[str, int, Callable[[], Any]]]:
         """What one layer multiplies: names, how many times R·D·N products each is, and calls."""
         x, bounds = self.rows_of(self.x), self.bounds
-        fused = by.up_gated(x, self.up, bounds) is not None
+        fused = by.gates(x.shape[0], self.up)
         # Where rows are not gathered, what permutes them is no part of the product.
         rows = x if fused else self.x_R
         return [

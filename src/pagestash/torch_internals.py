@@ -83,9 +83,9 @@ def _warn(message: str) -> None:
 
 
 def _attribute(example: Any, name: str) -> Callable[[Any], Any]:
-    """Reads an attribute that objects like `example` have."""
+    """Reads an attribute that objects like `example` have. (Dynamo cannot trace an `attrgetter`.)"""
     found = internal_if_called(example, name)
-    return found if hasattr(found, "missing") else attrgetter(name)
+    return found if hasattr(found, "missing") else lambda owner: getattr(owner, name)
 
 
 def _class(owner: Any, name: str) -> Any:
@@ -394,9 +394,10 @@ def never_compile(code: Any, *, inside: bool) -> None:
         apply(code, strategy(skip, skip if inside else default))
 
 
-def break_graph_at(function: Any) -> None:
+def break_graph_at(function: Any, why: str) -> None:
     """Where dynamo meets `function`, its graph ends. (As `torch.compiler.disable` does.)"""
     function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = why
 
 
 def constant_when_compiled(function: Any) -> None:

@@ -17,6 +17,7 @@ from tiny import FAMILIES, NEWER, ROUTED_OTHERWISE, as_it_is, batch, gradients, 
 
 import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
+from pagestash.integrations.hf import experts as hf_experts  # noqa: E402
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "huggingface.toml"
 
@@ -34,6 +35,7 @@ def test_loss_logits_and_gradients_are_the_models_own(family):
     wanted, wanted_gradients = run(model)
     report = pagestash.hf.optimize(model)
     got, found = run(model)
+    assert not report.never_called()
     torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-5, atol=1e-5)
     assert found.keys() == wanted_gradients.keys()
     for name in found:
@@ -652,6 +654,33 @@ def test_what_fails_half_way_leaves_the_model_as_it_was(monkeypatch, fails):
     with pytest.raises(RuntimeError, match="half way"):
         pagestash.hf.optimize(model)
     assert as_it_is(model)[0] == before[0]
+
+
+def test_the_report_names_what_no_forward_has_reached():
+    model = tiny("Qwen3-MoE")
+    model.model.spare = copy.deepcopy(model.model.norm)
+    report = pagestash.hf.optimize(model)
+    assert "never called" not in str(report)
+    run(model)
+    assert [(each.part, each.name) for each in report.never_called()] == [("norm", "model.spare")]
+    assert "replaced, and never called so far:\n  norm       1 × Qwen3MoeRMSNorm" in str(report)
+
+
+def test_llama_4s_experts_are_left_and_the_report_says_why():
+    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+
+    config = transformers.Llama4TextConfig(num_local_experts=2, hidden_size=8, intermediate_size=8)
+    assert "every expert on every token" in hf_experts._why_nobody_asks(Llama4TextExperts(config))
+
+
+def test_an_optimised_model_is_one_graph_with_the_same_bits():
+    model = tiny("Qwen3-MoE", experts="pagestash")
+    pagestash.hf.optimize(model)
+    _, wanted = run(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model.zero_grad()
+    compiled(**batch()).loss.backward()
+    assert same(gradients(model), wanted)
 
 
 def test_the_report_can_be_read():

@@ -27,6 +27,9 @@ class StandIn:
     def __init__(self):
         self.calls = defaultdict(int)
 
+    def gates(self, rows, up):
+        return True
+
     def up_gated(self, x, up, bounds):
         self.calls["up_gated"] += 1
         gate, linear = TORCH.forward(x, up, bounds).chunk(2, dim=1)

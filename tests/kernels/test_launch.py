@@ -24,7 +24,7 @@ from pagestash.kernels.moe.combine import combine, weight_gradient
 from pagestash.kernels.moe.ends import cut_bounds
 from pagestash.kernels.moe.low_rank import add_product_
 from pagestash.kernels.moe.permute import permute
-from pagestash.kernels.moe.route import multihot, route
+from pagestash.kernels.moe.route import route
 from pagestash.kernels.moe.row_info import RowInfo
 from pagestash.kernels.moe.topk import topk
 
@@ -75,7 +75,6 @@ def call_codes():
 def call_routing():
     ids = on_second(4, 2, dtype=torch.int32)
     routing = route(ids, 3)
-    multihot(ids, on_second(4, 2, dtype=torch.float32), 3)
     topk(on_second(4, 3, dtype=torch.float32), 2)
     cut_bounds(routing.bounds, 3)
 

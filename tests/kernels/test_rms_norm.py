@@ -6,7 +6,7 @@ from support import same
 from torch.library import opcheck
 
 from pagestash.kernels import backend as backends
-from pagestash.kernels.layer.rms_norm import _rms_norm, _rms_norm_backward, backward, forward, rms_norm
+from pagestash.kernels.layer.rms_norm import _rms_norm, backward, forward, rms_norm
 from pagestash.kernels.layer.strided_rows import HEADS as MOST_HEADS
 from pagestash.kernels.layer.strided_rows import rows_of
 
@@ -191,9 +191,10 @@ def test_operators_pass_opcheck(monkeypatch):
     rstd = torch.rand(5)
     for arguments in [(x, weight, 1e-6, 0.0, True), (x, None, 1e-6, 1.0, False)]:
         opcheck(_rms_norm, arguments)
-    for arguments in [(weight.detach(), 0.0, True, True), (None, 0.0, False, False)]:
-        weight, *options = arguments
-        opcheck(_rms_norm_backward, (dy.detach(), x.detach(), weight, rstd, *options))
+    of_norm = torch.ops.pagestash.rms_norm_backward.default
+    x, weight, dy = x.detach(), weight.detach(), dy.detach()
+    for saved, needs in [([x, weight, rstd], [True, True]), ([x, None, rstd], [True, False])]:
+        opcheck(of_norm, ([dy], saved, needs, 1e-6, 0.0, True))
 
 
 @pytest.mark.parametrize(

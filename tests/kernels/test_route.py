@@ -84,38 +84,6 @@ def test_all_tokens_to_one_expert_and_no_token_at_all(backend):
     assert none.inverse.shape == (0, 4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_multihot_is_the_naive_one_to_the_last_bit(backend, dtype):
-    ids = distinct_ids(70, 6, 33)
-    ids[3, 1] = -1
-    weights = torch.randn(70, 6).to(dtype)
-    weights[0, 0] = -0.0
-    chosen, dense = R.multihot(ids, weights, 33, backend=backend)
-    naive_chosen = torch.zeros(70, 33, dtype=torch.bool)
-    naive = torch.zeros(70, 33, dtype=dtype)
-    for t in range(70):
-        for k in range(6):
-            if ids[t, k] >= 0:
-                naive_chosen[t, ids[t, k]] = True
-                naive[t, ids[t, k]] = weights[t, k]
-    assert torch.equal(chosen, naive_chosen)
-    bits = torch.int32 if dtype == torch.float32 else torch.int16
-    assert torch.equal(dense.view(bits), naive.view(bits))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_multihot_adds_the_weights_of_an_expert_chosen_twice(backend, dtype):
-    ids = torch.tensor([[2, 0, 2], [1, 1, 1], [-1, 3, -1], [0, 1, 2]], dtype=torch.int32)
-    weights = torch.tensor([[0.5, 1, 0.25], [1, 2, 4], [8, -0.0, 8], [1, 2, 3]]).to(dtype)
-    chosen, dense = R.multihot(ids, weights, 4, backend=backend)
-    wanted = [[1, 0, 0.75, 0], [0, 7, 0, 0], [0, 0, 0, -0.0], [1, 2, 3, 0]]
-    assert dense.tolist() == wanted
-    assert dense[2].signbit().tolist() == [False, False, False, True]
-    assert chosen.tolist() == [[1, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1], [1, 1, 1, 0]]
-
-
 @pytest.mark.skipif(not interpreted(), reason="interpreter")
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 70), st.integers(1, 4), st.integers(1, 20), st.integers(0, 200), st.integers(0, 2**16))
@@ -135,5 +103,3 @@ def test_bad_input_is_named():
         R.route(torch.zeros(4), 2)
     with pytest.raises(ValueError, match="experts=0"):
         R.route(torch.zeros(4, 1, dtype=torch.int32), 0)
-    with pytest.raises(ValueError, match="weights"):
-        R.multihot(torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, 3), 5)

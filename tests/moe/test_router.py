@@ -5,6 +5,7 @@ import torch
 
 from pagestash.kernels.moe.topk import topk
 from pagestash.moe import MoEConfig, Router
+from pagestash.moe import router as routing
 from pagestash.moe.router import choose_experts
 
 
@@ -63,3 +64,22 @@ def test_a_router_without_the_bias_says_so():
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="k=4"):
         topk(torch.zeros(2, 3), 4)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_gradients_without_autograd_are_autograds(score, normalise):
+    config = MoEConfig(
+        width=8, expert_width=8, experts=6, top_k=2, score=score, normalise=normalise, route_scale=1.5,
+        balance_loss=0.3, z_loss=0.2,
+    )  # fmt: skip
+    logits, dweights = torch.randn(9, 6, dtype=torch.float64), torch.randn(9, 2, dtype=torch.float64)
+    ids, scoring = logits.argsort(1)[:, :2], routing.scoring_of(config)
+    counts = torch.bincount(ids.flatten(), minlength=6).double()
+    leaf = logits.clone().requires_grad_()
+    weights = routing.kernels.weigh_reference(leaf, ids, scoring)
+    got = routing.kernels.weigh_gradient_reference(logits, ids, dweights, scoring)
+    torch.testing.assert_close(got, torch.autograd.grad(weights, leaf, dweights)[0])
+    losses = routing.auxiliary_losses(leaf, ids, counts, config)
+    got = routing.auxiliary_gradient(logits, ids, counts, config)
+    torch.testing.assert_close(got, torch.autograd.grad(losses, leaf)[0])

@@ -315,7 +315,7 @@ def moe(what):
     ],
 )
 def test_moe_layers_and_what_is_compiled_of_them(what, match, home):
-    """Either the gradients are right and nothing breaks more often, or the rule is refused by name."""
+    """Gradients are right, or the rule is refused by name; a graph ends before experts that a rule names."""
     plain, expected = without_keeper(moe, what)
     model, run = moe(what)
     if what == "layer" and ".moe" in match:
@@ -323,10 +323,12 @@ def test_moe_layers_and_what_is_compiled_of_them(what, match, home):
             keeper(match, home).attach(model)
         return
     kept = keeper(match, home).attach(model)
-    if what == "model" and home == "recompute":
+    if what == "model" and not match.endswith("experts"):  # it is one graph
         with pytest.raises(RuntimeError, match=r"runs inside torch\.compile"):
             gradients(model, run, kept)
         return
     assert same(gradients(model, run, kept), plain)
-    if home != "recompute":  # which runs it a second time, and with other guards
+    if home != "recompute" and not match.endswith(
+        "experts"
+    ):  # which runs it a second time, and with other guards
         assert breaks()[0] == expected[0]

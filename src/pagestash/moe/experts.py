@@ -7,7 +7,7 @@ import torch
 from pagestash.kernels.moe.route import Routing, route
 from pagestash.kernels.moe.rows import ALIGNMENT
 from pagestash.moe.config import MoEConfig
-from pagestash.moe.local import local_experts
+from pagestash.moe.local import local_experts, traced_experts
 from pagestash.moe.parallel.capacity import HEADROOM, Capacity
 from pagestash.moe.parallel.dispatch import Dispatch, Received
 from pagestash.moe.parts import ExpertFC1, ExpertFC2, MoEAct, SelfSaving
@@ -64,8 +64,28 @@ class Experts(SelfSaving):
         self.over_capacity: torch.Tensor
         self.register_buffer("over_capacity", torch.zeros((), device=device), persistent=False)
 
-    @run_as_it_is
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() and self._traceable():
+            fc1, _, fc2 = self._parts
+            up, down = fc1(), fc2()
+            if up.read is None and down.read is None:
+                activation, interleaved = self.config.activation, self._interleaved
+                return traced_experts(x, weights, up, down, ids, activation, interleaved=interleaved)
+        return self._as_it_is(x, weights, ids)
+
+    def _traceable(self) -> bool:
+        """Whether its forward is one operator of a compiled graph; else the graph ends before it.
+
+        Not where rows go to other ranks, where a number of rows is bounded, and where a rule names a part.
+        """
+        bounded = self.dispatch is not None or self._rows.rows is not None
+        return not bounded and all(part.plain() for part in (self, *self._parts))
+
+    @run_as_it_is(
+        "pagestash: experts are in a graph where rows stay on this rank, nothing bounds their number, and neither "
+        "a rule nor FSDP has hooks on experts or a part of them"
+    )
+    def _as_it_is(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if self.over_capacity.device != x.device:  # a part of no module that came to this device since
             self.over_capacity = torch.zeros((), device=x.device)
         over = None if self.config.drop else self.over_capacity

@@ -27,35 +27,43 @@ codes wait in its place, which the activation's kernel writes and reads.
 Low-rank updates (LoRA) save nothing more: see `projection.py`.
 """
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
 from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.gemm.rows import TokenRows
 from pagestash.kernels.moe import gated
-from pagestash.kernels.moe.activation import as_activation
+from pagestash.kernels.moe.activation import (
+    SETTINGS,
+    Activation,
+    ActivationName,
+    as_activation,
+    as_settings,
+    from_settings,
+)
 from pagestash.kernels.moe.combine import combine
 from pagestash.kernels.moe.ends import missing_bounds
-from pagestash.kernels.moe.route import Routing
+from pagestash.kernels.moe.route import Routing, route
 from pagestash.kernels.moe.row_codes import CodeRow, RowCodes
 from pagestash.kernels.moe.row_info import RowInfo
-from pagestash.moe.bias import bias_gradient, down_bias_gradient, weights_gradient_of_bias
+from pagestash.kernels.operator import operator
+from pagestash.moe.bias import bias_gradient
+from pagestash.moe.block import (
+    INPUTS,
+    Call,
+    combined,
+    down_bias_gradients,
+    projections,
+    weight_gradients,
+)
 from pagestash.moe.lease import Lease, pages_of
-from pagestash.moe.projection import Form, Projection, Weight, in_dtype_of
-from pagestash.moe.saving import BlockOptions, needs
+from pagestash.moe.projection import Form, Projection, Weight
+from pagestash.moe.saving import OF_WEIGHTS, BlockOptions, asks_for_rows, needs
 from pagestash.saved.fused import claim, fused
 from pagestash.saved.region import frames
 from pagestash.torch_internals import keeps_graph
-
-
-class Call(NamedTuple):
-    """What a call needs besides the tensors that may require a gradient."""
-
-    ids_TK: torch.Tensor | None
-    routing: Routing
-    options: BlockOptions
-    forms: tuple[Form, Form]
 
 
 def local_experts(
@@ -68,52 +76,30 @@ def local_experts(
     options: BlockOptions,
 ) -> torch.Tensor:
     """Tokens [T, D] through their experts, times the choices' weights, summed by token."""
-    # The kernels read both by choice, one after the other; the ids for the sake of `down`'s bias alone.
-    weights_TK = weights_TK.contiguous()
-    ids = None if down.bias_EO is None else ids_TK.contiguous()
-    call = Call(ids, routing, options, (up.form(), down.form()))
-    with fused(*up.tensors(), *down.tensors()):
-        return LocalExperts.apply(x_TD, weights_TK, *up.tensors(), *down.tensors(), call)
+    call, matrices = Call.of(up, down, ids_TK, routing, options), (*up.tensors(), *down.tensors())
+    with fused(*matrices):
+        return LocalExperts.apply(x_TD, weights_TK.contiguous(), *matrices, call)
 
 
 class LocalExperts(torch.autograd.Function):
     """See `local_experts`, and the top of the file for what it saves."""
 
-    inputs = (
-        "x", "weights", "up", "up_bias", "up_a", "up_b", "down", "down_bias", "down_a", "down_b", "call",
-    )  # fmt: skip
-
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: torch.Tensor,
-        weights_TK: torch.Tensor,
-        up_stored: torch.Tensor,
-        up_bias_EH: torch.Tensor | None,
-        up_a_EKD: torch.Tensor | None,
-        up_b_EHK: torch.Tensor | None,
-        down_stored: torch.Tensor,
-        down_bias_ED: torch.Tensor | None,
-        down_a_EKN: torch.Tensor | None,
-        down_b_EDK: torch.Tensor | None,
-        call: Call,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x_TD: torch.Tensor, weights_TK: torch.Tensor, *given: Any) -> torch.Tensor:
+        *matrices, call = given
         ids_TK, routing, options, forms = call
         bounds, order, inverse_TK = routing.bounds, routing.order, routing.inverse
-        ctx.inputs = LocalExperts.inputs
-        up = Projection.of(forms[0].weight(up_stored, up_a_EKD, up_b_EHK), x_TD)
-        down = Projection.of(forms[1].weight(down_stored, down_a_EKN, down_b_EDK), x_TD)
-        up_bias, down_bias = in_dtype_of(x_TD, up_bias_EH, down_bias_ED)
+        ctx.inputs = INPUTS
+        up, down = projections(forms, matrices, x_TD)
         capacity, columns = order.numel(), up.weight_EOI.shape[1]
         options = options.by_rules(x_TD, capacity, columns, received=False)
         x = TokenRows(x_TD, inverse_TK, order)
-        info = RowInfo(bounds[-1:], bias=up_bias, offsets=bounds[1:], interleaved=options.interleaved)
-        both = up_gated(up, up_bias, x, bounds, options)
-        lease, paired = None, both is not None
+        info = RowInfo(bounds[-1:], bias=up.bias_EO, offsets=bounds[1:], interleaved=options.interleaved)
+        lease = None
         if options.coded:
             h_RH, a_RN, lease = _coded(x, up, info, options, bounds)
-        elif both is not None:
-            h_RH, a_RN = both
+        elif _gates(up, capacity, options):
+            h_RH, a_RN = up.products.up_gated(x, up.weight_EOI, bounds)
             lease = _lease(options, h_RH, bounds[-1:])
             if lease is not None:
                 lease.fill(h_RH)
@@ -121,61 +107,47 @@ class LocalExperts(torch.autograd.Function):
             h_RH = up.forward(x, bounds)
             lease = _lease(options, h_RH, bounds[-1:])
             a_RN = gated.forward(h_RH, info, options.activation, pages_of(lease))
-        del x, both
+        del x
         saved_h = None if lease is not None or options.h.recompute else h_RH
         if options.h.pool is not None and not options.coded:
             saved_h = None  # in pages, or recomputed where there are none
         del h_RH
         y_RD = down.forward(a_RN, bounds)
         del a_RN
-        y_TD = combine(
-            y_RD,
-            inverse_TK,
-            weights_TK,
-            bias_ED=down_bias,
-            bias_ids_TK=ids_TK,
-            bias_weights_TK=weights_TK if down_bias is not None else None,
-        )
+        y_TD = combined(y_RD, weights_TK, down, call)
         tokens_TD = x_TD if asks_for_rows(ctx, options) else None
         if frames():
             options.x.save(tokens_TD)
             rows = bounds[-1:]  # one tensor: claims of the same rows move together
             options.h.save(saved_h, rows=rows, capacity=capacity)
             claim(None, order, rows=rows, capacity=capacity)
-        ctx.save_for_backward(
-            tokens_TD, weights_TK, up_stored, up_bias_EH, up_a_EKD, up_b_EHK, down_stored, down_bias_ED,
-            down_a_EKN, down_b_EDK, ids_TK, bounds, order, inverse_TK, saved_h,
-        )  # fmt: skip
-        ctx.lease, ctx.paired, ctx.options, ctx.forms = lease, paired, options, forms
+        ctx.save_for_backward(tokens_TD, weights_TK, *matrices, ids_TK, bounds, order, inverse_TK, saved_h)
+        ctx.lease, ctx.options, ctx.forms = lease, options, forms
         return y_TD
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (
-            tokens_TD, weights_TK, up_stored, up_bias_EH, up_a, up_b, down_stored, down_bias_ED, down_a, down_b,
-            ids_TK, bounds, order, inverse_TK, h_RH,
-        ) = ctx.saved_tensors  # fmt: skip
+        tokens_TD, weights_TK, *matrices, ids_TK, bounds, order, inverse_TK, h_RH = ctx.saved_tensors
         # What is done with goes at once, not when this node ends; with `retain_graph` it stays.
         ctx.maybe_clear_saved_tensors()
-        lease, paired, options, comes_again = ctx.lease, ctx.paired, ctx.options, keeps_graph()
+        lease, options, comes_again = ctx.lease, ctx.options, keeps_graph()
         dy_TD = dy_TD.contiguous()
-        up_weight = ctx.forms[0].weight(up_stored, up_a, up_b)
-        down_weight = ctx.forms[1].weight(down_stored, down_a, down_b)
-        up, down = Projection.of(up_weight, dy_TD), Projection.of(down_weight, dy_TD)
-        up_bias, down_bias = in_dtype_of(dy_TD, up_bias_EH, down_bias_ED)
-        info = RowInfo(bounds[-1:], weights_TK, order, up_bias, bounds[1:], options.interleaved or paired)
+        up, down = projections(ctx.forms, matrices, dy_TD)
+        paired = _gates(up, order.numel(), options)
+        info = RowInfo(bounds[-1:], weights_TK, order, up.bias_EO, bounds[1:], options.interleaved or paired)
         dy = TokenRows(dy_TD, inverse_TK, order)
         x = None if tokens_TD is None else dy.of(tokens_TD)
 
         # Unless backward will want it again, the gradient of `h` takes the place of `h`.
-        in_place = h_RH is None or not comes_again
+        in_place = h_RH is None or not (comes_again or options.functional)
         if h_RH is None and not options.coded:
             assert x is not None
             missing = bounds if lease is None else missing_bounds(bounds, lease.pages)
-            both = up_gated(up, up_bias, x, missing, options)
-            h_RH = up.forward(x, missing) if both is None else both[0]
-            del both
+            if paired:
+                h_RH, _ = up.products.up_gated(x, up.weight_EOI, missing)
+            else:
+                h_RH = up.forward(x, missing)
         dinner_RK = down.inner_gradient(dy, bounds)
         da_RN = down.input_gradient(dy, dinner_RK, bounds)
         if options.coded:
@@ -192,28 +164,16 @@ class LocalExperts(torch.autograd.Function):
             lease.close()
         assert dweights_TK is not None
 
-        ddown = down.gradient(dy, a_RN, bounds) if needs(ctx, "down") else None
-        ddown_a, ddown_b = None, None
-        if dinner_RK is not None and (needs(ctx, "down_a") or needs(ctx, "down_b")):
-            ddown_a, ddown_b = down.update_gradients(down_weight.update, a_RN, dy, dinner_RK, bounds)
-        del a_RN, dinner_RK, down
-        ddown_bias = None
-        if down_bias is not None:
-            dweights_TK = dweights_TK + weights_gradient_of_bias(dy_TD, down_bias, ids_TK, inverse_TK)
-            if needs(ctx, "down_bias"):
-                ddown_bias = down_bias_gradient(dy_TD, dy.permuted(), weights_TK, inverse_TK, bounds)
-        del dy
+        of_down = weight_gradients(ctx, "down", down, dy, a_RN, dinner_RK, bounds)
+        del a_RN, dinner_RK
+        dweights_TK, ddown_bias = down_bias_gradients(
+            ctx, dweights_TK, down.bias_EO, dy_TD, dy, weights_TK, ids_TK, inverse_TK, bounds
+        )
+        del dy, down
 
         dup_bias = bias_gradient(dh_RH, bounds) if needs(ctx, "up_bias") else None
-        dup = None
-        if needs(ctx, "up"):
-            assert x is not None
-            dup = up.gradient(dh_RH, x, bounds, paired=paired)
         dinner_RK = up.inner_gradient(dh_RH, bounds)
-        dup_a, dup_b = None, None
-        if dinner_RK is not None and (needs(ctx, "up_a") or needs(ctx, "up_b")):
-            assert x is not None
-            dup_a, dup_b = up.update_gradients(up_weight.update, x, dh_RH, dinner_RK, bounds)
+        of_up = weight_gradients(ctx, "up", up, dh_RH, x, dinner_RK, bounds, paired=paired)
         del x
         dx_TD = None
         if needs(ctx, "x"):
@@ -221,17 +181,14 @@ class LocalExperts(torch.autograd.Function):
             del dh_RH
             dx_TD = combine(dx_RD, inverse_TK)
         dweights = dweights_TK.to(weights_TK.dtype) if ctx.needs_input_grad[1] else None
-        return dx_TD, dweights, dup, dup_bias, dup_a, dup_b, ddown, ddown_bias, ddown_a, ddown_b, None
+        return dx_TD, dweights, of_up[0], dup_bias, *of_up[1:], of_down[0], ddown_bias, *of_down[1:], None
 
 
-def up_gated(
-    up: Projection, bias_EH: torch.Tensor | None, x: TokenRows, bounds: torch.Tensor, options: BlockOptions
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`h_RH` in pairs, and `a_RN`, from one kernel; None where no kernel makes both."""
-    plain = up.a_EKI is None and bias_EH is None and not (options.interleaved or options.coded)
-    if not plain or as_activation(options.activation) != as_activation("silu"):
-        return None
-    return up.products.up_gated(x, up.weight_EOI, bounds)
+def _gates(up: Projection, rows: int, options: BlockOptions) -> bool:
+    """Whether one kernel makes `h_RH`, in pairs, and `a_RN`."""
+    plain = up.update is None and up.bias_EO is None and not (options.interleaved or options.coded)
+    silu = as_activation(options.activation) == as_activation("silu")
+    return plain and silu and up.products.gates(rows, up.weight_EOI)
 
 
 def _lease(options: BlockOptions, h_RH: torch.Tensor, rows: torch.Tensor) -> Lease | None:
@@ -259,10 +216,65 @@ def _code_row(options: BlockOptions, inner: int) -> CodeRow:
     return CodeRow(as_activation(options.activation).parts, inner)
 
 
-def asks_for_rows(ctx: Any, options: BlockOptions) -> bool:
-    """Whether backward may ask for the input of the first projection.
+# --- for compilers ---
 
-    By what was asked for alone, not by what the pool granted: a recomputed forward must save the same tensors.
-    """
-    wanted = (ctx.needs_input_grad[ctx.inputs.index(name)] for name in ("up", "up_a", "up_b"))
-    return (options.h.pool is not None and not options.coded) or options.h.recompute or any(wanted)
+
+class _Experts:
+    """The routing and `LocalExperts`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: torch.Tensor, weights_TK: torch.Tensor, *given: Any) -> torch.Tensor:
+        *matrices, ids_TK, settings = given
+        routing = route(ids_TK, matrices[0].shape[0])
+        call = Call(ids_TK, routing, _options(settings), _forms(settings))
+        return LocalExperts.forward(ctx, x_TD, weights_TK, *matrices, call)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.inputs, ctx.lease = INPUTS, None
+        ctx.options, ctx.forms = _options(ctx.settings), _forms(ctx.settings)
+        return LocalExperts.backward(ctx, dy_TD)
+
+
+def _options(settings: tuple[Any, ...]) -> BlockOptions:
+    *activation, interleaved, _, _ = settings
+    return BlockOptions(activation=from_settings(activation), interleaved=interleaved, functional=True)
+
+
+def _forms(settings: tuple[Any, ...]) -> tuple[Form, Form]:
+    *_, of_up, of_down = settings
+    return Form(of_up), Form(of_down)
+
+
+def _fake(x_TD: torch.Tensor, _: torch.Tensor, *given: Any) -> list[torch.Tensor]:
+    up, ids_TK = given[0], given[len(OF_WEIGHTS)]
+    experts, columns = up.shape[:2]
+    rows, made = ids_TK.numel(), partial(ids_TK.new_empty, dtype=torch.int32)
+    h_RH = x_TD.new_empty(rows, columns)
+    return [x_TD.new_empty(x_TD.shape), made((experts + 1,)), made((rows,)), made(ids_TK.shape), h_RH]
+
+
+_MATRICES = ", ".join(f"Tensor? {name}" if "_" in name else f"Tensor {name}" for name in OF_WEIGHTS)
+_operator = operator(
+    "experts",
+    _Experts,
+    f"Tensor x, Tensor weights, {_MATRICES}, Tensor ids, {SETTINGS}, bool interleaved, float of_up, float of_down",
+    _fake,
+    keeps=range(3 + len(OF_WEIGHTS)),
+)
+
+
+def traced_experts(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    up: Weight,
+    down: Weight,
+    ids_TK: torch.Tensor,
+    activation: ActivationName | Activation,
+    *,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Routing and `local_experts` as one operator."""
+    tensors = x_TD, weights_TK.contiguous(), *up.tensors(), *down.tensors(), ids_TK
+    settings = *as_settings(activation), interleaved, up.form().scale, down.form().scale
+    return _operator(*tensors, *settings)[0]

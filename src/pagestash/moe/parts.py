@@ -49,6 +49,11 @@ class SelfSaving(nn.Module):
         """Whether backward recomputes the tensor, so that forward saves nothing."""
         self.recomputes = on
 
+    def plain(self) -> bool:
+        """Whether all is left to autograd, and nobody has a hook here: a compiler may have it in a graph."""
+        asked = self.pool is not None or self.recomputes or self.backward_half is not None
+        return not (asked or self._forward_pre_hooks)
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy belongs to no keeper."""
         own = {"pool": None, "account": 0, "recomputes": False, "backward_half": None}

@@ -12,7 +12,7 @@ R rows in expert order, E experts, I columns in, O columns out, K the rank, padd
 | the update | `y += inner·(s·B)ᵀ` | `dx += dinner·A` |
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,12 +63,15 @@ class Weight(NamedTuple):
 class Form(NamedTuple):
     """What a `Weight` is besides its tensors, which autograd hands from forward to backward."""
 
-    scale: float
-    read: Read | None
+    scale: float = 1.0
+    read: Read | None = None
 
-    def weight(self, stored: torch.Tensor, a_EKI: torch.Tensor | None, b_EOK: torch.Tensor | None) -> Weight:
+    def projection(self, tensors: Sequence[torch.Tensor | None], like: torch.Tensor) -> "Projection":
+        """Of what `Weight.tensors` gave."""
+        stored, bias_EO, a_EKI, b_EOK = tensors
+        assert stored is not None
         update = None if a_EKI is None or b_EOK is None else LowRank(a_EKI, b_EOK, self.scale)
-        return Weight(stored, None, update, self.read)
+        return Projection.of(Weight(stored, bias_EO, update, self.read), like)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,8 @@ class Projection:
     """A weight [E, O, I] and the factors of its update, ready to multiply with.
 
     All are in the activations' dtype; `a_EKI` and `b_EOK` are contiguous and of padded rank, and `b_EOK` is times
-    the scale. It is made in forward, and again in backward: what autograd keeps is then the parameters themselves,
-    and not copies of them that live until backward.
+    the scale; `update` has the factors as they were. It is made in forward, and again in backward: what autograd
+    keeps is then the parameters themselves, and not copies of them that live until backward.
 
     `paired` is of rows whose columns stand in pairs though the weight's do not: see `Products`. The factors are
     multiplied by torch: ranks are too small for more to be gained.
@@ -85,26 +88,33 @@ class Projection:
 
     products: Products
     weight_EOI: torch.Tensor
+    bias_EO: torch.Tensor | None = None
+    update: LowRank | None = None
     a_EKI: torch.Tensor | None = None
     b_EOK: torch.Tensor | None = None
 
     @classmethod
     def of(cls, weight: Weight, like: torch.Tensor) -> "Projection":
         weight_EOI = weight.matrices().to(like.dtype)
+        bias_EO = None if weight.bias_EO is None else weight.bias_EO.to(like.dtype)
         products = products_for(like, *weight_EOI.shape[1:])
         if weight.update is None:
-            return cls(products, weight_EOI)
+            return cls(products, weight_EOI, bias_EO)
         a, b, scale = weight.update
         rank = a.shape[1]
         padded = -(-rank // ALIGNED) * ALIGNED
         if padded == rank:
             a_EKI, b_EOK = like.new_empty(a.shape), like.new_empty(b.shape)
             torch.mul(b, scale, out=b_EOK)
-            return cls(products, weight_EOI, a_EKI.copy_(a), b_EOK)
-        a_EKI, b_EOK = like.new_zeros(a.shape[0], padded, a.shape[2]), like.new_zeros(*b.shape[:2], padded)
-        a_EKI[:, :rank].copy_(a)
-        torch.mul(b, scale, out=b_EOK[..., :rank])
-        return cls(products, weight_EOI, a_EKI, b_EOK)
+            a_EKI.copy_(a)
+        else:
+            a_EKI, b_EOK = (
+                like.new_zeros(a.shape[0], padded, a.shape[2]),
+                like.new_zeros(*b.shape[:2], padded),
+            )
+            a_EKI[:, :rank].copy_(a)
+            torch.mul(b, scale, out=b_EOK[..., :rank])
+        return cls(products, weight_EOI, bias_EO, weight.update, a_EKI, b_EOK)
 
     def forward(self, x: Rows, bounds: torch.Tensor) -> torch.Tensor:
         y_RO = self.products.forward(x, self.weight_EOI, bounds)
@@ -131,11 +141,12 @@ class Projection:
         return self.products.weight_gradient(dy, x, bounds, paired=paired, turned=turned)
 
     def update_gradients(
-        self, update: LowRank, x: Rows, dy: Rows, dinner_RK: torch.Tensor, bounds: torch.Tensor
+        self, x: Rows, dy: Rows, dinner_RK: torch.Tensor, bounds: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of the factors of `update`, in their dtypes."""
+        """The gradients of the factors of the update, in their dtypes."""
         assert self.a_EKI is not None
-        a, b, scale = update
+        assert self.update is not None
+        a, b, scale = self.update
         rank = a.shape[1]
         da_EKI = TORCH.weight_gradient(dinner_RK, x, bounds)[:, :rank]
         inner_RK = TORCH.forward(x, self.a_EKI, bounds)

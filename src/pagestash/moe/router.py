@@ -12,10 +12,9 @@ from torch import nn
 
 from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.moe import choose_experts as kernels
-from pagestash.kernels.moe.route import multihot
 from pagestash.kernels.moe.topk import topk
+from pagestash.kernels.operator import operator
 from pagestash.moe.config import MoEConfig
-from pagestash.saved.compiled import run_as_it_is
 from pagestash.saved.recompute.once import once
 
 
@@ -39,27 +38,27 @@ class Router(nn.Module):
         self.register_buffer("load", load, persistent=False)
         nn.init.normal_(self.weight, std=config.width**-0.5)
 
-    @run_as_it_is
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        made: tuple[torch.Tensor, torch.Tensor] | None = None
+        if torch.compiler.is_compiling():
+            weights_TK, aux, ids_TK, counts_E = traced_router(x, self.weight, self.correction, self.config)
+            self._count(counts_E)
+            return weights_TK, ids_TK, aux
+        made: Made | None = None
 
         def choose() -> tuple[torch.Tensor, torch.Tensor | None]:
             nonlocal made
-            counts_E = None
-            with torch.no_grad():
-                logits_TE = logits_of(x, self.weight)
-                ids_TK, weights_TK = choose_experts(logits_TE, self.correction, self.config)
-                if self.config.balance_loss or self.correction is not None:
-                    counts_E = multihot(ids_TK, ids_TK, self.config.experts)[0].sum(0).to(logits_TE.dtype)
-            made = logits_TE, weights_TK
-            if self.load is not None and self.training and torch.is_grad_enabled():
-                assert counts_E is not None
-                self.load += counts_E
+            ids_TK, counts_E, made = decide(x, self.weight, self.correction, self.config)
+            self._count(counts_E)
             return ids_TK, counts_E
 
         ids_TK, counts_E = once(choose)
         weights_TK, aux = _Weigh.apply(x, self.weight, ids_TK, counts_E, made, self.config)
         return weights_TK, ids_TK, aux
+
+    def _count(self, counts_E: torch.Tensor | None) -> None:
+        if self.load is not None and self.training and torch.is_grad_enabled():
+            assert counts_E is not None
+            self.load += counts_E
 
     def use_recompute(self, on: bool) -> None:
         """Nothing more than is done anyway: its input and its choices are all that it saves."""
@@ -70,6 +69,26 @@ class Router(nn.Module):
             raise ValueError("update_bias: the router was made without correction_bias")
         self.correction += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
+
+
+Made = tuple[torch.Tensor, torch.Tensor]
+"""The logits and the weights of a choice."""
+
+
+@torch.no_grad()
+def decide(
+    x_TD: torch.Tensor, weight_ED: torch.Tensor, correction_E: torch.Tensor | None, config: MoEConfig
+) -> tuple[torch.Tensor, torch.Tensor | None, Made]:
+    """The ids, how many tokens each expert gets (where somebody asks), and what the choice was made of."""
+    logits_TE = logits_of(x_TD, weight_ED)
+    ids_TK, weights_TK = choose_experts(logits_TE, correction_E, config)
+    counts_E = None
+    if config.balance_loss or correction_E is not None:
+        chosen = ids_TK.flatten().to(torch.int64)
+        counts_E = logits_TE.new_zeros(config.experts).scatter_add_(
+            0, chosen, logits_TE.new_ones(chosen.shape)
+        )
+    return ids_TK, counts_E, (logits_TE, weights_TK)
 
 
 def logits_of(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
@@ -126,6 +145,26 @@ def auxiliary_losses(
     return losses[0] if len(losses) == 1 else losses[0] + losses[1]
 
 
+def auxiliary_gradient(
+    logits_TE: torch.Tensor, ids_TK: torch.Tensor, counts_E: torch.Tensor | None, config: MoEConfig
+) -> torch.Tensor:
+    """That of `auxiliary_losses` [T, E]."""
+    tokens, shares_TE = ids_TK.shape[0], torch.softmax(logits_TE, dim=1)
+    found = torch.zeros_like(logits_TE)
+    if config.z_loss:
+        found += (2 * config.z_loss / tokens) * torch.logsumexp(logits_TE, dim=1, keepdim=True) * shares_TE
+    if config.balance_loss:
+        assert counts_E is not None
+        of_share_E = counts_E * (config.balance_loss * config.experts / ids_TK.numel() / tokens)
+        slope_TE = shares_TE
+        if config.score == "sigmoid":
+            scores_TE = torch.sigmoid(logits_TE)
+            sums_T1 = scores_TE.sum(1, keepdim=True) + kernels.EPSILON
+            shares_TE, slope_TE = scores_TE / sums_T1, scores_TE * (1 - scores_TE) / sums_T1
+        found += slope_TE * (of_share_E - (shares_TE * of_share_E).sum(1, keepdim=True))
+    return found
+
+
 class _Weigh(torch.autograd.Function):
     """Saves `x_TD` and the ids; everything in between is recomputed in backward.
 
@@ -139,7 +178,7 @@ class _Weigh(torch.autograd.Function):
         weight_ED: torch.Tensor,
         ids_TK: torch.Tensor,
         counts_E: torch.Tensor | None,
-        made: tuple[torch.Tensor, torch.Tensor] | None,
+        made: Made | None,
         config: MoEConfig,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if made is None:
@@ -160,11 +199,78 @@ class _Weigh(torch.autograd.Function):
         dtype = logits_TE.dtype if with_losses else x_TD.dtype
         dlogits_TE = kernels.weigh_gradient(logits_TE, ids_TK, dweights_TK, scoring_of(config), dtype)
         if with_losses:
-            with torch.enable_grad():
-                leaf_TE = logits_TE.requires_grad_()
-                aux = auxiliary_losses(leaf_TE, ids_TK, counts_E, config)
-            dlogits_TE = dlogits_TE + torch.autograd.grad(aux, leaf_TE, daux)[0]
+            dlogits_TE = dlogits_TE + daux * auxiliary_gradient(logits_TE, ids_TK, counts_E, config)
         narrow_TE = dlogits_TE.to(x_TD.dtype)
         dx_TD = narrow_TE @ weight_ED.to(x_TD.dtype) if ctx.needs_input_grad[0] else None
         dweight_ED = (narrow_TE.t() @ x_TD).to(weight_ED.dtype) if ctx.needs_input_grad[1] else None
         return dx_TD, dweight_ED, None, None, None, None
+
+
+# --- for compilers ---
+
+SETTINGS = ("top_k", "score", "normalise", "route_scale", "groups", "group_limit", "balance_loss", "z_loss")
+
+
+class _Router:
+    """The choice and `_Weigh`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        weight_ED: torch.Tensor,
+        correction_E: torch.Tensor | None,
+        settings: tuple[Any, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        config = _config(weight_ED, settings)
+        ids_TK, counts_E, made = decide(x_TD, weight_ED, correction_E, config)
+        return _Weigh.forward(ctx, x_TD, weight_ED, ids_TK, counts_E, made, config)
+
+    @staticmethod
+    def backward(ctx: Any, dweights_TK: torch.Tensor, daux: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_TD, weight_ED, ids_TK, *counts = ctx.saved_tensors
+        ctx.saved_tensors = x_TD, weight_ED, ids_TK, *(counts or [None])
+        ctx.config = _config(weight_ED, ctx.settings)
+        return _Weigh.backward(ctx, dweights_TK, daux)
+
+
+def _config(weight_ED: torch.Tensor, settings: tuple[Any, ...]) -> MoEConfig:
+    experts, width = weight_ED.shape
+    given: Any = dict(zip(SETTINGS, settings, strict=True))
+    return MoEConfig(experts=experts, width=width, expert_width=1, **given)
+
+
+def _fake(
+    x_TD: torch.Tensor, weight_ED: torch.Tensor, correction_E: torch.Tensor | None, *settings: Any
+) -> list[torch.Tensor]:
+    config = _config(weight_ED, settings)
+    wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+    weights_TK = x_TD.new_empty(x_TD.shape[0], config.top_k, dtype=wide)
+    counted = config.balance_loss or correction_E is not None
+    counts = [x_TD.new_empty(config.experts, dtype=wide)] if counted else []
+    return [
+        weights_TK,
+        x_TD.new_empty((), dtype=wide),
+        torch.empty_like(weights_TK, dtype=torch.int32),
+        *counts,
+    ]
+
+
+_router = operator(
+    "router",
+    _Router,
+    "Tensor x, Tensor weight, Tensor? correction, int top_k, str score, bool normalise, float route_scale, "
+    "int groups, int group_limit, float balance_loss, float z_loss",
+    _fake,
+    keeps=(0, 1),
+    results=2,
+)
+
+
+def traced_router(
+    x_TD: torch.Tensor, weight_ED: torch.Tensor, correction_E: torch.Tensor | None, config: MoEConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The weights, the auxiliary losses, the ids and, where somebody asks, tokens by expert."""
+    settings = [getattr(config, name) for name in SETTINGS]
+    weights_TK, aux, ids_TK, *counts_E = _router(x_TD, weight_ED, correction_E, *settings)
+    return weights_TK, aux, ids_TK, counts_E[0] if counts_E else None

@@ -112,6 +112,9 @@ class BlockOptions:
     needs_backward: bool = True
     """Whether a backward may follow; without one, nothing is put into pages."""
     half: Half | None = None
+    functional: bool = False
+    """Whether it runs as an operator of a compiled graph: backward writes to nothing that it is given, and no rule
+    of a part holds."""
     counted: ReceivedRows | None = None
     """Who is told of received rows, where a keeper chooses how many are expected."""
 
@@ -125,6 +128,8 @@ class BlockOptions:
         backward of its own. The first projection is then left to autograd in any case: where its pages were
         refused, it would be recomputed from rows that were coded, to other bits.
         """
+        if self.functional:
+            return self
         of_h = None if self.h.recompute else rule_of(self.h.module)
         of_x = rule_of(self.x.module)
         h_bits, x_bits = (rule is not None and rule.bits is not None for rule in (of_h, of_x))
@@ -138,7 +143,7 @@ class BlockOptions:
         return replace(self, x=x, h=replace(self.h, pool=None))
 
 
-OF_WEIGHTS = ("up", "down", "up_bias", "down_bias", "up_a", "up_b", "down_a", "down_b")
+OF_WEIGHTS = ("up", "up_bias", "up_a", "up_b", "down", "down_bias", "down_a", "down_b")
 """The inputs that are weights: a pipeline schedule may ask for their gradients in a half of its own."""
 
 
@@ -150,7 +155,21 @@ def needs(ctx: Any, name: str) -> bool:
     half = ctx.options.half
     if half is not None and not (half.weights if name in OF_WEIGHTS else half.inputs):
         return False
-    return ctx.needs_input_grad[ctx.inputs.index(name)]
+    return asked(ctx, name)
+
+
+def asked(ctx: Any, name: str) -> bool:
+    """Whether the input `name` requires a gradient at all."""
+    return bool(ctx.needs_input_grad[ctx.inputs.index(name)])
+
+
+def asks_for_rows(ctx: Any, options: BlockOptions) -> bool:
+    """Whether backward may ask for the input of the first projection.
+
+    By what was asked for alone, not by what the pool granted: a recomputed forward must save the same tensors.
+    """
+    wanted = (asked(ctx, name) for name in ("up", "up_a", "up_b"))
+    return (options.h.pool is not None and not options.coded) or options.h.recompute or any(wanted)
 
 
 def _codes(rule: Rule | None, dtype: torch.dtype, rows: int, width: int) -> bool:

@@ -15,8 +15,10 @@ from torch import nn
 from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.gemm.products import TORCH
 from pagestash.kernels.moe import gated
+from pagestash.kernels.moe.activation import SETTINGS, as_settings, from_settings
 from pagestash.kernels.moe.ends import missing_bounds
 from pagestash.kernels.moe.row_info import RowInfo
+from pagestash.kernels.operator import operator
 from pagestash.moe.config import MoEConfig
 from pagestash.moe.lease import pages_of
 from pagestash.moe.parts import SelfSaving
@@ -43,8 +45,13 @@ class SharedExperts(SelfSaving):
         nn.init.normal_(self.up, std=config.width**-0.5)
         nn.init.normal_(self.down, std=inner**-0.5)
 
-    @run_as_it_is
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() and self.plain():
+            return _traced(x, self.up, self.down, *as_settings(self.config.activation))[0]
+        return self._as_it_is(x)
+
+    @run_as_it_is("pagestash: shared experts are in a graph where neither a rule nor FSDP has hooks on them")
+    def _as_it_is(self, x: torch.Tensor) -> torch.Tensor:
         options = BlockOptions(
             activation=self.config.activation,
             # The input is left to autograd: it is no kernel's result here, and the router has it, too.
@@ -99,7 +106,7 @@ class SharedBlock(torch.autograd.Function):
             RowInfo(rows),
             ctx.options.activation,
             pages_of(lease),
-            in_place=recomputed or not comes_again,
+            in_place=recomputed or not (comes_again or ctx.options.functional),
         )
         del h_TH
         if lease is not None and not comes_again:
@@ -109,3 +116,31 @@ class SharedBlock(torch.autograd.Function):
         dup = (dh_TH.t() @ x_TD)[None] if needs(ctx, "up") else None
         dx_TD = dh_TH @ up[0] if needs(ctx, "x") else None
         return dx_TD, dup, ddown, None
+
+
+class _Shared:
+    """`SharedBlock`, for compilers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: torch.Tensor, up_1HD: torch.Tensor, down_1DN: torch.Tensor, settings: tuple[Any, ...]
+    ) -> torch.Tensor:
+        options = BlockOptions(activation=from_settings(settings), functional=True)
+        return SharedBlock.forward(ctx, x_TD, up_1HD, down_1DN, options)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.options = BlockOptions(activation=from_settings(ctx.settings), functional=True)
+        ctx.lease, ctx.inputs = None, SharedBlock.inputs
+        return SharedBlock.backward(ctx, dy_TD)
+
+
+def _fake(x_TD: torch.Tensor, up_1HD: torch.Tensor, *_: Any) -> list[torch.Tensor]:
+    tokens = x_TD.shape[0]
+    rows, h_TH = x_TD.new_empty(1, dtype=torch.int32), x_TD.new_empty(tokens, up_1HD.shape[1])
+    return [x_TD.new_empty(x_TD.shape), rows, h_TH]
+
+
+_traced = operator(
+    "shared_experts", _Shared, f"Tensor x, Tensor up, Tensor down, {SETTINGS}", _fake, keeps=(0, 1, 2)
+)

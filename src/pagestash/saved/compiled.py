@@ -38,10 +38,14 @@ def hidden_here(function: Function) -> Function:
     return function
 
 
-def run_as_it_is(function: Function) -> Function:
-    """Break dynamo's graph at `function`, and compile nothing inside it."""
-    break_graph_at(function)
-    return hidden(function)
+def run_as_it_is(why: str) -> Callable[[Function], Function]:
+    """Break dynamo's graph at the function, and compile nothing in it. `why` is what `fullgraph` makes an error."""
+
+    def run(function: Function) -> Function:
+        break_graph_at(function, why)
+        return hidden(function)
+
+    return run
 
 
 def at_compile_time(function: Function) -> Function:

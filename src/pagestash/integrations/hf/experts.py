@@ -237,6 +237,8 @@ def _multiplied_by(module: nn.Module) -> str:
 
 def _why_nobody_asks(module: nn.Module) -> str:
     """Why transformers has its own code, and nothing else, for what its name says are experts."""
+    if type(module).__name__ == "Llama4TextExperts":
+        return "Llama-4 runs every expert on every token, scaled by its scores: there is no choice to follow"
     packed = next((each.dtype for each in module.parameters() if not each.is_floating_point()), None)
     quantised = "" if packed is None else f"its weights are quantised ({packed}), and "
     return f"{quantised}transformers lets no other implementation run it"

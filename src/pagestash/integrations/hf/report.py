@@ -56,10 +56,18 @@ class Report:
     replaced: list[Replaced] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _modules: list[nn.Module] = field(default_factory=list, repr=False)
+    """Of each entry of `replaced`."""
 
     def replace(self, part: str, name: str, module: nn.Module, by: str) -> None:
         """Note that `module` runs `by` now."""
         self.replaced.append(Replaced(part, name, type(module).__name__, by))
+        self._modules.append(module)
+
+    def never_called(self) -> list[Replaced]:
+        """What has a `forward` of ours that nobody has called so far: in a tower for images, say, without any."""
+        found = zip(self.replaced, self._modules)
+        return [entry for entry, module in found if _called(module) is False]
 
     def put_forward(self, module: nn.Module, ours: Callable[..., Any]) -> None:
         """Let `module` run `ours(module, ...)` until `undo`.
@@ -95,17 +103,32 @@ class Report:
             self._undo.pop()()
 
     def __str__(self) -> str:
-        lines = ["replaced:", *_counted((each.part, each.kind, each.by) for each in self.replaced)]
+        idle = self.never_called()
+        if not any(_called(module) for module in self._modules):  # before the first step
+            idle = []
+        used = (each for each in self.replaced if each not in idle)
+        lines = ["replaced:", *_counted((each.part, each.kind, each.by) for each in used)]
+        if idle:
+            lines += ["replaced, and never called so far:"]
+            lines += _counted((each.part, each.kind, each.by) for each in idle)
         if self.left:
             lines += ["left alone:", *_counted((each.part, each.kind, each.why) for each in self.left)]
         return "\n".join(lines)
 
 
+def _called(module: nn.Module) -> bool | None:
+    """Whether the `forward` that we put there was called; None: there is none."""
+    called = getattr(module.__dict__.get("forward"), "called", None)
+    return None if called is None else called()
+
+
 def _with_switch(ours: Callable[..., Any]) -> tuple[FunctionType, Callable[[], None]]:
     """`ours` as a function of its own, and what makes it the `forward` of the module's class."""
-    runs = ours
+    runs, called = ours, False
 
     def forward(self: Any, *args: Any, **options: Any) -> Any:
+        nonlocal called
+        called = True
         return runs(self, *args, **options)
 
     def off() -> None:
@@ -117,6 +140,7 @@ def _with_switch(ours: Callable[..., Any]) -> tuple[FunctionType, Callable[[], N
         forward.__code__.replace(), forward.__globals__, forward.__name__, None, forward.__closure__
     )
     update_wrapper(own, ours)
+    own.called = lambda: called  # type: ignore[attr-defined]
     return own, off
 
 

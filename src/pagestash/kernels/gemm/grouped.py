@@ -15,8 +15,14 @@ class TorchProducts:
 
     name = "torch"
 
-    def up_gated(self, x: Rows, up_EHD: torch.Tensor, bounds: torch.Tensor) -> None:
-        """None: there is no product with the activation in its epilogue."""
+    def gates(self, rows: int, up_EHD: torch.Tensor) -> bool:
+        """There is no product with the activation in its epilogue."""
+        return False
+
+    def up_gated(
+        self, x: Rows, up_EHD: torch.Tensor, bounds: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
 
     def forward(self, rows: Rows, weight_EOI: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
         return grouped_mm(in_memory(rows), weight_EOI.transpose(-2, -1), bounds)

@@ -28,10 +28,14 @@ class Products(Protocol):
 
     name: str
 
+    def gates(self, rows: int, up_EHD: torch.Tensor) -> bool:
+        """Whether `up_gated` can be asked for this many rows: one kernel makes both."""
+        ...
+
     def up_gated(
         self, x: Rows, up_EHD: torch.Tensor, bounds: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """`h_RH = x · upᵀ`, paired, and `silu(gate) · linear` [R, N] of it; None where no kernel makes both."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`h_RH = x · upᵀ`, paired, and `silu(gate) · linear` [R, N] of it."""
         ...
 
     def forward(self, rows: Rows, weight_EOI: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:

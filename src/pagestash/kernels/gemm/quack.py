@@ -32,15 +32,18 @@ class QuackProducts:
     def __init__(self, tile_for: Choice = tile_for) -> None:
         self._tile_for = tile_for
 
+    def gates(self, rows: int, up_EHD: torch.Tensor) -> bool:
+        # (What is taken in pairs is the side that is not contiguous.)
+        plain = up_EHD.stride(2) == 1 and up_EHD.shape[1] % 32 == 0
+        return plain and self._tile_for("up_gated", rows, *up_EHD.shape) is not None
+
     def up_gated(
         self, x: Rows, up_EHD: torch.Tensor, bounds: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, gather = _operand(x)
-        (count, _), (experts, columns, width) = x.shape, up_EHD.shape
-        tile = self._tile_for("up_gated", count, experts, columns, width)
-        # (What is taken in pairs is the side that is not contiguous.)
-        if tile is None or up_EHD.stride(2) != 1 or columns % 32:
-            return None
+        count, columns = x.shape[0], up_EHD.shape[1]
+        tile = self._tile_for("up_gated", count, *up_EHD.shape)
+        assert tile is not None, "not asked of `gates`"
         h_RH, a_RN = rows.new_empty(count, columns), rows.new_empty(count, columns // 2)
         if count:
             with on_device(rows.device):

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from pagestash.kernels.backend import cdiv, choose, launch, multiprocessors, power_of_two, tl, triton
 from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.layer.strided_rows import rows_of
+from pagestash.kernels.operator import operator
 
 ELEMENTS = 2048
 """Of a tile, over 4 warps: two 16-byte accesses of bf16 a thread. A wider row is a tile by itself."""
@@ -308,13 +308,11 @@ def rms_norm(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The norm in eager mode. The operator below, which compilers need, costs the host 0.2 ms more each time."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, form: tuple[float, float, bool]) -> Tensor:
-        y, rstd = forward(x, weight, *form)
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, settings: tuple[float, float, bool]) -> Tensor:
+        y, rstd = forward(x, weight, *settings)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.form = form
+        ctx.settings = settings
         return y
 
     @staticmethod
@@ -322,65 +320,17 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, of_y: Tensor) -> tuple[Any, ...]:
         x, weight, rstd = ctx.saved_tensors
         need_weight = weight is not None and ctx.needs_input_grad[1]
-        _, offset, early = ctx.form
+        _, offset, early = ctx.settings
         return *backward(of_y, x, weight, rstd, offset, early, need_weight=need_weight), None
 
 
-@custom_op("pagestash::rms_norm", mutates_args=())
-def _rms_norm(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, early: bool
+def _fake(
+    x: Tensor, weight: Tensor | None, _eps: float, _offset: float, early: bool
 ) -> tuple[Tensor, Tensor]:
-    return forward(x, weight, eps, offset, early)
+    y = x.new_empty(x.shape, dtype=_result_dtype(x, weight, early))
+    return y, x.new_empty(x.numel() // x.shape[-1], dtype=_wide(x.dtype))
 
 
-@_rms_norm.register_fake
-def _(x: Tensor, weight: Tensor | None, eps: float, offset: float, early: bool) -> tuple[Tensor, Tensor]:
-    out = x.new_empty(x.shape, dtype=_result_dtype(x, weight, early))
-    return out, x.new_empty(x.numel() // x.shape[-1], dtype=_wide(x.dtype))
-
-
-@custom_op("pagestash::rms_norm_backward", mutates_args=())
-def _rms_norm_backward(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    early: bool,
-    need_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    dx, dweight = backward(gradient, x, weight, rstd, offset, early, need_weight=need_weight)
-    return dx, x.new_empty(0) if dweight is None else dweight
-
-
-@_rms_norm_backward.register_fake
-def _(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    early: bool,
-    need_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    of_weight = weight.new_empty(weight.shape) if need_weight and weight is not None else x.new_empty(0)
-    return x.new_empty(x.shape), of_weight
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, ctx.offset, ctx.early = inputs
-    ctx.save_for_backward(x, weight, output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, of_y: Tensor | None, _rstd: Tensor | None) -> tuple[Any, ...]:
-    if of_y is None:
-        return (None,) * 5
-    x, weight, rstd = ctx.saved_tensors
-    need_weight = weight is not None and ctx.needs_input_grad[1]
-    dx, dweight = _rms_norm_backward(of_y, x, weight, rstd, ctx.offset, ctx.early, need_weight)
-    return dx, dweight if need_weight else None, None, None, None
-
-
-_rms_norm.register_autograd(_gradients, setup_context=_setup)
+_rms_norm = operator(
+    "rms_norm", _RMSNorm, "Tensor x, Tensor? weight, float eps, float offset, bool early", _fake, keeps=(0, 1)
+)

@@ -1,8 +1,9 @@
 """Which activation an expert has, by name or by parameters; `activations.py` computes it. Imports no torch."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Curve = Literal["sigmoid", "tanh", "erf", "relu2"]
 CURVES: tuple[Curve, ...] = get_args(Curve)
@@ -50,3 +51,17 @@ def as_activation(activation: ActivationName | Activation) -> Activation:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[activation]
+
+
+SETTINGS = "str curve, float slope, float? limit, float shift, bool gated"
+"""An activation among the inputs of an operator."""
+
+
+def as_settings(activation: ActivationName | Activation) -> tuple[Curve, float, float | None, float, bool]:
+    found = as_activation(activation)
+    return found.curve, found.slope, found.limit, found.shift, found.gated
+
+
+def from_settings(settings: Sequence[Any]) -> Activation:
+    curve, slope, limit, shift, gated = settings
+    return Activation(curve=curve, slope=slope, limit=limit, shift=shift, gated=gated)

@@ -73,10 +73,7 @@ def weigh_gradient(
 ) -> torch.Tensor:
     """The gradient of the logits, in `dtype`, from that of the weights."""
     if _backend(logits_TE, backend) == "torch":
-        with torch.enable_grad():
-            leaf_TE = logits_TE.detach().requires_grad_()
-            weights_TK = weigh_reference(leaf_TE, ids_TK, scoring)
-        return torch.autograd.grad(weights_TK, leaf_TE, dweights_TK)[0].to(dtype)
+        return weigh_gradient_reference(logits_TE, ids_TK, dweights_TK, scoring).to(dtype)
     dlogits_TE = torch.empty(logits_TE.shape, dtype=dtype, device=logits_TE.device)
     operands = (logits_TE, ids_TK.contiguous(), dweights_TK.contiguous(), dlogits_TE)
     _launch(_backward_kernel, logits_TE, ids_TK, operands, scoring)
@@ -99,6 +96,31 @@ def weigh_reference(logits_TE: torch.Tensor, ids_TK: torch.Tensor, scoring: Scor
     else:
         weights_TK = torch.softmax(logits_TE, dim=1).gather(1, at_TK)
     return weights_TK * scoring.scale if scoring.scale != 1.0 else weights_TK
+
+
+def weigh_gradient_reference(
+    logits_TE: torch.Tensor, ids_TK: torch.Tensor, dweights_TK: torch.Tensor, scoring: Scoring
+) -> torch.Tensor:
+    """(Not by autograd: inside an operator of a compiled graph there is none.)"""
+    at_TK, dshares_TK = ids_TK.to(torch.int64), dweights_TK * scoring.scale
+    zeros_TE = torch.zeros_like(logits_TE)
+    if not (scoring.sigmoid or scoring.normalise):
+        shares_TE = torch.softmax(logits_TE, dim=1)
+        dshares_TE = zeros_TE.scatter_add(1, at_TK, dshares_TK.to(zeros_TE.dtype))
+        return shares_TE * (dshares_TE - (shares_TE * dshares_TE).sum(1, keepdim=True))
+    chosen_TK = logits_TE.gather(1, at_TK)
+    if scoring.sigmoid:
+        scores_TK = torch.sigmoid(chosen_TK)
+        dscores_TK = dshares_TK
+        if scoring.normalise:
+            sums_T1 = scores_TK.sum(1, keepdim=True) + EPSILON
+            mean_T1 = (scores_TK * dshares_TK).sum(1, keepdim=True) / sums_T1
+            dscores_TK = (dshares_TK - mean_T1) / sums_T1
+        dchosen_TK = dscores_TK * scores_TK * (1 - scores_TK)
+    else:
+        shares_TK = torch.softmax(chosen_TK, dim=1)
+        dchosen_TK = shares_TK * (dshares_TK - (shares_TK * dshares_TK).sum(1, keepdim=True))
+    return zeros_TE.scatter_add(1, at_TK, dchosen_TK.to(zeros_TE.dtype))  # (softmax widens under autocast)
 
 
 # --- how: the Triton kernels --------------------------------------------------------------------------------

@@ -82,42 +82,6 @@ def route(
     return found
 
 
-def multihot(
-    ids_TK: torch.Tensor, weights_TK: torch.Tensor, experts: int, *, backend: str = "auto"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The dense form of a choice: bool [T, E], true where chosen, and the weights there, zero elsewhere.
-
-    The weights of an expert that a token chose twice are added. An id outside 0 to E - 1 stands for no choice.
-    """
-    if ids_TK.shape != weights_TK.shape or ids_TK.ndim != 2:
-        raise ValueError(
-            f"ids {tuple(ids_TK.shape)} and weights {tuple(weights_TK.shape)}: expected both [tokens, K]"
-        )
-    tokens, choices = ids_TK.shape
-    if choose(ids_TK.device, backend) == "torch":
-        return multihot_reference(ids_TK, weights_TK, experts)
-    chosen = torch.empty(tokens, experts, dtype=torch.bool, device=ids_TK.device)
-    dense = torch.empty(tokens, experts, dtype=weights_TK.dtype, device=ids_TK.device)
-    block = power_of_two(experts)
-    together = max(1, 1024 // block)
-    if tokens:
-        launch(
-            _multihot_kernel,
-            (cdiv(tokens, together),),
-            ids_TK.device,
-            ids_TK.contiguous(),
-            weights_TK.contiguous(),
-            chosen.view(torch.uint8),
-            dense,
-            tokens,
-            experts,
-            K=choices,
-            TOKENS=together,
-            BLOCK=block,
-        )
-    return chosen, dense
-
-
 # --- what: the torch reference ------------------------------------------------------------------------------
 
 
@@ -140,20 +104,6 @@ def route_reference(
     out.inverse.view(-1)[order] = torch.arange(order.numel(), dtype=torch.int32, device=ids_TK.device)
     if over is not None and int(counts.sum()) > capacity:
         over.fill_(1.0)
-
-
-def multihot_reference(
-    ids_TK: torch.Tensor, weights_TK: torch.Tensor, experts: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # One column more than there are experts, for the ids that stand for no choice.
-    column = torch.where((ids_TK >= 0) & (ids_TK < experts), ids_TK, experts).to(torch.int64)
-    chosen = torch.zeros(ids_TK.shape[0], experts + 1, dtype=torch.bool, device=ids_TK.device)
-    # From -0.0, to which any weight adds exactly: one of -0.0 keeps its sign.
-    dense = torch.full(chosen.shape, -0.0, device=ids_TK.device).to(weights_TK.dtype)
-    chosen.scatter_(1, column, True)
-    dense.scatter_add_(1, column, weights_TK)
-    dense = torch.where(chosen, dense, 0)
-    return chosen[:, :experts].contiguous(), dense[:, :experts].contiguous()
 
 
 # --- how: the Triton kernels --------------------------------------------------------------------------------
@@ -269,40 +219,6 @@ def _place_kernel(
         if FLAGGED:
             if tl.max(end, 0) > capacity:
                 tl.store(over, 1.0)
-
-
-@triton.jit
-def _multihot_kernel(
-    ids,
-    weights,
-    chosen,
-    dense,
-    tokens,
-    experts,
-    K: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    column = tl.arange(0, BLOCK)
-    hot = tl.zeros((TOKENS, BLOCK), tl.uint8)
-    value = tl.zeros((TOKENS, BLOCK), weights.dtype.element_ty)
-    for k in tl.static_range(K):
-        at = token.to(tl.int64) * K + k
-        expert = tl.load(ids + at, mask=token < tokens, other=-1)
-        weight = tl.load(weights + at, mask=token < tokens, other=0.0)
-        here = expert[:, None] == column[None, :]
-        if value.dtype == tl.bfloat16:  # the interpreter would add its bits
-            both = (value.to(tl.float32) + weight[:, None].to(tl.float32)).to(tl.bfloat16)
-        else:
-            both = value + weight[:, None]
-        # The first is chosen, not added to zero: a weight of -0.0 keeps its sign.
-        value = tl.where(here, tl.where(hot > 0, both, weight[:, None]), value)
-        hot = tl.where(here, 1, hot).to(tl.uint8)
-    at = token[:, None].to(tl.int64) * experts + column[None, :]
-    mask = (token[:, None] < tokens) & (column[None, :] < experts)
-    tl.store(chosen + at, hot, mask=mask)
-    tl.store(dense + at, value, mask=mask)
 
 
 def _launch(

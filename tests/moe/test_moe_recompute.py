@@ -1,6 +1,8 @@
 """Recomputed MoE layers: tokens are routed and sent once, and what waits in pages is put there once."""
 
+import itertools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -109,6 +111,23 @@ def test_tokens_are_routed_and_sent_once(kind, rules, monkeypatch):
         assert counts.calls["route" if kind == "local" else "send"] == once_a_layer
     assert same(model.buffers(), expected)
     assert not any(int(size) for size in keeper.held().values())
+
+
+@pytest.mark.usefixtures("lone_rank")
+@pytest.mark.parametrize("tokens", [1, 2, T // 2])
+def test_expected_rows_that_nobody_wrote_are_not_compared(tokens):
+    model = make("expected")
+    keeper = ps.Keeper(ps.Policy([ps.Rule("*", "recompute")]), backend="torch").attach(model)
+    allocate, fills = torch.Tensor.new_empty, itertools.count()
+
+    def filled(self, *size, **kind):
+        made = allocate(self, *size, **kind)
+        return made.fill_(float(next(fills))) if made.is_floating_point() else made
+
+    x = torch.randn(tokens, D, generator=torch.Generator().manual_seed(1))
+    with mock.patch.object(torch.Tensor, "new_empty", filled):
+        kept = step(model, x, keeper)
+        assert same(kept, step(model, x))
 
 
 @pytest.mark.usefixtures("lone_rank")

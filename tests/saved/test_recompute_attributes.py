@@ -287,6 +287,21 @@ class Shared(nn.Module):
         return (x / (1 + self.other.count.clone())).tanh()
 
 
+class Counted(nn.Module):
+    """Counts its forwards in a buffer, in `once`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def more(self):
+        self.count += 1
+
+    def forward(self, x):
+        ps.once(self.more)
+        return (x / (1 + self.count.clone())).tanh()
+
+
 class Rotating(nn.Module):
     """Its parts take turns at being the first."""
 
@@ -345,6 +360,7 @@ KINDS = {
     "buffer that is None at first": Unset,
     "buffer that forward registers": Late,
     "buffer of two modules": Shared,
+    "buffer that is written in once": Counted,
     "order of modules inside": Rotating,
     "with a gradient, set in once": DecidedWithGradient,
     "weight norm by a hook": lambda: hooked(nn.utils.weight_norm),

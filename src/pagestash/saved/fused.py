@@ -16,7 +16,7 @@ from torch import nn
 
 from pagestash.policy import Rule
 from pagestash.saved.compiled import hidden
-from pagestash.saved.region import Forward, Region, frames, region, replaying
+from pagestash.saved.region import Forward, Recording, Region, frames, region, replaying
 from pagestash.saved.storage import storage_keys
 from pagestash.torch_internals import storage_key
 
@@ -55,7 +55,7 @@ def claim(
     module that give the same tensor `rows` move together.
     A `sized` tensor is kept where a rule would stash it: in pages it would take as much memory, and two copies. The
     rule's `fraction` of it is offloaded: the copy engine, too, needs a size that the host knows. With `bits=8` both
-    are coded.
+    are coded. Nobody may have written all of its rows: recomputed ones are not compared.
     """
     if tensor is None or torch.compiler.is_compiling() or not frames():
         return
@@ -64,6 +64,8 @@ def claim(
     if owner is not None:
         inner.claim(tensor, owner)
     if sized:
+        if isinstance(inner.run, Recording):
+            inner.run.leave_unchecked(tensor)
         owner = inner.claimed(storage_key(tensor)) or inner
         if owner.rule is not None and owner.rule.home == "stash":
             # Indices stay: they are small, and a copy of its own would use the link badly. (Bytes are codes.)

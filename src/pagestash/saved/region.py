@@ -75,6 +75,10 @@ class Recording(Forward):
         """What autograd holds in place of the tensor noted last, which a replay brings back."""
         raise NotImplementedError
 
+    def leave_unchecked(self, tensor: torch.Tensor) -> None:
+        """A replay may write other values where nobody reads them."""
+        raise NotImplementedError
+
 
 @dataclass(slots=True, eq=False)
 class Region:

@@ -21,8 +21,8 @@ ChangesBuffers = WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]]
 """For each large buffer of a module that was seen, in training and not: whether a forward ever changed it."""
 
 
-def _version(buffer: torch.Tensor) -> int:
-    """(An inference tensor has none: outside inference mode nothing changes it.)"""
+def version_of(buffer: torch.Tensor) -> int:
+    """Of its bytes. (An inference tensor has none: outside inference mode nothing changes it.)"""
     return 0 if buffer.is_inference() else buffer._version
 
 
@@ -43,7 +43,7 @@ class _Buffer:
 
     def changed(self) -> bool:
         """Whether it has other bytes, as far as its version tells, or other memory."""
-        return _version(self.tensor) != self.version or storage_key(self.tensor) != key_of_storage(
+        return version_of(self.tensor) != self.version or storage_key(self.tensor) != key_of_storage(
             self.storage
         )
 
@@ -84,7 +84,7 @@ class Buffers:
         elif plain_storage(buffer) is not None and not capturing():
             found = checksum(buffer)
         return _Buffer(
-            owner, name, buffer, _version(buffer), buffer.untyped_storage(), copy, found, owner.training
+            owner, name, buffer, version_of(buffer), buffer.untyped_storage(), copy, found, owner.training
         )
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Buffers:
         """Whether the value before forward is still there, if forward has changed it."""
         seen = self._changes.setdefault(buffer.owner, {})
         key = buffer.name, buffer.training
-        changed = _version(buffer.tensor) != buffer.version
+        changed = version_of(buffer.tensor) != buffer.version
         if key not in seen:
             changed = changed or not buffer.same_content()
         seen[key] = seen.get(key, False) or changed

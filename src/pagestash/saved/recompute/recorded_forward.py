@@ -6,6 +6,7 @@ Gradients flow through the graph of the first forward; of a replay, nothing but 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from pagestash.policy import Rule
 from pagestash.saved.hooks import SavedTensorHooks
 from pagestash.saved.packed import Handle
+from pagestash.saved.recompute.buffers import version_of
 from pagestash.saved.recompute.home import Recompute
 from pagestash.saved.recompute.objects import may_change
 from pagestash.saved.recompute.once import once
@@ -26,10 +28,18 @@ from pagestash.saved.recompute.trees import map_leaves, tensors_of
 from pagestash.saved.recompute.value_checks import summary_of
 from pagestash.saved.region import Recording, Region, frames, set_frames
 from pagestash.saved.storage import byte_range, checksum, is_nested, plain_storage
-from pagestash.torch_internals import StorageWeakRef
+from pagestash.torch_internals import StorageWeakRef, buffers_of, storage_key
 
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 """Layouts that have no bytes to count."""
+
+
+@torch.no_grad()
+def _write(owner: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Into the buffer that a replay has."""
+    there = buffers_of(owner)[name]
+    assert there is not None
+    there.copy_(value)
 
 
 class RecordedForward(Recording):
@@ -65,6 +75,8 @@ class RecordedForward(Recording):
         """Storages of discarded tensors. The weak reference keeps the key from being given to another storage."""
         self._discarded_bytes = 0
         self._to_summarize: list[tuple[int, torch.Tensor, int]] = []
+        self._unchecked: set[int] = set()
+        """Storages of which some bytes may be anything."""
         self._recipe.inputs = self._hold(arguments, outer, inputs=True)
 
     def parameters(self) -> set[int]:
@@ -103,9 +115,12 @@ class RecordedForward(Recording):
             self._hooks.check_stream(self._recipe.name)
         number = len(self._saved) - 1
         self._recomputed.want(number)
-        if rows is None and key is not None and self._recipe.checked:
+        if rows is None and key is not None and key not in self._unchecked and self._recipe.checked:
             self._to_summarize.append((number, tensor.detach(), tensor._version))
         return Discarded(self._recomputed, number)
+
+    def leave_unchecked(self, tensor: torch.Tensor) -> None:
+        self._unchecked.add(storage_key(tensor))
 
     # --- what is held for the replay ---
 
@@ -121,10 +136,21 @@ class RecordedForward(Recording):
         try:
             # (A forward recorded around this one may have to hold the result, too.)
             before, random = References(self._modules), Random(recipe.device, self._home.learned.python_rng)
+            buffers = [
+                (owner, name, buffer, version_of(buffer))
+                for owner in self._modules
+                for name, buffer in buffers_of(owner).items()
+                if buffer is not None
+            ]
             result = once(fn)
             random.keep_drawn()
             held = self._hold(result, region, note=region is not inner)
-            recipe.once_results.append(OnceResult(held, random.now(), before.changes()))
+            written = [
+                partial(_write, owner, name, buffer.detach().clone())
+                for owner, name, buffer, version in buffers
+                if version_of(buffer) != version
+            ]
+            recipe.once_results.append(OnceResult(held, random.now(), [*before.changes(), *written]))
             return result
         finally:
             set_frames(current)

@@ -28,6 +28,7 @@ BENCHMARKS = (
     "hooks",
     "eight_bits",
     "plan",
+    "out_of_memory",
     "simulate",
     "step_memory",
     "pipeline",
@@ -46,6 +47,7 @@ NEED_CUDA = (
     "megatron",
     "offload",
     "offload_deep",
+    "out_of_memory",
     "pipeline_gpu",
 )
 

@@ -29,6 +29,14 @@ def device_memory(device: torch.device) -> int:
     return machine_memory()
 
 
+def memory_of_process(device: torch.device | str) -> int:
+    """Bytes of its GPU that this process has or can have: those of its own allocator, and what is free, up to
+    `torch.cuda.set_per_process_memory_fraction`."""
+    free, total = torch.cuda.mem_get_info(device)
+    fraction = torch.cuda.get_per_process_memory_fraction(torch.device(device).index)
+    return min(free + torch.cuda.memory_reserved(device), int(fraction * total))
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error means that the GPU or the host ran out of memory."""
     ended = isinstance(error, torch.OutOfMemoryError | MemoryError)

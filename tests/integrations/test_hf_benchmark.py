@@ -1,7 +1,14 @@
 """The ways that `benchmarks.hf_step` and `hf_lora` compare compute the same loss."""
 
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
+from support.limit import MemoryLimit
+
+from pagestash.profiling.memory import LiveStorages
 
 pytest.importorskip("transformers", minversion="5.7")
 
@@ -76,3 +83,48 @@ def test_a_rival_that_is_as_small_and_faster_is_a_miss(tmp_path):
     rivals.draw(rows, tmp_path)
     assert "optimize" in (tmp_path / "rivals.svg").read_text()
     assert "4,096" in (tmp_path / "longest.svg").read_text()
+
+
+@pytest.mark.slow
+def test_a_step_that_finds_no_memory_gives_the_loss_and_the_gradients_of_one_that_does(tmp_path, monkeypatch):
+    from benchmarks import out_of_memory as oom
+
+    case = oom.Case(shape=replace(TINY, layers=4, sequence=96), room=0)
+    plain = LiveStorages()
+
+    def in_process(way, quick, budget):
+        """On a CPU, which has no "auto", and where host memory would be the same."""
+        options = {} if budget is None else {"budget": 0.6 if budget == "auto" else budget, "host": 0}
+        peak = plain.read().peak
+        around = {oom.PLAIN: plain, oom.LIMITED: MemoryLimit(int(0.85 * peak)), oom.PLANNED: nullcontext()}
+        with around[way]:
+            row = oom.measure(way, case, torch.device("cpu"), torch.float32, repeats=1, **options)
+        return row | {"peak_bytes": row.get("budget_bytes")}
+
+    monkeypatch.setattr(oom, "in_process", in_process)
+    body = json.loads(oom.run(tmp_path, quick=True).read_text())
+    unplanned, limited, planned = body["rows"]
+    assert (limited["recomputed_layers"], planned["recomputed_layers"]) == (4, 0)
+    assert limited["budget_bytes"] == planned["budget_bytes"]
+    assert limited["rules"]
+    assert unplanned["norms"] == limited["norms"] == planned["norms"]
+    assert [claim["value"] for claim in body["claims"] if "time" not in claim["what"]] == [1, 1, 1, 0, 0]
+
+
+def test_a_step_that_finds_no_memory_under_the_budget_is_a_miss(tmp_path, monkeypatch):
+    from benchmarks import out_of_memory as oom
+
+    gone = {"error": "OutOfMemoryError: none"}
+    row = {"ms": 5.0, "loss": 2.0}
+    monkeypatch.setattr(oom, "in_process", lambda way, *_: {"way": way} | (row if way == oom.PLAIN else gone))
+    body = json.loads(oom.run(tmp_path).read_text())
+    assert [row["way"] for row in body["rows"]] == [oom.PLAIN, oom.LIMITED]
+    assert [claim["holds"] for claim in body["claims"]] == [False]
+
+
+def test_gradients_are_apart_by_the_norm_that_differs_most():
+    from benchmarks import out_of_memory as oom
+
+    assert oom.norms_apart({"a": 2.0, "b": 1.1}, {"a": 2.0, "b": 1.0}) == pytest.approx(0.1)
+    assert oom.norms_apart({"a": 2.0}, {"a": 2.0, "b": 1.0}) == float("inf")
+    assert oom.norms_apart({"a": 0.5}, {"a": 0.0}) == 0.5

@@ -21,6 +21,7 @@ from torch import nn
 import pagestash as ps
 from pagestash.models import Decoder, preset
 from pagestash.planning import NothingFits, make, target
+from pagestash.planning.budget import device_budget
 from pagestash.saved.keeper import Keeper as SavedKeeper
 
 WIDTH, DEPTH = 64, 4
@@ -567,6 +568,16 @@ def test_auto_needs_a_gpu_and_says_so():
         model(batches(1)[0]).backward()
     with pytest.raises(ValueError, match="cpu has no memory of its own"), keeper.step():
         pass
+
+
+@pytest.mark.parametrize(("fraction", "can_have"), [(1.0, 60), (0.5, 40)])
+def test_auto_is_what_the_process_can_have_of_its_gpu_less_a_reserve(monkeypatch, fraction, can_have):
+    gpu = {"free": 50 << 30, "reserved": 10 << 30, "total": 80 << 30}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gpu["free"], gpu["total"]))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: gpu["reserved"])
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda index: fraction)
+    assert device_budget("cuda:0") == int(0.97 * (can_have << 30))
 
 
 def test_hooks_that_update_in_backward_are_refused():

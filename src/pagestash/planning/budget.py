@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pagestash.device import memory_of_process
 from pagestash.planning.prediction import Prediction
 from pagestash.policy import HOMES
 from pagestash.profiling.profiled import ProfiledStep
@@ -92,8 +93,7 @@ def device_budget(device: str) -> int:
         )
     if not torch.cuda.is_available():
         raise ValueError("budget='auto': the GPU of the profile is not here; expected bytes, like '40GiB'")
-    free, _ = torch.cuda.mem_get_info(device)
-    return int((1 - SPARE) * (free + torch.cuda.memory_reserved(device)))
+    return int((1 - SPARE) * memory_of_process(device))
 
 
 def parse_host(host: str | int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagestash.device import memory_of_process
 from pagestash.saved.recompute.rng import python_rng_state
 from pagestash.saved.storage import plain_storage
 from pagestash.saved.weight_sums import memory_of
@@ -86,8 +87,7 @@ def _set_torch_state(device: str, state: torch.Tensor) -> None:
 def _has_room(device: torch.device, tensors: Sequence[torch.Tensor]) -> bool:
     if device.type != "cuda":
         return True
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    free -= torch.cuda.memory_allocated(device)
+    free = memory_of_process(device) - torch.cuda.memory_allocated(device)
     return sum(part.nbytes for tensor in tensors for part in memory_of(tensor)) <= DEVICE_PART * free
 
 

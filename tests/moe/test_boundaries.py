@@ -3,6 +3,7 @@
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from pagestash.moe.layer import MoE
 from pagestash.moe.parallel import alltoall
 from pagestash.moe.parallel.collectives import UnderWay
 from pagestash.pages.pool import PagePool
+from pagestash.pipeline import early_free
 
 KINDS = {
     "gather": lambda config: AllGather(config, max_tokens=32),
@@ -277,3 +279,17 @@ def test_shared_experts_run_while_the_tokens_travel(monkeypatch):
     assert y.isfinite().all()
     y.sum().backward()
     assert moe.shared_experts.up.grad.isfinite().all()
+
+
+# --- what early_free has become ---
+
+
+def test_early_free_says_that_it_does_nothing():
+    rows, waited = torch.ones(4), []
+    with pytest.warns(DeprecationWarning, match="frees nothing any more"):
+        release = early_free(rows, after=SimpleNamespace(wait=lambda: waited.append(True)))
+    assert not release
+    assert not release.wait().freed
+    release.wait()
+    assert waited == [True]
+    assert rows.untyped_storage().nbytes() == 16

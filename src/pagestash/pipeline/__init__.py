@@ -1,6 +1,7 @@
 """Pipeline parallelism with `torch.distributed.pipelining`: plans of schedules, and layers placed by memory."""
 
 from pagestash.pipeline.costs import LayerCost, read_costs
+from pagestash.pipeline.early_free import Release, early_free
 from pagestash.pipeline.overlapped import overlapped_schedule
 from pagestash.pipeline.planned import PipelinePlan, RankPlan, plan_pipeline
 from pagestash.pipeline.split_backward import delay_weight_gradients
@@ -18,8 +19,10 @@ __all__ = [
     "PipelinePlan",
     "Plan",
     "RankPlan",
+    "Release",
     "Stage",
     "delay_weight_gradients",
+    "early_free",
     "in_flight",
     "overlapped_schedule",
     "partition",

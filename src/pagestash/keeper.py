@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, cast, overload
 
 import torch
 from torch import nn
@@ -143,8 +143,9 @@ class Keeper(saved.Keeper):
             raise TypeError(f"Keeper: {next(iter(measure))}= belongs to budget=")
         self._opened: list[str] = []
         """Regions of a plan that are no modules."""
-        if not isinstance(policy, Policy | Sequence | Path | None):
-            self.plan, self._opened, policy = policy, list(policy.regions), policy.policy
+        if isinstance(getattr(policy, "policy", None), Policy):
+            self.plan = plan = cast("Plan", policy)
+            self._opened, policy = list(plan.regions), plan.policy
         self._forget_rows()
         super().__init__(Policy() if policy is None else Policy.of(policy), backend=backend, check=check)
         self._first: FirstCall | None = None

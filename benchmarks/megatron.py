@@ -95,6 +95,7 @@ def model_of(shape: dict[str, int], ours: bool, recompute: dict[str, Any]) -> GP
     spec = get_gpt_layer_local_spec(
         num_experts=shape["experts"], moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
     )
+    torch.manual_seed(0)
     model_parallel_cuda_manual_seed(0)
     return GPTModel(
         config,
@@ -157,22 +158,9 @@ def run(out: Path | None = None, quick: bool = False) -> Path:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Ours recomputed in every layer, against Megatron's; and that a policy changes no loss."""
+    """The time of ours, recomputed in every layer, over Megatron's. (The bits are compared by tests.)"""
     found = {row["way"]: row for row in rows}
-    theirs, ours = found[f"{STOCK}, {FULL}"], found[f"{OURS}, policy: every layer recomputed"]
-    policies = [row for way, row in found.items() if way.startswith(f"{OURS}, ")]
+    ratio = found[f"{OURS}, policy: every layer recomputed"]["ms"] / found[f"{STOCK}, {FULL}"]["ms"]
     return [
-        Claim(
-            what="time, every layer recomputed, ours over Megatron's",
-            value=ours["ms"] / theirs["ms"],
-            bar=1.0,
-            better="at most",
-        ),
-        Claim(what="memory, the same", value=ours["gib"] / theirs["gib"], bar=1.0, better="at most"),
-        Claim(
-            what="policies whose loss differs from ours without one",
-            value=sum(row["loss"] != found[OURS]["loss"] for row in policies),
-            bar=0,
-            better="at most",
-        ),
+        Claim(what="every layer recomputed, time over Megatron's", value=ratio, bar=1.0, better="at most")
     ]

@@ -66,6 +66,29 @@ def hugging_face(rows: Rows) -> Iterator[str]:
         yield f"| {_cell(row['way'])} | {row['ms']:.1f} | {fresh} | {gib} |"
 
 
+def in_megatron(rows: Rows) -> Iterator[str]:
+    """A line for each way of `benchmarks.megatron`."""
+    yield from ("| | ms | peak, GiB |", "| --- | --- | --- |")
+    yield from (f"| {_cell(row['way'])} | {row['ms']:.0f} | {row['gib']:.2f} |" for row in rows)
+
+
+def pairs(rows: Rows) -> Iterator[str]:
+    """A line for each model and rate of `benchmarks.overlap`, in milliseconds."""
+    names = (
+        "in sequence",
+        "overlapped",
+        "wire each way",
+        "compute forward",
+        "compute backward",
+        "host, ms a layer",
+    )
+    yield f"| | {' | '.join(names)} |"
+    yield f"| --- |{' --- |' * len(names)}"
+    for row in rows:
+        values = (row.get(f"{name}, ms", row.get(name)) for name in names)
+        yield f"| {row['model']}, {row['GB/s']:g} GB/s | {' | '.join(f'{value:.1f}' for value in values)} |"
+
+
 def expert_parallel_ranks(rows: Rows) -> Iterator[str]:
     """A line for each way of each preset of `benchmarks.moe_step`."""
     yield from ("| | ms | memory held, GiB | expected rows over the average |", "| --- | --- | --- | --- |")
@@ -136,6 +159,8 @@ ROWS: dict[str, Callable[[Rows], Iterator[str]]] = {
     "hf_step": hugging_face,
     "hf_lora": hugging_face,
     "hooks": host_time,
+    "megatron": in_megatron,
+    "overlap": pairs,
     "moe_step": expert_parallel_ranks,
     "plan": plans,
     "simulate": simulated,

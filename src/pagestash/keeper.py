@@ -147,7 +147,10 @@ class Keeper(saved.Keeper):
             self.plan = plan = cast("Plan", policy)
             self._opened, policy = list(plan.regions), plan.policy
         self._forget_rows()
-        super().__init__(Policy() if policy is None else Policy.of(policy), backend=backend, check=check)
+        given = (
+            Policy() if policy is None else Policy.of(cast("Policy | Sequence[Rule] | str | Path", policy))
+        )
+        super().__init__(given, backend=backend, check=check)
         self._first: FirstCall | None = None
         """Until there is a plan."""
         self._peak: PlannedPeak | None = None

@@ -100,6 +100,7 @@ def test_every_extra_is_here():
     assert extras() == ALONE.keys() - {""} | FRAMEWORKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", ALONE, ids=lambda extra: extra or "none")
 def test_an_extra_needs_nothing_that_it_does_not_bring(extra, tmp_path):
     there = closure(f"pagestash[{extra}]" if extra else "pagestash")

@@ -41,6 +41,7 @@ def test_logits_loss_and_gradients_are_those_of_eager(family):
         torch.testing.assert_close(found[name], wanted_gradients[name], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, *NEWER])
 def test_bf16_is_as_near_to_float32_as_grouped_mm_is(family):
     made = (

@@ -673,6 +673,7 @@ def test_llama_4s_experts_are_left_and_the_report_says_why():
     assert "every expert on every token" in hf_experts._why_nobody_asks(Llama4TextExperts(config))
 
 
+@pytest.mark.slow
 def test_an_optimised_model_is_one_graph_with_the_same_bits():
     model = tiny("Qwen3-MoE", experts="pagestash")
     pagestash.hf.optimize(model)

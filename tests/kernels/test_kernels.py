@@ -55,6 +55,7 @@ def bytes_at(count, skew, value=None):
     return view if value is None else view.copy_(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_bytes", "skew", "stride"), [(16, 0, 1), (16, 1, 3), (16, 8, 3), (48, 0, 5), (64, 0, 3), (64, 1, 7)]
 )

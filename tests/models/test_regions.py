@@ -130,6 +130,7 @@ def test_homes_for_norms_of_heads_and_rope(made, homes):
     assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", ["", "moe", "attn"])
 def test_any_homes_inside_what_is_run_again(made, around):
     """A whole layer, or a part of it, under recompute, with rules for the regions inside."""

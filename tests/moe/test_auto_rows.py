@@ -160,6 +160,7 @@ def test_rows_that_drift_get_another_number_once_and_it_is_said(caplog, monkeypa
     assert keeper.stats().expected_rows.changes == changes
 
 
+@pytest.mark.slow
 def test_a_changed_number_is_within_a_step_of_a_fixed_one_bit_for_bit():
     model, keeper = made("auto")
     seen = set()

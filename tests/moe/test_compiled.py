@@ -69,6 +69,7 @@ def test_a_layer_is_one_graph_with_the_same_bits(name, compiler):
         assert same(step(compiled, block, tokens), step(block, block, tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_gives_the_same_bits():
     moe, x = MoE(MoEConfig(width=16, expert_width=8, experts=4, top_k=2, z_loss=0.1)), torch.randn(15, 16)

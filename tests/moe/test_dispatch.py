@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support import error
 from support.processes import start_ranks
+from support.tiers import slow
 from support.uninitialised import filled_with_nan
 
 from pagestash.kernels import backend
@@ -21,7 +22,7 @@ from pagestash.pages.pool import PagePool
 # Rows are multiples of 64 bytes: a BLAS may add in another order where alignment differs.
 D, N, E = 32, 32, 8
 MAX_TOKENS = 14
-WORLDS = [2, 4]
+WORLDS = [2, *slow(4)]
 KINDS = ["gather", "padded", "exact"]
 
 # Routing, and what is special about a case. `tokens` are cut to the number of ranks.

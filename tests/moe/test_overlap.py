@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from support import same
 from support.processes import start_ranks
+from support.tiers import slow
 from support.uninitialised import filled_with_nan
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +17,7 @@ from pagestash.moe import AllGather, AllToAll, MoE, MoEConfig, overlap, step_in_
 from pagestash.moe.parallel import collectives
 from pagestash.moe.parallel import overlap as pairs
 
-WORLDS = [2, 4]
+WORLDS = [2, *slow(4)]
 CONFIG = preset(
     "tiny",
     layers=3,

@@ -80,6 +80,7 @@ def test_the_first_run_teaches_expendable_groups_what_to_leave_free(backend):
     assert not pool.stats().overflow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_ring_and_kernels_agree_on_expendable_groups(backend, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import same
+from support.tiers import slow
 from torch.distributed.pipelining import PipelineStage
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -185,7 +186,7 @@ def work(rank, world):
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=lambda world: f"{world} ranks")
+@pytest.fixture(scope="module", params=[2, *slow(4)], ids=lambda world: f"{world} ranks")
 def ranks(request):
     return spawn(work, request.param)
 

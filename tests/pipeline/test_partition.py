@@ -128,6 +128,7 @@ def test_among_equals_stages_are_even():
         assert [len(stage.layers) for stage in partition(same, 4, name).stages] == [3, 3, 3, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_many_layers_are_placed_at_once_and_well(name):
     big = [layer(f"layers.{i}", 3_000, 20) for i in range(254)]

@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import (
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gloo import EACH_SCHEDULE, FEW_AND_MANY, RUN_HERE, batch, make_schedule, make_stages, spawn, take_step
+from support.tiers import slow
 
 from pagestash.schedules.observe import Observation
 from pagestash.schedules.plan import (
@@ -73,7 +74,7 @@ def observe_all(rank, world):
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, *slow(4)])
 def observed(request):
     return request.param, spawn(observe_all, request.param)
 

@@ -175,6 +175,7 @@ def test_the_command_line_plans_for_a_graph(tmp_path):
     assert "--graphed is for a measured step" in refused.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [None, *slow(1 << 20)])
 def test_a_keeper_that_knows_no_copy_to_be_over_has_the_peak_that_is_predicted_of_a_graph(
     monkeypatch, prefetch

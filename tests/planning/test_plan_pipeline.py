@@ -137,6 +137,7 @@ def test_a_split_backward_holds_tensors_until_its_second_half():
     assert two.seconds == pytest.approx(2 * one.seconds)
 
 
+@pytest.mark.slow
 @sweep(4, 20, sizes, sizes, st.integers(2, 6), st.sampled_from([2e8, 1e9, 2e10]))
 def test_more_memory_is_never_slower(first, second, count, link):
     profile = made_up(count, first, second, link=link)

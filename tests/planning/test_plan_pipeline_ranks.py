@@ -94,6 +94,7 @@ def test_placing_again_is_never_slower(monkeypatch):
         assert again.seconds <= once.seconds
 
 
+@pytest.mark.slow
 @sweep(
     2,
     6,

@@ -205,6 +205,7 @@ def test_where_not_all_are_tried_most_plans_are_the_best_and_none_is_far_from_it
     assert max(slower) < 1.03
 
 
+@pytest.mark.slow
 @pytest.mark.whole_search
 @sweep(5, 30, sizes, sizes, st.sampled_from([2e8, 1e9, 2e10]), st.sampled_from([0.35, 0.6, 0.8]))
 def test_a_plan_is_as_good_as_the_best_of_all_policies_with_fractions(first, second, link, part):

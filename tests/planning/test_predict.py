@@ -611,6 +611,7 @@ def test_tensors_without_rows_are_no_tokens_of_a_fused_layer():
     assert permuted_bytes(SimpleNamespace(regions=layer, tensors=[*tensors, *empty])) == wanted
 
 
+@pytest.mark.slow
 def test_a_small_hugging_face_model_is_predicted_as_its_keeper_steps():
     model, given = small_qwen("eager", "eager")
     profile = ps.profile(model, given, repeats=1, link=LINK)

@@ -58,6 +58,7 @@ BARS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", *slow("hf-qwen3-30b-a3b")])
 def test_parts_of_the_bytes_cost_little(folder, name):
     _, unplanned, planned = searched(name, folder)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pagestash.models import Decoder
 from pagestash.models.config import preset
+from pagestash.schedules.plan import plans
 from pagestash.simulation.cluster.cluster import Cluster, load_cluster
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.build import rank_peaks, step_costs
@@ -85,6 +86,18 @@ def test_overlap_adds_one_layer_and_the_rows_on_their_way():
     layer = next(item for item in layers_of(plain.shape) if item.name == "layers.1")
     (before,), (after,) = peaks(plain), peaks(replace(plain, overlaps_dispatch=True))
     assert after - before == layer.saved + round(2 * layer.dispatch_bytes)
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_a_pipeline_of_ours_runs_in_the_order_of_its_overlapped_schedule(vpp):
+    ours = replace(run(pp=2, vpp=vpp, framework=FRAMEWORKS["pagestash"]), overlaps_dispatch=True)
+    sizes = {"ranks": 2, "microbatches": ours.microbatches, "chunks": None if vpp == 1 else vpp}
+    name = ours.layout.schedule
+    assert list(step_costs(ours).plans) == plans(name, **sizes, overlap=True)
+    assert list(step_costs(replace(ours, framework=MEGATRON)).plans) == plans(name, **sizes)
+    assert all(
+        a <= b for a, b in zip(peaks(replace(ours, overlaps_dispatch=False)), peaks(ours), strict=True)
+    )
 
 
 def test_graphs_hold_what_the_schedule_ever_holds_at_once():

@@ -119,6 +119,7 @@ def searched(size: int) -> float:
         return float("inf")
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.integers(45 * GIB, 140 * GIB), st.integers(1, 30 * GIB))
 def test_more_memory_is_not_slower_for_a_search(size, more):

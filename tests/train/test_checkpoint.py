@@ -286,6 +286,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_gives_the_room_back(tmp_pa
     assert loadable(save(tmp_path, 2, keep=1)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["state.json", "checksums.json"])
 def test_a_disk_that_fills_up_with_the_last_bytes_does_too(tmp_path, monkeypatch, name):
     before, write = save(tmp_path, 1), Path.write_text

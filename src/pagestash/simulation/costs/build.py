@@ -64,7 +64,7 @@ def step_costs(run: Run, known: Known | None = None) -> StepCosts:
         raise ValueError(
             f"{microbatches} microbatches on {layout.stages} stages: expected at most {MOST_ACTIONS:,} in all"
         )
-    found = _plans(layout.schedule, layout.pp, microbatches, layout.vpp)
+    found = _plans(layout.schedule, layout.pp, microbatches, layout.vpp, _in_pairs(run))
     known = known or Known(run)
     stages = _split(known.layers, placed)
     memory = [_stage_memory(run, index, own) for index, own in enumerate(stages)]
@@ -98,7 +98,7 @@ def step_costs(run: Run, known: Known | None = None) -> StepCosts:
 def with_microbatches(costs: StepCosts, run: Run) -> StepCosts:
     """The costs of a run that differs in its number of microbatches alone, but for what depends on the peak."""
     layout, count = run.layout, run.microbatches
-    found = _plans(layout.schedule, layout.pp, count, layout.vpp)
+    found = _plans(layout.schedule, layout.pp, count, layout.vpp, _in_pairs(run))
     return replace(
         costs,
         microbatches=count,
@@ -111,17 +111,24 @@ def with_microbatches(costs: StepCosts, run: Run) -> StepCosts:
 def rank_peaks(run: Run) -> list[RankPeak]:
     """The peak of every pipeline rank, by what holds it."""
     layout = run.layout
-    found = _plans(layout.schedule, layout.pp, run.microbatches, layout.vpp)
+    found = _plans(layout.schedule, layout.pp, run.microbatches, layout.vpp, _in_pairs(run))
     stages = _split(layers_of(run.shape), run.placed)
     memory = [_stage_memory(run, index, own) for index, own in enumerate(stages)]
     return [_peak(run, plan, stages, memory) for plan in found]
 
 
 @lru_cache(maxsize=32)
-def _plans(schedule: str, ranks: int, microbatches: int, vpp: int) -> tuple[Plan, ...]:
+def _plans(schedule: str, ranks: int, microbatches: int, vpp: int, overlap: bool) -> tuple[Plan, ...]:
     """The plans of all ranks; a search asks for the same ones again and again."""
-    found = plans(schedule, ranks=ranks, microbatches=microbatches, chunks=None if vpp == 1 else vpp)
+    chunks = None if vpp == 1 else vpp
+    found = plans(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks, overlap=overlap)
     return tuple(found)
+
+
+def _in_pairs(run: Run) -> bool:
+    """Whether a pipeline runs in the order of `pagestash.pipeline.overlapped_schedule`."""
+    ours = run.overlaps_dispatch and run.framework.name == "pagestash"
+    return ours and run.layout.pp > 1 and run.layout.schedule in ("1F1B", "Interleaved1F1B")
 
 
 def _split(layers: Sequence[Layer], placed: Sequence[int]) -> list[list[Layer]]:

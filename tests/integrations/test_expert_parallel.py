@@ -35,6 +35,7 @@ from pagestash.integrations.hf.expert_parallel import (  # noqa: E402
     register,
     unregister,
 )
+from pagestash.moe import overlap  # noqa: E402
 
 VERSION = tuple(int(part) for part in version("transformers").split(".")[:2])
 DISPATCHES = VERSION >= (5, 19)
@@ -183,6 +184,26 @@ class Rank:
                     found[name] = local(run(model, given))
             found[name + " stats"] = keeper.stats()
             keeper.detach()
+        return found
+
+    def in_pairs(self):
+        """The backward of one batch and the forward of the next: one after the other, and as a pair."""
+        model, given = self.load("shared")
+        pagestash.hf.expert_parallel(model, max_tokens=TOKENS)
+        pagestash.hf.optimize(model)
+        after = {name: ids.flip(1) for name, ids in given.items()}
+
+        def in_turn(forward, backward):
+            backward()
+            return forward(), None
+
+        found = []
+        for run_both in (in_turn, overlap):
+            model.zero_grad()
+            first = model(**given).loss
+            second, _ = run_both(lambda: model(**after).loss, first.backward)
+            second.backward()
+            found.append(local({"loss": second.detach()} | {n: p.grad for n, p in model.named_parameters()}))
         return found
 
     def refused(self):
@@ -363,6 +384,7 @@ def work(number, folder):
                     "without_gradients",
                     "refused",
                     "biases",
+                    "in_pairs",
                     "chosen_rows",
                 ):
                     found[name] = getattr(me, name)()
@@ -410,6 +432,13 @@ def check(got, wanted):
 def test_losses_and_gradients_are_those_of_one_process(ranks, name):
     for rank in ranks:
         check(rank[name], alone(name))
+
+
+@dispatched
+def test_a_pair_of_batches_has_the_bits_of_one_after_the_other(ranks):
+    for rank in ranks:
+        in_turn, paired = rank["in_pairs"]
+        assert same(list(in_turn.values()), list(paired.values()))
 
 
 @dispatched

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.tiers import slow
 from typer.testing import CliRunner
 
 import pagestash as ps
@@ -174,11 +173,10 @@ def test_regions_of_a_model_have_parts(name, layer, part):
 # --- policies of a plan ---
 
 
-@pytest.mark.parametrize("budget", ["0.8", *slow("0.5")])
-def test_a_planned_policy_is_simulated_and_takes_less(profile, tmp_path, budget):
+def test_a_planned_policy_is_simulated_and_takes_less(profile, tmp_path):
     path, policy, out = (tmp_path / name for name in ("profile.json", "policy.toml", "out.json"))
     profile.save(path)
-    plan = ["plan", "--profile", str(path), "--budget", budget, "--host", "1GiB", "--out", str(policy)]
+    plan = ["plan", "--profile", str(path), "--budget", "0.5", "--host", "1GiB", "--out", str(policy)]
     done = CliRunner().invoke(app, plan)
     assert done.exit_code == 0, done.output
     assert Policy.load(policy).rules

@@ -1,9 +1,9 @@
 """Four devices: the ring against one device, shards that disagree, both places for the shard_map."""
 
+import os
 import subprocess
 import sys
 from functools import cache, partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -171,9 +171,13 @@ try:
 except jax.errors.JaxRuntimeError as error:
     print("raised", "stash overflow: 2559 rows wanted and 800 in the buffer" in str(error), flush=True)
 """
-    here = Path(__file__).parent
+    there = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # with what pytest has added for this file
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=here, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", program],
+        env=there,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.stdout.strip() == "raised True", done.stderr[-2000:]
 

@@ -42,9 +42,10 @@ def policy(seed):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(at, marks=pytest.mark.slow) for at in range(8, 60))]
+    "seed", [*range(6), 48, *(pytest.param(at, marks=pytest.mark.slow) for at in range(6, 60) if at != 48)]
 )
 def test_the_peak_of_a_random_mix_is_predicted_to_a_hundredth(seed):
+    """In 48 a region whose rule offloads saves a thin slice twice."""
     model, given, profile = profiled()
     rules = policy(seed)
     peak, _ = step_under(model, rules, lambda: sum(model(*given)).backward())

@@ -219,8 +219,12 @@ class _Groups:
             group == where and max(entry.last, last) - min(entry.first, first) - entry.length < tensor.bytes
             for group, entry in known
         ):
-            thin = _Entry([tensor], first, last, tensor.bytes, thin=True)
-            self.groups.setdefault(where, []).append(thin)
+            members = self.groups.setdefault(where, [])
+            for entry in members:
+                if entry.thin and (entry.storage, entry.first, entry.last) == (tensor.storage, first, last):
+                    entry.tensors.append(tensor)
+                    return
+            members.append(_Entry([tensor], first, last, tensor.bytes, thin=True))
             self._join_slices(tensor.storage, where)
             return
         first -= first % 16
@@ -240,11 +244,10 @@ class _Groups:
     def _join_slices(self, storage: int, where: _Group) -> None:
         """Slices that are together most of what they span are one entry."""
         found = [entry for entry in self.groups[where] if entry.thin and entry.storage == storage]
-        sizes = {(entry.first, entry.last): entry.covered for entry in found}
-        low, high = min(first for first, _ in sizes), max(last for _, last in sizes)
-        if len(sizes) > 1 and high - low <= SPARSE * sum(sizes.values()):
+        low, high = min(entry.first for entry in found), max(entry.last for entry in found)
+        if len(found) > 1 and high - low <= SPARSE * sum(entry.covered for entry in found):
             low -= low % 16
-            joined = _Entry([entry.tensor for entry in found], low, high, high - low)
+            joined = _Entry([tensor for entry in found for tensor in entry.tensors], low, high, high - low)
             self._known[storage].append((where, joined))
             self.groups[where] = [
                 joined if entry is found[0] else entry

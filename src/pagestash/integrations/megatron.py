@@ -202,29 +202,21 @@ def _with_ours(spec: Any) -> tuple[Any, bool]:
         pairs = [_with_ours(layer) for layer in layers]
         return replace(spec, layer_specs=[made for made, _ in pairs]), any(found for _, found in pairs)
     mlp = spec.submodules.mlp
-    # Newer versions than 0.16 have a partial of the class where older ones have a `ModuleSpec`.
-    newer = isinstance(mlp, partial)
-    if not newer and not isinstance(mlp, ModuleSpec):
-        return spec, False
-    made_by, theirs = (mlp.func, mlp.keywords["submodules"]) if newer else (mlp.module, mlp.submodules)
+    if isinstance(mlp, partial):  # newer versions than 0.16 have one, and take a ModuleSpec as well
+        params = dict(mlp.keywords)
+        mlp = ModuleSpec(mlp.func, submodules=params.pop("submodules", None), params=params)
+    made_by = mlp.module if isinstance(mlp, ModuleSpec) else None
     if not (isinstance(made_by, type) and issubclass(made_by, MoELayer)):
         return spec, False
     # Not Transformer Engine's linear layers, which hold their weights in a form of their own.
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     moe = replace(
-        theirs,
-        experts=partial(BlockExperts, submodules=linears)
-        if newer
-        else ModuleSpec(module=BlockExperts, submodules=linears),
-        router=OnceRouter if theirs.router is TopKRouter else theirs.router,
-    )
-    ours = (
-        partial(made_by, *mlp.args, **{**mlp.keywords, "submodules": moe})
-        if newer
-        else ModuleSpec(module=made_by, submodules=moe, params=mlp.params)
+        mlp.submodules,
+        experts=ModuleSpec(BlockExperts, submodules=linears),
+        router=OnceRouter if mlp.submodules.router is TopKRouter else mlp.submodules.router,
     )
     layer = copy(spec)
-    layer.submodules = replace(spec.submodules, mlp=ours)
+    layer.submodules = replace(spec.submodules, mlp=replace(mlp, submodules=moe))
     return layer, True
 
 

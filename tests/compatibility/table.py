@@ -91,6 +91,12 @@ FRAMEWORKS = [
     ),
     Row("Fabric", "integrations/test_lightning.py test_fabric_needs_no_adapter"),
     Row("torchtitan: Qwen3-MoE, DeepSeek-V3, gpt-oss", TITAN + "test_losses_norms_and_weights"),
+    Row(
+        "torchtitan: `--compile.enable`, whole blocks",
+        TITAN + "test_whole_blocks_are_compiled",
+        refused={"recompute": "was compiled by"},
+        note="compile, or recompute",
+    ),
     Row("torchtitan: FSDP2, EP, 1F1B, interleaved 1F1B", TITAN + "test_two_ranks"),
     Row("Megatron-Core: one rank", MEGATRON + "test_losses_norms_and_weights_are_those_without_a_policy"),
     Row("Megatron-Core: EP, 1F1B, interleaved 1F1B", MEGATRON + "test_two_ranks"),

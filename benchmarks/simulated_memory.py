@@ -1,20 +1,21 @@
 """Memory rows of `benchmarks/simulate.py`: predicted against published and measured bytes."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks import published
 from benchmarks.harness import RESULTS, Claim
 from benchmarks.simulated import EFFECT, Row
 from pagestash.models.config import DecoderConfig, preset
-from pagestash.policy import Policy, Rule
+from pagestash.policy import Policy, PoolConfig, Rule
 from pagestash.schedules.plan import plans
 from pagestash.simulation.cluster.cluster import read_cluster
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.build import rank_peaks
+from pagestash.simulation.costs.costs import RankPeak
 from pagestash.simulation.costs.homes import PolicyHomes
-from pagestash.simulation.costs.memory import LayerMemory, RankPeak, StageMemory, pool_bytes, rank_peak
+from pagestash.simulation.costs.memory import LayerMemory, pool_bytes, rank_peak
 from pagestash.simulation.costs.run import Run
 from pagestash.simulation.model.framework import FRAMEWORKS, ParameterBytes
 from pagestash.simulation.model.modules import layers_of
@@ -83,7 +84,7 @@ def seed_1() -> Iterator[Row]:
     for what, told, found in (
         ("one layer's worst-case buffer", 3.5, ep * balanced[0]),
         ("60 layers, whole buffers on the host", 210, ep * whole),
-        ("60 layers, stashed", 52.5, pool_bytes(whole, 1.0)),
+        ("60 layers, stashed", 52.5, pool_bytes(whole, PoolConfig(headroom=1.0))),
     ):
         yield Row("seed 1", f"MaxText #3493: {what}", "GiB", told, found / GIB, bar=0.0)
 
@@ -234,10 +235,16 @@ def static_buffers() -> Iterator[Row]:
         named = ("moe.router",) if body["config"].get("layer") == "MoE" else ()
         parts = [part for part in layers_of(shape)[1].parts if part.routed or part.name in named]
         workspace = read_cluster("h200:1").device.product_workspace
-        homes = PolicyHomes()
-        stage = _stage(0, made.layers, parts, homes, shape.stream_bytes, workspace, capacity=made.capacity)
+        layer = Layer(name="layers.0", parts=tuple(parts))
+        memory = LayerMemory(
+            layer=layer,
+            placed=PolicyHomes().place(layer),
+            stream=shape.stream_bytes,
+            buffers=made.capacity,
+            product_workspace=workspace,
+        )
         (plan,) = plans("1F1B", ranks=1, microbatches=1)
-        peak = rank_peak(plan, [stage], homes, FRAMEWORKS["pagestash"], {}, follows=False)
+        peak = rank_peak(plan, {0: [memory] * made.layers}, PoolConfig(), {}, follows=False)
         what = f"{row['preset']}, {made.layers} layers of experts on one H200: {row['way']}"
         yield Row("static buffers", what, "GiB", row["peak_gib"], peak.total / GIB, bar=0.03)
 
@@ -249,43 +256,27 @@ def four_ranks() -> Iterator[Row]:
     device = read_cluster("h200:1").device
     stream = 4 * config["width"] * config["rows"]
     weights = 4 * 2 * config["width"] ** 2
-    layer_part = Part(
+    part = Part(
         name="mlp",
         pieces=(Piece(stream, ""), Piece(4 * stream, "mlp")),  # the input; before and after the activation
         products=(Product(config["rows"], config["width"], 2 * config["width"]),),
         temporary=2 * stream,  # the gradient of the activation
         weight_gradient=weights,
     )
+    layer = Layer(name="layers.0", parts=(part,))
     for row in body["rows"]:
         ranks = plans(row["schedule"], ranks=config["ranks"], microbatches=config["microbatches"])
         plan = ranks[row["rank"]]
         each = config["layers_a_rank"] // len(plan.stages)
         for way, rules in (("kept", []), ("offload", [Rule("layers.*", "offload")])):
-            homes = PolicyHomes(Policy(rules))
-            stages = [
-                _stage(stage, each, [layer_part], homes, stream, device.product_workspace)
-                for stage in plan.stages
-            ]
-            peak = rank_peak(plan, stages, homes, FRAMEWORKS["pagestash"], {}, follows=True)
+            memory = LayerMemory(
+                layer=layer,
+                placed=PolicyHomes(Policy(rules)).place(layer),
+                stream=stream,
+                product_workspace=device.product_workspace,
+            )
+            stages = {stage: [memory] * each for stage in plan.stages}
+            peak = rank_peak(plan, stages, PoolConfig(), {}, follows=True)
             told = row[f"{way}_bytes"] / 1e6
             what = f"{row['schedule']}, rank {row['rank']} of 4 on one H200: {way}"
             yield Row("four ranks", what, "MB", told, peak.total / 1e6, bar=0.03)
-
-
-def _stage(
-    number: int,
-    layers: int,
-    parts: Sequence[Part],
-    homes: PolicyHomes,
-    stream: int,
-    workspace: int,
-    capacity: float = 0.0,
-) -> StageMemory:
-    """A stage of layers that are alike."""
-    made = []
-    for index in range(layers):
-        layer = Layer(name=f"layers.{number * layers + index}", parts=tuple(parts))
-        placed = tuple(homes.place(layer))
-        held = LayerMemory(layer=layer, placed=placed, product_workspace=workspace, capacity=capacity)
-        made.append(held)
-    return StageMemory(stage=number, layers=tuple(made), stream=stream)

@@ -108,6 +108,7 @@ def test_row_counts_of_a_run_are_read(tmp_path):
         (("--capacity", "inf"), "capacity=inf: expected at least 1"),
         (("--zero", "4"), "--zero 4: expected 0, 1, 2 or 3"),
         (("--skew", "0.5"), "--skew 0.5: expected"),
+        (("--skew", "2", "--capacity", "1.2"), "--capacity 1.2 holds less than --skew 2"),
         (("--framework", "other"), "unknown framework 'other'"),
         (("--dispatcher", "ring"), "--dispatcher ring: expected alltoall or flex"),
         (("--graphs", "moe"), "--graphs moe: expected some of attn, router, mlp"),

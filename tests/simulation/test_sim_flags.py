@@ -23,7 +23,8 @@ from pagestash.simulation.search.flags import (
     torchtitan_division,
     torchtitan_flags,
 )
-from pagestash.simulation.search.layouts import Wanted, layouts
+from pagestash.simulation.search.layouts import Wanted
+from pagestash.simulation.search.layouts import runs as search_runs
 from pagestash.sizes import format_bytes
 from pagestash.train.config import checked, merge, parse_assignments
 
@@ -126,18 +127,7 @@ def run(devices="gb200:64", *, model="deepseek-v3", layers=None, **more) -> Run:
 def runs() -> list[Run]:
     """Layouts of every kind: all that a search of 61 layers looks at on 64 devices, and other ZeRO, precision."""
     made = run()
-    wanted = Wanted(
-        config=made.config,
-        cluster=made.cluster,
-        sequence=4096,
-        global_batch=256,
-        base=made,
-        microbatches=(1,),
-    )
-    found = [
-        run(tp=x.tp, cp=x.cp, ep=x.ep, pp=x.pp, vpp=x.vpp, schedule=x.schedule) for x, _ in layouts(wanted)
-    ]
-    found = [made for made in found if made.layout.vpp == 1 or made.microbatches % made.layout.pp == 0]
+    found = list(search_runs(Wanted(base=made, microbatches=(1,))))
     more = [
         run(zero=zero, tp=2, ep=8, precision=name)
         for zero, name in enumerate(("fp32", "fp8", "mxfp8", "bf16"))

@@ -13,7 +13,7 @@ from pagestash.simulation.cluster.cluster import load_cluster
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.build import rank_peaks, step_costs
 from pagestash.simulation.costs.homes import MegatronHomes, PolicyHomes
-from pagestash.simulation.costs.memory import LayerMemory, StageMemory, rank_peak
+from pagestash.simulation.costs.memory import LayerMemory, rank_peak
 from pagestash.simulation.costs.run import Run
 from pagestash.simulation.model.framework import FRAMEWORKS, ParameterBytes
 from pagestash.simulation.model.modules import layers_of
@@ -52,21 +52,14 @@ def test_bytes_are_those_of_partition(schedule):
         for layer in layers_of(shape)
     }
     memory = [
-        StageMemory(
-            stage=stage.index,
-            layers=tuple(
-                LayerMemory(layer=bare[name], placed=tuple(PolicyHomes().place(bare[name])))
-                for name in stage.layers
-            ),
-            stream=0,
-        )
+        [LayerMemory(layer=bare[n], placed=PolicyHomes().place(bare[n]), stream=0) for n in stage.layers]
         for stage in placed.stages
     ]
     for rank, plan in enumerate(plans(schedule, ranks=ranks, microbatches=16)):
-        own = [memory[stage] for stage in plan.stages]
-        parameters = sum(part.parameters for s in own for held in s.layers for part in held.layer.parts)
+        own = {stage: memory[stage] for stage in plan.stages}
+        parameters = sum(held.layer.parameters for layers in own.values() for held in layers)
         static = {"parameters": 18 * parameters}
-        peak = rank_peak(plan, own, PolicyHomes(), FRAMEWORKS["pagestash"], static, follows=True)
+        peak = rank_peak(plan, own, PoolConfig(), static, follows=True)
         assert peak.total == placed.peaks[rank]
 
 
@@ -120,7 +113,7 @@ def test_a_stashed_step_in_static_buffers_holds_valid_rows():
     )
     rows = sum(p.saved for layer in layers_of(run().shape) for p in layer.parts if p.name == "moe.moe_act")
     assert padded.groups["kept"] - exact.groups["kept"] == 3 * rows
-    assert stashed.pool == int(1.2 * rows)
+    assert stashed.groups["pool"] == int(1.2 * rows)
     assert stashed.groups["kept"] == exact.groups["kept"] - rows
     assert exact.total < stashed.total < padded.total
 
@@ -128,7 +121,7 @@ def test_a_stashed_step_in_static_buffers_holds_valid_rows():
 def test_weight_gradients_do_not_grow_with_the_capacity_of_buffers():
     layer = layers_of(run(layout=Layout(devices=8, ep=8)).shape)[1]
     bare = replace(layer, parts=tuple(replace(part, temporary=0, pieces=()) for part in layer.parts))
-    most = [LayerMemory(layer=bare, placed=(), capacity=capacity).walk(0)[0] for capacity in (0.0, 4.0)]
+    most = [LayerMemory(layer=bare, placed=(), stream=0, buffers=rows).backward[0] for rows in (1.0, 4.0)]
     assert most[0] == most[1] == max(part.weight_gradient for part in layer.parts) > 0
 
 
@@ -155,7 +148,6 @@ def test_costs_of_a_step_are_whole():
     homes = policy(("layers.*.moe.moe_act", "recompute"), ("layers.*.attn.core_attn", "offload"))
     costs = step_costs(run(layout=layout, homes=homes))
     assert [stage.stage for stage in costs.stages] == [0, 1, 2, 3]
-    assert [stage.rank for stage in costs.stages] == [0, 1, 0, 1]
     assert [len(stage.layers) for stage in costs.stages] == [3, 2, 2, 3]
     layer = costs.stages[1].layers[0]
     assert layer.forward.routed > 0
@@ -168,9 +160,8 @@ def test_costs_of_a_step_are_whole():
     assert layer.bytes_of("recompute").routed == 4 * rows * QWEN.expert_width
     total = sum(layer.bytes_of(home).at() for home in ("keep", "stash", "offload", "recompute"))
     assert total == layers_of(run(layout=layout).shape)[1].saved
-    assert costs.stages[-1].send_bytes == 0
-    assert costs.stages[0].send_bytes == 2 * 2048 * 4096
-    assert costs.peak_bytes == max(p.total for p in rank_peaks(run(layout=layout, homes=homes)))
+    assert costs.stages[-1].send_seconds == 0 < costs.stages[0].send_seconds
+    assert [rank.peak for rank in costs.ranks] == rank_peaks(run(layout=layout, homes=homes))
     assert costs.tokens == 8 * 4 * 4096
 
 
@@ -192,22 +183,6 @@ def test_model_operations_do_not_depend_on_the_layout():
 def test_a_run_that_cannot_be_is_one_sentence(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         step_costs(run(**changes))
-
-
-def test_a_hot_rank_holds_more_rows_and_a_static_buffer_does_not_grow():
-    layout = Layout(devices=8, ep=8)
-    even, hot = (rank_peaks(run(layout=layout, skew=skew))[0] for skew in (1.0, 1.5))
-    routed = sum(
-        part.saved for layer in layers_of(run(layout=layout).shape) for part in layer.parts if part.routed
-    )
-    assert hot.groups["kept"] - even.groups["kept"] == routed // 2
-    padded = [rank_peaks(run(layout=layout, skew=skew, capacity=4.0))[0].total for skew in (1.0, 1.5)]
-    assert padded[0] == padded[1]
-    for changes, sentence in (({"skew": 0.5}, "skew=0.5: expected 1"), ({"skew": 9.0}, "at most EP 8")):
-        with pytest.raises(ValueError, match=sentence):
-            run(layout=layout, **changes)
-    with pytest.raises(ValueError, match=r"capacity=1\.2 holds less than skew=2"):
-        run(layout=layout, skew=2.0, capacity=1.2)
 
 
 def test_sharded_weights_are_whole_while_their_layer_runs():

@@ -14,7 +14,7 @@ from pagestash.simulation.replay.played import Replay
 from pagestash.simulation.replay.trace import events, write_trace
 
 GIB = 1 << 30
-LINK = HostLink(out=55e9, back=55e9, both=50e9, shared_out=300e9, shared_back=300e9, devices=8)
+LINK = HostLink(out=55e9, back=55e9, both=50e9)
 
 
 def played(name: str = "InterleavedZeroBubble", microbatches: int = 8) -> Replay:
@@ -25,7 +25,6 @@ def played(name: str = "InterleavedZeroBubble", microbatches: int = 8) -> Replay
         backward_weight=Amount(2e-3, 2e-3),
         recompute=Amount(5e-4),
         dispatch_seconds=Amount(0, 8e-4),
-        combine_seconds=Amount(0, 8e-4),
         saved={"keep": Amount(0.2 * GIB), "offload": Amount(0.1 * GIB, 0.1 * GIB)},
     )
     return replay(step(name, 4, microbatches, lambda _: [own, own], host=LINK))

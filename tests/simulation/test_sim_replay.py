@@ -15,15 +15,15 @@ from pagestash.simulation.cluster.cluster import HostLink
 from pagestash.simulation.costs.costs import (
     Amount,
     LayerCosts,
+    Machine,
     RankCosts,
     StageCosts,
-    StaticBytes,
     StepCosts,
 )
 from pagestash.simulation.replay.programs import MovedGroup, Piece, StageProgram, programs_of
-from pagestash.simulation.replay.replay import Machine, replay, run_step
+from pagestash.simulation.replay.replay import replay, run_step
 
-FAST = HostLink(out=1e15, back=1e15, both=1e15, shared_out=1e15, shared_back=1e15, devices=1)
+FAST = HostLink(out=1e15, back=1e15, both=1e15)
 
 
 def layer(name: str = "layer", *, forward=1.0, inputs=1.0, weights=1.0, **more) -> LayerCosts:
@@ -41,30 +41,17 @@ def step(name: str, ranks: int, microbatches: int, layers, *, chunks=None, **mor
     found = plans(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
     parts = [
         RankCosts(
-            rank=rank,
-            stages=tuple(
-                StageCosts(stage=stage, rank=rank, layers=tuple(layers(stage)), send_bytes=0)
-                for stage in plan.stages
-            ),
             plan=plan,
-            static=StaticBytes(weights=0, gradients=0, optimizer=0),
-            peak_bytes=0,
-            device_bytes=0,
-            host_bytes=0,
+            stages=tuple(StageCosts(stage=stage, layers=tuple(layers(stage))) for stage in plan.stages),
         )
-        for rank, plan in enumerate(found)
+        for plan in found
     ]
     return StepCosts(
-        schedule=name,
         microbatches=microbatches,
         ranks=tuple(parts),
-        host=more.get("host", FAST),
-        send_rate=1.0,
-        send_latency=0.0,
+        machine=Machine(link=more.get("host", FAST), overlaps_dispatch=more.get("overlap", False)),
         tokens=1,
         model_operations=1.0,
-        devices=ranks,
-        overlaps_dispatch=more.get("overlap", False),
     )
 
 
@@ -107,10 +94,12 @@ def test_every_action_ends_at_the_end_of_the_longest_path_to_it(name, ranks, tim
     # A way carries one message at a time: shorter than any action, none waits for another.
     send = [random.choice([0.0, 0.125]) for _ in range(stages)]
     programs = [
-        StageProgram({kind: [Piece("forward", seconds[kind, stage])] for kind in "FBIW"})
+        StageProgram(
+            {kind: [Piece("forward", Amount(seconds[kind, stage]))] for kind in "FBIW"}, {}, send[stage]
+        )
         for stage in range(stages)
     ]
-    played = run_step(found, programs, Machine(link=FAST, send_seconds=send))
+    played = run_step([RankCosts(plan=plan) for plan in found], programs, Machine(link=FAST))
     expected = longest_paths(found, stages, seconds, send)
     assert played.seconds == pytest.approx(max(expected.values()))
     for plan, rank in zip(found, played.ranks):
@@ -121,9 +110,9 @@ def test_every_action_ends_at_the_end_of_the_longest_path_to_it(name, ranks, tim
 def test_a_plan_that_waits_for_itself_is_refused():
     first = Plan((Action("B", 0, 0), Action("F", 0, 0)))
     second = Plan((Action("F", 1, 0), Action("B", 1, 0)))
-    program = StageProgram({kind: [Piece("forward", 1.0)] for kind in "FB"})
+    program = StageProgram({kind: [Piece("forward", Amount(1.0))] for kind in "FB"})
     with pytest.raises(ValueError, match=r"rank 0 waits for ever before 0B0"):
-        run_step([first, second], [program, program], Machine(link=FAST))
+        run_step([RankCosts(plan=first), RankCosts(plan=second)], [program, program], Machine(link=FAST))
 
 
 # --- bubbles ---
@@ -176,7 +165,6 @@ def routed() -> LayerCosts:
         backward_input=Amount(1.0, 1.0),
         backward_weight=Amount(1.0, 1.0),
         dispatch_seconds=Amount(0.25, 0.5),
-        combine_seconds=Amount(0.25, 0.5),
         saved={"keep": Amount(100, 1000)},
     )
 
@@ -221,7 +209,7 @@ def test_peaks_are_those_of_the_partition(name):
 def test_nothing_is_left_when_the_step_is_over(name):
     own = layer(
         saved={"keep": Amount(10, 5), "offload": Amount(100, 50)},
-        workspace=Amount(7),
+        workspace=7,
     )
     played = replay(step(name, 2, 8, lambda _: [own, own]))
     assert [rank.memory[-1][1] for rank in played.ranks] == [0, 0]
@@ -244,20 +232,13 @@ def copies(rank) -> list:
     return [span.end - span.start for span in rank.spans if span.kind in ("out", "back")]
 
 
-def test_ranks_of_a_node_share_its_link():
-    slow = replace(FAST, out=100.0, back=100.0, both=100.0)
-    costs = step("GPipe", 2, 8, lambda _: [layer(saved={"offload": Amount(10)}, forward=0.01)], host=slow)
-    alone = replay(costs)
-    shared = replay(replace(costs, host=replace(slow, devices=2, shared_out=100.0, shared_back=100.0)))
-    assert copies(alone.ranks[0]) == pytest.approx([0.1] * len(copies(alone.ranks[0])))
-    assert max(copies(shared.ranks[0])) > 0.15
-    assert shared.seconds >= alone.seconds
-
-
 def test_both_directions_at_once_are_slower():
     both = replace(FAST, out=100.0, back=100.0, both=50.0)
     costs = step("1F1B", 4, 16, lambda _: [layer(saved={"offload": Amount(200)})] * 4, host=both)
-    assert replay(costs).seconds > replay(replace(costs, host=replace(both, both=100.0))).seconds
+    assert (
+        replay(costs).seconds
+        > replay(replace(costs, machine=Machine(link=replace(both, both=100.0)))).seconds
+    )
 
 
 def test_a_slow_link_makes_the_step_wait_and_a_fast_one_does_not():
@@ -292,7 +273,7 @@ def test_the_cost_grows_with_the_events(moved):
 
 
 def test_programs_number_layers_through_the_model():
-    programs = programs_of(step("1F1B", 2, 2, lambda _: [routed()] * 3))
+    programs = programs_of(step("1F1B", 2, 2, lambda _: [routed()] * 3).stages)
     assert [piece.layer for piece in programs[1].pieces["F"]][::4] == [3, 4, 5]
     assert programs[0].pieces["I"] == []
     assert programs[0].pieces["W"] == programs[0].pieces["B"]
@@ -300,15 +281,16 @@ def test_programs_number_layers_through_the_model():
 
 def test_groups_leave_with_their_region():
     moved = {"offload": Amount(100, 50)}
-    program = programs_of(step("1F1B", 2, 2, lambda _: [layer(saved=moved)]))[1]
-    assert program.groups == {"1": MovedGroup(100, 100), "1.rows": MovedGroup(50, 50, layer=1, by_rows=True)}
+    program = programs_of(step("1F1B", 2, 2, lambda _: [layer(saved=moved)]).stages)[1]
+    assert program.groups == {"1": MovedGroup(Amount(100), 1), "1.rows": MovedGroup(Amount(0, 50), 1)}
     assert [piece.puts for piece in program.pieces["F"]] == [("1",), ("1.rows",)]
     assert program.pieces["B"][0].gets == ("1.rows", "1")
 
 
 def test_groups_return_one_ahead_as_in_megatron():
     costs = step("1F1B", 4, 16, lambda _: [layer(saved={"offload": Amount(50)})] * 4)
-    slow = replace(costs, host=replace(FAST, out=100.0, back=100.0, both=100.0), margin="last")
+    link = HostLink(out=100.0, back=100.0, both=100.0)
+    slow = replace(costs, machine=Machine(link=link, margin="last"))
     played = replay(slow)
     plain = replay(costs).seconds
     assert plain < played.seconds < 1.1 * plain

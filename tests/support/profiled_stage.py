@@ -16,6 +16,7 @@ from pagestash.profiling.link import Link
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.saved.offload.plan import Event
 from pagestash.simulation.cluster.cluster import HostLink
+from pagestash.simulation.costs.costs import Amount
 from pagestash.simulation.replay.programs import MovedGroup, Piece, StageProgram
 
 
@@ -23,56 +24,56 @@ def program_of_profile(profile: ProfiledStep, policy: Policy) -> StageProgram:
     """The measured step under a policy: a piece for each segment, with replays and copies on the device in it.
 
     What is beside offloaded groups is as predicted of a step that waits; when those leave and return is left to the
-    replay.
+    replay. Groups must be like those of simulated layers, which leave and return as a whole.
     """
     step = MeasuredStep(profile)
-    predicted, offloaded, headroom = _predicted(step, RuleTable.of(policy, profile.regions))
+    predicted, offloaded = _predicted(step, RuleTable.of(policy, profile.regions))
     waits = dict.fromkeys(range(step.count + 1), 0.0)
     for at, wait in predicted.waits:
         waits[at] += wait
     ends = pairwise((*predicted.starts, predicted.seconds))
     seconds = [end - start - waits[at] for at, (start, end) in enumerate(ends)]
-    pieces = [Piece(segment.way, own) for segment, own in zip(profile.segments, seconds)]
+    pieces = [Piece(segment.way, Amount(own)) for segment, own in zip(profile.segments, seconds)]
     groups: dict[str, MovedGroup] = {}
     for group in offloaded:
         move, name = group.move, _name(group.move)
-        groups[name] = MovedGroup(
-            move.bytes,
-            move.device_bytes,
-            window=move.window,
-            freed_bytes=group.leaving_bytes,
-            kept_bytes=move.kept_bytes,
-            headroom=headroom.get(("put", move.key), 0),
-        )
+        groups[name] = MovedGroup(Amount(move.device_bytes))
         put, dropped = pieces[move.put_at - 1], move.dropped_at - 1
-        pieces[move.put_at - 1] = put._replace(puts=(*put.puts, name), takes=put.takes + group.leaving_bytes)
+        taken = put.takes + Amount(group.leaving_bytes)
+        pieces[move.put_at - 1] = put._replace(puts=(*put.puts, name), takes=taken)
         pieces[dropped] = pieces[dropped]._replace(drops=(*pieces[dropped].drops, name))
     for move in as_asked([group.move for group in offloaded]):
         for at in move.asked_at:
             pieces[at] = pieces[at]._replace(gets=(*pieces[at].gets, _name(move)))
     for at, (before, now) in enumerate(pairwise((0, *_beside_groups(predicted, offloaded)))):
         if now > before:
-            pieces[at] = pieces[at]._replace(takes=pieces[at].takes + now - before)
+            pieces[at] = pieces[at]._replace(takes=pieces[at].takes + Amount(now - before))
         elif now < before:
-            pieces[at - 1] = pieces[at - 1]._replace(frees=pieces[at - 1].frees + before - now)
+            pieces[at - 1] = pieces[at - 1]._replace(frees=pieces[at - 1].frees + Amount(before - now))
     return StageProgram({"F": pieces[: step.turn], "B": pieces[step.turn :]}, groups)
 
 
-def _predicted(
-    step: MeasuredStep, rules: RuleTable
-) -> tuple[Prediction, Sequence[OffloadedGroup], dict[Event, int]]:
-    """What is predicted, the offloaded groups, and how far memory is from its peak after each put."""
+def moves_whole_groups(profile: ProfiledStep, policy: Policy) -> bool:
+    """Whether every offloaded group leaves and returns as a whole."""
+    _, offloaded = _predicted(MeasuredStep(profile), RuleTable.of(policy, profile.regions))
+    moves = ((group.move, group.leaving_bytes) for group in offloaded)
+    return all(
+        m.bytes == m.device_bytes == leaving and not m.kept_bytes and m.window is None for m, leaving in moves
+    )
+
+
+def _predicted(step: MeasuredStep, rules: RuleTable) -> tuple[Prediction, Sequence[OffloadedGroup]]:
+    """What is predicted, and the offloaded groups."""
     seen = []
 
     class Seen(Offloaded):
         def headroom(self, held: HomeBytes, pool: int) -> dict[Event, int]:
-            found = super().headroom(held, pool)
-            seen.append((self.groups, found))
-            return found
+            seen.append(self.groups)
+            return super().headroom(held, pool)
 
     with patch("pagestash.planning.predict.Offloaded", Seen):
         predicted = Predictor(step).predict(rules)
-    return predicted, *seen[0]
+    return predicted, seen[0]
 
 
 def _name(move: Move) -> str:
@@ -94,12 +95,4 @@ def _beside_groups(predicted: Prediction, groups: Sequence[OffloadedGroup]) -> l
 
 def link_of_profile(link: Link) -> HostLink:
     """The measured link of one device that shares it with none."""
-    most = float("inf")
-    return HostLink(
-        out=link.out,
-        back=link.back,
-        both=most,
-        shared_out=most,
-        shared_back=most,
-        devices=1,
-    )
+    return HostLink(out=link.out, back=link.back, both=float("inf"))

@@ -85,10 +85,6 @@ def wanted_of(options: PlanOptions) -> Wanted:
         factors=factors_of(options.profile, options.profiled_on, config, cluster),
     )
     return Wanted(
-        config=config,
-        cluster=cluster,
-        sequence=seq,
-        global_batch=options.global_batch,
         base=base,
         microbatches=(1, 2) if options.microbatch is None else (options.microbatch,),
         fixed=fixed,
@@ -101,7 +97,7 @@ def report(found: ClusterPlan) -> str:
     run_, costs = best.run, best.planned.costs
     tokens = run_.global_batch * run_.sequence / run_.cluster.devices / best.seconds
     most = max(rank.device_bytes for rank in costs.ranks)
-    host = max(rank.host_bytes for rank in costs.ranks)
+    host = max(rank.peak.host for rank in costs.ranks)
     lines = [
         f"{run_.cluster.name}:{run_.cluster.devices}  {describe(run_)}, {run_.microbatches} microbatches",
         f"({found.looked_at} layouts divide and hold their weights; as {run_.framework.name} keeps tensors)",

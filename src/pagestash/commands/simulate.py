@@ -17,9 +17,8 @@ from pagestash.simulation.cluster.cluster import PRECISIONS, Cluster, Precision,
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.dispatch import DISPATCHERS, Dispatcher
 from pagestash.simulation.costs.homes import PolicyHomes
-from pagestash.simulation.costs.launches import GRAPHED
 from pagestash.simulation.costs.measured import measured
-from pagestash.simulation.costs.run import Run
+from pagestash.simulation.costs.run import GRAPHED, Run
 from pagestash.simulation.model.framework import ParameterBytes, framework
 from pagestash.simulation.model.modules import layers_of
 from pagestash.simulation.model.read import read_model
@@ -189,6 +188,10 @@ def rows_of(options: SimulateOptions) -> RowDistribution | None:
     if options.skew < 1:
         raise ValueError(
             f"--skew {options.skew:g}: expected the hottest rank's rows over the mean, 1 or more"
+        )
+    if options.capacity and options.capacity < options.skew:
+        raise ValueError(
+            f"--capacity {options.capacity:g} holds less than --skew {options.skew:g} times the balanced rows"
         )
     if options.skew == 1 or options.ep == 1:
         return None

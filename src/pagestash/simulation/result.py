@@ -54,12 +54,12 @@ class Simulated:
     @property
     def tokens_a_second(self) -> float:
         """Of one device."""
-        return self.costs.tokens / self.costs.devices / self.seconds
+        return self.costs.tokens / self.run.layout.devices / self.seconds
 
     @property
     def operations_a_second(self) -> float:
         """Of the model, without recompute, on one device."""
-        return self.costs.model_operations / self.costs.devices / self.seconds
+        return self.costs.model_operations / self.run.layout.devices / self.seconds
 
     @property
     def verdict(self) -> Literal["OK", "TIGHT", "OOM"]:
@@ -131,7 +131,7 @@ def simulate(run: Run, rows: RowDistribution | None = None) -> Simulated:
     played = replay(costs, routing)
     even = played if rows is None else replay(costs)
     found = []
-    for rank, own, balanced in zip(costs.ranks, played.ranks, even.ranks):
+    for number, (rank, own, balanced) in enumerate(zip(costs.ranks, played.ranks, even.ranks)):
         seconds = own.seconds()
         compute = sum(
             seconds.get(kind, 0.0) for kind in ("forward", "backward", "weight", "recompute", "stash")
@@ -141,14 +141,14 @@ def simulate(run: Run, rows: RowDistribution | None = None) -> Simulated:
         more = max(0, own.peak_bytes - balanced.peak_bytes)
         found.append(
             RankRow(
-                rank=rank.rank,
+                rank=number,
                 layers=sum(
                     layer.name.startswith("layers.") for stage in rank.stages for layer in stage.layers
                 ),
-                static_bytes=rank.static.weights + rank.static.gradients + rank.static.optimizer,
-                peak_bytes=rank.peak_bytes + more,
+                static_bytes=rank.peak.static - rank.peak.groups["pool"],
+                peak_bytes=rank.peak.total + more,
                 device_bytes=rank.device_bytes + more,
-                host_bytes=max(rank.host_bytes, own.host_bytes),
+                host_bytes=max(rank.peak.host, own.host_bytes),
                 compute=compute,
                 recompute=seconds.get("recompute", 0.0),
                 communication=sent,

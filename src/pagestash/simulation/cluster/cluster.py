@@ -65,20 +65,17 @@ class Matmul:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkRates:
-    """Bytes a second of the link between a device and its host."""
+class HostLink:
+    """Bytes a second between a device and its host, while all devices of the node copy."""
 
     out: float
     back: float
     both: float
     """Each way while both ways are in use."""
-    shared_out: float
-    """All devices of a node together."""
-    shared_back: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host(LinkRates):
+class Host(HostLink):
     """The host of a node."""
 
     memory: int
@@ -108,14 +105,6 @@ class Node:
     """Multiprocessors that dispatch and combine take from the compute beside them."""
     beside_compute: float = 1.0
     """Seconds of dispatch and combine beside compute, over those alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostLink(LinkRates):
-    """The link, and who shares it."""
-
-    devices: int
-    """Devices of a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,11 +212,6 @@ class Cluster:
             return nvlink
         together = max(1, self.node.nvlink_devices // stride)
         return min(nvlink, self.node.network * self.node.network_efficiency * together)
-
-    @property
-    def host_link(self) -> HostLink:
-        rates = {each.name: getattr(self.host, each.name) for each in fields(LinkRates)}
-        return HostLink(**rates, devices=self.node.devices)
 
     @property
     def host_bytes_a_device(self) -> int:

@@ -12,12 +12,12 @@ experts' backward, `dispatch` after it, as long as in forward.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import NamedTuple
 
 from pagestash.policy import HomeName
 from pagestash.schedules.plan import Plan
 from pagestash.simulation.cluster.cluster import HostLink
-from pagestash.simulation.costs.launches import HostSeconds
+from pagestash.simulation.model.framework import Margin
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,23 @@ class Amount:
     def __mul__(self, factor: float) -> "Amount":
         return Amount(self.fixed * factor, self.routed * factor)
 
+    def __bool__(self) -> bool:
+        return bool(self.fixed or self.routed)
+
+
+NOTHING = Amount()
+
+
+class HostSeconds(NamedTuple):
+    """What the host takes to launch one layer for one microbatch, by the piece that is launched."""
+
+    forward: float = 0.0
+    forward_rows: float = 0.0
+    """What comes between dispatch and combine."""
+    backward: float = 0.0
+    backward_rows: float = 0.0
+    recompute: float = 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCosts:
@@ -47,36 +64,28 @@ class LayerCosts:
     """Seconds of compute, collectives of tensor and context parallelism included."""
     backward_input: Amount
     backward_weight: Amount
-    recompute: Amount = Amount()
+    recompute: Amount = NOTHING
     """Seconds of forward that backward repeats."""
     dispatches_again: bool = False
     """Whether that includes dispatch and combine."""
-    stash_seconds: Amount = Amount()
-    """Of copying into pages, and again of copying back."""
-    dispatch_seconds: Amount = Amount()
-    """With all links to itself; 0 where it is hidden behind compute by construction."""
-    combine_seconds: Amount = Amount()
+    dispatch_seconds: Amount = NOTHING
+    """Of dispatch, with all links to itself; combine takes as long."""
+    waits_for_rows: bool = False
+    """Whether the host waits in forward for the number of received rows."""
     gather_seconds: float = 0.0
     """Of gathering sharded weights (ZeRO 3), before forward and again before backward, beside compute."""
     saved: Mapping[HomeName, Amount] = field(default_factory=dict)
     """Bytes that forward saves for backward, by home: `recompute` are those dropped, `offload` those moved."""
-    workspace: Amount = Amount()
+    stash_seconds: Amount = NOTHING
+    """Of copying into pages, and again of copying back."""
+    offload_seconds: Amount = NOTHING
+    """What copies over the host link take of the device's memory from compute beside them, each way."""
+    workspace: int = 0
     """Most temporary bytes while its backward runs; those that recompute brings back are included."""
     host: HostSeconds = HostSeconds()  # noqa: RUF009 -- a tuple
-    """What the host takes to launch it."""
 
     def bytes_of(self, home: HomeName) -> Amount:
-        return self.saved.get(home, Amount())
-
-    @property
-    def kept_bytes(self) -> Amount:
-        """On the device between forward and backward, stashed rows included."""
-        return self.bytes_of("keep") + self.bytes_of("stash")
-
-    @property
-    def moved_bytes(self) -> Amount:
-        """Over the host link, out in forward and back in backward."""
-        return self.bytes_of("offload")
+        return self.saved.get(home, NOTHING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,106 +93,84 @@ class StageCosts:
     """One stage, for one microbatch."""
 
     stage: int
-    rank: int
-    """The pipeline rank that runs it."""
     layers: tuple[LayerCosts, ...]
-    send_bytes: int
-    """To the next stage in forward, and as many back in backward; 0 for the last."""
-
-    def saved(self, home: HomeName) -> Amount:
-        return sum((layer.bytes_of(home) for layer in self.layers), Amount())
-
-    @property
-    def kept_bytes(self) -> Amount:
-        return self.saved("keep") + self.saved("stash")
-
-    @property
-    def moved_bytes(self) -> Amount:
-        return self.saved("offload")
+    send_seconds: float = 0.0
+    """To the next stage in forward, and as long back in backward; 0 for the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StaticBytes:
-    """What a rank holds for the whole run."""
+class RankPeak:
+    """The peak of one rank, by what holds it."""
 
-    weights: int
-    gradients: int
-    optimizer: int
-    pool: int = 0
-    """Pages of the stash, headroom included."""
-    outside: int = 0
-    """CUDA context, NCCL and so on: not torch's; counts against the device, not against allocated bytes."""
+    groups: Mapping[str, int] = field(default_factory=dict)
+    """Allocated bytes; those of `STATIC` are there for the whole run."""
+    host: int = 0
+    """The most that is on the host at one time."""
 
     @property
-    def allocated(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.pool
+    def total(self) -> int:
+        return sum(self.groups.values())
+
+    @property
+    def static(self) -> int:
+        return sum(self.groups.get(name, 0) for name in STATIC)
+
+
+STATIC = ("weights", "gradients", "optimizer", "pool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCosts:
     """One pipeline rank."""
 
-    rank: int
-    stages: tuple[StageCosts, ...]
-    """In the order of the model."""
     plan: Plan
-    static: StaticBytes
-    peak_bytes: int
-    """Allocated at the peak, balanced rows."""
-    device_bytes: int
-    """What the rank takes of the device: `peak_bytes` and what is outside torch."""
-    host_bytes: int
-    """Most on the host at one time: offloaded activations, host pages, offloaded optimizer state."""
-    leaving_bytes: float = 0.0
-    """What of a microbatch leaves for the host, on average."""
-    gradient_seconds: float = 0.0
-    """Of reducing gradients and gathering weights over data parallel ranks, once a step."""
-    optimizer_seconds: float = 0.0
+    stages: tuple[StageCosts, ...] = ()
+    """In the order of the model."""
+    peak: RankPeak = field(default_factory=RankPeak)
+    """With balanced rows."""
+    outside: int = 0
+    """Bytes of the device that are not torch's: CUDA context, NCCL and so on."""
+    end_seconds: float = 0.0
+    """After the last action: gradients are reduced and weights gathered over data parallel ranks, and the
+    optimizer's step."""
+
+    @property
+    def device_bytes(self) -> int:
+        """What the rank takes of the device."""
+        return self.peak.total + self.outside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepCosts:
-    """One step of one pipeline group: everything that the replay needs."""
+class Machine:
+    """What ranks run on, and how."""
 
-    schedule: str
-    microbatches: int
-    ranks: tuple[RankCosts, ...]
-    host: HostLink
-    send_rate: float
-    """Bytes a second between neighbouring stages."""
-    send_latency: float
-    tokens: int
-    """Tokens of the whole step, all pipelines."""
-    model_operations: float
-    """Floating-point operations of the whole step, forward and backward, without recompute."""
-    devices: int
-    """Devices of the whole run."""
+    link: HostLink
     overlaps_dispatch: bool = False
     """Whether dispatch and combine of one microbatch run beside the compute of another."""
     beside_compute: float = 1.0
     """Seconds of dispatch and combine beside compute, over those alone."""
     taken_by_dispatch: float = 0.0
     """The share of compute that dispatch and combine take while they run beside it."""
-    margin: Literal["window", "last"] = "window"
-    """How offloaded groups leave and return: by a keeper's window, or as Megatron-LM moves them."""
-    waits_for_rows: bool = False
-    """Whether the host waits in every forward for the number of received rows."""
-    memory_rate: float = float("inf")
-    """Bytes a second of the device's memory, which copies over the host link take from compute beside them."""
+    margin: Margin = "window"
+    """How offloaded groups leave and return."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """One step of one pipeline group: everything that the replay needs."""
+
+    microbatches: int
+    ranks: tuple[RankCosts, ...]
+    machine: Machine
+    tokens: int
+    """Tokens of the whole step, all pipelines."""
+    model_operations: float
+    """Floating-point operations of the whole step, forward and backward, without recompute."""
 
     @property
     def stages(self) -> tuple[StageCosts, ...]:
         """All stages in the order of the model."""
         return tuple(sorted((s for rank in self.ranks for s in rank.stages), key=lambda found: found.stage))
-
-    @property
-    def alike(self) -> int:
-        """Devices of a node that do what one device of a pipeline rank does."""
-        return max(1, min(self.devices // len(self.ranks), self.host.devices))
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(rank.peak_bytes for rank in self.ranks)
 
     @property
     def plans(self) -> Sequence[Plan]:

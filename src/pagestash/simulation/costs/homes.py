@@ -45,7 +45,7 @@ class Homes(Protocol):
     @property
     def pool(self) -> PoolConfig: ...
 
-    def place(self, layer: Layer) -> list[Placed]: ...
+    def place(self, layer: Layer) -> tuple[Placed, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class PolicyHomes:
     def pool(self) -> PoolConfig:
         return self.policy.pool
 
-    def place(self, layer: Layer) -> list[Placed]:
-        return [
+    def place(self, layer: Layer) -> tuple[Placed, ...]:
+        return tuple(
             placed
             for part in layer.parts
             for piece in part.pieces
             for placed in self._place(layer, part, piece)
-        ]
+        )
 
     def _place(self, layer: Layer, part: Part, piece: Piece) -> Iterable[Placed]:
         rule, scope = self._rule(layer.name, part.name)
@@ -184,7 +184,7 @@ class MegatronHomes:
     def _moved(self) -> dict[str, str]:
         return {_OFFLOAD[name]: name for name in self.offload}
 
-    def place(self, layer: Layer) -> list[Placed]:
+    def place(self, layer: Layer) -> tuple[Placed, ...]:
         placed = []
         for part in layer.parts:
             for piece in part.pieces:
@@ -207,4 +207,4 @@ class MegatronHomes:
                 )
             if "core_attn" in self.recompute and part.view_bytes:
                 placed.append(Placed(part.name, "keep", part.view_bytes, part.routed))
-        return placed
+        return tuple(placed)

@@ -8,31 +8,34 @@ gradient of the residual stream, and what a replay brings back. With overlap, an
 work beside it. What CUDA graphs keep is static: as much as the schedule ever holds at once.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import groupby
 
-from pagestash.saved.offload.plan import Event, GroupBytes, Key, OffloadPlan, make_plan
+from pagestash.policy import PoolConfig
+from pagestash.saved.offload.plan import Event, GroupBytes, Key, make_plan
 from pagestash.schedules.plan import Plan, immediate_backwards
 from pagestash.simulation.cluster.layout import Layout
-from pagestash.simulation.costs.homes import Homes, Placed
-from pagestash.simulation.model.framework import Framework, ParameterBytes
+from pagestash.simulation.costs.costs import RankPeak
+from pagestash.simulation.costs.homes import Placed
+from pagestash.simulation.model.framework import Margin, ParameterBytes
 from pagestash.simulation.model.parts import Layer, Part
 
 HELD_PATTERN = 4
 """Times the stages: microbatches after which a schedule's pattern of offloads repeats."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerMemory:
-    """A layer's saved tensors, each with its home."""
+    """A layer's saved tensors, each with its home; of layers that are alike, one is enough."""
 
     layer: Layer
-    placed: tuple[Placed, ...]
-    capacity: float = 0.0
-    """Rows of static buffers over balanced rows; 0: buffers have the rows that came."""
-    skew: float = 1.0
-    """Received rows over balanced rows."""
+    placed: Sequence[Placed]
+    stream: int
+    """Bytes of the residual stream's gradient."""
+    buffers: float = 1.0
+    """Rows of static buffers over balanced rows; 1: buffers have the rows that came."""
     product_workspace: int = 0
     """Bytes that a product has as its workspace."""
     graphed: frozenset[str] = frozenset()
@@ -43,69 +46,65 @@ class LayerMemory:
 
     def size(self, placed: Placed) -> int:
         """Device bytes of a tensor that is not in pages: static buffers hold their whole capacity."""
-        return round(placed.bytes * (self.buffer_rows if placed.routed else 1.0))
+        return round(placed.bytes * self.buffers) if placed.routed else placed.bytes
 
-    @property
-    def buffer_rows(self) -> float:
-        """Rows of a buffer over balanced rows."""
-        return self.capacity or self.skew
-
-    def valid(self, placed: Placed) -> int:
-        """Its valid bytes, which is what leaves the device or goes to pages."""
-        return round(placed.bytes * (self.skew if placed.routed else 1.0))
-
-    @property
+    @cached_property
     def kept(self) -> int:
-        return sum(self.size(item) for item in self.placed if item.home == "keep")
+        """What stays between forward and backward, but for what belongs to CUDA graphs."""
+        kept = (item for item in self.placed if item.home == "keep" and item.part not in self.graphed)
+        return sum(map(self.size, kept))
 
-    @property
-    def beside(self) -> int:
-        """What its forward takes beside another layer's backward: what it keeps, and rows that leave and arrive."""
-        if not self.layer.dispatch_bytes:
-            return 0
-        return self.kept - self.graph_bytes + round(2 * self.buffer_rows * self.layer.dispatch_bytes)
-
-    @property
+    @cached_property
     def graph_bytes(self) -> int:
         """What is kept in CUDA graphs."""
         kept = (item for item in self.placed if item.home == "keep" and item.part in self.graphed)
         return sum(map(self.size, kept))
 
-    @property
+    @cached_property
     def graph_work(self) -> int:
         """What graphs of its backward work with, beside what they keep."""
-        parts = (part for part in self.layer.parts if part.name in self.graphed)
-        return max((self._work(part) for part in parts), default=0)
+        return max((self._work(part) for part in self.layer.parts if part.name in self.graphed), default=0)
+
+    @cached_property
+    def beside(self) -> int:
+        """What its forward takes beside another layer's backward: what it keeps, and rows that leave and arrive."""
+        return (
+            self.kept + round(2 * self.buffers * self.layer.dispatch_bytes)
+            if self.layer.dispatch_bytes
+            else 0
+        )
 
     def _work(self, part: Part) -> int:
         """Temporary bytes of a part's backward."""
-        work = part.temporary * (self.buffer_rows if part.routed else 1)
-        return round(work) + part.weight_gradient + (self.product_workspace if part.products else 0)
+        work = round(part.temporary * (self.buffers if part.routed else 1))
+        return work + part.weight_gradient + (self.product_workspace if part.products else 0)
 
     def _waiting(self, part: Part) -> int:
         """Gradients of a part's products that delayed weight gradients wait with."""
         found = self.delayed * sum(product.groups * product.m * product.n for product in part.products)
-        return round(found * (self.buffer_rows if part.routed else 1))
+        return round(found * (self.buffers if part.routed else 1))
 
-    def bytes_of(self, home: str) -> int:
-        """Valid bytes by home."""
-        return sum(self.valid(item) for item in self.placed if item.home == home)
+    @cached_property
+    def stashed(self) -> int:
+        """Bytes in pages."""
+        return sum(item.bytes for item in self.placed if item.home == "stash")
 
-    def groups(self) -> Iterator[tuple[str, GroupBytes]]:
+    @cached_property
+    def groups(self) -> list[tuple[str, GroupBytes]]:
         """Offloaded bytes by the region of their rule, in the order of forward."""
         moved = (item for item in self.placed if item.home == "offload")
-        for (scope, window), items in groupby(moved, lambda item: (item.scope, item.window)):
-            size = sum(map(self.valid, items))
-            name = f"{self.layer.name}.{scope}" if scope else self.layer.name
-            yield name, GroupBytes(size, size, window)
+        grouped = groupby(moved, lambda item: (item.scope, item.window))
+        sizes = ((scope, window, sum(item.bytes for item in items)) for (scope, window), items in grouped)
+        return [(scope, GroupBytes(size, size, window)) for scope, window, size in sizes]
 
-    def walk(self, stream: int, above: int = 0, staying: Collection[str] = ()) -> tuple[int, int]:
-        """Backward through the layer, from `above` bytes over what is held: the most, and what is left.
+    @cached_property
+    def backward(self) -> tuple[int, int]:
+        """What its backward takes at the most, and what it leaves, above what is held when it begins."""
+        return self.walk()
 
-        `staying` are parts whose offloaded group is on the device, and free when their backward is done.
-        """
-        live = most = above
-        late = 0
+    def walk(self, staying: Collection[str] = ()) -> tuple[int, int]:
+        """The same where groups of the parts `staying` are on the device, and free when their backward is done."""
+        live = most = late = 0
         came: set[str] = set()
         for part in reversed(self.layer.parts):
             own = [item for item in self.placed if item.part == part.name]
@@ -113,7 +112,7 @@ class LayerMemory:
                 came.add(scope)
                 live += sum(self.size(i) for i in self.placed if i.home == "recompute" and i.scope == scope)
             restored = sum(self.size(item) for item in own if item.home == "stash")
-            most = max(most, live + self._work(part) + restored + stream)
+            most = max(most, live + self._work(part) + restored + self.stream)
             freed = {"recompute"} if part.name in self.graphed else {"keep", "recompute"}
             if part.name in staying:
                 freed.add("offload")
@@ -125,104 +124,17 @@ class LayerMemory:
         return most, live - late
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageMemory:
-    """Consecutive layers of one rank."""
-
-    stage: int
-    layers: tuple[LayerMemory, ...]
-    stream: int
-
-    @property
-    def kept(self) -> int:
-        """What stays between forward and backward, but for what belongs to CUDA graphs."""
-        return sum(layer.kept - layer.graph_bytes for layer in self.layers)
-
-    @property
-    def graph_bytes(self) -> int:
-        return sum(layer.graph_bytes for layer in self.layers)
-
-    def bytes_of(self, home: str) -> int:
-        return sum(layer.bytes_of(home) for layer in self.layers)
-
-    def work(self, margin: str) -> int:
-        """The most that its backward takes above what is held when it begins.
-
-        With the margin `last` the last group of each name is on the device, and free after its backward; groups of
-        a window make room for others.
-        """
-        most = above = 0
-        waiting = {item.part for layer in self.layers for item in layer.placed if item.home == "offload"}
-        for layer in reversed(self.layers):
-            here = {item.part for item in layer.placed if item.home == "offload"}
-            peak, above = layer.walk(self.stream, above, here & waiting if margin == "last" else ())
-            waiting -= here
-            most = max(most, peak)
-        return most
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPeak:
-    """The peak of one rank, by what holds it."""
-
-    groups: Mapping[str, int]
-    host: int
-    """The most that is on the host at one time."""
-    pool: int
-    """Bytes of device pages, headroom included."""
-    leaving: float = 0.0
-    """Bytes of a microbatch that leave for the host, on average."""
-
-    @property
-    def total(self) -> int:
-        return sum(self.groups.values())
-
-
-def static_bytes(layers: Sequence[Layer], layout: Layout, each: ParameterBytes) -> tuple[int, int, int]:
-    """Weights, gradients and optimizer state of these layers on one rank.
-
-    Data parallel ranks share the optimizer's state from ZeRO 1 on, gradients from 2, weights from 3.
-    """
-    dense = sum(part.parameters for layer in layers for part in layer.parts if not part.expert)
-    expert = sum(part.parameters for layer in layers for part in layer.parts if part.expert)
-
-    def share(size: float, zero: int) -> int:
-        if layout.zero < zero:
-            return round(size * (dense + expert))
-        return round(size * (dense / layout.dense_group + expert / layout.expert_group))
-
-    return share(each.weight, 3), share(each.gradient, 2), share(each.optimizer, 1)
-
-
-def gathered_bytes(layers: Sequence[Layer], layout: Layout, each: ParameterBytes) -> int:
-    """What a rank holds of weights and gradients that it shares, for a while: FSDP2's and ZeRO's copies.
-
-    With ZeRO 3 the weights of the layer at work and of the next one are whole; from ZeRO 2 on, so are the gradients
-    of one layer, until they are reduced.
-    """
-    most = max((layer.parameters for layer in layers), default=0)
-    weights = 2 * each.weight if layout.zero == 3 and layout.stage_ranks > 1 else 0.0
-    gradients = each.gradient if layout.zero >= 2 and layout.stage_ranks > 1 else 0.0
-    return round(most * (weights + gradients))
-
-
-def step_bytes(layers: Sequence[Layer], layout: Layout, each: ParameterBytes) -> int:
-    """Temporary bytes of the optimizer's step."""
-    return static_bytes(layers, layout, ParameterBytes(weight=0, gradient=0, optimizer=each.step))[2]
-
-
-def pool_bytes(stashed: float, headroom: float) -> int:
-    """Bytes of a pool for so many stashed bytes at one time."""
-    return int(headroom * stashed)
+Stages = Mapping[int, Sequence[LayerMemory]]
+"""Layers of one rank, by stage."""
 
 
 def rank_peak(
     plan: Plan,
-    stages: Sequence[StageMemory],
-    homes: Homes,
-    framework: Framework,
+    stages: Stages,
+    pool: PoolConfig,
     static: Mapping[str, int],
     *,
+    margin: Margin = "window",
     follows: bool,
     overlaps: bool = False,
     step: int = 0,
@@ -233,65 +145,91 @@ def rank_peak(
     layer by layer: what one layer has saved is there before the other layer's is free. `step` are temporary bytes
     of the optimizer's step, which comes when no activations are left.
     """
-    by_number = {stage.stage: stage for stage in stages}
-    kept = {number: stage.kept for number, stage in by_number.items()}
-    graphed = {number: stage.graph_bytes for number, stage in by_number.items()}
-    work = {number: stage.work(framework.margin) for number, stage in by_number.items()}
-    beside = max((layer.beside for stage in stages for layer in stage.layers), default=0) if overlaps else 0
-    stash = {number: stage.bytes_of("stash") for number, stage in by_number.items()}
-    offload = _Offloaded.of(plan, stages, framework, follows)
-    pages = max(sum(count * stash[stage] for stage, count in counts.items()) for counts in plan.held())
-    fixed = homes.pool.device_bytes
-    pool = 0 if not pages else pool_bytes(pages, homes.pool.headroom) if fixed is None else fixed
+    layers = [layer for own in stages.values() for layer in own]
+
+    def by_stage(size: Callable[[LayerMemory], int]) -> dict[int, int]:
+        return {stage: sum(map(size, own)) for stage, own in stages.items()}
+
+    kept, graphed = by_stage(lambda own: own.kept), by_stage(lambda own: own.graph_bytes)
+    stash = by_stage(lambda own: own.stashed)
+    work = {stage: _work(own, margin) for stage, own in stages.items()}
+    beside = max((layer.beside for layer in layers), default=0) if overlaps else 0
+    offload = _Offloaded.of(plan, stages, margin, follows)
     best = {"kept": 0, "offloaded": 0, "at work": step}
-    host = 0
-    graphs = 0
-    for stage, counts, waiting in _moments(plan, offload):
-        held = sum(count * kept[number] for number, count in counts.items())
-        graphs = max(graphs, sum(count * graphed[number] for number, count in counts.items()))
+    host = graphs = pages = 0
+    for stage, counts, waiting in _moments(plan, offload.at_once):
+        graphs = max(graphs, _held(counts, graphed))
+        pages = max(pages, _held(counts, stash))
         here, away = offload.at(counts, waiting)
         host = max(host, away)
         at_work = work[stage] + beside if stage is not None else 0
-        found = {"kept": held, "offloaded": here, "at work": at_work}
+        found = {"kept": _held(counts, kept), "offloaded": here, "at work": at_work}
         if sum(found.values()) > sum(best.values()):
             best = found
+    best["pool"] = pool_bytes(pages, pool) if pages else 0
     if graphs:
-        best["graphs"] = graphs + _graph_buffers(stages, overlaps)
-    return RankPeak(groups={**static, "pool": pool, **best}, host=host, pool=pool, leaving=offload.leaving)
+        best["graphs"] = graphs + _graph_buffers(layers, overlaps)
+    return RankPeak(groups={**static, **best}, host=host)
 
 
-def _graph_buffers(stages: Sequence[StageMemory], overlaps: bool) -> int:
+def pool_bytes(stashed: int, pool: PoolConfig) -> int:
+    """Bytes of a pool for so many stashed bytes at one time."""
+    return int(pool.headroom * stashed) if pool.device_bytes is None else pool.device_bytes
+
+
+def _held(counts: Mapping[int, int], sizes: Mapping[int, int]) -> int:
+    return sum(count * sizes[stage] for stage, count in counts.items())
+
+
+def _work(layers: Sequence[LayerMemory], margin: Margin) -> int:
+    """The most that backward of a stage takes above what is held when it begins.
+
+    With the margin `last` the last group of each name is on the device, and free after its backward; groups of
+    a window make room for others.
+    """
+    most = above = 0
+    waiting = {item.part for layer in layers for item in layer.placed if item.home == "offload"}
+    for layer in reversed(layers):
+        here = waiting.intersection(item.part for item in layer.placed if item.home == "offload")
+        peak, left = layer.walk(here) if here and margin == "last" else layer.backward
+        waiting -= here
+        most = max(most, above + peak)
+        above += left
+    return most
+
+
+def _graph_buffers(layers: Sequence[LayerMemory], overlaps: bool) -> int:
     """What CUDA graphs have beside what they keep: a pool of their own for temporary tensors, static gradients.
 
     Buffers are used again by other microbatches and layers, so that there are as many as are in flight at once;
     with overlap one layer's more.
     """
-    layers = [layer for stage in stages for layer in stage.layers]
     more = max(layer.graph_bytes for layer in layers) if overlaps else 0
-    return more + max(layer.graph_work for layer in layers) + 2 * max(stage.stream for stage in stages)
+    return more + max(layer.graph_work for layer in layers) + 2 * max(layer.stream for layer in layers)
 
 
-def _moments(
-    plan: Plan, offload: "_Offloaded"
-) -> Iterator[tuple[int | None, dict[int, int], dict[int, int]]]:
+@lru_cache(maxsize=256)
+def _moments(plan: Plan, at_once: frozenset[Key]) -> list[tuple[int | None, dict[int, int], dict[int, int]]]:
     """The distinct states of the plan: the stage whose backward begins (None: none), and the microbatches held.
 
     The last of the three counts those whose backward comes at once, which stay on the device.
     """
     counts, waiting = dict.fromkeys(plan.stages, 0), dict.fromkeys(plan.stages, 0)
     seen: set[tuple[object, ...]] = set()
+    found = []
     for kind, stage, microbatch in plan.actions:
-        at_once = (stage, microbatch) in offload.at_once
+        stays = (stage, microbatch) in at_once
         if kind == "F":
             counts[stage] += 1
-            waiting[stage] += at_once
+            waiting[stage] += stays
         state = (None if kind == "F" else stage, *counts.values(), *waiting.values())
         if state not in seen:
             seen.add(state)
-            yield None if kind == "F" else stage, dict(counts), dict(waiting)
+            found.append((None if kind == "F" else stage, dict(counts), dict(waiting)))
         if kind in ("B", "W"):
             counts[stage] -= 1
-            waiting[stage] -= at_once
+            waiting[stage] -= stays
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,72 +242,85 @@ class _Offloaded:
     limit: int
     """Most bytes of groups that stay, leave or come back, beside those of `at_once`."""
     largest: int
-    leaving: float = 0.0
-    """Bytes of a microbatch that leave, on average."""
 
     @classmethod
-    def of(
-        cls, plan: Plan, stages: Sequence[StageMemory], framework: Framework, follows: bool
-    ) -> "_Offloaded":
-        groups = {stage.stage: [g for layer in stage.layers for g in layer.groups()] for stage in stages}
+    def of(cls, plan: Plan, stages: Stages, margin: Margin, follows: bool) -> "_Offloaded":
+        groups = {
+            stage: [own for layer in layers for own in layer.groups] for stage, layers in stages.items()
+        }
         sizes = {number: sum(size.device_bytes for _, size in own) for number, own in groups.items()}
         largest = max((size.device_bytes for own in groups.values() for _, size in own), default=0)
-        if framework.margin == "last":
-            names = {name.split(".", 2)[-1]: size for own in groups.values() for name, size in own}
+        at_once = immediate_backwards(plan) if follows and margin == "window" else frozenset()
+        if margin == "last":
+            names = {name: size for own in groups.values() for name, size in own}
             limit = sum(size.device_bytes for size in names.values())
-            return cls(bytes=sizes, at_once=frozenset(), limit=limit, largest=largest)
-        at_once = immediate_backwards(plan) if follows else frozenset()
-        made = _offload_plan(plan, groups, at_once) if largest else OffloadPlan({})
-        staying = made.stays - {key for key in made.stays if key[:2] in at_once}
-        leaving = sum(size.host_bytes for key, size in made.groups.items() if key not in made.stays)
-        microbatches = len({key[1] for key in made.groups})
-        return cls(
-            bytes=sizes,
-            at_once=at_once,
-            limit=_most_alive(made, staying),
-            largest=largest,
-            leaving=leaving / max(1, microbatches),
-        )
+        else:
+            limit = _resident_bytes(plan, groups, at_once) if largest else 0
+        return cls(bytes=sizes, at_once=at_once, limit=limit, largest=largest)
 
     def at(self, counts: Mapping[int, int], waiting: Mapping[int, int]) -> tuple[int, int]:
         """Offloaded bytes on the device and on the host."""
-        total = sum(count * self.bytes[stage] for stage, count in counts.items())
-        stay = sum(count * self.bytes[stage] for stage, count in waiting.items())
+        total, stay = _held(counts, self.bytes), _held(waiting, self.bytes)
         # The group in use is one of the window's; where it is one that stays, the window has one fewer.
         room = self.limit if not stay else max(0, self.limit - self.largest)
         here = min(total, stay + room)
         return here, total - here
 
 
-def _offload_plan(
-    plan: Plan, groups_of: Mapping[int, Sequence[tuple[str, GroupBytes]]], at_once: frozenset[Key]
-) -> OffloadPlan:
-    """The keeper's own plan for the puts and gets of this schedule; `groups_of` are those of each stage."""
+def _resident_bytes(
+    plan: Plan, groups_of: Mapping[int, Sequence[tuple[str, GroupBytes]]], at_once: Collection[Key]
+) -> int:
+    """What the keeper's own plan for this schedule has on the device, of groups that are not `at_once`."""
     groups: dict[Key, GroupBytes] = {}
     events: list[Event] = []
     most = HELD_PATTERN * len(groups_of) * max(1, max(sum(counts.values()) for counts in plan.held()))
     for kind, stage, microbatch in plan.actions:
-        if microbatch >= most:
+        if microbatch >= most or (stage, microbatch) in at_once:
             continue
+        keys = [(stage, microbatch, name, at) for at, (name, _) in enumerate(groups_of[stage])]
         if kind == "F":
-            for name, size in groups_of[stage]:
-                key = (stage, microbatch, name, 0)
-                groups[key] = size
-                events.append(("put", key))
+            groups |= dict(zip(keys, (size for _, size in groups_of[stage])))
+            events += [("put", key) for key in keys]
         elif kind in ("B", "I"):
-            events += [("get", (stage, microbatch, name, 0)) for name, _ in reversed(groups_of[stage])]
-    return make_plan(events, groups, at_once)
+            events += [("get", key) for key in reversed(keys)]
+    return make_plan(events, groups).resident_peak_bytes
 
 
-def _most_alive(made: OffloadPlan, staying: frozenset[Key]) -> int:
-    """Most bytes of groups that stay; the window, where one leaves and another comes back at once."""
-    now = most = 0
-    for index, (kind, key) in enumerate(made.order):
-        size = made.groups[key].device_bytes
-        if key not in made.stays:
-            if kind == "put" and index + 1 < len(made.order) and made.order[index + 1][0] == "get":
-                return made.window_of(key)
-        elif key in staying:
-            now += size if kind == "put" else -size
-            most = max(most, now)
-    return most
+# --- weights, gradients, optimizer ---
+
+
+def parameters_of(layers: Sequence[Layer]) -> tuple[int, int]:
+    """Parameters that tensor parallel ranks' groups hold, and those of experts, on one rank."""
+    parts = [part for layer in layers for part in layer.parts]
+    return (
+        sum(part.parameters for part in parts if not part.expert),
+        sum(part.parameters for part in parts if part.expert),
+    )
+
+
+def static_bytes(layers: Sequence[Layer], layout: Layout, each: ParameterBytes) -> dict[str, int]:
+    """Weights, gradients and optimizer state of these layers on one rank.
+
+    Data parallel ranks share the optimizer's state from ZeRO 1 on, gradients from 2, weights from 3. What they
+    share of weights and gradients is whole for a while (`gathered`): with ZeRO 3 the weights of the layer at work
+    and of the next one, from ZeRO 2 on the gradients of one layer, until they are reduced.
+    """
+    dense, expert = parameters_of(layers)
+    shared = dense / layout.dense_group + expert / layout.expert_group
+    own = {zero: dense + expert if layout.zero < zero else shared for zero in (1, 2, 3)}
+    found = {
+        "weights": round(each.weight * own[3]),
+        "gradients": round(each.gradient * own[2]),
+        "optimizer": round(each.optimizer * own[1]),
+    }
+    if layout.zero >= 2 and layout.stage_ranks > 1:
+        most = max((layer.parameters for layer in layers), default=0)
+        found["gathered"] = round(most * (each.gradient + (2 * each.weight if layout.zero == 3 else 0.0)))
+    return found
+
+
+def step_bytes(layers: Sequence[Layer], layout: Layout, each: ParameterBytes) -> int:
+    """Temporary bytes of the optimizer's step."""
+    return static_bytes(layers, layout, ParameterBytes(weight=0, gradient=0, optimizer=each.step))[
+        "optimizer"
+    ]

@@ -9,11 +9,18 @@ from pagestash.simulation.cluster.cluster import SAVED_BYTES, Cluster, Precision
 from pagestash.simulation.cluster.layout import Layout, check_placement, place_evenly
 from pagestash.simulation.costs.dispatch import DISPATCHERS, Dispatcher
 from pagestash.simulation.costs.homes import Homes, PolicyHomes
-from pagestash.simulation.costs.launches import GRAPHED
 from pagestash.simulation.model.framework import FRAMEWORKS, Framework, ParameterBytes
 from pagestash.simulation.model.parts import Shape
 
 RESERVE = 0.06
+GRAPHED: dict[str, tuple[str, ...]] = {
+    "attn": ("attn_norm", "attn.qkv_linear", "attn.q_norm", "attn.core_attn", "attn.attn_proj"),
+    "router": ("mlp_norm", "moe.router", "moe.shared_experts"),
+    "mlp": ("mlp_norm", "mlp"),
+    "full": (),
+}
+"""Parts by the scope of a CUDA graph: Megatron-LM's `attn`, `moe_router` with `moe_preprocess`, and `mlp`. In a
+graph of the full iteration nothing is launched by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +55,6 @@ class Run:
     (`full`)."""
     reserve: float = RESERVE
     """Part of the device's memory that is left for what allocators reserve beyond what is allocated."""
-    skew: float = 1.0
-    """Received rows over balanced rows, for the memory of a rank that is always hot."""
 
     def __post_init__(self) -> None:
         if self.layout.devices != self.cluster.devices:
@@ -65,14 +70,6 @@ class Run:
         for scope in self.graphs:
             if scope not in GRAPHED:
                 raise ValueError(f"graphs={scope!r}: expected some of {', '.join(GRAPHED)}")
-        if not 1 <= self.skew <= self.layout.ep:
-            raise ValueError(
-                f"skew={self.skew}: expected 1 for balanced rows, at most EP {self.layout.ep}: a rank that gets all"
-            )
-        if self.capacity and self.capacity < self.skew:
-            raise ValueError(
-                f"capacity={self.capacity} holds less than skew={self.skew} times the balanced rows"
-            )
 
     @property
     def shape(self) -> Shape:

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+Margin = Literal["window", "last"]
+"""What stays of offloaded groups: a keeper's window of them, or, as in Megatron-LM, the last one of each name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
@@ -26,8 +29,7 @@ class Framework:
     """Whether attention keeps a copy of its values, not the projection that they are a view of."""
     weight_gradients: bool = True
     """Whether a whole weight gradient is a temporary tensor, before it is added to what was there."""
-    margin: Literal["window", "last"] = "window"
-    """What stays of offloaded groups: a window of them, or the last one of each name."""
+    margin: Margin = "window"
     loops_experts: bool = False
     """Whether experts' products are launched one by one."""
     sorts_rows: bool = False

@@ -68,6 +68,7 @@ def _joined(shape: Shape, *, first: bool) -> Part:
         ),
         parameters=projection + 2 * width + copied,
         products=(Product(tokens, width, 2 * width),),
+        kernels=4,
         traffic=10 * stream,
         temporary=3 * stream,
         weight_gradient=_weights(shape, projection),
@@ -92,6 +93,8 @@ def _norm(shape: Shape, name: str, maker: str) -> Part:
         name=name,
         pieces=(Piece(stream, maker), Piece(_INDEX * shape.local_tokens, name)),
         parameters=shape.config.width,
+        kernels=1,
+        norms=1,
         traffic=4 * stream,  # the residual sum before it, too
         temporary=2 * stream,
     )
@@ -145,6 +148,8 @@ def _attention(shape: Shape, window: int) -> list[Part]:
                         Piece(tokens * _INDEX * (heads + shared), HEAD_NORMS),
                     ),
                     parameters=2 * size,
+                    kernels=4,  # two norms, RoPE of queries and keys
+                    norms=1,
                     traffic=4 * b * tokens * (heads + shared) * size,  # norm and RoPE
                     temporary=2 * b * tokens * fused,
                 )
@@ -158,6 +163,7 @@ def _attention(shape: Shape, window: int) -> list[Part]:
             Piece(tokens * b * values, "attn.core_attn"),
             Piece(tokens * _INDEX * heads, STATISTICS),
         ),
+        kernels=1,
         scores=2 * tokens * shape.attended(window) * (queries + values),
         traffic=2 * b * tokens * (queries + keys),
         # Gradients of queries, keys and values, of the result, and a sum of queries' gradients in float32.
@@ -172,6 +178,7 @@ def _attention(shape: Shape, window: int) -> list[Part]:
         # In 16 bits its input is attention's own result; in fewer it is a copy.
         pieces=(Piece(shape.product_input(values * tokens), "attn.attn_proj"),) if shape.quantized else (),
         parameters=values * width + bias,
+        kernels=1,  # the residual sum
         products=(Product(tokens, width, values),),
         temporary=b * tokens * (width + values),
         weight_gradient=_weights(shape, values * width),
@@ -203,6 +210,8 @@ def _latent_qkv(shape: Shape, queries: int) -> Part:
         ),
         parameters=down + up + latents + bias,
         products=tuple(products),
+        kernels=8,  # norms, RoPE, and the parts of heads put together
+        norms=norms,
         traffic=2 * b * tokens * (2 * queries + keys_values),
         temporary=b * tokens * (queries + keys_values + width),
         weight_gradient=_weights(shape, up),
@@ -235,6 +244,7 @@ def _mlp(shape: Shape, name: str, inner: int, *, new_input: bool) -> Part:
         ),
         parameters=parameters,
         products=(Product(tokens, parts * inner, config.width), Product(tokens, config.width, inner)),
+        kernels=2,
         traffic=b * tokens * (parts + 1) * inner,
         temporary=b * tokens * ((parts + 1) * inner + config.width),
         weight_gradient=_weights(shape, parameters),
@@ -258,10 +268,15 @@ def _experts(shape: Shape) -> list[Part]:
             pieces=(Piece(b * width * tokens, "mlp_norm"), Piece(_INDEX * config.top_k * tokens, HELD)),
             parameters=width * config.experts,
             products=(Product(tokens, config.experts, width),),
+            kernels=10,  # scores, choice, counts, auxiliary loss
             traffic=3 * _INDEX * config.experts * tokens,
             temporary=b * width * tokens + 2 * _INDEX * config.experts * tokens,
         ),
-        Part(name="moe.experts", pieces=(Piece(3 * _INDEX * config.top_k * tokens, HELD),)),
+        Part(
+            name="moe.experts",
+            pieces=(Piece(3 * _INDEX * config.top_k * tokens, HELD),),
+            kernels=12,  # positions of rows, permutation, dispatch, combine, the residual sum
+        ),
         Part(
             name="moe.expert_fc1",
             pieces=(Piece(shape.product_input(d * moved), HELD),),
@@ -277,6 +292,7 @@ def _experts(shape: Shape) -> list[Part]:
             name="moe.moe_act",
             pieces=(Piece(b * parts * n * rows, "moe.moe_act"),),
             routed=True,
+            kernels=1,
             traffic=b * (parts + 1) * n * rows,
             temporary=b * n * (1 if fused else parts + 1) * rows,
         ),
@@ -319,6 +335,8 @@ def _embedding(shape: Shape) -> Layer:
         name="embed",
         pieces=(Piece(2 * _INDEX * shape.local_tokens, HELD),),
         parameters=vocab * config.width,
+        kernels=2,
+        norms=1,
         traffic=2 * shape.stream_bytes,
         temporary=2 * shape.stream_bytes,
         weight_gradient=_weights(shape, vocab * config.width),
@@ -341,6 +359,7 @@ def _head(shape: Shape) -> Layer:
         pieces=(Piece(saved + _INDEX * shape.local_tokens, HELD),),
         parameters=0 if config.tied and shape.layout.pp == 1 else vocab * config.width,
         products=(Product(tokens, vocab, config.width),),
+        kernels=4,
         traffic=2 * b * tokens * vocab,
         temporary=temporary,
         gathers=_gathers(shape)[:1],
@@ -349,6 +368,8 @@ def _head(shape: Shape) -> Layer:
         name="norm",
         pieces=(Piece(stream, HELD),),
         parameters=config.width,
+        kernels=1,
+        norms=1,
         traffic=2 * stream,
         temporary=2 * stream,
     )

@@ -71,6 +71,10 @@ class Part:
     """Bytes that its kernels beside products read and write in forward."""
     temporary: int = 0
     """Most bytes of gradients and copies while its backward runs, beside those of its weight."""
+    kernels: int = 0
+    """Launched in forward beside products and collectives."""
+    norms: int = 0
+    """Weights that belong to no product."""
     weight_gradient: int = 0
     """Bytes of weight gradients that are temporary tensors then."""
     gathers: tuple[float, ...] = ()

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from pagestash.simulation.costs.build import step_costs, with_microbatches
+from pagestash.simulation.costs.build import plans_of, step_costs
 from pagestash.simulation.costs.costs import StepCosts
 from pagestash.simulation.costs.run import Run
 from pagestash.simulation.replay.played import Replay
@@ -22,13 +22,10 @@ def step_seconds(run: Run, costs: StepCosts | None = None) -> tuple[Replay, floa
     """A replay, and the seconds of the whole step; `costs` are those of the shortened run."""
     short, longer = shortened(run, STEADY), shortened(run, 2 * STEADY)
     costs = costs or step_costs(short)
-    played = replay(with_microbatches(costs, longer))
-    before = played.seconds if longer.microbatches == run.microbatches else replay(costs).seconds
-    return played, _lengthened(run, before, played.seconds)
-
-
-def _lengthened(run: Run, short: float, longer: float) -> float:
-    """What is left of a long step goes on as it went before."""
-    counts = [shortened(run, times).microbatches for times in (STEADY, 2 * STEADY)]
-    more = run.microbatches - counts[1]
-    return longer + more * (longer - short) / (counts[1] - counts[0]) if more else longer
+    ranks = tuple(replace(rank, plan=plan) for rank, plan in zip(costs.ranks, plans_of(longer)))
+    played = replay(replace(costs, ranks=ranks))
+    more = run.microbatches - longer.microbatches
+    if not more:
+        return played, played.seconds
+    each = (played.seconds - replay(costs).seconds) / (longer.microbatches - short.microbatches)
+    return played, played.seconds + more * each

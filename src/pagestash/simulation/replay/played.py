@@ -1,7 +1,6 @@
 """What a replay leaves: every piece that ran, and the memory of every rank."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pagestash.schedules.plan import Plan
@@ -22,11 +21,12 @@ class RankReplay:
     """What one rank did."""
 
     plan: Plan
-    spans: list[Span] = field(default_factory=list)
-    memory: list[tuple[float, int]] = field(default_factory=list)
+    spans: list[Span]
+    """By their starts."""
+    memory: list[tuple[float, int]]
     """Device bytes from each moment on."""
-    peak_bytes: int = 0
-    host_bytes: int = 0
+    peak_bytes: int
+    host_bytes: int
     """The most that is on the host at one time."""
 
     def seconds(self) -> dict[str, float]:
@@ -38,7 +38,12 @@ class RankReplay:
 
     def busy(self) -> float:
         """Seconds in which compute or communication runs."""
-        return _covered(self.spans)
+        total = until = 0.0
+        for span in self.spans:
+            if span.kind not in ("send", "wait", "out", "back"):
+                total += max(0.0, span.end - max(until, span.start))
+                until = max(until, span.end)
+        return total
 
 
 @dataclass(slots=True)
@@ -57,13 +62,3 @@ class Replay:
         """The part of all ranks' time in which neither compute nor communication runs."""
         busy = sum(rank.busy() for rank in self.ranks)
         return 1 - busy / (self.seconds * len(self.ranks)) if self.seconds else 0.0
-
-
-def _covered(spans: Sequence[Span]) -> float:
-    """Seconds in which at least one piece runs."""
-    total = until = 0.0
-    for span in spans:  # by their starts
-        if span.kind not in ("send", "wait", "out", "back"):
-            total += max(0.0, span.end - max(until, span.start))
-            until = max(until, span.end)
-    return total

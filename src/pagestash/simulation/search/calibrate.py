@@ -19,7 +19,12 @@ def calibrated(run: Run, seconds: float, peak_bytes: int | None = None) -> Calib
     """
     cluster = run.cluster
     low, high = LEAST, 1 / max(cluster.matmul.efficiency, cluster.device.memory_efficiency)
-    slowest, fastest = _seconds(run, low), _seconds(run, high)
+
+    def predicted(kernels: float) -> float:
+        calibration = replace(cluster.calibration, kernels=kernels)
+        return step_seconds(replace(run, cluster=replace(cluster, calibration=calibration)))[1]
+
+    slowest, fastest = predicted(low), predicted(high)
     if not fastest <= seconds <= slowest:
         raise ValueError(
             f"measured {seconds:g} s: at any rate of kernels, this run takes {fastest:.3g} to {slowest:.3g} s; "
@@ -27,15 +32,10 @@ def calibrated(run: Run, seconds: float, peak_bytes: int | None = None) -> Calib
         )
     for _ in range(ROUNDS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _seconds(run, middle) > seconds else (low, middle)
+        low, high = (middle, high) if predicted(middle) > seconds else (low, middle)
     plain = replace(run, cluster=replace(cluster, calibration=Calibration()))
     told = max(peak.total for peak in rank_peaks(plain))
     return Calibration(
         kernels=round((low + high) / 2, 4),
         allocated=cluster.calibration.allocated if peak_bytes is None else round(peak_bytes / told, 4),
     )
-
-
-def _seconds(run: Run, kernels: float) -> float:
-    calibration = replace(run.cluster.calibration, kernels=kernels)
-    return step_seconds(replace(run, cluster=replace(run.cluster, calibration=calibration)))[1]

@@ -57,7 +57,7 @@ def test_a_wrong_cluster_is_one_sentence(text, sentence):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda t: t.pop("node"), r"the table \[node\] is missing"),
+        (lambda t: t.pop("node"), r"\[node\] is missing"),
         (lambda t: t["node"].pop("nvlink"), r"\[node\] lacks nvlink"),
         (lambda t: t["node"].update(nvlinks=1), r"\[node\] has an unknown key 'nvlinks'"),
         (lambda t: t.update(gpu={}), "unknown key 'gpu'"),

@@ -109,7 +109,7 @@ def test_graphs_hold_what_the_schedule_ever_holds_at_once():
 
 
 def test_an_unknown_graph_or_dispatcher_is_one_sentence():
-    with pytest.raises(ValueError, match="graphs='moe': expected some of attn, router, mlp, full"):
+    with pytest.raises(ValueError, match="graphs=moe: expected some of attn, router, mlp, or full"):
         run(graphs=("moe",))
     with pytest.raises(ValueError, match="dispatcher='nccl': expected alltoall or flex"):
         run(dispatcher="nccl")

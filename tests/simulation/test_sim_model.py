@@ -10,7 +10,7 @@ from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.model.framework import FRAMEWORKS, framework
 from pagestash.simulation.model.modules import layers_of
 from pagestash.simulation.model.parts import Shape
-from pagestash.simulation.model.read import from_huggingface, read_model
+from pagestash.simulation.model.read import read_model
 
 QWEN = {
     "model_type": "qwen3_moe",
@@ -80,18 +80,18 @@ def sizes(config, ep=1, **layout):
     ("table", "preset"), [(QWEN, "qwen3-30b-a3b"), (DEEPSEEK, "deepseek-v3"), (GPT_OSS, "gpt-oss-20b")]
 )
 def test_a_huggingface_configuration_has_the_presets_bytes_and_parameters(table, preset, tmp_path):
-    assert sizes(from_huggingface(table)) == sizes(PRESETS[preset])
+    assert sizes(read_model(table)) == sizes(PRESETS[preset])
     (tmp_path / "config.json").write_text(json.dumps(table))
-    assert read_model(tmp_path) == read_model(tmp_path / "config.json") == from_huggingface(table)
+    assert read_model(tmp_path) == read_model(tmp_path / "config.json") == read_model(table)
 
 
 def test_layers_that_predict_further_tokens_are_read_from_a_huggingface_configuration():
-    assert from_huggingface(DEEPSEEK).mtp_layers == 0
-    assert from_huggingface(DEEPSEEK | {"num_nextn_predict_layers": 1}).mtp_layers == 1
+    assert read_model(DEEPSEEK).mtp_layers == 0
+    assert read_model(DEEPSEEK | {"num_nextn_predict_layers": 1}).mtp_layers == 1
 
 
 def test_mixtral_has_its_published_parameters():
-    total = sum(parameters for _, parameters in sizes(from_huggingface(MIXTRAL)))
+    total = sum(parameters for _, parameters in sizes(read_model(MIXTRAL)))
     assert total == 46_702_792_704
 
 

@@ -9,21 +9,9 @@ from textwrap import wrap
 from pagestash.commands.checks import check_numbers
 from pagestash.commands.options import PlanOptions
 from pagestash.commands.show import show
-from pagestash.commands.simulate import (
-    dispatcher_of,
-    factors_of,
-    graphs_of,
-    parameters_of,
-    precision_of,
-    reserve_of,
-    zero_of,
-)
-from pagestash.simulation.cluster.cluster import read_cluster
-from pagestash.simulation.cluster.layout import Layout
+from pagestash.commands.simulate import cluster_run
 from pagestash.simulation.costs.homes import MegatronHomes
 from pagestash.simulation.costs.run import Run
-from pagestash.simulation.model.framework import framework
-from pagestash.simulation.model.read import read_model
 from pagestash.simulation.search.flags import megatron_flags, pagestash_flags, torchtitan_flags
 from pagestash.simulation.search.homes import joined
 from pagestash.simulation.search.layouts import Wanted
@@ -63,29 +51,9 @@ def wanted_of(options: PlanOptions) -> Wanted:
         raise ValueError(f"--framework {options.framework}: expected one of {', '.join(FLAGS)}")
     if options.framework == "pagestash":  # whose training has no such ranks
         fixed = {"tp": 1, "cp": 1} | fixed
-    seq = 4096 if options.seq is None else options.seq
-    sizes = {"global-batch": options.global_batch, "seq": seq, "microbatch": options.microbatch}
-    check_numbers(**sizes, **fixed)
-    config = read_model(options.preset or "deepseek-v3", layers=options.layers)
-    cluster = read_cluster(options.cluster or "")
-    base = Run(
-        config=config,
-        cluster=cluster,
-        layout=Layout(devices=cluster.devices, zero=zero_of(options.zero)),
-        sequence=seq,
-        global_batch=options.global_batch,
-        framework=framework(options.framework),
-        precision=precision_of(options.precision),
-        overlaps_dispatch=options.overlap,
-        delays_weight_gradients=options.delay_weight_gradients,
-        dispatcher=dispatcher_of(options.dispatcher),
-        graphs=graphs_of(options.graphs),
-        parameters=parameters_of(options.parameter_bytes),
-        reserve=reserve_of(options.reserve),
-        factors=factors_of(options.profile, options.profiled_on, config, cluster),
-    )
+    check_numbers(microbatch=options.microbatch, **fixed)
     return Wanted(
-        base=base,
+        base=cluster_run(options, seq=4096 if options.seq is None else options.seq),
         microbatches=(1, 2) if options.microbatch is None else (options.microbatch,),
         fixed=fixed,
     )

@@ -3,22 +3,21 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, TypeVar
 
 from pagestash.commands.checks import check_file, check_numbers, check_picture, exit_code
-from pagestash.commands.options import SimulateOptions
+from pagestash.commands.options import PlanOptions, SimulateOptions
 from pagestash.commands.show import note, show
 from pagestash.models.config import DecoderConfig
 from pagestash.policy import Policy
 from pagestash.profiling.picture import write
 from pagestash.row_counts.distribution import RowDistribution
 from pagestash.row_counts.tokens_per_expert import read_tokens_per_expert
-from pagestash.simulation.cluster.cluster import PRECISIONS, Cluster, Precision, load_cluster, read_cluster
+from pagestash.simulation.cluster.cluster import Cluster, load_cluster, read_cluster
 from pagestash.simulation.cluster.layout import Layout
-from pagestash.simulation.costs.dispatch import DISPATCHERS, Dispatcher
 from pagestash.simulation.costs.homes import PolicyHomes
 from pagestash.simulation.costs.measured import measured
-from pagestash.simulation.costs.run import GRAPHED, Run
+from pagestash.simulation.costs.run import Run
 from pagestash.simulation.model.framework import ParameterBytes, framework
 from pagestash.simulation.model.modules import layers_of
 from pagestash.simulation.model.read import read_model
@@ -26,7 +25,7 @@ from pagestash.simulation.model.regions import check_policy
 from pagestash.simulation.replay.trace import write_trace
 from pagestash.simulation.result import simulate
 
-Zero = Literal[0, 1, 2, 3]
+Number = TypeVar("Number", int, float)
 
 
 def run(options: SimulateOptions) -> int:
@@ -55,49 +54,59 @@ def _run(options: SimulateOptions) -> None:
 
 def run_of(options: SimulateOptions) -> Run:
     """The run that the options describe."""
-    check_numbers(
-        **{"seq": options.seq, "microbatch": options.microbatch, "global-batch": options.global_batch}
-    )
-    cluster = read_cluster(options.cluster)
-    schedule = options.schedule or ("1F1B" if options.vpp == 1 else "Interleaved1F1B")
-    layout = Layout(
-        devices=cluster.devices,
+    policy = Policy() if options.policy is None else Policy.load(options.policy)
+    placed = None
+    if options.placement is not None:
+        placed = _numbers(int, "--placement", options.placement, "the layers of each stage, like 4,5,5,4")
+    made = cluster_run(
+        options,
+        seq=options.seq,
+        microbatch=options.microbatch,
+        homes=PolicyHomes(policy),
+        capacity=options.capacity,
+        placement=placed,
         tp=options.tp,
         cp=options.cp,
         ep=options.ep,
         pp=options.pp,
         vpp=options.vpp,
-        zero=zero_of(options.zero),
-        schedule=schedule,
+        schedule=options.schedule or ("1F1B" if options.vpp == 1 else "Interleaved1F1B"),
     )
-    config = read_model(options.preset, layers=options.layers)
-    made = Run(
+    unheard = check_policy(policy, layers_of(made.shape)) if policy.rules else []
+    if unheard:
+        note(f"parts of a simulated layer are larger than the regions of these rules: {', '.join(unheard)}")
+    return made
+
+
+def cluster_run(
+    options: SimulateOptions | PlanOptions, *, seq: int, microbatch: int = 1, **values: Any
+) -> Run:
+    """The run of what both commands have; `values` are fields of its `Run`, and of its layout."""
+    check_numbers(**{"seq": seq, "microbatch": microbatch, "global-batch": options.global_batch})
+    cluster = read_cluster(options.cluster or "")
+    config = read_model(options.preset or "deepseek-v3", layers=options.layers)
+    ways = {name: values.pop(name) for name in ("tp", "cp", "ep", "pp", "vpp", "schedule") if name in values}
+    zero: Any = options.zero
+    precision: Any = options.precision
+    dispatcher: Any = options.dispatcher
+    return Run(
         config=config,
         cluster=cluster,
-        layout=layout,
-        sequence=options.seq,
+        layout=Layout(devices=cluster.devices, zero=zero, **ways),
+        sequence=seq,
         global_batch=options.global_batch,
-        microbatch=options.microbatch,
-        homes=PolicyHomes(Policy() if options.policy is None else Policy.load(options.policy)),
+        microbatch=microbatch,
         framework=framework(options.framework),
-        precision=precision_of(options.precision),
-        capacity=options.capacity,
+        precision=precision,
         overlaps_dispatch=options.overlap,
         delays_weight_gradients=options.delay_weight_gradients,
-        dispatcher=dispatcher_of(options.dispatcher),
-        graphs=graphs_of(options.graphs),
-        placement=None if options.placement is None else placement_of(options.placement),
-        factors=factors_of(options.profile, options.profiled_on, config, cluster),
+        dispatcher=dispatcher,
+        graphs=tuple(options.graphs.split(",")) if options.graphs else (),
         parameters=parameters_of(options.parameter_bytes),
         reserve=reserve_of(options.reserve),
+        factors=factors_of(options.profile, options.profiled_on, config, cluster),
+        **values,
     )
-    if options.policy is not None:
-        unheard = check_policy(Policy.load(options.policy), layers_of(made.shape))
-        if unheard:
-            note(
-                f"parts of a simulated layer are larger than the regions of these rules: {', '.join(unheard)}"
-            )
-    return made
 
 
 def factors_of(
@@ -120,63 +129,28 @@ def factors_of(
     return found.factors
 
 
-def precision_of(text: str) -> Precision:
-    for known in PRECISIONS:
-        if text == known:
-            return known
-    raise ValueError(f"--precision {text}: expected one of {', '.join(PRECISIONS)}")
-
-
-def dispatcher_of(text: str) -> Dispatcher:
-    for known in DISPATCHERS:
-        if text == known:
-            return known
-    raise ValueError(f"--dispatcher {text}: expected {' or '.join(DISPATCHERS)}")
-
-
-def graphs_of(text: str) -> tuple[str, ...]:
-    """Scopes of CUDA graphs: `attn,router`, or `full` by itself."""
-    found = tuple(text.split(",")) if text else ()
-    if any(scope not in GRAPHED for scope in found) or ("full" in found and len(found) > 1):
-        parts = ", ".join(scope for scope in GRAPHED if scope != "full")
-        raise ValueError(f"--graphs {text}: expected some of {parts} with commas between them, or full")
-    return found
-
-
 def parameters_of(text: str) -> ParameterBytes:
     """Bytes of a parameter: `2,4,12`."""
-    try:
-        weight, gradient, optimizer = map(float, text.split(","))
-    except ValueError:
-        raise ValueError(
-            f"--parameter-bytes {text}: expected those of weight, gradient and optimizer, like 2,4,12"
-        ) from None
-    return ParameterBytes(weight=weight, gradient=gradient, optimizer=optimizer)
+    expected = "those of weight, gradient and optimizer, like 2,4,12"
+    found = _numbers(float, "--parameter-bytes", text, expected)
+    if len(found) != 3:
+        raise ValueError(f"--parameter-bytes {text}: expected {expected}")
+    return ParameterBytes(**dict(zip(("weight", "gradient", "optimizer"), found)))
 
 
 def reserve_of(text: str) -> float:
     """A part of the memory: `6%` or `0.06`."""
+    plain = text.removesuffix("%")
+    part = _numbers(float, "--reserve", plain, "a part of the device's memory, like 6%")[0]
+    return part if plain == text else part / 100
+
+
+def _numbers(kind: type[Number], option: str, text: str, expected: str) -> list[Number]:
+    """Numbers with commas between them."""
     try:
-        part = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        return [kind(word) for word in text.split(",")]
     except ValueError:
-        part = -1.0
-    if not 0 <= part < 1:
-        raise ValueError(f"--reserve {text}: expected a part of the device's memory, like 6%")
-    return part
-
-
-def placement_of(text: str) -> tuple[int, ...]:
-    """Layers of each stage: `4,5,5,4`."""
-    words = text.split(",")
-    if not all(word.isdecimal() for word in words):
-        raise ValueError(f"--placement {text}: expected the layers of each stage, like 4,5,5,4")
-    return tuple(map(int, words))
-
-
-def zero_of(value: int) -> Any:
-    if value not in get_args(Zero):
-        raise ValueError(f"--zero {value}: expected 0, 1, 2 or 3")
-    return value
+        raise ValueError(f"{option} {text}: expected {expected}") from None
 
 
 def rows_of(options: SimulateOptions) -> RowDistribution | None:

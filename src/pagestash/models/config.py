@@ -223,13 +223,16 @@ def preset(name: str, layers: int | None = None, **changes: Any) -> DecoderConfi
     for key in changes:
         if key not in known:
             raise ValueError(f"model: unknown key {key!r}{_meant(key, known)}")
-    found = PRESETS[name]
-    if layers is not None:
-        if layers < 1:
-            raise ValueError(f"layers={layers}: expected at least 1")
-        # Most of what a cut model is for happens in the layers with experts.
-        found = replace(found, layers=layers, dense_layers=min(found.dense_layers, layers - 1))
-    return replace(found, **changes)
+    return replace(shortened(PRESETS[name], layers), **changes)
+
+
+def shortened(config: DecoderConfig, layers: int | None) -> DecoderConfig:
+    """With so many layers, at least one of them with experts: most of what a cut model is for happens there."""
+    if layers is None:
+        return config
+    if layers < 1:
+        raise ValueError(f"layers={layers}: expected at least 1")
+    return replace(config, layers=layers, dense_layers=min(config.dense_layers, layers - 1))
 
 
 def _meant(name: str, known: list[str]) -> str:

@@ -1,13 +1,15 @@
 """`simulate`: one step of a run, what each rank holds and does, and whether it fits."""
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pagestash.row_counts.distribution import RowDistribution
 from pagestash.simulation.costs.build import step_costs
-from pagestash.simulation.costs.costs import StepCosts
+from pagestash.simulation.costs.costs import RankCosts, StepCosts
 from pagestash.simulation.costs.run import Run
-from pagestash.simulation.replay.played import Replay
+from pagestash.simulation.replay.played import RankReplay, Replay
 from pagestash.simulation.replay.programs import COMMUNICATION
 from pagestash.simulation.replay.replay import replay
 from pagestash.simulation.replay.routing import routing_of
@@ -62,17 +64,21 @@ class Simulated:
         return self.costs.model_operations / self.run.layout.devices / self.seconds
 
     @property
+    def fullest(self) -> RankRow:
+        return max(self.rows, key=lambda row: row.device_bytes)
+
+    @property
     def verdict(self) -> Literal["OK", "TIGHT", "OOM"]:
         """TIGHT: it fits, if allocators and frameworks take less beyond tensors than the reserve."""
         if self.lacks:
             return "OOM"
-        return "OK" if max(row.device_bytes for row in self.rows) <= self.run.room else "TIGHT"
+        return "OK" if self.fullest.device_bytes <= self.run.room else "TIGHT"
 
     @property
     def lacks(self) -> str:
         """What keeps it from running; empty if it fits."""
         memory, host = self.run.cluster.device.memory, self.run.cluster.host_bytes_a_device
-        most = max(self.rows, key=lambda row: row.device_bytes)
+        most = self.fullest
         if most.device_bytes > memory:
             return f"{format_bytes(most.device_bytes - memory)} of device memory on rank {most.rank}"
         most = max(self.rows, key=lambda row: row.host_bytes)
@@ -113,7 +119,7 @@ class Simulated:
             f"a device   {self.tokens_a_second:,.0f} tokens/s, "
             f"{self.operations_a_second / 1e12:,.0f} TFLOP/s of the model",
         ]
-        most = max(self.rows, key=lambda row: row.device_bytes)
+        most = self.fullest
         free = 1 - most.device_bytes / cluster.device.memory
         told = f"lacks {self.lacks}" if self.lacks else f"{100 * free:.1f} % free"
         room, beside = format_bytes(cluster.device.memory), format_bytes(cluster.device.outside)
@@ -127,66 +133,39 @@ class Simulated:
 def simulate(run: Run, rows: RowDistribution | None = None) -> Simulated:
     """One step. `rows` is the distribution of received rows; None: balanced."""
     costs = step_costs(run)
-    routing = routing_of(costs, rows, ranks=run.layout.ep)
-    played = replay(costs, routing)
+    played = replay(costs, routing_of(costs, rows, ranks=run.layout.ep))
     even = played if rows is None else replay(costs)
-    found = []
-    for number, (rank, own, balanced) in enumerate(zip(costs.ranks, played.ranks, even.ranks)):
-        seconds = own.seconds()
-        compute = sum(
-            seconds.get(kind, 0.0) for kind in ("forward", "backward", "weight", "recompute", "stash")
-        )
-        sent = sum(seconds.get(kind, 0.0) for kind in COMMUNICATION)
-        # Costs count the module at work; the replay, what rows of a hot rank add to the balanced ones.
-        more = max(0, own.peak_bytes - balanced.peak_bytes)
-        found.append(
-            RankRow(
-                rank=number,
-                layers=sum(
-                    layer.name.startswith("layers.") for stage in rank.stages for layer in stage.layers
-                ),
-                static_bytes=rank.peak.static - rank.peak.groups["pool"],
-                peak_bytes=rank.peak.total + more,
-                device_bytes=rank.device_bytes + more,
-                host_bytes=max(rank.peak.host, own.host_bytes),
-                compute=compute,
-                recompute=seconds.get("recompute", 0.0),
-                communication=sent,
-                wait=seconds.get("wait", 0.0),
-                idle=played.seconds - own.busy(),
-            )
-        )
-    return Simulated(run=run, costs=costs, played=played, rows=tuple(found))
+    own = zip(costs.ranks, played.ranks, even.ranks)
+    found = tuple(_row(at, played.seconds, *each) for at, each in enumerate(own))
+    return Simulated(run=run, costs=costs, played=played, rows=found)
 
 
-def _table(rows: tuple[RankRow, ...]) -> list[str]:
-    cells = [
-        (
-            "rank",
-            "layers",
-            "static",
-            "peak",
-            "host",
-            "compute",
-            "rows",
-            "waits",
-            "idle",
-        )
-    ]
-    cells += [
-        (
-            str(row.rank),
-            str(row.layers),
-            f"{row.static_bytes / GIB:,.1f}",
-            f"{row.peak_bytes / GIB:,.1f}",
-            f"{row.host_bytes / GIB:,.1f}" if row.host_bytes else "–",
-            _time(row.compute),
-            _time(row.communication) if row.communication else "–",
-            _time(row.wait) if row.wait else "–",
-            _time(row.idle),
-        )
-        for row in rows
-    ]
+def _row(at: int, step: float, rank: RankCosts, own: RankReplay, balanced: RankReplay) -> RankRow:
+    seconds = defaultdict(float, own.seconds())
+    # Costs count the module at work; the replay, what rows of a hot rank add to the balanced ones.
+    peak = rank.peak.total + max(0, own.peak_bytes - balanced.peak_bytes)
+    return RankRow(
+        rank=at,
+        layers=len(rank.layer_names),
+        static_bytes=sum(rank.peak.groups[name] for name in ("weights", "gradients", "optimizer")),
+        peak_bytes=peak,
+        device_bytes=peak + rank.outside,
+        host_bytes=max(rank.peak.host, own.host_bytes),
+        compute=sum(seconds[kind] for kind in ("forward", "backward", "weight", "recompute", "stash")),
+        recompute=seconds["recompute"],
+        communication=sum(seconds[kind] for kind in COMMUNICATION),
+        wait=seconds["wait"],
+        idle=step - own.busy(),
+    )
+
+
+def _table(rows: Sequence[RankRow]) -> list[str]:
+    cells = [["rank", "layers", "static", "peak", "host", "compute", "rows", "waits", "idle"]]
+    for row in rows:
+        static, peak, host = (f"{n / GIB:,.1f}" for n in (row.static_bytes, row.peak_bytes, row.host_bytes))
+        times = (row.compute, row.communication, row.wait, row.idle)
+        cells.append([str(row.rank), str(row.layers), static, peak, host if row.host_bytes else "–"])
+        cells[-1] += [_time(seconds) if seconds else "–" for seconds in times]
     widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))]
     lines = ["  ".join(f"{text:>{width}}" for text, width in zip(row, widths)) for row in cells]
     lines.insert(1, "-" * len(lines[0]))

@@ -106,6 +106,14 @@ class Node:
     beside_compute: float = 1.0
     """Seconds of dispatch and combine beside compute, over those alone."""
 
+    @property
+    def nvlink_rate(self) -> float:
+        return self.nvlink * self.nvlink_efficiency
+
+    @property
+    def network_rate(self) -> float:
+        return self.network * self.network_efficiency
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
@@ -177,20 +185,16 @@ class Cluster:
 
         NVLink and the network work side by side, each on its share of the peers; the slower one decides.
         """
-        inside = min(ranks, self.node.nvlink_devices)
+        node, inside = self.node, min(ranks, self.node.nvlink_devices)
         if ranks <= inside:
-            return self.node.nvlink * self.node.nvlink_efficiency
+            return node.nvlink_rate
         outside = (ranks - inside) / (ranks - 1)
-        network = self.node.network * self.node.network_efficiency / outside
-        if inside == 1:
-            return network
-        return min(network, self.node.nvlink * self.node.nvlink_efficiency / (1 - outside))
+        network = node.network_rate / outside
+        return network if inside == 1 else min(network, node.nvlink_rate / (1 - outside))
 
     def send_rate(self, stride: int) -> float:
         """Bytes a second between devices that are `stride` apart: pipeline stages."""
-        if stride < self.node.nvlink_devices:
-            return self.node.nvlink * self.node.nvlink_efficiency
-        return self.node.network * self.node.network_efficiency
+        return self.node.nvlink_rate if stride < self.node.nvlink_devices else self.node.network_rate
 
     def all_to_all_seconds(self, sent: float, ranks: int) -> float:
         """Time in which each of `ranks` devices sends `sent` bytes to the others."""
@@ -199,19 +203,15 @@ class Cluster:
     def gather_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
         """Time of an all-gather that gives each device `size` bytes, or of a reduce-scatter of as many.
 
-        A ring: every device sends `size · (ranks - 1) / ranks`, and the slowest link of the ring decides.
+        A ring of devices that are `stride` apart: every one sends `size · (ranks - 1) / ranks`, and the slowest
+        link decides, which between hosts is the network of each of their devices together.
         """
         if ranks <= 1 or not size:
             return 0.0
-        return self.node.latency + size * (ranks - 1) / ranks / self.ring_rate(ranks, stride)
-
-    def ring_rate(self, ranks: int, stride: int = 1) -> float:
-        """Bytes a second of a ring of `ranks` devices, `stride` apart; between hosts by the network of each."""
-        nvlink = self.node.nvlink * self.node.nvlink_efficiency
-        if ranks * stride <= self.node.nvlink_devices:
-            return nvlink
-        together = max(1, self.node.nvlink_devices // stride)
-        return min(nvlink, self.node.network * self.node.network_efficiency * together)
+        node, rate = self.node, self.node.nvlink_rate
+        if ranks * stride > node.nvlink_devices:
+            rate = min(rate, node.network_rate * max(1, node.nvlink_devices // stride))
+        return node.latency + size * (ranks - 1) / ranks / rate
 
     @property
     def host_bytes_a_device(self) -> int:
@@ -272,37 +272,33 @@ def parse_cluster(tables: dict[str, Any], devices: int, where: str = "cluster") 
     name = tables.get("name", Path(where).stem)
     if not isinstance(name, str):
         raise ValueError(f"{where}: name={name!r}: expected text")
-    made = {key: _parse_table(tables.get(key), key, kind, where) for key, kind in _TABLES.items()}
+    tables = {"calibration": {}} | tables
+    made = {key: _parse_table(tables.get(key), kind, f"{where}: [{key}]") for key, kind in _TABLES.items()}
     return Cluster(name=name, devices=devices, **made)
 
 
-def _parse_table(table: Any, key: str, kind: Any, where: str) -> Any:
-    if table is None and kind is Calibration:
-        return Calibration()
+def _parse_table(table: Any, kind: Any, where: str) -> Any:
     if not isinstance(table, dict):
-        raise ValueError(f"{where}: the table [{key}] is missing")
-    known = [field.name for field in fields(kind)]
+        raise ValueError(f"{where} is missing: expected a table")
+    known = {field.name: field for field in fields(kind)}
     for name in table:
         if name not in known:
-            raise ValueError(f"{where}: [{key}] has an unknown key {name!r}; expected {', '.join(known)}")
-    for field in fields(kind):
-        if field.name not in table and field.default is MISSING:
-            raise ValueError(f"{where}: [{key}] lacks {field.name}")
-    return kind(
-        **{name: _parse_number(table[name], name, f"{where}: [{key}]") for name in known if name in table}
-    )
+            raise ValueError(f"{where} has an unknown key {name!r}; expected {', '.join(known)}")
+    for name, field in known.items():
+        if name not in table and field.default is MISSING:
+            raise ValueError(f"{where} lacks {name}")
+    return kind(**{name: _parse_number(value, name, f"{where} {name}") for name, value in table.items()})
 
 
 def _parse_number(value: Any, name: str, where: str) -> float | int:
     if name in _BYTES:
-        return parse_bytes(value, f"{where} {name}")
+        return parse_bytes(value, where)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{where} {name}={value!r}: expected a number")
-    least = 0 if name in _MAY_BE_ZERO else 1
-    if name in _COUNTS and (value < least or value != int(value)):
-        raise ValueError(f"{where} {name}={value!r}: expected a whole number, at least {least}")
+        raise ValueError(f"{where}={value!r}: expected a number")
+    if name in _COUNTS and value != int(value):
+        raise ValueError(f"{where}={value!r}: expected a whole number")
     if name.endswith("efficiency") and not 0 < value <= 1:
-        raise ValueError(f"{where} {name}={value!r}: expected a part of 1")
+        raise ValueError(f"{where}={value!r}: expected a part of 1")
     if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
-        raise ValueError(f"{where} {name}={value!r}: expected more than 0")
+        raise ValueError(f"{where}={value!r}: expected more than 0")
     return int(value) if name in _COUNTS else float(value)

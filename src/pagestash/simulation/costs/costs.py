@@ -135,6 +135,12 @@ class RankCosts:
     optimizer's step."""
 
     @property
+    def layer_names(self) -> list[str]:
+        """In the order of the model, without the embedding and the head."""
+        names = (layer.name for stage in self.stages for layer in stage.layers)
+        return [name for name in names if name.startswith("layers.")]
+
+    @property
     def device_bytes(self) -> int:
         """What the rank takes of the device."""
         return self.peak.total + self.outside

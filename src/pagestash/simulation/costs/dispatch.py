@@ -41,8 +41,8 @@ def dispatch_seconds(cluster: Cluster, shape: Shape, dispatcher: Dispatcher) -> 
         """Expected parts that a token goes to, its own one left out."""
         return (parts - 1) * needed(parts, config.top_k, config.groups, config.group_limit)
 
-    network = once * others(domains) / (node.network * node.network_efficiency)
-    nvlink = once * others(ranks) / (node.nvlink * node.nvlink_efficiency)
+    network = once * others(domains) / node.network_rate
+    nvlink = once * others(ranks) / node.nvlink_rate
     return node.latency + max(network, nvlink)
 
 

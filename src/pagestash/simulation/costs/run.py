@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from pagestash.models.config import DecoderConfig
-from pagestash.simulation.cluster.cluster import SAVED_BYTES, Cluster, Precision
+from pagestash.simulation.cluster.cluster import PRECISIONS, SAVED_BYTES, Cluster, Precision
 from pagestash.simulation.cluster.layout import Layout, check_placement, place_evenly
 from pagestash.simulation.costs.dispatch import DISPATCHERS, Dispatcher
 from pagestash.simulation.costs.homes import Homes, PolicyHomes
@@ -67,9 +67,12 @@ class Run:
             raise ValueError(f"reserve={self.reserve}: expected a part of the device's memory, like 0.06")
         if self.dispatcher not in DISPATCHERS:
             raise ValueError(f"dispatcher={self.dispatcher!r}: expected {' or '.join(DISPATCHERS)}")
-        for scope in self.graphs:
-            if scope not in GRAPHED:
-                raise ValueError(f"graphs={scope!r}: expected some of {', '.join(GRAPHED)}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision={self.precision!r}: expected one of {', '.join(PRECISIONS)}")
+        unknown = [scope for scope in self.graphs if scope not in GRAPHED]
+        if unknown or ("full" in self.graphs and len(self.graphs) > 1):
+            parts = ", ".join(scope for scope in GRAPHED if scope != "full")
+            raise ValueError(f"graphs={','.join(self.graphs)}: expected some of {parts}, or full by itself")
 
     @property
     def shape(self) -> Shape:

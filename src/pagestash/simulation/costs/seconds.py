@@ -17,11 +17,10 @@ from pagestash.simulation.model.parts import (
     ROPE,
     STATISTICS,
     UP,
-    Layer,
     Part,
     Product,
 )
-from pagestash.simulation.model.regions import EXPERTS
+from pagestash.simulation.model.regions import timed_name
 
 CAST_BYTES: dict[str, int] = {"mxfp8": 4, "fp8": 6}
 """Read and written of each element of a product's operand in 8 bits: once in 16 bits, twice in 8. FP8 with one
@@ -56,17 +55,6 @@ class Seconds:
         turned = [Product(p.n, p.k, p.m, p.groups) for p in part.products]
         return self._factor(part)[1] * (self._products(part, turned) + self._kernels(part))
 
-    def recompute(self, layer: Layer, again: Mapping[str, float]) -> tuple[float, float]:
-        """Seconds of the share of each part's forward that runs again: independent of received rows, and not."""
-        fixed = routed = 0.0
-        for part in layer.parts:
-            share = again[part.name]
-            if part.routed:
-                routed += share * self.forward(part)
-            else:
-                fixed += share * self.forward(part)
-        return fixed, routed
-
     def _compute(self, part: Part) -> float:
         kernels = self.cluster.kernel_seconds(part.traffic) + self._kernels(part)
         kernels += self._casts(part, (product.m * product.k for product in part.products))
@@ -91,7 +79,7 @@ class Seconds:
         return shared + self.cluster.gather_seconds(part.context_bytes, self.layout_cp, self.layout_tp)
 
     def _factor(self, part: Part) -> tuple[float, float]:
-        return self.factors.get("moe.experts" if part.name in EXPERTS else part.name, (1.0, 1.0))
+        return self.factors.get(timed_name(part.name), (1.0, 1.0))
 
 
 def repeated(part: Part, makers: Collection[str], whole: Collection[str] = ()) -> float:

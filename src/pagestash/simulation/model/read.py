@@ -6,8 +6,46 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pagestash.models.config import PRESETS, DecoderConfig, preset
+from pagestash.models.config import PRESETS, DecoderConfig, shortened
 from pagestash.toml import read_toml
+
+Key = str | tuple[str, int]
+"""A name in a `config.json`, or one that may be missing, with its default."""
+_COMMON: dict[str, Key] = {
+    "vocab": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "top_k": "num_experts_per_tok",
+}
+_GROUPED: dict[str, Key] = {"kv_heads": ("num_key_value_heads", 0), "head_dim": ("head_dim", 0)}
+_QWEN3: dict[str, Key] = _GROUPED | {"experts": "num_experts", "expert_width": "moe_intermediate_size"}
+_MIXTRAL: dict[str, Key] = _GROUPED | {"experts": "num_local_experts", "expert_width": "intermediate_size"}
+_DEEPSEEK: dict[str, Key] = {
+    "q_rank": ("q_lora_rank", 0),
+    "kv_rank": "kv_lora_rank",
+    "nope_dim": "qk_nope_head_dim",
+    "rope_dim": "qk_rope_head_dim",
+    "v_dim": "v_head_dim",
+    "dense_layers": ("first_k_dense_replace", 0),
+    "dense_width": ("intermediate_size", 0),
+    "experts": "n_routed_experts",
+    "expert_width": "moe_intermediate_size",
+    "shared_experts": ("n_shared_experts", 0),
+    "groups": ("n_group", 1),
+    "group_limit": ("topk_group", 1),
+    "mtp_layers": ("num_nextn_predict_layers", 0),
+}
+_LATENT = {"attention": "mla"}
+_KINDS: dict[str, tuple[dict[str, Key], dict[str, Any]]] = {
+    "qwen3_moe": (_QWEN3, {"qk_norm": True}),
+    "mixtral": (_MIXTRAL, {}),
+    "deepseek_v2": (_DEEPSEEK, _LATENT),
+    "deepseek_v3": (_DEEPSEEK, _LATENT),
+    "kimi_k2": (_DEEPSEEK, _LATENT),
+    "gpt_oss": (_MIXTRAL, {"attention_bias": True, "expert_bias": True, "activation": "clamped"}),
+}
+"""By `model_type`: where its numbers are, and what holds for all models of this kind."""
 
 
 def read_model(text: str | Path | Mapping[str, Any], *, layers: int | None = None) -> DecoderConfig:
@@ -17,18 +55,21 @@ def read_model(text: str | Path | Mapping[str, Any], *, layers: int | None = Non
     128
     """
     if isinstance(text, Mapping):
-        return _shortened(_from_mapping(text, "the configuration"), layers)
+        return shortened(_from_mapping(text, "the configuration"), layers)
     if str(text) in PRESETS:
-        return preset(str(text), layers)
+        return shortened(PRESETS[str(text)], layers)
     path = Path(text)
     if path.is_dir():
         path = path / "config.json"
-    if path.suffix == ".toml":
-        return _shortened(_from_mapping(read_toml(path), str(path)), layers)
-    if path.suffix != ".json":
+    if path.suffix not in (".toml", ".json"):
         raise ValueError(
             f"model {str(text)!r}: expected one of {', '.join(PRESETS)}, a config.json, or a TOML file"
         )
+    found = read_toml(path) if path.suffix == ".toml" else _read_json(path)
+    return shortened(_from_mapping(found, str(path)), layers)
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -37,135 +78,62 @@ def read_model(text: str | Path | Mapping[str, Any], *, layers: int | None = Non
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected the table of a model's configuration")
-    return _shortened(_from_mapping(found, str(path)), layers)
-
-
-def _shortened(config: DecoderConfig, layers: int | None) -> DecoderConfig:
-    if layers is None:
-        return config
-    if layers < 1:
-        raise ValueError(f"layers={layers}: expected at least 1")
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return DecoderConfig(**values | {"layers": layers, "dense_layers": min(config.dense_layers, layers - 1)})
+    return found
 
 
 def _from_mapping(table: Mapping[str, Any], where: str) -> DecoderConfig:
+    values = dict(table)
     if "model_type" in table or "hidden_size" in table:
-        return from_huggingface(table, where)
+        values = _from_huggingface(table, where)
     known = {field.name for field in fields(DecoderConfig)}
-    for key in table:
+    for key in values:
         if key not in known:
             raise ValueError(
                 f"{where}: unknown key {key!r}; expected those of DecoderConfig, like width or layers"
             )
     try:
-        return DecoderConfig(**table)
+        return DecoderConfig(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
 
 
-def from_huggingface(config: Mapping[str, Any], where: str = "the configuration") -> DecoderConfig:
+def _from_huggingface(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The shapes of a `config.json` of Qwen3-MoE, Mixtral, DeepSeek-V3 (and V2, Moonlight, Kimi) or gpt-oss."""
     kind = config.get("model_type")
     if kind not in _KINDS:
         raise ValueError(f"{where}: model_type={kind!r}: expected one of {', '.join(sorted(_KINDS))}")
-    read = _Reader(config, where)
-    values: dict[str, Any] = {
-        "vocab": read("vocab_size"),
-        "width": read("hidden_size"),
-        "layers": read("num_hidden_layers"),
-        "heads": read("num_attention_heads"),
-        "top_k": read("num_experts_per_tok"),
-        "tied": bool(config.get("tie_word_embeddings")),
-    }
-    values |= _KINDS[kind](read) | read.windows()
-    try:
-        return DecoderConfig(**values)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
 
-
-class _Reader:
-    """Whole numbers of a configuration."""
-
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.config, self.where = config, where
-
-    def __call__(self, name: str, default: int | None = None) -> int:
-        value = self.config.get(name)
+    def number(key: Key) -> int:
+        name, default = (key, None) if isinstance(key, str) else key
+        value = default if config.get(name) is None else config[name]
         if value is None:
-            if default is None:
-                raise ValueError(f"{self.where}: {name} is missing")
-            return default
+            raise ValueError(f"{where}: {name} is missing")
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{self.where}: {name}={value!r}: expected a whole number")
+            raise ValueError(f"{where}: {name}={value!r}: expected a whole number")
         return value
 
-    def windows(self) -> dict[str, int]:
-        """The sliding window, and every how many layers one has none."""
-        window = self("sliding_window", 0)
-        kinds = self.config.get("layer_types") or []
-        if not window or self.config.get("use_sliding_window") is False:
-            return {}
-        if kinds and "sliding_attention" not in kinds:
-            return {}
-        full = [number for number, kind in enumerate(kinds, start=1) if kind == "full_attention"]
-        every = full[0] if full else 0
-        if full != (list(range(every, len(kinds) + 1, every)) if every else []):
-            raise ValueError(f"{self.where}: layer_types: expected full attention in every n-th layer")
-        return {"window": window, "full_every": every}
-
-    def grouped(self) -> dict[str, Any]:
-        return {"kv_heads": self("num_key_value_heads", 0), "head_dim": self("head_dim", 0)}
-
-
-def _qwen3(read: _Reader) -> dict[str, Any]:
-    if read("decoder_sparse_step", 1) != 1 or read.config.get("mlp_only_layers"):
-        raise ValueError(f"{read.where}: layers with and without experts alternate, which is not supported")
-    return read.grouped() | {
-        "qk_norm": True,
-        "experts": read("num_experts"),
-        "expert_width": read("moe_intermediate_size"),
-    }
-
-
-def _mixtral(read: _Reader) -> dict[str, Any]:
-    return read.grouped() | {"experts": read("num_local_experts"), "expert_width": read("intermediate_size")}
-
-
-def _gpt_oss(read: _Reader) -> dict[str, Any]:
-    return _mixtral(read) | {"attention_bias": True, "expert_bias": True, "activation": "clamped"}
-
-
-def _deepseek(read: _Reader) -> dict[str, Any]:
-    if read("moe_layer_freq", 1) != 1:
-        raise ValueError(f"{read.where}: layers with and without experts alternate, which is not supported")
-    values = {
-        "attention": "mla",
-        "q_rank": read("q_lora_rank", 0),
-        "kv_rank": read("kv_lora_rank"),
-        "nope_dim": read("qk_nope_head_dim"),
-        "rope_dim": read("qk_rope_head_dim"),
-        "v_dim": read("v_head_dim"),
-        "dense_layers": read("first_k_dense_replace", 0),
-        "dense_width": read("intermediate_size", 0),
-        "experts": read("n_routed_experts"),
-        "expert_width": read("moe_intermediate_size"),
-        "shared_experts": read("n_shared_experts", 0),
-        "groups": read("n_group", 1),
-        "group_limit": read("topk_group", 1),
-        "mtp_layers": read("num_nextn_predict_layers", 0),
-    }
-    if read.config.get("scoring_func") == "sigmoid":
+    every = number(("decoder_sparse_step", 1)), number(("moe_layer_freq", 1))
+    if every != (1, 1) or config.get("mlp_only_layers"):
+        raise ValueError(f"{where}: layers with and without experts alternate, which is not supported")
+    names, fixed = _KINDS[kind]
+    values: dict[str, Any] = {name: number(key) for name, key in (_COMMON | names).items()}
+    values |= fixed | {"tied": bool(config.get("tie_word_embeddings"))}
+    if config.get("scoring_func") == "sigmoid":
         values |= {"score": "sigmoid", "correction_bias": True}
+    window, kinds = number(("sliding_window", 0)), config.get("layer_types") or []
+    if (
+        window
+        and config.get("use_sliding_window") is not False
+        and (not kinds or "sliding_attention" in kinds)
+    ):
+        values |= {"window": window, "full_every": _full_every(kinds, where)}
     return values
 
 
-_KINDS = {
-    "qwen3_moe": _qwen3,
-    "mixtral": _mixtral,
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
-    "kimi_k2": _deepseek,
-    "gpt_oss": _gpt_oss,
-}
+def _full_every(kinds: list[str], where: str) -> int:
+    """Every how many layers one has no window; 0: none."""
+    full = [at for at, kind in enumerate(kinds, start=1) if kind == "full_attention"]
+    every = full[0] if full else 0
+    if full != (list(range(every, len(kinds) + 1, every)) if every else []):
+        raise ValueError(f"{where}: layer_types: expected full attention in every n-th layer")
+    return every

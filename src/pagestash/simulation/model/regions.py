@@ -85,8 +85,13 @@ def part_of(inner: str, parts: Collection[str]) -> str:
     for length in range(len(words), 0, -1):
         name = ".".join(words[:length])
         if name in parts:
-            return "moe.experts" if name in EXPERTS else name
+            return timed_name(name)
     return ""
+
+
+def timed_name(part: str) -> str:
+    """The part whose measured time a part's is in."""
+    return "moe.experts" if part in EXPERTS else part
 
 
 def aliases(layer: str, inner: str) -> list[str]:

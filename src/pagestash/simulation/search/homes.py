@@ -94,7 +94,7 @@ class Planned:
         if not isinstance(self.run.homes, ChosenHomes):
             return []
         chosen, dense = self.run.homes.chosen, self.run.config.dense_layers
-        return [_rank_policy(layers_of_rank(rank), chosen, dense) for rank in self.costs.ranks]
+        return [_rank_policy(rank.layer_names, chosen, dense) for rank in self.costs.ranks]
 
 
 def plan_homes(run: Run) -> list[Planned]:
@@ -112,7 +112,7 @@ def plan_homes(run: Run) -> list[Planned]:
         return [
             min(options, key=lambda own: (own.lacks, max(_seconds(own.costs, r) for r in own.costs.ranks)))
         ]
-    layers = [layers_of_rank(rank) for rank in plain.costs.ranks]
+    layers = [rank.layer_names for rank in plain.costs.ranks]
     tried: dict[Choice, Planned] = {}
     for choice in reversed(choices_of(run)):
         everywhere = ChosenHomes({name: choice for own in layers for name in own})
@@ -231,12 +231,6 @@ def _seconds(costs: StepCosts, rank: RankCosts) -> float:
     kinds = ("forward", "backward_input", "backward_weight")
     compute = sum(getattr(layer, kind).at() for layer in layers for kind in kinds)
     return again + 2 * beside + max(0.0, moved / costs.machine.link.both - compute - again)
-
-
-def layers_of_rank(rank: RankCosts) -> list[str]:
-    """The names of its layers, in the order of the model; not the embedding and the head."""
-    names = (layer.name for stage in rank.stages for layer in stage.layers)
-    return [name for name in names if name.startswith("layers.")]
 
 
 def joined(policies: Sequence[Policy]) -> Policy:

@@ -142,7 +142,7 @@ def bridge_qwen3(recompute: Sequence[str] = (), **values: Any) -> Run:
         {"ep": 16},
         global_batch=1024,
         recompute=recompute,
-        parameters=ParameterBytes(weight=2, gradient=2, optimizer=12, step=4),
+        parameters=ParameterBytes(weight=2, gradient=2, optimizer=12),
         **values,
     )
 

@@ -191,12 +191,7 @@ def test_sharded_weights_are_whole_while_their_layer_runs():
     assert [groups.get("gathered", 0) for groups in found] == [0, 4 * largest, (4 + 2 * 2) * largest]
 
 
-def test_the_optimizers_step_can_be_the_peak():
-    each = ParameterBytes(weight=2, gradient=2, optimizer=12, step=400)
-    peak = rank_peaks(run(parameters=each))[0]
-    parameters = sum(layer.parameters for layer in layers_of(run().shape))
-    assert peak.groups["at work"] == 400 * parameters
-    assert peak.groups["kept"] == 0
+def test_bytes_a_parameter_are_not_negative():
     with pytest.raises(ValueError, match="weight=-1 bytes a parameter"):
         ParameterBytes(weight=-1)
 

@@ -25,7 +25,6 @@ from pagestash.simulation.costs.memory import (
     parameters_of,
     rank_peak,
     static_bytes,
-    step_bytes,
 )
 from pagestash.simulation.costs.run import Run
 from pagestash.simulation.costs.seconds import Seconds, repeated
@@ -148,7 +147,6 @@ def _peak(run: Run, plan: Plan, stages: Stages) -> RankPeak:
         margin=run.framework.margin,
         follows=run.layout.pp > 1,
         overlaps=run.overlaps_dispatch,
-        step=step_bytes(own, run.layout, run.parameters),
     )
     more = run.cluster.calibration.allocated - 1
     return replace(found, groups={**found.groups, "calibrated": round(more * found.total)}) if more else found

@@ -3,9 +3,9 @@
     peak = static + max over the plan's actions of ( held + offloaded on the device + at work )
 
 `held` are microbatches in flight times what stays of each, from the schedule's own plan. A backward works from its
-last module to its first: before a module, what later modules saved is free again; it has its temporary tensors, the
-gradient of the residual stream, and what a replay brings back. With overlap, another microbatch's forward is at
-work beside it. What CUDA graphs keep is static: as much as the schedule ever holds at once.
+last module to its first: before a module, what later modules saved is free again, but for what CUDA graphs keep; it
+has its temporary tensors, the gradient of the residual stream, and what a replay brings back. With overlap, another
+microbatch's forward is at work beside it.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -50,29 +50,20 @@ class LayerMemory:
 
     @cached_property
     def kept(self) -> int:
-        """What stays between forward and backward, but for what belongs to CUDA graphs."""
-        kept = (item for item in self.placed if item.home == "keep" and item.part not in self.graphed)
-        return sum(map(self.size, kept))
-
-    @cached_property
-    def graph_bytes(self) -> int:
-        """What is kept in CUDA graphs."""
-        kept = (item for item in self.placed if item.home == "keep" and item.part in self.graphed)
-        return sum(map(self.size, kept))
-
-    @cached_property
-    def graph_work(self) -> int:
-        """What graphs of its backward work with, beside what they keep."""
-        return max((self._work(part) for part in self.layer.parts if part.name in self.graphed), default=0)
+        """What stays between forward and backward."""
+        return sum(self.size(item) for item in self.placed if item.home == "keep")
 
     @cached_property
     def beside(self) -> int:
         """What its forward takes beside another layer's backward: what it keeps, and rows that leave and arrive."""
-        return (
-            self.kept + round(2 * self.buffers * self.layer.dispatch_bytes)
-            if self.layer.dispatch_bytes
-            else 0
-        )
+        rows = round(2 * self.buffers * self.layer.dispatch_bytes)
+        return self.kept + rows if rows else 0
+
+    @cached_property
+    def graph_buffers(self) -> int:
+        """What CUDA graphs have of their own: a pool for temporary tensors of backward, and static gradients."""
+        work = [self._work(part) for part in self.layer.parts if part.name in self.graphed]
+        return max(work) + 2 * self.stream if work else 0
 
     def _work(self, part: Part) -> int:
         """Temporary bytes of a part's backward."""
@@ -137,38 +128,39 @@ def rank_peak(
     margin: Margin = "window",
     follows: bool,
     overlaps: bool = False,
-    step: int = 0,
 ) -> RankPeak:
     """The peak of the rank that runs `plan` on its `stages`.
 
     `follows`: the keeper knows the schedule. `overlaps`: beside a backward runs the forward of another microbatch,
-    layer by layer: what one layer has saved is there before the other layer's is free. `step` are temporary bytes
-    of the optimizer's step, which comes when no activations are left.
+    layer by layer: what one layer has saved is there before the other layer's is free.
     """
     layers = [layer for own in stages.values() for layer in own]
 
     def by_stage(size: Callable[[LayerMemory], int]) -> dict[int, int]:
         return {stage: sum(map(size, own)) for stage, own in stages.items()}
 
-    kept, graphed = by_stage(lambda own: own.kept), by_stage(lambda own: own.graph_bytes)
-    stash = by_stage(lambda own: own.stashed)
+    kept, stash = by_stage(lambda own: own.kept), by_stage(lambda own: own.stashed)
+    moved = by_stage(lambda own: sum(size.device_bytes for _, size in own.groups))
     work = {stage: _work(own, margin) for stage, own in stages.items()}
     beside = max((layer.beside for layer in layers), default=0) if overlaps else 0
-    offload = _Offloaded.of(plan, stages, margin, follows)
-    best = {"kept": 0, "offloaded": 0, "at work": step}
-    host = graphs = pages = 0
-    for stage, counts, waiting in _moments(plan, offload.at_once):
-        graphs = max(graphs, _held(counts, graphed))
+    largest = max((size.device_bytes for layer in layers for _, size in layer.groups), default=0)
+    at_once = immediate_backwards(plan) if follows and margin == "window" else frozenset()
+    resident = _resident_bytes(plan, stages, at_once, margin) if largest else 0
+    best = {"kept": 0, "offloaded": 0, "at work": 0}
+    host = pages = 0
+    for stage, counts, waiting in _moments(plan, at_once):
         pages = max(pages, _held(counts, stash))
-        here, away = offload.at(counts, waiting)
-        host = max(host, away)
+        total, stay = _held(counts, moved), _held(waiting, moved)
+        # The group in use is one of the window's; where it is one that stays, the window has one fewer.
+        here = min(total, stay + (max(0, resident - largest) if stay else resident))
+        host = max(host, total - here)
         at_work = work[stage] + beside if stage is not None else 0
         found = {"kept": _held(counts, kept), "offloaded": here, "at work": at_work}
         if sum(found.values()) > sum(best.values()):
             best = found
     best["pool"] = pool_bytes(pages, pool) if pages else 0
-    if graphs:
-        best["graphs"] = graphs + _graph_buffers(layers, overlaps)
+    if buffers := max((layer.graph_buffers for layer in layers), default=0):
+        best["graphs"] = buffers
     return RankPeak(groups={**static, **best}, host=host)
 
 
@@ -198,16 +190,6 @@ def _work(layers: Sequence[LayerMemory], margin: Margin) -> int:
     return most
 
 
-def _graph_buffers(layers: Sequence[LayerMemory], overlaps: bool) -> int:
-    """What CUDA graphs have beside what they keep: a pool of their own for temporary tensors, static gradients.
-
-    Buffers are used again by other microbatches and layers, so that there are as many as are in flight at once;
-    with overlap one layer's more.
-    """
-    more = max(layer.graph_bytes for layer in layers) if overlaps else 0
-    return more + max(layer.graph_work for layer in layers) + 2 * max(layer.stream for layer in layers)
-
-
 @lru_cache(maxsize=256)
 def _moments(plan: Plan, at_once: frozenset[Key]) -> list[tuple[int | None, dict[int, int], dict[int, int]]]:
     """The distinct states of the plan: the stage whose backward begins (None: none), and the microbatches held.
@@ -232,45 +214,15 @@ def _moments(plan: Plan, at_once: frozenset[Key]) -> list[tuple[int | None, dict
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Offloaded:
-    """What of the offloaded groups is on the device."""
+def _resident_bytes(plan: Plan, stages: Stages, at_once: Collection[Key], margin: Margin) -> int:
+    """Most device bytes of offloaded groups that stay, leave or come back, beside those of `at_once`.
 
-    bytes: Mapping[int, int]
-    """Of one microbatch, by stage."""
-    at_once: frozenset[Key]
-    limit: int
-    """Most bytes of groups that stay, leave or come back, beside those of `at_once`."""
-    largest: int
-
-    @classmethod
-    def of(cls, plan: Plan, stages: Stages, margin: Margin, follows: bool) -> "_Offloaded":
-        groups = {
-            stage: [own for layer in layers for own in layer.groups] for stage, layers in stages.items()
-        }
-        sizes = {number: sum(size.device_bytes for _, size in own) for number, own in groups.items()}
-        largest = max((size.device_bytes for own in groups.values() for _, size in own), default=0)
-        at_once = immediate_backwards(plan) if follows and margin == "window" else frozenset()
-        if margin == "last":
-            names = {name: size for own in groups.values() for name, size in own}
-            limit = sum(size.device_bytes for size in names.values())
-        else:
-            limit = _resident_bytes(plan, groups, at_once) if largest else 0
-        return cls(bytes=sizes, at_once=at_once, limit=limit, largest=largest)
-
-    def at(self, counts: Mapping[int, int], waiting: Mapping[int, int]) -> tuple[int, int]:
-        """Offloaded bytes on the device and on the host."""
-        total, stay = _held(counts, self.bytes), _held(waiting, self.bytes)
-        # The group in use is one of the window's; where it is one that stays, the window has one fewer.
-        room = self.limit if not stay else max(0, self.limit - self.largest)
-        here = min(total, stay + room)
-        return here, total - here
-
-
-def _resident_bytes(
-    plan: Plan, groups_of: Mapping[int, Sequence[tuple[str, GroupBytes]]], at_once: Collection[Key]
-) -> int:
-    """What the keeper's own plan for this schedule has on the device, of groups that are not `at_once`."""
+    By the keeper's own plan for this schedule, or the last group of each name.
+    """
+    groups_of = {stage: [own for layer in layers for own in layer.groups] for stage, layers in stages.items()}
+    if margin == "last":
+        names = {name: size for own in groups_of.values() for name, size in own}
+        return sum(size.device_bytes for size in names.values())
     groups: dict[Key, GroupBytes] = {}
     events: list[Event] = []
     most = HELD_PATTERN * len(groups_of) * max(1, max(sum(counts.values()) for counts in plan.held()))
@@ -317,10 +269,3 @@ def static_bytes(layers: Sequence[Layer], layout: Layout, each: ParameterBytes) 
         most = max((layer.parameters for layer in layers), default=0)
         found["gathered"] = round(most * (each.gradient + (2 * each.weight if layout.zero == 3 else 0.0)))
     return found
-
-
-def step_bytes(layers: Sequence[Layer], layout: Layout, each: ParameterBytes) -> int:
-    """Temporary bytes of the optimizer's step."""
-    return static_bytes(layers, layout, ParameterBytes(weight=0, gradient=0, optimizer=each.step))[
-        "optimizer"
-    ]

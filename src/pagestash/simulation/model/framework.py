@@ -85,10 +85,8 @@ class ParameterBytes:
     weight: float = 2.0
     gradient: float = 4.0
     optimizer: float = 12.0
-    step: float = 0.0
-    """Temporary copies in the optimizer's step, of this rank's share: 4 where gradients are cast to float32."""
 
     def __post_init__(self) -> None:
-        for name in ("weight", "gradient", "optimizer", "step"):
+        for name in ("weight", "gradient", "optimizer"):
             if not 0 <= getattr(self, name) <= 1000:
                 raise ValueError(f"{name}={getattr(self, name)} bytes a parameter: expected 0 to 1,000")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from pagestash.cli import app
 from pagestash.models.config import preset
 from pagestash.simulation.cluster.cluster import read_cluster
-from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.cluster.layout import Layout, place_as_torchtitan
 from pagestash.simulation.costs.build import rank_peaks
 from pagestash.simulation.costs.homes import MegatronHomes
 from pagestash.simulation.costs.run import Run
@@ -20,7 +20,6 @@ from pagestash.simulation.model.framework import FRAMEWORKS, ParameterBytes
 from pagestash.simulation.search.flags import (
     megatron_flags,
     pagestash_flags,
-    torchtitan_division,
     torchtitan_flags,
 )
 from pagestash.simulation.search.layouts import Wanted
@@ -124,9 +123,9 @@ def run(devices="gb200:64", *, model="deepseek-v3", layers=None, **more) -> Run:
 
 
 @cache
-def runs() -> list[Run]:
+def runs(framework: str = "pagestash") -> list[Run]:
     """Layouts of every kind: all that a search of 61 layers looks at on 64 devices, and other ZeRO, precision."""
-    made = run()
+    made = replace(run(), framework=FRAMEWORKS[framework])
     found = list(search_runs(Wanted(base=made, microbatches=(1,))))
     more = [
         run(zero=zero, tp=2, ep=8, precision=name)
@@ -187,7 +186,7 @@ def unrolled(text: str) -> str:
 
 @pytest.mark.parametrize("homes", HOMES.values(), ids=HOMES)
 def test_torchtitan_knows_every_flag_and_allows_them_together(homes):
-    for made in runs():
+    for made in runs("torchtitan"):
         layout = made.layout
         *flags, last = torchtitan_flags(replace(made, homes=homes))
         assert re.fullmatch("activation-checkpoint:(full|none)", last)
@@ -204,7 +203,8 @@ def test_torchtitan_knows_every_flag_and_allows_them_together(homes):
             )
             effective = made.config.layers + before + after
             assert -(-effective // each) == layout.stages
-            assert sum(torchtitan_division(layout.stages, made.config.layers, before, after) or []) == 61
+            assert (before, after) == (1, 1)
+            assert place_as_torchtitan(made.config.layers, layout.stages) == made.placed
         assert int(words["--training.num_tokens_per_train_step"] or 0) % (tokens * layout.dp) == 0
 
 
@@ -213,15 +213,12 @@ def test_stages_that_torchtitan_has_no_flag_for_are_one_sentence():
         torchtitan_flags(run(layers=9, pp=2, vpp=4, ep=8, schedule="Interleaved1F1B"))
 
 
-def test_torchtitan_divides_layers_as_the_run_does_where_it_can():
-    made = run(layers=14, pp=4, ep=8)
-    assert made.placed == [4, 4, 4, 2]
-    words = words_of(torchtitan_flags(made)[:-1])
-    less = [words[f"--parallelism.pipeline_parallel_{end}_stage_less_layers"] for end in ("first", "last")]
-    assert torchtitan_division(4, 14, *map(int, less)) == made.placed
-    assert torchtitan_division(8, 9, 1, 0) == [1, 2, 1, 1, 1, 1, 1, 1]
-    assert torchtitan_division(2, 3, 3, 2) == [1, 2]
-    assert torchtitan_division(4, 4, 3, 0) is None
+def test_torchtitan_divides_layers_evenly_with_the_embedding_and_the_head():
+    assert place_as_torchtitan(14, 4) == [3, 4, 4, 3]
+    assert place_as_torchtitan(15, 4) == [4, 4, 4, 3]
+    assert place_as_torchtitan(2, 4) == [0, 1, 1, 0]
+    assert place_as_torchtitan(9, 8) is None  # two layers a stage are six stages
+    assert place_as_torchtitan(1, 4) is None
 
 
 def test_megatron_is_told_how_the_run_was_simulated():

@@ -130,6 +130,18 @@ def place_evenly(layers: int, stages: int) -> list[int]:
     return [few + (stage in inner[:more]) for stage in range(stages)]
 
 
+def place_as_torchtitan(layers: int, stages: int) -> list[int] | None:
+    """torchtitan's division: stages at the front have one more, where the embedding and the head count as a layer.
+
+    None if it would make another number of stages.
+    """
+    few, more = divmod(layers + 2, stages)
+    if not few or -(-(layers + 2) // (few + bool(more))) != stages:
+        return None
+    placed = [few + (stage < more) for stage in range(stages)]
+    return [placed[0] - 1, *placed[1:-1], placed[-1] - 1]
+
+
 def check_placement(placed: Sequence[int], layers: int, stages: int) -> None:
     if len(placed) != stages or sum(placed) != layers or min(placed) < 0:
         raise ValueError(

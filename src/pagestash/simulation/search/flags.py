@@ -4,10 +4,10 @@ They say how a run is divided and where activations wait, and go beside the flag
 cannot do is left out, or said in a `ValueError`. `docs/simulate.md` names the versions they were checked against.
 """
 
-import math
 from collections.abc import Sequence
 from itertools import groupby
 
+from pagestash.simulation.cluster.layout import place_as_torchtitan
 from pagestash.simulation.costs.homes import Homes, MegatronHomes
 from pagestash.simulation.costs.run import Run
 
@@ -150,41 +150,15 @@ def torchtitan_flags(run: Run) -> list[str]:
 
 
 def _torchtitan_stages(run: Run) -> list[str]:
-    """Its own division of layers that comes nearest to the run's.
-
-    It counts the embedding as some layers and the head as some, and divides the sum evenly; stages at the front
-    have one more. The number of stages follows from the layers of a stage.
-    """
-    stages, layers, placed = run.layout.stages, run.config.layers, run.placed
-    best, found = math.inf, None
-    for before in range(layers // stages + 2):
-        for after in range(layers // stages + 2):
-            each = -(-(layers + before + after) // stages)
-            divided = torchtitan_division(stages, layers, before, after)
-            if divided is None or -(-(layers + before + after) // each) != stages:
-                continue
-            far = sum(abs(one - other) for one, other in zip(divided, placed))
-            if far < best:
-                best, found = far, (each, before, after)
-    if found is None:
+    """The number of stages follows from the layers of a stage, the embedding and the head counted."""
+    stages, layers = run.layout.stages, run.config.layers
+    if run.placed != place_as_torchtitan(layers, stages):
         raise ValueError(
-            f"torchtitan has no flag for {layers} layers on {stages} stages: set "
+            f"torchtitan has no flag for {layers} layers on {stages} stages so: set "
             "parallelism.module_fqns_per_model_part in its configuration"
         )
-    each, before, after = found
     return [
-        f"--parallelism.pipeline_parallel_layers_per_stage {each}",
-        f"--parallelism.pipeline_parallel_first_stage_less_layers {before}",
-        f"--parallelism.pipeline_parallel_last_stage_less_layers {after}",
+        f"--parallelism.pipeline_parallel_layers_per_stage {-(-(layers + 2) // stages)}",
+        "--parallelism.pipeline_parallel_first_stage_less_layers 1",
+        "--parallelism.pipeline_parallel_last_stage_less_layers 1",
     ]
-
-
-def torchtitan_division(stages: int, layers: int, before: int, after: int) -> list[int] | None:
-    """Layers of each stage with the embedding as `before` layers, the head as `after`; None where it refuses."""
-    each, more = divmod(layers + before + after, stages)
-    if max(before, after) > each or not each:
-        return None
-    sizes = [each + (stage < more) for stage in range(stages)]
-    sizes[0] -= before
-    sizes[-1] -= after
-    return sizes

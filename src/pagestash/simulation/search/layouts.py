@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 
-from pagestash.simulation.cluster.layout import Layout
+from pagestash.simulation.cluster.layout import Layout, place_as_torchtitan
 from pagestash.simulation.costs.build import split_stages, step_costs
 from pagestash.simulation.costs.costs import LayerCosts
 from pagestash.simulation.costs.memory import static_bytes
@@ -58,7 +58,7 @@ def bounded(wanted: Wanted) -> list[Bounded]:
         key = layout.tp, layout.cp, layout.ep, run.microbatch  # layers take the same however they are piped
         if key not in known:
             alone = replace(layout, pp=1, vpp=1, schedule="1F1B")
-            one = replace(run, layout=alone, global_batch=alone.dp * run.microbatch)
+            one = replace(run, layout=alone, global_batch=alone.dp * run.microbatch, placement=None)
             known[key] = layers_of(run.shape), step_costs(one).stages[0].layers
         layers, costs = known[key]
         stages = split_stages(costs, run.placed)
@@ -104,10 +104,15 @@ def runs(wanted: Wanted) -> Iterator[Run]:
             layout.check_model(config, base.sequence)
         except ValueError:
             continue
+        placed = None
+        if base.framework.name == "torchtitan" and layout.pp > 1:
+            placed = place_as_torchtitan(config.layers, layout.stages)
+            if placed is None:
+                continue
         if layout.stages > config.layers or (layout.pp == 1 and layout.vpp > 1):
             continue
         for microbatch in wanted.microbatches:
-            run = replace(base, layout=layout, microbatch=microbatch)
+            run = replace(base, layout=layout, microbatch=microbatch, placement=placed)
             if base.global_batch % (microbatch * layout.dp):
                 continue
             # A schedule does not allow fewer microbatches.

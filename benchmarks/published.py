@@ -10,9 +10,9 @@ from typing import Any
 from pagestash.models.config import DecoderConfig, preset
 from pagestash.simulation.cluster.cluster import read_cluster
 from pagestash.simulation.cluster.layout import Layout
-from pagestash.simulation.costs.homes import MegatronHomes
-from pagestash.simulation.costs.run import Run
 from pagestash.simulation.model.framework import FRAMEWORKS, ParameterBytes
+from pagestash.simulation.model.homes import MegatronHomes
+from pagestash.simulation.model.run import Run
 
 MEGATRON, PITH = FRAMEWORKS["megatron"], FRAMEWORKS["pith"]
 DEEPSEEK_V3, QWEN3_30B = preset("deepseek-v3"), preset("qwen3-30b-a3b")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from benchmarks import published
 from benchmarks.published import DEEPSEEK_V3, FULL_ITERATION, HYBRIDEP, QWEN3_30B, QWEN3_235B, run
 from pagestash.models.config import DecoderConfig
-from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.run import Run
 
 INTERLEAVED = "Interleaved1F1B"
 TE_GRAPHS: dict[str, Any] = {"dispatcher": "flex", "graphs": ("attn", "router")}

@@ -14,12 +14,12 @@ from pagestash.simulation.cluster.cluster import read_cluster
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.build import rank_peaks
 from pagestash.simulation.costs.costs import RankPeak
-from pagestash.simulation.costs.homes import PolicyHomes
 from pagestash.simulation.costs.memory import LayerMemory, pool_bytes, rank_peak
-from pagestash.simulation.costs.run import Run
 from pagestash.simulation.model.framework import FRAMEWORKS, ParameterBytes
+from pagestash.simulation.model.homes import PolicyHomes
 from pagestash.simulation.model.modules import layers_of
-from pagestash.simulation.model.parts import Layer, Part, Piece, Product, Shape
+from pagestash.simulation.model.parts import Layer, Part, Piece, Product
+from pagestash.simulation.model.run import Run
 
 GIB, MIB, GB = 2**30, 2**20, 10**9
 ALLOCATED = 0.06
@@ -70,16 +70,16 @@ def seed_1() -> Iterator[Row]:
     """DeepSeek-V3's expert outputs, 60 layers, batch 2, EP 4: a buffer has EP times the balanced rows."""
     ep = 4
     config = replace(published.DEEPSEEK_V3, layers=60, dense_layers=0)
-    shape = Shape(
+    run = Run(
         config=config,
+        cluster=read_cluster(f"h100:{ep}"),
         layout=Layout(devices=ep, ep=ep),
         sequence=4096,
         microbatch=2,
+        global_batch=2 * ep,
         framework=replace(FRAMEWORKS["pagestash"], keeps_combined=True),
     )
-    balanced = [
-        part.saved for layer in layers_of(shape) for part in layer.parts if part.name == "moe.combine"
-    ]
+    balanced = [part.saved for layer in layers_of(run) for part in layer.parts if part.name == "moe.combine"]
     whole = sum(balanced)
     for what, told, found in (
         ("one layer's worst-case buffer", 3.5, ep * balanced[0]),
@@ -230,18 +230,19 @@ def static_buffers() -> Iterator[Row]:
             top_k=made.top_k,
             expert_width=made.inner,
         )
-        shape = Shape(config=config, layout=Layout(devices=8, ep=8), sequence=made.tokens)
+        ranks = read_cluster("h200:8")
+        layout = Layout(devices=8, ep=8)
+        run = Run(config=config, cluster=ranks, layout=layout, sequence=made.tokens, global_batch=8)
         # Results from before the benchmark ran whole layers are of the experts alone.
         named = ("moe.router",) if body["config"].get("layer") == "MoE" else ()
-        parts = [part for part in layers_of(shape)[1].parts if part.routed or part.name in named]
-        workspace = read_cluster("h200:1").device.product_workspace
+        parts = [part for part in layers_of(run)[1].parts if part.routed or part.name in named]
         layer = Layer(name="layers.0", parts=tuple(parts))
         memory = LayerMemory(
             layer=layer,
             placed=PolicyHomes().place(layer),
-            stream=shape.stream_bytes,
+            stream=run.stream_bytes,
             buffers=made.capacity,
-            product_workspace=workspace,
+            product_workspace=ranks.device.product_workspace,
         )
         (plan,) = plans("1F1B", ranks=1, microbatches=1)
         peak = rank_peak(plan, {0: [memory] * made.layers}, PoolConfig(), {}, follows=False)

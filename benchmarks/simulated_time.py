@@ -11,7 +11,7 @@ from benchmarks.harness import Claim
 from benchmarks.published_times import EARLIER, FITTED, HELD_OUT, SEEN, Timed
 from benchmarks.simulated import EFFECT, Row
 from pagestash.simulation.costs.build import step_costs
-from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.run import Run
 from pagestash.simulation.replay.lengthened import step_seconds
 
 ABSOLUTE = 0.12

@@ -11,7 +11,7 @@ import pagestash as ps
 from pagestash.kernels.moe.route import route
 from pagestash.moe import MoE, MoEConfig, Received
 from pagestash.planning import predict
-from pagestash.simulation.costs.homes import PolicyHomes
+from pagestash.simulation.model.homes import PolicyHomes
 
 WIDTH, INNER, EXPERTS, TOP_K, TOKENS, DEPTH = 128, 64, 4, 2, 512, 6
 ROWS, EXPECTED = TOKENS * TOP_K, 768  # whole blocks: a profile counts storages

@@ -14,7 +14,7 @@ import pagestash as ps
 from pagestash.kernels.pages.eight_bits import CodeShape, decode_reference, encode_reference
 from pagestash.planning.predict import predict
 from pagestash.saved.eight_bits import can_code
-from pagestash.simulation.costs.homes import PolicyHomes
+from pagestash.simulation.model.homes import PolicyHomes
 
 # No weight has as many rows: a tensor without history in the shape of a weight is not coded.
 WIDTH, ROWS = 64, 32

@@ -13,7 +13,7 @@ from pagestash.cli import app
 from pagestash.models.config import preset
 from pagestash.simulation.cluster.cluster import read_cluster
 from pagestash.simulation.cluster.layout import Layout
-from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.run import Run
 from pagestash.simulation.result import simulate
 
 SMALL = ("--preset", "qwen3-30b-a3b", "--layers", "8", "--cluster", "h100:16", "--pp", "2", "--ep", "8")

@@ -14,9 +14,9 @@ from pagestash.models.config import preset
 from pagestash.simulation.cluster.cluster import read_cluster
 from pagestash.simulation.cluster.layout import Layout, place_as_torchtitan
 from pagestash.simulation.costs.build import rank_peaks
-from pagestash.simulation.costs.homes import MegatronHomes
-from pagestash.simulation.costs.run import Run
 from pagestash.simulation.model.framework import FRAMEWORKS, ParameterBytes
+from pagestash.simulation.model.homes import MegatronHomes
+from pagestash.simulation.model.run import Run
 from pagestash.simulation.search.flags import (
     megatron_flags,
     pagestash_flags,

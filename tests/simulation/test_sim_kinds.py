@@ -3,18 +3,18 @@
 from dataclasses import replace
 
 import pytest
+from support.simulated import one_batch
 
 from pagestash.models.config import preset
 from pagestash.models.decoder import Decoder
 from pagestash.simulation.cluster.cluster import load_cluster
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.build import rank_peaks, step_costs
-from pagestash.simulation.costs.homes import MegatronHomes
-from pagestash.simulation.costs.run import Run
 from pagestash.simulation.model.framework import FRAMEWORKS
+from pagestash.simulation.model.homes import MegatronHomes
 from pagestash.simulation.model.modules import layers_of
-from pagestash.simulation.model.parts import Shape
 from pagestash.simulation.model.read import read_model
+from pagestash.simulation.model.run import Run
 from pagestash.simulation.replay.replay import replay
 
 QWEN = preset("qwen3-30b-a3b", layers=4)
@@ -23,7 +23,7 @@ MIB = 2**20
 
 
 def shape(config, **changes):
-    return Shape(config=config, layout=Layout(devices=1), sequence=4096, **changes)
+    return one_batch(config, Layout(devices=1), sequence=4096, **changes)
 
 
 def core(layer):
@@ -59,7 +59,7 @@ def test_full_layers_alternate_with_windows_and_alike_layers_are_the_same_parts(
 def test_a_tied_head_has_no_weight_of_its_own_unless_it_is_on_another_rank():
     for pp, saved in ((1, QWEN.vocab * QWEN.width), (2, 0)):
         plain, tied = (
-            layers_of(Shape(config=c, layout=Layout(devices=pp, pp=pp), sequence=64))
+            layers_of(one_batch(c, Layout(devices=pp, pp=pp), sequence=64))
             for c in (QWEN, replace(QWEN, tied=True))
         )
         assert sum(layer.parameters for layer in plain) - sum(layer.parameters for layer in tied) == saved
@@ -73,7 +73,7 @@ def test_latent_rows_are_narrow_and_cost_two_projections():
     assert by_name["moe.expert_fc1"].parameters * 4 == fc1.parameters
     wide = Layout(devices=8, ep=8)
     sent = [
-        layers_of(Shape(config=c, layout=wide, sequence=4096))[1].dispatch_bytes
+        layers_of(one_batch(c, wide, sequence=4096))[1].dispatch_bytes
         for c in (QWEN, replace(QWEN, latent_width=512))
     ]
     assert sent[0] == 4 * sent[1]
@@ -135,9 +135,9 @@ def test_recompute_of_the_moe_layer_sends_its_rows_again():
 
 def test_full_recompute_keeps_a_layers_input_alone():
     made = run(homes=MegatronHomes(full=True))
-    layer = layers_of(made.shape)[1]
+    layer = layers_of(made)[1]
     kept = [item.bytes for item in made.homes.place(layer) if item.home == "keep"]
-    assert kept == [made.shape.stream_bytes]
+    assert kept == [made.stream_bytes]
     costs = step_costs(made)
     stage = costs.stages[0].layers[1]
     assert stage.recompute.at() == pytest.approx(stage.forward.at())

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.simulated import one_batch
 from typer.testing import CliRunner
 
 import pagestash as ps
@@ -14,13 +15,12 @@ from pagestash.policy import Policy, Rule
 from pagestash.simulation.cluster.cluster import load_cluster
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.build import step_costs
-from pagestash.simulation.costs.homes import PolicyHomes
-from pagestash.simulation.costs.measured import measured, profiled_shape
-from pagestash.simulation.costs.run import Run
+from pagestash.simulation.costs.measured import measured, profiled_run
 from pagestash.simulation.costs.seconds import Seconds
+from pagestash.simulation.model.homes import PolicyHomes
 from pagestash.simulation.model.modules import layers_of
-from pagestash.simulation.model.parts import Shape
 from pagestash.simulation.model.regions import check_policy, part_of, split
+from pagestash.simulation.model.run import Run
 
 TINY = preset("tiny", layers=3)
 BATCH, SEQUENCE = 2, 64
@@ -58,8 +58,9 @@ def compute(made: Run) -> float:
 
 
 def test_batch_sequence_layers_and_precision_are_the_profiles(profile):
-    shape, precision = profiled_shape(profile, preset("tiny"))
-    assert (shape.microbatch, shape.sequence, shape.config.layers, precision) == (BATCH, SEQUENCE, 3, "fp32")
+    made = profiled_run(profile, preset("tiny"), H100)
+    found = made.microbatch, made.sequence, made.config.layers, made.precision
+    assert found == (BATCH, SEQUENCE, 3, "fp32")
 
 
 def test_the_profiled_step_takes_what_was_measured(profile):
@@ -70,8 +71,8 @@ def test_the_profiled_step_takes_what_was_measured(profile):
 
 
 def test_each_part_takes_what_its_regions_took(profile):
-    shape, precision = profiled_shape(profile, TINY)
-    timed = Seconds(H100, precision, factors=measured(profile, TINY, H100).factors)
+    made = profiled_run(profile, TINY, H100)
+    timed = Seconds(replace(made, factors=measured(profile, TINY, H100).factors))
     own = {
         "moe.router": ("moe", "moe.router"),
         "attn.core_attn": ("attn.core_attn",),
@@ -85,19 +86,22 @@ def test_each_part_takes_what_its_regions_took(profile):
             if region.name.startswith("layers.") and region.name.split(".", 2)[2:] == [inner]
         )
         told = sum(
-            timed.forward(part) for layer in layers_of(shape) for part in layer.parts if part.name == name
+            timed.forward(part) for layer in layers_of(made) for part in layer.parts if part.name == name
         )
         assert told == pytest.approx(wanted, rel=1e-9)
 
 
 def test_measured_times_scale_with_the_devices_roofline(profile):
     factors, faster = measured(profile, TINY, H100).factors, load_cluster("b200", 1)
-    big = Shape(config=preset("qwen3-30b-a3b", layers=1), layout=Layout(devices=1), sequence=4096)
+    big = one_batch(preset("qwen3-30b-a3b", layers=1), Layout(devices=1), sequence=4096)
     seen = 0
     for part in layers_of(big)[1].parts:
         if part.operations > 1e11:
-            one, other = (Seconds(c, factors=factors).forward(part) for c in (H100, faster))
-            plain, quick = (Seconds(c).forward(part) for c in (H100, faster))
+            runs = (replace(big, cluster=cluster) for cluster in (H100, faster))
+            (plain, one), (quick, other) = (
+                (Seconds(own).forward(part), Seconds(replace(own, factors=factors)).forward(part))
+                for own in runs
+            )
             assert one / other == pytest.approx(plain / quick)
             seen += 1
     assert seen
@@ -164,7 +168,7 @@ def test_simulate_and_plan_take_a_profile(profile, tmp_path):
     ],
 )
 def test_regions_of_a_model_have_parts(name, layer, part):
-    shape = Shape(config=preset("qwen3-30b-a3b", layers=1), layout=Layout(devices=1), sequence=64)
+    shape = one_batch(preset("qwen3-30b-a3b", layers=1), Layout(devices=1), sequence=64)
     found, inner = split(name)
     assert found == layer
     assert part_of(inner, [p.name for p in layers_of(shape)[1].parts]) == part
@@ -232,7 +236,7 @@ def test_rotated_heads_are_dropped_if_what_they_are_made_from_is_there():
 def test_rules_without_a_part_of_their_own_are_named(tmp_path):
     policy = tmp_path / "policy.toml"
     both = Policy([Rule("layers.*.attn.q_norm", "recompute"), Rule("layers.*.attn.k_norm", "recompute")])
-    layers = layers_of(run().shape)
+    layers = layers_of(run())
     assert check_policy(both, layers) == ["layers.*.attn.k_norm"]
     both.save(policy)
     words = ["--preset", "tiny", "--cluster", "h100:1", "--seq", "64", "--global-batch", "1"]

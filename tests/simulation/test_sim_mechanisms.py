@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.simulated import one_batch
 
 from pagestash.models import Decoder
 from pagestash.models.config import preset
@@ -13,12 +14,11 @@ from pagestash.simulation.cluster.cluster import Cluster, load_cluster
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.build import rank_peaks, step_costs
 from pagestash.simulation.costs.dispatch import dispatch_seconds, needed
-from pagestash.simulation.costs.homes import MegatronHomes
 from pagestash.simulation.costs.launches import launches, step_launches
-from pagestash.simulation.costs.run import GRAPHED, Run
 from pagestash.simulation.model.framework import FRAMEWORKS
+from pagestash.simulation.model.homes import MegatronHomes
 from pagestash.simulation.model.modules import layers_of
-from pagestash.simulation.model.parts import Shape
+from pagestash.simulation.model.run import GRAPHED, Run
 from pagestash.simulation.replay.replay import replay
 from pagestash.simulation.result import simulate
 
@@ -83,7 +83,7 @@ def test_overlap_delayed_weight_gradients_and_graphs_never_take_less_memory(valu
 
 def test_overlap_adds_one_layer_and_the_rows_on_their_way():
     plain = run()
-    layer = next(item for item in layers_of(plain.shape) if item.name == "layers.1")
+    layer = next(item for item in layers_of(plain) if item.name == "layers.1")
     (before,), (after,) = peaks(plain), peaks(replace(plain, overlaps_dispatch=True))
     assert after - before == layer.saved + round(2 * layer.dispatch_bytes)
 
@@ -106,7 +106,7 @@ def test_graphs_have_buffers_and_what_they_keep_is_not_free_in_backward():
         assert before.groups["kept"] == after.groups["kept"]
         assert "graphs" not in before.groups
         assert after.total >= before.total + after.groups["graphs"]
-        assert after.groups["graphs"] > 2 * plain.shape.stream_bytes
+        assert after.groups["graphs"] > 2 * plain.stream_bytes
 
 
 def test_an_unknown_graph_or_dispatcher_is_one_sentence():
@@ -144,7 +144,7 @@ def test_one_rank_without_launches_takes_the_sum_of_its_pieces():
 
 def test_a_step_of_tiny_kernels_takes_as_long_as_its_launches():
     bound = run(devices=4, sequence=64, cluster=host(load_cluster("h100", 4), launch=1e-3, region=0.0))
-    layers = layers_of(bound.shape)
+    layers = layers_of(bound)
     count = 3 * sum(launches(part, loops=True) for layer in layers for part in layer.parts)
     step = step_launches(layers, MEGATRON)
     told = 1e-3 * (count * bound.microbatches + step)
@@ -161,9 +161,7 @@ def test_a_recomputed_region_costs_the_host_its_launches_and_its_records():
 
 
 def test_a_layer_of_megatron_has_as_many_launches_as_were_counted():
-    shape = Shape(
-        config=preset("qwen3-30b-a3b"), layout=Layout(devices=16, ep=16), sequence=4096, framework=MEGATRON
-    )
+    shape = one_batch(preset("qwen3-30b-a3b"), Layout(devices=16, ep=16), sequence=4096, framework=MEGATRON)
     layer = layers_of(shape)[1]
     counted = 463_348 / (64 * 48)
     assert 3 * sum(launches(part, loops=True) for part in layer.parts) == pytest.approx(counted, rel=0.02)
@@ -177,8 +175,8 @@ def test_a_layer_of_megatron_has_as_many_launches_as_were_counted():
     [("h100", 16, 1485e-6), ("h100", 64, 4626e-6), ("gb200", 8, 391e-6), ("gb200", 64, 675e-6)],
 )
 def test_a_dispatcher_that_sends_a_token_once_takes_what_was_published(cluster, ranks, published):
-    shape = Shape(config=preset("deepseek-v3"), layout=Layout(devices=ranks, ep=ranks), sequence=4096)
-    once, every = (dispatch_seconds(load_cluster(cluster, ranks), shape, way) for way in ("flex", "alltoall"))
+    shape = one_batch(preset("deepseek-v3"), Layout(devices=ranks, ep=ranks), cluster=cluster, sequence=4096)
+    once, every = (dispatch_seconds(replace(shape, dispatcher=way)) for way in ("flex", "alltoall"))
     assert once == pytest.approx(published, rel=0.13)
     assert once < every
 
@@ -189,8 +187,7 @@ def test_all_to_all_sorts_received_rows_by_expert_where_a_rank_has_several():
     for own, sorts in ((made, True), (replace(made, dispatcher="flex"), False), (one, True)):
         plain = replace(own, framework=replace(MEGATRON, sorts_rows=False))
         first, other = (
-            sum(part.traffic for layer in layers_of(item.shape) for part in layer.parts)
-            for item in (own, plain)
+            sum(part.traffic for layer in layers_of(item) for part in layer.parts) for item in (own, plain)
         )
         assert (first > other) is (sorts and own is made)
 
@@ -208,7 +205,7 @@ def test_a_token_needs_a_part_of_the_experts_with_a_probability(parts, top_k):
 
 
 def test_no_further_tokens_are_the_model_as_it_was():
-    shape = Shape(config=DEEPSEEK, layout=Layout(devices=1), sequence=1024)
+    shape = one_batch(DEEPSEEK, Layout(devices=1), sequence=1024)
     names = [layer.name for layer in layers_of(shape)]
     assert names == ["embed", *(f"layers.{index}" for index in range(4)), "head"]
     parts = {part.name for layer in layers_of(shape) for part in layer.parts}
@@ -217,10 +214,7 @@ def test_no_further_tokens_are_the_model_as_it_was():
 
 def test_a_further_token_costs_a_layer_a_projection_and_the_head_once_more():
     more = replace(DEEPSEEK, mtp_layers=1)
-    one, two = (
-        layers_of(Shape(config=config, layout=Layout(devices=1), sequence=1024))
-        for config in (DEEPSEEK, more)
-    )
+    one, two = (layers_of(one_batch(config, Layout(devices=1), sequence=1024)) for config in (DEEPSEEK, more))
     layer, further, head = one[-2], two[-2], two[-1]
     width = DEEPSEEK.width
     assert further.name == "layers.4"
@@ -243,7 +237,7 @@ def test_further_tokens_are_on_the_last_rank_with_a_copy_of_the_embedding():
     assert [row.layers for row in found.rows] == [2, 3]
     weights = [rank.peak.groups["weights"] for rank in step_costs(more).ranks]
     alone = [rank.peak.groups["weights"] for rank in step_costs(plain).ranks]
-    further = layers_of(more.shape)[-2].parameters
+    further = layers_of(more)[-2].parameters
     assert further > DEEPSEEK.vocab * DEEPSEEK.width
     assert weights[1] - alone[1] == 2 * further
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from support.simulated import one_batch
 
 from pagestash.models.config import preset
 from pagestash.models.costs import layer_costs
@@ -12,12 +13,11 @@ from pagestash.schedules.plan import plans
 from pagestash.simulation.cluster.cluster import load_cluster
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.build import rank_peaks, step_costs
-from pagestash.simulation.costs.homes import MegatronHomes, PolicyHomes
 from pagestash.simulation.costs.memory import LayerMemory, rank_peak
-from pagestash.simulation.costs.run import Run
 from pagestash.simulation.model.framework import FRAMEWORKS, ParameterBytes
+from pagestash.simulation.model.homes import MegatronHomes, PolicyHomes
 from pagestash.simulation.model.modules import layers_of
-from pagestash.simulation.model.parts import Shape
+from pagestash.simulation.model.run import Run
 
 QWEN = preset("qwen3-30b-a3b", layers=8)
 
@@ -44,7 +44,7 @@ def test_bytes_are_those_of_partition(schedule):
     costs = layer_costs(QWEN, tokens=4096, parameter_bytes=18)
     placed = partition(costs, stages, schedule, microbatches=16)
     layout = Layout(devices=ranks, pp=ranks, vpp=stages // ranks, schedule=schedule)
-    shape = Shape(config=QWEN, layout=layout, sequence=4096)
+    shape = one_batch(QWEN, layout, sequence=4096)
     bare = {  # no module takes anything of its own, so that what is held is all there is
         layer.name: replace(
             layer, parts=tuple(replace(p, temporary=0, weight_gradient=0, products=()) for p in layer.parts)
@@ -72,7 +72,7 @@ def test_zero_divides_one_state_after_another():
         assert (optimizer < totals[0][2]) == (zero >= 1)
         assert (gradients < totals[0][1]) == (zero >= 2)
         assert (weights < totals[0][0]) == (zero >= 3)
-    layers = layers_of(run(layout=Layout(devices=8, ep=4)).shape)
+    layers = layers_of(run(layout=Layout(devices=8, ep=4)))
     dense = sum(p.parameters for layer in layers for p in layer.parts if not p.expert)
     expert = sum(p.parameters for layer in layers for p in layer.parts if p.expert)
     assert totals[1][2] == round(12 * (dense / 8 + expert / 2))
@@ -81,7 +81,7 @@ def test_zero_divides_one_state_after_another():
 def test_offloaded_bytes_leave_but_for_the_keepers_window():
     rule = ("layers.*.attn.core_attn", "offload")
     kept, less = (rank_peaks(run(homes=homes))[0] for homes in (policy(), policy(rule)))
-    core = next(p for p in layers_of(run().shape)[1].parts if p.name == "attn.core_attn")
+    core = next(p for p in layers_of(run())[1].parts if p.name == "attn.core_attn")
     group = sum(piece.bytes for piece in core.pieces if piece.bytes >= 2**20)
     assert less.host == 5 * group  # of 8 layers three stay: the window
     assert kept.total - less.total == less.host
@@ -95,7 +95,7 @@ def test_a_schedule_whose_backward_comes_at_once_moves_nothing():
 
 
 def test_recompute_drops_what_the_region_makes_and_keeps_its_input():
-    shape = run().shape
+    shape = run()
     layer = layers_of(shape)[1]
     whole = policy(("layers.*", "recompute")).place(layer)
     held = sum(item.bytes for item in whole if item.home == "keep")
@@ -111,7 +111,7 @@ def test_a_stashed_step_in_static_buffers_holds_valid_rows():
         rank_peaks(run(homes=policy() if at < 2 else homes, capacity=capacity))[0]
         for at, capacity in enumerate((0.0, 4.0, 4.0))
     )
-    rows = sum(p.saved for layer in layers_of(run().shape) for p in layer.parts if p.name == "moe.moe_act")
+    rows = sum(p.saved for layer in layers_of(run()) for p in layer.parts if p.name == "moe.moe_act")
     assert padded.groups["kept"] - exact.groups["kept"] == 3 * rows
     assert stashed.groups["pool"] == int(1.2 * rows)
     assert stashed.groups["kept"] == exact.groups["kept"] - rows
@@ -119,7 +119,7 @@ def test_a_stashed_step_in_static_buffers_holds_valid_rows():
 
 
 def test_weight_gradients_do_not_grow_with_the_capacity_of_buffers():
-    layer = layers_of(run(layout=Layout(devices=8, ep=8)).shape)[1]
+    layer = layers_of(run(layout=Layout(devices=8, ep=8)))[1]
     bare = replace(layer, parts=tuple(replace(part, temporary=0, pieces=()) for part in layer.parts))
     most = [LayerMemory(layer=bare, placed=(), stream=0, buffers=rows).backward[0] for rows in (1.0, 4.0)]
     assert most[0] == most[1] == max(part.weight_gradient for part in layer.parts) > 0
@@ -155,11 +155,11 @@ def test_costs_of_a_step_are_whole():
     assert layer.recompute.routed > 0
     assert layer.recompute.fixed == 0
     rows = 4096 * QWEN.top_k
-    sent = layers_of(run(layout=layout).shape)[1].dispatch_bytes
+    sent = layers_of(run(layout=layout))[1].dispatch_bytes
     assert sent == 2 * rows * QWEN.width * 3 / 4
     assert layer.bytes_of("recompute").routed == 4 * rows * QWEN.expert_width
     total = sum(layer.bytes_of(home).at() for home in ("keep", "stash", "offload", "recompute"))
-    assert total == layers_of(run(layout=layout).shape)[1].saved
+    assert total == layers_of(run(layout=layout))[1].saved
     assert costs.stages[-1].send_seconds == 0 < costs.stages[0].send_seconds
     assert [rank.peak for rank in costs.ranks] == rank_peaks(run(layout=layout, homes=homes))
     assert costs.tokens == 8 * 4 * 4096
@@ -187,7 +187,7 @@ def test_a_run_that_cannot_be_is_one_sentence(changes, sentence):
 
 def test_sharded_weights_are_whole_while_their_layer_runs():
     found = [rank_peaks(run(layout=Layout(devices=8, zero=zero)))[0].groups for zero in (1, 2, 3)]
-    largest = max(layer.parameters for layer in layers_of(run().shape))
+    largest = max(layer.parameters for layer in layers_of(run()))
     assert [groups.get("gathered", 0) for groups in found] == [0, 4 * largest, (4 + 2 * 2) * largest]
 
 

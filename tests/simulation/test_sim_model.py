@@ -3,13 +3,13 @@
 import json
 
 import pytest
+from support.simulated import one_batch
 
 from pagestash.models.config import PRESETS
 from pagestash.models.costs import layer_costs
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.model.framework import FRAMEWORKS, framework
 from pagestash.simulation.model.modules import layers_of
-from pagestash.simulation.model.parts import Shape
 from pagestash.simulation.model.read import read_model
 
 QWEN = {
@@ -72,7 +72,7 @@ MIXTRAL = {
 
 
 def sizes(config, ep=1, **layout):
-    shape = Shape(config=config, layout=Layout(devices=ep, ep=ep, **layout), sequence=512, microbatch=2)
+    shape = one_batch(config, Layout(devices=ep, ep=ep, **layout), sequence=512, microbatch=2)
     return [(layer.saved, layer.parameters) for layer in layers_of(shape)]
 
 
@@ -104,7 +104,7 @@ def test_modules_sum_to_the_formulas_of_a_layer(preset, ep):
         assert saved == cost.activations
         if ep == 1:
             assert parameters == cost.parameters
-    shape = Shape(config=config, layout=Layout(devices=1), sequence=512, microbatch=2)
+    shape = one_batch(config, Layout(devices=1), sequence=512, microbatch=2)
     forward = [layer.operations / 1e12 for layer in layers_of(shape)]
     assert forward[1:-1] == pytest.approx([cost.forward for cost in costs[1:-1]], rel=2e-3)
 
@@ -112,7 +112,7 @@ def test_modules_sum_to_the_formulas_of_a_layer(preset, ep):
 def test_tensor_and_context_parallel_ranks_share_what_one_rank_saves():
     config = PRESETS["qwen3-30b-a3b"]
     one, *others = (
-        sum(layer.saved for layer in layers_of(Shape(config=config, layout=layout, sequence=4096))[1:-1])
+        sum(layer.saved for layer in layers_of(one_batch(config, layout, sequence=4096))[1:-1])
         for layout in (Layout(devices=4), Layout(devices=4, tp=4), Layout(devices=4, cp=4))
     )
     assert [4 * other for other in others] == [one, one]
@@ -122,7 +122,7 @@ def test_frameworks_keep_more_than_we_do():
     config = PRESETS["qwen3-30b-a3b"]
     layout = Layout(devices=8, ep=8)
     found = {
-        name: layers_of(Shape(config=config, layout=layout, sequence=4096, framework=frame))[1].saved
+        name: layers_of(one_batch(config, layout, sequence=4096, framework=frame))[1].saved
         for name, frame in FRAMEWORKS.items()
     }
     rows, d, n = 4096 * 8, 2048, 768

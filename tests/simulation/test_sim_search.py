@@ -15,9 +15,9 @@ from pagestash.policy import Policy, Rule
 from pagestash.simulation.cluster.cluster import read_cluster
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.build import Known, step_costs
-from pagestash.simulation.costs.homes import PolicyHomes
-from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.homes import PolicyHomes
 from pagestash.simulation.model.modules import layers_of
+from pagestash.simulation.model.run import Run
 from pagestash.simulation.replay.lengthened import step_seconds
 from pagestash.simulation.replay.replay import replay
 from pagestash.simulation.search.homes import choices_of, joined, plan_homes
@@ -68,8 +68,8 @@ def test_the_ranks_policies_say_what_was_planned():
     planned = plan_homes(with_room(made, most_bytes(made) - 4 * GIB))[0]
     again = step_costs(replace(made, homes=PolicyHomes(joined(planned.policies))))
     assert [rank.device_bytes for rank in again.ranks] == [r.device_bytes for r in planned.costs.ranks]
-    regions = [f"{layer.name}.{part.name}" for layer in layers_of(made.shape) for part in layer.parts]
-    names = [layer.name for layer in layers_of(made.shape)]
+    regions = [f"{layer.name}.{part.name}" for layer in layers_of(made) for part in layer.parts]
+    names = [layer.name for layer in layers_of(made)]
     for policy in planned.policies:
         policy.check([*regions, *names])
 

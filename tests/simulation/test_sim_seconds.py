@@ -1,24 +1,26 @@
 """Seconds of modules by the roofline."""
 
+from dataclasses import replace
+
 import pytest
+from support.simulated import one_batch
 
 import pagestash as ps
 from pagestash.models import preset
 from pagestash.simulation.cluster.cluster import load_cluster
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.build import step_costs
-from pagestash.simulation.costs.homes import PolicyHomes
-from pagestash.simulation.costs.run import Run
 from pagestash.simulation.costs.seconds import Seconds
+from pagestash.simulation.model.homes import PolicyHomes
 from pagestash.simulation.model.modules import layers_of
-from pagestash.simulation.model.parts import Shape
+from pagestash.simulation.model.run import Run
 
 
 def test_backward_is_about_twice_forward_and_fp8_is_faster():
     config = preset("deepseek-v3", layers=4)
-    shape = Shape(config=config, layout=Layout(devices=8, ep=8), sequence=4096)
+    shape = one_batch(config, Layout(devices=8, ep=8), cluster="gb200", sequence=4096)
     layer = layers_of(shape)[-2]
-    timed, quick = (Seconds(load_cluster("gb200", 8), precision) for precision in ("bf16", "mxfp8"))
+    timed, quick = (Seconds(replace(shape, precision=precision)) for precision in ("bf16", "mxfp8"))
     ahead = sum(timed.forward(part) for part in layer.parts)
     back = sum(timed.backward_input(part) + timed.backward_weight(part) for part in layer.parts)
     assert 1.5 * ahead < back < 3 * ahead
@@ -27,12 +29,11 @@ def test_backward_is_about_twice_forward_and_fp8_is_faster():
 
 def test_tensor_parallel_collectives_cost_time():
     config = preset("qwen3-30b-a3b", layers=1)
-    part = layers_of(Shape(config=config, layout=Layout(devices=4, tp=4), sequence=4096))[1].parts[1]
-    cluster = load_cluster("h100", 4)
-    with_them = Seconds(cluster, layout_tp=4).forward(part)
-    assert with_them == pytest.approx(
-        Seconds(cluster).forward(part) + sum(cluster.gather_seconds(size, 4) for size in part.gathers)
-    )
+    made = one_batch(config, Layout(devices=4, tp=4), sequence=4096)
+    part, timed = layers_of(made)[1].parts[1], Seconds(made)
+    alone, kernel = timed.forward(replace(part, gathers=())), made.cluster.device.kernel
+    shared = sum(made.cluster.gather_seconds(size, 4) + kernel for size in part.gathers)
+    assert timed.forward(part) == pytest.approx(alone + shared)
     assert part.gathers
 
 
@@ -56,8 +57,8 @@ def test_recompute_repeats_the_forward_of_what_it_brings_back(match, parts):
         homes=PolicyHomes(policy),
     )
     layer = step_costs(run).stages[0].layers[1]
-    timed = Seconds(run.cluster)
-    own = sum(timed.forward(part) for part in layers_of(run.shape)[1].parts if part.name in parts)
+    timed = Seconds(run)
+    own = sum(timed.forward(part) for part in layers_of(run)[1].parts if part.name in parts)
     assert layer.recompute.at() == pytest.approx(own)
 
 

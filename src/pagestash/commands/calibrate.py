@@ -9,7 +9,7 @@ from pagestash.commands.checks import check_file, exit_code
 from pagestash.commands.options import CalibrateOptions, SimulateOptions
 from pagestash.commands.simulate import run_of
 from pagestash.simulation.cluster.cluster import Calibration, cluster_file
-from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.run import Run
 from pagestash.simulation.search.calibrate import calibrated
 from pagestash.sizes import parse_bytes
 

@@ -10,8 +10,8 @@ from pagestash.commands.checks import check_numbers
 from pagestash.commands.options import PlanOptions
 from pagestash.commands.show import show
 from pagestash.commands.simulate import cluster_run
-from pagestash.simulation.costs.homes import MegatronHomes
-from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.homes import MegatronHomes
+from pagestash.simulation.model.run import Run
 from pagestash.simulation.search.flags import megatron_flags, pagestash_flags, torchtitan_flags
 from pagestash.simulation.search.homes import joined
 from pagestash.simulation.search.layouts import Wanted

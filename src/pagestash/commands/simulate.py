@@ -15,13 +15,13 @@ from pagestash.row_counts.distribution import RowDistribution
 from pagestash.row_counts.tokens_per_expert import read_tokens_per_expert
 from pagestash.simulation.cluster.cluster import Cluster, load_cluster, read_cluster
 from pagestash.simulation.cluster.layout import Layout
-from pagestash.simulation.costs.homes import PolicyHomes
 from pagestash.simulation.costs.measured import measured
-from pagestash.simulation.costs.run import Run
 from pagestash.simulation.model.framework import ParameterBytes, framework
+from pagestash.simulation.model.homes import PolicyHomes
 from pagestash.simulation.model.modules import layers_of
 from pagestash.simulation.model.read import read_model
 from pagestash.simulation.model.regions import check_policy
+from pagestash.simulation.model.run import Run
 from pagestash.simulation.replay.trace import write_trace
 from pagestash.simulation.result import simulate
 
@@ -72,7 +72,7 @@ def run_of(options: SimulateOptions) -> Run:
         vpp=options.vpp,
         schedule=options.schedule or ("1F1B" if options.vpp == 1 else "Interleaved1F1B"),
     )
-    unheard = check_policy(policy, layers_of(made.shape)) if policy.rules else []
+    unheard = check_policy(policy, layers_of(made)) if policy.rules else []
     if unheard:
         note(f"parts of a simulated layer are larger than the regions of these rules: {', '.join(unheard)}")
     return made

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pagestash.row_counts.distribution import RowDistribution
 from pagestash.simulation.costs.build import step_costs
 from pagestash.simulation.costs.costs import RankCosts, StepCosts
-from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.run import Run
 from pagestash.simulation.replay.played import RankReplay, Replay
 from pagestash.simulation.replay.programs import COMMUNICATION
 from pagestash.simulation.replay.replay import replay

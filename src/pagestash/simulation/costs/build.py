@@ -18,7 +18,6 @@ from pagestash.simulation.costs.costs import (
     StepCosts,
 )
 from pagestash.simulation.costs.dispatch import dispatch_seconds
-from pagestash.simulation.costs.homes import Placed
 from pagestash.simulation.costs.launches import graphed_parts, host_seconds, step_launches
 from pagestash.simulation.costs.memory import (
     LayerMemory,
@@ -26,10 +25,11 @@ from pagestash.simulation.costs.memory import (
     rank_peak,
     static_bytes,
 )
-from pagestash.simulation.costs.run import Run
 from pagestash.simulation.costs.seconds import Seconds, repeated
+from pagestash.simulation.model.homes import Placed
 from pagestash.simulation.model.modules import layers_of
 from pagestash.simulation.model.parts import Layer
+from pagestash.simulation.model.run import Run
 
 T = TypeVar("T")
 MOST_ACTIONS = 2_000_000
@@ -43,7 +43,7 @@ class Known:
     """
 
     def __init__(self, run: Run) -> None:
-        self.layers = layers_of(run.shape)  # which keeps parts alive, so that they have their identity
+        self.layers = layers_of(run)  # which keeps parts alive, so that they have their identity
         self._memory: dict[tuple[int, tuple[Placed, ...]], LayerMemory] = {}
         self._costs: dict[int, LayerCosts] = {}
 
@@ -126,11 +126,11 @@ def _layer_memory(run: Run, layer: Layer, placed: Sequence[Placed]) -> LayerMemo
     return LayerMemory(
         layer=layer,
         placed=placed,
-        stream=run.shape.stream_bytes,
+        stream=run.stream_bytes,
         buffers=run.capacity or 1.0,
         product_workspace=run.cluster.device.product_workspace,
         graphed=graphed_parts(run),
-        delayed=run.shape.element_bytes if run.delays_weight_gradients else 0,
+        delayed=run.element_bytes if run.delays_weight_gradients else 0,
     )
 
 
@@ -158,7 +158,7 @@ def _rank(run: Run, plan: Plan, stages: Stages, known: Known) -> RankCosts:
     each, groups = run.parameters, peak.groups
     updated = cluster.kernel_seconds(2 * groups["optimizer"] + groups["gradients"] + groups["weights"])
     launched = cluster.host.launch * step_launches(own, run.framework)
-    send = cluster.node.latency + run.shape.stream_bytes / cluster.send_rate(run.layout.stage_ranks)
+    send = cluster.node.latency + run.stream_bytes / cluster.send_rate(run.layout.stage_ranks)
     return RankCosts(
         stages=tuple(
             StageCosts(
@@ -185,7 +185,7 @@ def _shared_seconds(run: Run, layers: Sequence[Layer], each: float) -> float:
 
 def _layer_costs(run: Run, memory: LayerMemory) -> LayerCosts:
     layer, cluster, frame = memory.layer, run.cluster, run.framework
-    seconds = Seconds(cluster, run.precision, run.layout.tp, run.layout.cp, run.factors)
+    seconds = Seconds(run)
 
     def total(values: Iterable[tuple[float, bool]]) -> Amount:
         """Of values and whether each is in proportion to rows."""
@@ -202,7 +202,7 @@ def _layer_costs(run: Run, memory: LayerMemory) -> LayerCosts:
     dropped = [item for item in memory.placed if item.home == "recompute"]
     makers, whole = {item.maker for item in dropped}, {item.scope for item in dropped if item.reruns}
     again = {part.name: repeated(part, makers, whole) for part in layer.parts}
-    sent = dispatch_seconds(cluster, run.shape, run.dispatcher) if layer.dispatch_bytes else 0.0
+    sent = dispatch_seconds(run) if layer.dispatch_bytes else 0.0
     latency = cluster.node.latency if sent else 0.0
     return LayerCosts(
         name=layer.name,

@@ -15,27 +15,22 @@ arXiv 2603.07685 has 1,485 µs on H100 with EP 16 (here 1,377), 4,626 with EP 64
 """
 
 from math import comb
-from typing import Literal, get_args
 
-from pagestash.simulation.cluster.cluster import Cluster
-from pagestash.simulation.model.parts import Shape
-
-Dispatcher = Literal["alltoall", "flex"]
-DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
+from pagestash.simulation.model.run import Run
 
 
-def dispatch_seconds(cluster: Cluster, shape: Shape, dispatcher: Dispatcher) -> float:
+def dispatch_seconds(run: Run) -> float:
     """Of the rows of one layer and microbatch, one way."""
-    config, ranks = shape.config, shape.layout.ep
+    config, cluster, ranks = run.config, run.cluster, run.layout.ep
     if ranks == 1:
         return 0.0
-    row = shape.element_bytes * shape.row_width
-    if dispatcher == "alltoall":
-        return cluster.all_to_all_seconds(row * shape.rows * (ranks - 1) / ranks, ranks)
+    row = run.element_bytes * run.row_width
+    if run.dispatcher == "alltoall":
+        return cluster.all_to_all_seconds(row * run.rows * (ranks - 1) / ranks, ranks)
     node = cluster.node
     inside = min(ranks, node.nvlink_devices)
     domains = -(-ranks // inside)
-    once = row * shape.local_tokens
+    once = row * run.local_tokens
 
     def others(parts: int) -> float:
         """Expected parts that a token goes to, its own one left out."""

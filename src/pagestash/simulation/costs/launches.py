@@ -15,9 +15,9 @@ of 48 layers (Nsight profile of a step in Megatron-Bridge), which is 151 each; t
 from collections.abc import Mapping, Sequence
 
 from pagestash.simulation.costs.costs import HostSeconds
-from pagestash.simulation.costs.run import GRAPHED, Run
 from pagestash.simulation.model.framework import Framework
 from pagestash.simulation.model.parts import Layer, Part
+from pagestash.simulation.model.run import GRAPHED, Run
 
 BACKWARD = 2
 """Launches of backward over those of forward."""
@@ -53,7 +53,7 @@ def host_seconds(run: Run, layer: Layer, again: Mapping[str, float], regions: in
         return HostSeconds()
     launch, graphed = run.cluster.host.launch, graphed_parts(run)
     eager = {
-        part.name: launches(part, loops=run.framework.loops_experts, casts=run.shape.quantized)
+        part.name: launches(part, loops=run.framework.loops_experts, casts=run.quantized)
         for part in layer.parts
         if part.name not in graphed
     }

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pagestash.models.config import DecoderConfig, shortened
-from pagestash.simulation.cluster.cluster import Cluster, Precision
+from pagestash.simulation.cluster.cluster import Cluster
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.seconds import Seconds
 from pagestash.simulation.model.modules import layers_of
-from pagestash.simulation.model.parts import Shape
 from pagestash.simulation.model.regions import part_of, split, timed_name
+from pagestash.simulation.model.run import Run
 
 if TYPE_CHECKING:  # a profile imports torch
     from pagestash.profiling.profiled import ProfiledStep
@@ -48,8 +48,8 @@ class Measured:
 
 def measured(profile: "ProfiledStep", config: DecoderConfig, cluster: Cluster) -> Measured:
     """The times of a profile of `config`, or of its first layers, on a device of `cluster`."""
-    shape, precision = profiled_shape(profile, config)
-    layers, plain = layers_of(shape), Seconds(cluster, precision)
+    run = profiled_run(profile, config, cluster)
+    layers, plain = layers_of(run), Seconds(run)
     parts = {layer.name: [part.name for part in layer.parts] for layer in layers}
     outside = [*parts["embed"], *parts["head"]]
     regions: dict[str, set[str]] = defaultdict(set)  # layers by part
@@ -75,14 +75,14 @@ def measured(profile: "ProfiledStep", config: DecoderConfig, cluster: Cluster) -
             factors[name] = ((forward + backward) / (ahead + back),) * 2
         else:
             factors[name] = forward / ahead if ahead else 1.0, backward / back if back else 1.0
-    wanted = layers_of(replace(shape, config=config))
+    wanted = layers_of(replace(run, config=config))
     needed = dict.fromkeys(timed_name(part.name) for layer in wanted for part in layer.parts)
     estimated = tuple(name for name in needed if name not in factors)
     return Measured(factors=factors, uncounted=dict(uncounted), estimated=estimated)
 
 
-def profiled_shape(profile: "ProfiledStep", config: DecoderConfig) -> tuple[Shape, Precision]:
-    """Layers, batch, sequence and precision of the profiled step, from its regions and saved tensors."""
+def profiled_run(profile: "ProfiledStep", config: DecoderConfig, cluster: Cluster) -> Run:
+    """The profiled step: its layers, batch, sequence and precision, from its regions and saved tensors."""
     numbers = {split(region.name)[0] for region in profile.regions} - {""}
     if not numbers or numbers != {f"layers.{number}" for number in range(len(numbers))}:
         raise ValueError(
@@ -102,13 +102,12 @@ def profiled_shape(profile: "ProfiledStep", config: DecoderConfig) -> tuple[Shap
             f"the profile is of another model: its layers have a width of {widths[0] if widths else 'unknown'}, "
             f"not {config.width}"
         )
-    size = 4 if dtype == "float32" else 2
-    shape = Shape(
+    return Run(
         config=shortened(config, len(numbers)),
+        cluster=replace(cluster, devices=1),
         layout=Layout(devices=1),
         sequence=tokens[1],
+        global_batch=tokens[0],
         microbatch=tokens[0],
-        element_bytes=size,
-        product_bytes=float(size),
+        precision="fp32" if dtype == "float32" else "bf16",
     )
-    return shape, "fp32" if dtype == "float32" else "bf16"

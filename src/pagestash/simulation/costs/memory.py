@@ -18,8 +18,8 @@ from pagestash.saved.offload.plan import Event, GroupBytes, Key, make_plan
 from pagestash.schedules.plan import Plan, immediate_backwards
 from pagestash.simulation.cluster.layout import Layout
 from pagestash.simulation.costs.costs import RankPeak
-from pagestash.simulation.costs.homes import Placed
 from pagestash.simulation.model.framework import Margin, ParameterBytes
+from pagestash.simulation.model.homes import Placed
 from pagestash.simulation.model.parts import Layer, Part
 
 HELD_PATTERN = 4

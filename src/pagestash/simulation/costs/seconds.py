@@ -4,10 +4,9 @@ Backward: gradients of inputs are as many operations as forward, those of weight
 backward is 2.5 times its forward.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
 
-from pagestash.simulation.cluster.cluster import Cluster, Precision
+from pagestash.simulation.cluster.cluster import Precision
 from pagestash.simulation.costs.launches import launches
 from pagestash.simulation.model.parts import (
     ACTIVATION,
@@ -21,6 +20,7 @@ from pagestash.simulation.model.parts import (
     Product,
 )
 from pagestash.simulation.model.regions import timed_name
+from pagestash.simulation.model.run import Run
 
 CAST_BYTES: dict[str, int] = {"mxfp8": 4, "fp8": 6}
 """Read and written of each element of a product's operand in 8 bits: once in 16 bits, twice in 8. FP8 with one
@@ -30,16 +30,11 @@ ATTENTION_BACKWARD = 2.5
 _ALWAYS_BF16 = ("moe.router", "head", "mtp.head", "embed")
 
 
-@dataclass(frozen=True)
 class Seconds:
     """Times of one rank's modules."""
 
-    cluster: Cluster
-    precision: Precision = "bf16"
-    layout_tp: int = 1
-    layout_cp: int = 1
-    factors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By part: measured over roofline seconds, of forward and of backward."""
+    def __init__(self, run: Run) -> None:
+        self.run, self.cluster = run, run.cluster
 
     def forward(self, part: Part) -> float:
         return self._factor(part)[0] * self._compute(part) + self._collectives(part)
@@ -66,20 +61,22 @@ class Seconds:
 
     def _casts(self, part: Part, elements: Iterable[float]) -> float:
         """In 8 bits a product's operand is read, and written along both of its dimensions."""
-        each = CAST_BYTES.get(self.precision, 0) if part.name not in _ALWAYS_BF16 else 0
+        each = CAST_BYTES.get(self.run.precision, 0) if part.name not in _ALWAYS_BF16 else 0
         groups = max((product.groups for product in part.products), default=1)
         return self.cluster.kernel_seconds(each * groups * sum(elements)) if each else 0.0
 
     def _products(self, part: Part, products: Sequence[Product]) -> float:
-        precision: Precision = "bf16" if part.name in _ALWAYS_BF16 else self.precision
+        precision: Precision = "bf16" if part.name in _ALWAYS_BF16 else self.run.precision
         return sum(self.cluster.product_seconds(p.m, p.n, p.k, precision, p.groups) for p in products)
 
     def _collectives(self, part: Part) -> float:
-        shared = sum(self.cluster.gather_seconds(size, self.layout_tp) for size in part.gathers)
-        return shared + self.cluster.gather_seconds(part.context_bytes, self.layout_cp, self.layout_tp)
+        shared = sum(self.cluster.gather_seconds(size, self.run.layout.tp) for size in part.gathers)
+        return shared + self.cluster.gather_seconds(
+            part.context_bytes, self.run.layout.cp, self.run.layout.tp
+        )
 
     def _factor(self, part: Part) -> tuple[float, float]:
-        return self.factors.get(timed_name(part.name), (1.0, 1.0))
+        return self.run.factors.get(timed_name(part.name), (1.0, 1.0))
 
 
 def repeated(part: Part, makers: Collection[str], whole: Collection[str] = ()) -> float:

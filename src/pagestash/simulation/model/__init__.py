@@ -1,1 +1,1 @@
-"""What a layer is on one rank: its parts, what they save, hold, compute and send."""
+"""What is simulated: a run, the parts of its layers, and where each part's saved tensors wait."""

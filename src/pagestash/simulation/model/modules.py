@@ -20,25 +20,25 @@ from pagestash.simulation.model.parts import (
     Part,
     Piece,
     Product,
-    Shape,
 )
+from pagestash.simulation.model.run import Run
 
 _INDEX = 4  # bytes of an index, a weight, or a row's statistic
 
 
-def layers_of(shape: Shape) -> list[Layer]:
+def layers_of(run: Run) -> list[Layer]:
     """Embedding, layers, those of multi-token prediction, and head."""
-    config = shape.config
-    attention = {window: tuple(_attention(shape, window)) for window in {0, config.window}}
-    dense, experts = tuple(_dense(shape)) if config.dense_layers else (), tuple(_experts(shape))
+    config = run.config
+    attention = {window: tuple(_attention(run, window)) for window in {0, config.window}}
+    dense, experts = tuple(_dense(run)) if config.dense_layers else (), tuple(_experts(run))
     # Layers that are alike have the same tuple of parts: they are costed once.
     kinds = {
         (window, routed): (*own, *(experts if routed else dense))
         for window, own in attention.items()
         for routed in (False, True)
     }
-    ep = shape.layout.ep
-    sent = shape.element_bytes * shape.row_width * shape.rows * (ep - 1) / ep
+    ep = run.layout.ep
+    sent = run.element_bytes * run.row_width * run.rows * (ep - 1) / ep
     blocks = []
     for index in range(config.layers):
         routed = index >= config.dense_layers
@@ -46,53 +46,53 @@ def layers_of(shape: Shape) -> list[Layer]:
         parts = kinds[0 if whole else config.window, routed]
         blocks.append(Layer(name=f"layers.{index}", parts=parts, dispatch_bytes=sent if routed else 0.0))
     for index in range(config.mtp_layers):
-        parts = (_joined(shape, first=index == 0), *kinds[config.window, True], *_head_again(shape))
+        parts = (_joined(run, first=index == 0), *kinds[config.window, True], *_head_again(run))
         blocks.append(Layer(name=f"layers.{config.layers + index}", parts=parts, dispatch_bytes=sent))
-    return [_embedding(shape), *blocks, _head(shape)]
+    return [_embedding(run), *blocks, _head(run)]
 
 
-def _joined(shape: Shape, *, first: bool) -> Part:
+def _joined(run: Run, *, first: bool) -> Part:
     """What a layer of multi-token prediction begins with: norms of its two inputs, and a projection of both to one.
 
     One input is what the layers gave, the other the embedding of the next tokens. The embedding's weight is shared;
     a pipeline's last rank has a copy of it.
     """
-    width, tokens, stream = shape.config.width, shape.local_tokens, shape.stream_bytes
+    width, tokens, stream = run.config.width, run.local_tokens, run.stream_bytes
     projection = 2 * width**2
-    copied = _embedding(shape).parameters if first and shape.layout.pp > 1 else 0
+    copied = _embedding(run).parameters if first and run.layout.pp > 1 else 0
     return Part(
         name="mtp.proj",
         pieces=(
             Piece(2 * stream + 2 * _INDEX * tokens, HELD),  # both inputs; the norms' statistics
-            Piece(shape.product_input(2 * width * tokens), HELD),
+            Piece(run.product_input(2 * width * tokens), HELD),
         ),
         parameters=projection + 2 * width + copied,
         products=(Product(tokens, width, 2 * width),),
         kernels=4,
         traffic=10 * stream,
         temporary=3 * stream,
-        weight_gradient=_weights(shape, projection),
+        weight_gradient=_weights(run, projection),
     )
 
 
-def _head_again(shape: Shape) -> tuple[Part, Part]:
+def _head_again(run: Run) -> tuple[Part, Part]:
     """What it ends with: a norm of its own, and the head, whose weight it shares."""
-    norm, head = _head(shape).parts
+    norm, head = _head(run).parts
     return replace(norm, name="mtp.norm"), replace(head, name="mtp.head", parameters=0)
 
 
-def _gathers(shape: Shape) -> tuple[float, ...]:
+def _gathers(run: Run) -> tuple[float, ...]:
     """An all-gather before, and a reduce-scatter after."""
-    whole = shape.element_bytes * shape.config.width * shape.tokens
-    return (whole, whole) if shape.layout.tp > 1 else ()
+    whole = run.element_bytes * run.config.width * run.tokens
+    return (whole, whole) if run.layout.tp > 1 else ()
 
 
-def _norm(shape: Shape, name: str, maker: str) -> Part:
-    stream = shape.stream_bytes
+def _norm(run: Run, name: str, maker: str) -> Part:
+    stream = run.stream_bytes
     return Part(
         name=name,
-        pieces=(Piece(stream, maker), Piece(_INDEX * shape.local_tokens, name)),
-        parameters=shape.config.width,
+        pieces=(Piece(stream, maker), Piece(_INDEX * run.local_tokens, name)),
+        parameters=run.config.width,
         kernels=1,
         norms=1,
         traffic=4 * stream,  # the residual sum before it, too
@@ -100,21 +100,21 @@ def _norm(shape: Shape, name: str, maker: str) -> Part:
     )
 
 
-def _weights(shape: Shape, parameters: int) -> int:
+def _weights(run: Run, parameters: int) -> int:
     """Bytes of a weight gradient as a temporary tensor."""
-    return shape.element_bytes * parameters if shape.framework.weight_gradients else 0
+    return run.element_bytes * parameters if run.framework.weight_gradients else 0
 
 
-def _attention(shape: Shape, window: int) -> list[Part]:
-    config, tp, tokens, b = shape.config, shape.layout.tp, shape.tokens, shape.element_bytes
-    parts = [_norm(shape, "attn_norm", HELD)]
+def _attention(run: Run, window: int) -> list[Part]:
+    config, tp, tokens, b = run.config, run.layout.tp, run.tokens, run.element_bytes
+    parts = [_norm(run, "attn_norm", HELD)]
     heads = config.heads // tp
-    copies, viewed = shape.framework.copies_values, 0
+    copies, viewed = run.framework.copies_values, 0
     if config.attention == "mla":
         queries, values = heads * (config.nope_dim + config.rope_dim), heads * config.v_dim
         keys = queries
         gathered = keys + values
-        parts.append(_latent_qkv(shape, queries))
+        parts.append(_latent_qkv(run, queries))
         pieces = [
             Piece(tokens * b * 2 * queries, UP),
             Piece(tokens * b * heads * (config.v_dim + (0 if copies else config.nope_dim)), KV_UP),
@@ -127,12 +127,12 @@ def _attention(shape: Shape, window: int) -> list[Part]:
         parts.append(
             Part(
                 name="attn.qkv_linear",
-                pieces=(Piece(shape.product_input(config.width * shape.local_tokens), "attn_norm"),),
+                pieces=(Piece(run.product_input(config.width * run.local_tokens), "attn_norm"),),
                 parameters=config.width * fused + bias,
                 products=(Product(tokens, fused, config.width),),
                 temporary=b * tokens * (fused + config.width),
-                weight_gradient=_weights(shape, config.width * fused),
-                gathers=_gathers(shape),
+                weight_gradient=_weights(run, config.width * fused),
+                gathers=_gathers(run),
             )
         )
         pieces = [Piece(tokens * b * (heads + shared) * size, ROPE)]
@@ -164,11 +164,11 @@ def _attention(shape: Shape, window: int) -> list[Part]:
             Piece(tokens * _INDEX * heads, STATISTICS),
         ),
         kernels=1,
-        scores=2 * tokens * shape.attended(window) * (queries + values),
+        scores=2 * tokens * run.attended(window) * (queries + values),
         traffic=2 * b * tokens * (queries + keys),
         # Gradients of queries, keys and values, of the result, and a sum of queries' gradients in float32.
         temporary=tokens * (b * (queries + keys + 2 * values) + 4 * queries),
-        context_bytes=b * tokens * shape.layout.cp * gathered if shape.layout.cp > 1 else 0.0,
+        context_bytes=b * tokens * run.layout.cp * gathered if run.layout.cp > 1 else 0.0,
         view_bytes=viewed,
     )
     width = config.width
@@ -176,18 +176,18 @@ def _attention(shape: Shape, window: int) -> list[Part]:
     projection = Part(
         name="attn.attn_proj",
         # In 16 bits its input is attention's own result; in fewer it is a copy.
-        pieces=(Piece(shape.product_input(values * tokens), "attn.attn_proj"),) if shape.quantized else (),
+        pieces=(Piece(run.product_input(values * tokens), "attn.attn_proj"),) if run.quantized else (),
         parameters=values * width + bias,
         kernels=1,  # the residual sum
         products=(Product(tokens, width, values),),
         temporary=b * tokens * (width + values),
-        weight_gradient=_weights(shape, values * width),
+        weight_gradient=_weights(run, values * width),
     )
     return [*parts, core, projection]
 
 
-def _latent_qkv(shape: Shape, queries: int) -> Part:
-    config, tp, tokens, b = shape.config, shape.layout.tp, shape.tokens, shape.element_bytes
+def _latent_qkv(run: Run, queries: int) -> Part:
+    config, tp, tokens, b = run.config, run.layout.tp, run.tokens, run.element_bytes
     width, heads = config.width, config.heads // tp
     keys_values = heads * (config.nope_dim + config.v_dim)
     latents = config.q_rank + config.kv_rank
@@ -205,7 +205,7 @@ def _latent_qkv(shape: Shape, queries: int) -> Part:
     return Part(
         name="attn.qkv_linear",
         pieces=(
-            Piece(shape.product_input(width * shape.local_tokens), "attn_norm"),
+            Piece(run.product_input(width * run.local_tokens), "attn_norm"),
             Piece(tokens * (b * (2 * latents + config.rope_dim) + norms * _INDEX), "attn.qkv_linear"),
         ),
         parameters=down + up + latents + bias,
@@ -214,55 +214,51 @@ def _latent_qkv(shape: Shape, queries: int) -> Part:
         norms=norms,
         traffic=2 * b * tokens * (2 * queries + keys_values),
         temporary=b * tokens * (queries + keys_values + width),
-        weight_gradient=_weights(shape, up),
-        gathers=_gathers(shape),
+        weight_gradient=_weights(run, up),
+        gathers=_gathers(run),
     )
 
 
-def _dense(shape: Shape) -> list[Part]:
-    config = shape.config
-    inner = config.dense_width // shape.layout.tp
-    return [_norm(shape, "mlp_norm", RESIDUAL), _mlp(shape, "mlp", inner, new_input=True)]
+def _dense(run: Run) -> list[Part]:
+    config = run.config
+    inner = config.dense_width // run.layout.tp
+    return [_norm(run, "mlp_norm", RESIDUAL), _mlp(run, "mlp", inner, new_input=True)]
 
 
-def _mlp(shape: Shape, name: str, inner: int, *, new_input: bool) -> Part:
+def _mlp(run: Run, name: str, inner: int, *, new_input: bool) -> Part:
     """A dense MLP of width `inner` on this rank."""
-    config, tokens, b = shape.config, shape.tokens, shape.element_bytes
+    config, tokens, b = run.config, run.tokens, run.element_bytes
     parts = 2 if config.gated else 1
-    kept = tokens * inner * (b * parts + shape.framework.dense_activations * shape.product_bytes)
-    own_input = new_input or shape.quantized  # the router's input is the same tensor, in 16 bits
+    kept = b * parts * tokens * inner + run.product_input(run.framework.dense_activations * tokens * inner)
+    own_input = new_input or run.quantized  # the router's input is the same tensor, in 16 bits
     parameters = (parts + 1) * config.width * inner
     return Part(
         name=name,
         pieces=(
-            *(
-                (Piece(shape.product_input(config.width * shape.local_tokens), "mlp_norm"),)
-                if own_input
-                else ()
-            ),
-            Piece(round(kept), name),
+            *((Piece(run.product_input(config.width * run.local_tokens), "mlp_norm"),) if own_input else ()),
+            Piece(kept, name),
         ),
         parameters=parameters,
         products=(Product(tokens, parts * inner, config.width), Product(tokens, config.width, inner)),
         kernels=2,
         traffic=b * tokens * (parts + 1) * inner,
         temporary=b * tokens * ((parts + 1) * inner + config.width),
-        weight_gradient=_weights(shape, parameters),
-        gathers=_gathers(shape),
+        weight_gradient=_weights(run, parameters),
+        gathers=_gathers(run),
     )
 
 
-def _experts(shape: Shape) -> list[Part]:
-    config, frame, b = shape.config, shape.framework, shape.element_bytes
-    d, n, rows, tokens = shape.row_width, config.expert_width, shape.rows, shape.local_tokens
+def _experts(run: Run) -> list[Part]:
+    config, frame, b = run.config, run.framework, run.element_bytes
+    d, n, rows, tokens = run.row_width, config.expert_width, run.rows, run.local_tokens
     width = config.width
-    here = config.experts // shape.layout.ep
+    here = config.experts // run.layout.ep
     parts, fused = 2 if config.gated else 1, frame.fused_experts
-    moved = rows if shape.layout.ep > 1 or frame.keeps_rows else 0
+    moved = rows if run.layout.ep > 1 or frame.keeps_rows else 0
     bias = here * (parts * n + d) if config.expert_bias else 0
-    passes = 2 if shape.sorts_rows and min(here, shape.layout.ep) > 1 else 1  # of all rows, in and out
+    passes = 2 if run.sorts_rows and min(here, run.layout.ep) > 1 else 1  # of all rows, in and out
     found = [
-        _norm(shape, "mlp_norm", RESIDUAL),
+        _norm(run, "mlp_norm", RESIDUAL),
         Part(
             name="moe.router",
             pieces=(Piece(b * width * tokens, "mlp_norm"), Piece(_INDEX * config.top_k * tokens, HELD)),
@@ -279,14 +275,14 @@ def _experts(shape: Shape) -> list[Part]:
         ),
         Part(
             name="moe.expert_fc1",
-            pieces=(Piece(shape.product_input(d * moved), HELD),),
+            pieces=(Piece(run.product_input(d * moved), HELD),),
             routed=True,
             expert=True,
             parameters=here * parts * n * d + bias,
             products=(Product(rows / here, parts * n, d, here),),
             traffic=passes * 2 * b * d * rows,  # permuted
             temporary=b * (d + parts * n) * rows,
-            weight_gradient=_weights(shape, here * (parts + fused) * n * d),
+            weight_gradient=_weights(run, here * (parts + fused) * n * d),
         ),
         Part(
             name="moe.moe_act",
@@ -298,14 +294,14 @@ def _experts(shape: Shape) -> list[Part]:
         ),
         Part(
             name="moe.expert_fc2",
-            pieces=(Piece(shape.product_input(n * frame.activations * rows), ACTIVATION),),
+            pieces=(Piece(run.product_input(n * frame.activations * rows), ACTIVATION),),
             routed=True,
             expert=True,
             parameters=here * n * d,
             products=(Product(rows / here, d, n, here),),
             traffic=passes * 2 * b * d * rows,  # summed into tokens
             temporary=b * (d + n) * rows,
-            weight_gradient=_weights(shape, here * n * d),
+            weight_gradient=_weights(run, here * n * d),
         ),
     ]
     if frame.keeps_combined:
@@ -315,54 +311,54 @@ def _experts(shape: Shape) -> list[Part]:
         found.append(
             Part(
                 name="moe.latent",  # into rows, and out of their sums
-                pieces=(Piece(shape.product_input(d * tokens), HELD),),
+                pieces=(Piece(run.product_input(d * tokens), HELD),),
                 parameters=2 * width * d,
                 products=(Product(tokens, d, width), Product(tokens, width, d)),
                 temporary=b * (width + d) * tokens,
-                weight_gradient=_weights(shape, width * d),
+                weight_gradient=_weights(run, width * d),
             )
         )
     if config.shared_experts:
-        inner = config.expert_width * config.shared_experts // shape.layout.tp
-        found.append(_mlp(shape, "moe.shared_experts", inner, new_input=False))
+        inner = config.expert_width * config.shared_experts // run.layout.tp
+        found.append(_mlp(run, "moe.shared_experts", inner, new_input=False))
     return found
 
 
-def _embedding(shape: Shape) -> Layer:
-    config = shape.config
-    vocab = -(-config.vocab // shape.layout.tp)
+def _embedding(run: Run) -> Layer:
+    config = run.config
+    vocab = -(-config.vocab // run.layout.tp)
     table = Part(
         name="embed",
-        pieces=(Piece(2 * _INDEX * shape.local_tokens, HELD),),
+        pieces=(Piece(2 * _INDEX * run.local_tokens, HELD),),
         parameters=vocab * config.width,
         kernels=2,
         norms=1,
-        traffic=2 * shape.stream_bytes,
-        temporary=2 * shape.stream_bytes,
-        weight_gradient=_weights(shape, vocab * config.width),
+        traffic=2 * run.stream_bytes,
+        temporary=2 * run.stream_bytes,
+        weight_gradient=_weights(run, vocab * config.width),
     )
     return Layer(name="embed", parts=(table,))
 
 
-def _head(shape: Shape) -> Layer:
+def _head(run: Run) -> Layer:
     """The last norm, the projection to the vocabulary and the loss."""
-    config, tokens, b = shape.config, shape.tokens, shape.element_bytes
-    vocab, stream = -(-config.vocab // shape.layout.tp), shape.stream_bytes
-    if shape.framework.keeps_logits:
+    config, tokens, b = run.config, run.tokens, run.element_bytes
+    vocab, stream = -(-config.vocab // run.layout.tp), run.stream_bytes
+    if run.framework.keeps_logits:
         saved = stream + tokens * b * vocab
-        temporary = stream + _weights(shape, vocab * config.width)
+        temporary = stream + _weights(run, vocab * config.width)
     else:  # gradients of the input and, in float32, of the weight; backward casts and scales both
         saved = stream + 4 * vocab * config.width
         temporary = stream + b * vocab * config.width
     projection = Part(
         name="head",
-        pieces=(Piece(saved + _INDEX * shape.local_tokens, HELD),),
-        parameters=0 if config.tied and shape.layout.pp == 1 else vocab * config.width,
+        pieces=(Piece(saved + _INDEX * run.local_tokens, HELD),),
+        parameters=0 if config.tied and run.layout.pp == 1 else vocab * config.width,
         products=(Product(tokens, vocab, config.width),),
         kernels=4,
         traffic=2 * b * tokens * vocab,
         temporary=temporary,
-        gathers=_gathers(shape)[:1],
+        gathers=_gathers(run)[:1],
     )
     norm = Part(
         name="norm",

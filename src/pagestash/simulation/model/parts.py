@@ -12,10 +12,6 @@ saves it, the part's, gives it any other home. `modules.py` has the parts of a d
 
 from dataclasses import dataclass
 
-from pagestash.models.config import DecoderConfig
-from pagestash.simulation.cluster.layout import Layout
-from pagestash.simulation.model.framework import FRAMEWORKS, Framework
-
 
 @dataclass(frozen=True, slots=True)
 class Product:
@@ -115,64 +111,3 @@ class Layer:
     @property
     def operations(self) -> float:
         return sum(part.operations for part in self.parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """A microbatch on one rank of a layout."""
-
-    config: DecoderConfig
-    layout: Layout
-    sequence: int
-    microbatch: int = 1
-    """Sequences."""
-    framework: Framework = FRAMEWORKS["pagestash"]
-    element_bytes: int = 2
-    product_bytes: float = 2.0
-    """Of an element of a product's input, as it is saved for the weight's gradient."""
-    sorts_rows: bool = False
-    """Whether received rows are put in the order of experts by a pass of its own, and back again."""
-
-    def __post_init__(self) -> None:
-        if self.microbatch < 1:
-            raise ValueError(f"microbatch {self.microbatch}: expected at least 1")
-        self.layout.check_model(self.config, self.sequence)
-
-    @property
-    def tokens(self) -> int:
-        """T: tokens of this rank in attention."""
-        return self.microbatch * self.sequence // self.layout.cp
-
-    @property
-    def local_tokens(self) -> int:
-        """Ts: tokens of this rank where tensor parallel ranks share the sequence."""
-        return self.tokens // self.layout.tp
-
-    @property
-    def row_width(self) -> int:
-        """Of the rows that experts receive."""
-        return self.config.latent_width or self.config.width
-
-    def attended(self, window: int) -> float:
-        """Tokens that a token attends to, on average: half of the sequence, or those of a window before it."""
-        reach = min(window, self.sequence) if window else self.sequence
-        return reach * (1 - reach / (2 * self.sequence))
-
-    @property
-    def rows(self) -> int:
-        """R: balanced received rows."""
-        return self.local_tokens * self.config.top_k
-
-    @property
-    def quantized(self) -> bool:
-        """Whether products save copies of their inputs in fewer bits."""
-        return self.product_bytes < self.element_bytes
-
-    def product_input(self, elements: float) -> int:
-        """Saved bytes of a product's input."""
-        return round(self.product_bytes * elements)
-
-    @property
-    def stream_bytes(self) -> int:
-        """Of the residual stream, which also goes from stage to stage."""
-        return self.element_bytes * self.config.width * self.local_tokens

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from pagestash.simulation.costs.build import plans_of, step_costs
 from pagestash.simulation.costs.costs import StepCosts
-from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.run import Run
 from pagestash.simulation.replay.played import Replay
 from pagestash.simulation.replay.replay import replay
 

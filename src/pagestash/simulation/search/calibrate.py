@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from pagestash.simulation.cluster.cluster import Calibration
 from pagestash.simulation.costs.build import rank_peaks
-from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.run import Run
 from pagestash.simulation.replay.lengthened import step_seconds
 
 LEAST = 0.05

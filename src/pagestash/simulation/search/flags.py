@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from pagestash.simulation.cluster.layout import place_as_torchtitan
-from pagestash.simulation.costs.homes import Homes, MegatronHomes
-from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.homes import Homes, MegatronHomes
+from pagestash.simulation.model.run import Run
 
 _MEGATRON_PRECISION = {
     "bf16": ["--bf16"],

@@ -21,9 +21,9 @@ from pagestash.patterns import number_ranges
 from pagestash.policy import Policy, PoolConfig, Rule
 from pagestash.simulation.costs.build import Known, step_costs
 from pagestash.simulation.costs.costs import RankCosts, StepCosts
-from pagestash.simulation.costs.homes import Homes, MegatronHomes, Placed, PolicyHomes
-from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.homes import Homes, MegatronHomes, Placed, PolicyHomes
 from pagestash.simulation.model.parts import Layer
+from pagestash.simulation.model.run import Run
 
 Choice = tuple[tuple[str, Literal["recompute", "offload"]], ...]
 """Regions of a layer ("" is the layer) and their homes; what is not named is kept."""

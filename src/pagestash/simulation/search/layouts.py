@@ -14,9 +14,9 @@ from pagestash.simulation.cluster.layout import Layout, place_as_torchtitan
 from pagestash.simulation.costs.build import split_stages, step_costs
 from pagestash.simulation.costs.costs import LayerCosts
 from pagestash.simulation.costs.memory import static_bytes
-from pagestash.simulation.costs.run import Run
 from pagestash.simulation.model.modules import layers_of
 from pagestash.simulation.model.parts import Layer
+from pagestash.simulation.model.run import Run
 
 VPP = (1, 2, 4, 8)
 MOST_TP, MOST_CP, MOST_PP = 8, 8, 16
@@ -59,7 +59,7 @@ def bounded(wanted: Wanted) -> list[Bounded]:
         if key not in known:
             alone = replace(layout, pp=1, vpp=1, schedule="1F1B")
             one = replace(run, layout=alone, global_batch=alone.dp * run.microbatch, placement=None)
-            known[key] = layers_of(run.shape), step_costs(one).stages[0].layers
+            known[key] = layers_of(run), step_costs(one).stages[0].layers
         layers, costs = known[key]
         stages = split_stages(costs, run.placed)
         seconds = least_seconds(stages, layout.pp, run.microbatches, run.overlaps_dispatch)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pagestash.simulation.costs.costs import StepCosts
-from pagestash.simulation.costs.run import Run
+from pagestash.simulation.model.run import Run
 from pagestash.simulation.replay.lengthened import shortened, step_seconds
 from pagestash.simulation.replay.played import Replay
 from pagestash.simulation.search.homes import Planned, plan_homes

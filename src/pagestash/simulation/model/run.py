@@ -1,18 +1,19 @@
-"""`Run`: what is simulated."""
+"""`Run`: what is simulated, and what follows from it for one microbatch on one rank (letters: `parts.py`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Literal, get_args
 
 from pagestash.models.config import DecoderConfig
 from pagestash.simulation.cluster.cluster import PRECISIONS, SAVED_BYTES, Cluster, Precision
 from pagestash.simulation.cluster.layout import Layout, check_placement, place_evenly
-from pagestash.simulation.costs.dispatch import DISPATCHERS, Dispatcher
-from pagestash.simulation.costs.homes import Homes, PolicyHomes
 from pagestash.simulation.model.framework import FRAMEWORKS, Framework, ParameterBytes
-from pagestash.simulation.model.parts import Shape
+from pagestash.simulation.model.homes import Homes, PolicyHomes
 
 RESERVE = 0.06
+Dispatcher = Literal["alltoall", "flex"]
+DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
 GRAPHED: dict[str, tuple[str, ...]] = {
     "attn": ("attn_norm", "attn.qkv_linear", "attn.q_norm", "attn.core_attn", "attn.attn_proj"),
     "router": ("mlp_norm", "moe.router", "moe.shared_experts"),
@@ -61,6 +62,7 @@ class Run:
             raise ValueError(
                 f"a layout of {self.layout.devices} devices on a cluster of {self.cluster.devices}"
             )
+        self.layout.check_model(self.config, self.sequence)
         if self.capacity and not 1 <= self.capacity < inf:
             raise ValueError(f"capacity={self.capacity}: expected at least 1, or 0 for buffers of exact size")
         if not 0 <= self.reserve < 1:
@@ -75,17 +77,52 @@ class Run:
             raise ValueError(f"graphs={','.join(self.graphs)}: expected some of {parts}, or full by itself")
 
     @property
-    def shape(self) -> Shape:
-        return Shape(
-            config=self.config,
-            layout=self.layout,
-            sequence=self.sequence,
-            microbatch=self.microbatch,
-            framework=self.framework,
-            element_bytes=4 if self.precision == "fp32" else 2,
-            product_bytes=SAVED_BYTES[self.precision],
-            sorts_rows=self.framework.sorts_rows and self.dispatcher == "alltoall",
-        )
+    def tokens(self) -> int:
+        """T: tokens of a rank in attention."""
+        return self.microbatch * self.sequence // self.layout.cp
+
+    @property
+    def local_tokens(self) -> int:
+        """Ts: tokens of a rank where tensor parallel ranks share the sequence."""
+        return self.tokens // self.layout.tp
+
+    @property
+    def rows(self) -> int:
+        """R: balanced received rows."""
+        return self.local_tokens * self.config.top_k
+
+    @property
+    def row_width(self) -> int:
+        """Of the rows that experts receive."""
+        return self.config.latent_width or self.config.width
+
+    def attended(self, window: int) -> float:
+        """Tokens that a token attends to, on average: half of the sequence, or those of a window before it."""
+        reach = min(window, self.sequence) if window else self.sequence
+        return reach * (1 - reach / (2 * self.sequence))
+
+    @property
+    def element_bytes(self) -> int:
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def quantized(self) -> bool:
+        """Whether products save copies of their inputs in fewer bits."""
+        return SAVED_BYTES[self.precision] < self.element_bytes
+
+    def product_input(self, elements: float) -> int:
+        """Bytes of a product's input, as it is saved for the weight's gradient."""
+        return round(SAVED_BYTES[self.precision] * elements)
+
+    @property
+    def stream_bytes(self) -> int:
+        """Of the residual stream, which also goes from stage to stage."""
+        return self.element_bytes * self.config.width * self.local_tokens
+
+    @property
+    def sorts_rows(self) -> bool:
+        """Whether received rows are put in the order of experts by a pass of its own, and back again."""
+        return self.framework.sorts_rows and self.dispatcher == "alltoall"
 
     @property
     def room(self) -> int:

@@ -99,6 +99,7 @@ FRAMEWORKS = [
     ),
     Row("torchtitan: FSDP2, EP, 1F1B, interleaved 1F1B", TITAN + "test_two_ranks"),
     Row("Megatron-Core: one rank", MEGATRON + "test_losses_norms_and_weights_are_those_without_a_policy"),
+    Row("Megatron-Core: beside its own recomputation", MEGATRON + "test_beside_megatrons_own_recomputation"),
     Row("Megatron-Core: EP, 1F1B, interleaved 1F1B", MEGATRON + "test_two_ranks"),
     Row("verl: FSDP engine, by a stand-in", "integrations/test_verl.py test_losses_and_weights"),
 ]

@@ -92,6 +92,32 @@ def test_losses_norms_and_weights_are_those_without_a_policy(tmp_path):
     assert error(ours, stock) < 1e-6
 
 
+THEIRS = {
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+}
+
+
+def _beside_theirs(rank):
+    found = {}
+    for name, settings in THEIRS.items():
+        plain, _, parts = mcore.train(**settings)
+        expected = plain, weights(parts)
+        for policy in ("stash", "offload", "recompute"):
+            kept, keeper, parts = mcore.train(policy_of(POLICIES[policy]), **settings)
+            found[name, policy] = same((kept, weights(parts)), expected), moved(keeper)
+    return found
+
+
+def test_beside_megatrons_own_recomputation(tmp_path):
+    (found,) = run(_beside_theirs, tmp_path)
+    assert found == {(name, policy): (True, {policy}) for name, policy in found}
+
+
 def _logged(rank):
     from megatron.core.transformer.moe import moe_utils
 

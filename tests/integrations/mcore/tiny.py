@@ -48,9 +48,11 @@ def on_cpu():
     if not hasattr(moe_utils, "te_general_gemm"):  # a NameError in the router where Transformer Engine is not
         moe_utils.te_general_gemm = None
     random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
+    random._get_all_rng_states = lambda: (torch.get_rng_state(), None, None)  # for its own recomputation
+    random._set_all_rng_states = lambda state, *_: torch.set_rng_state(state)
 
 
-def model_of(*, ours=True, pp=1, stages=1, dtype=torch.float32, recompute=False, **settings):
+def model_of(*, ours=True, pp=1, stages=1, dtype=torch.float32, **settings):
     """This rank's parts of the model, as many as it has stages."""
     from megatron.core import parallel_state as mpu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -87,8 +89,6 @@ def model_of(*, ours=True, pp=1, stages=1, dtype=torch.float32, recompute=False,
         "apply_rope_fusion": False,
         "deallocate_pipeline_outputs": pp > 1,
     }
-    if recompute:
-        made |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     config = TransformerConfig(**{**made, **settings})
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, normalization="RMSNorm")
     if ours:

@@ -72,6 +72,20 @@ class Shifted(nn.Module):
         return (x + 1.0).exp()
 
 
+def test_what_another_rule_recomputes_does_not_count_for_this_one(told):
+    model = nn.Sequential(nn.LayerNorm(16), Part())
+    train(model, ps.Rule("0", "recompute"), ps.Rule("1", "offload"))
+    (line,) = told()
+    assert line.startswith("rule '1' (offload) moved nothing in 2 steps: its largest saved tensor has 512 B")
+
+
+def test_a_rule_whose_tensors_another_recomputes_is_not_mentioned(told):
+    train(
+        nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)), ps.Rule("0", "recompute"), ps.Rule("1", "offload")
+    )
+    assert told() == []
+
+
 def test_a_rule_for_what_makes_the_input_of_a_recomputed_region_is_not_mentioned(told):
     """Its result is made again, too, and held nowhere."""
     layers = nn.Sequential(*(nn.Sequential(Scaled(), Shifted()) for _ in range(3)))

@@ -46,6 +46,8 @@ class _Seen:
     moved: bool = False
     apart: bool = False
     """Whether something moved that is not in an entry of another rule, which saved the same memory before."""
+    elsewhere: bool = False
+    """Whether a region of another rule recomputes something that is saved under this one."""
     offloaded: bool = False
     whole: bool = False
     smaller: bool = False
@@ -86,6 +88,9 @@ class QuietRules:
             self.discarded_by(packed.recomputed_by)
         seen = self._rules.get(rule) if rule is not None else None
         if seen is None or rule is None:
+            return
+        if packed.recomputed_by and self._policy.rule_for(packed.recomputed_by) is not rule:
+            seen.elsewhere = True
             return
         # (Bytes are codes that the module has written by itself.)
         seen.coded |= tensor.dtype is torch.uint8
@@ -144,7 +149,7 @@ class QuietRules:
             if rule.home == "stash" and seen.whole and not seen.smaller:
                 log.warning(_ALL_VALID, rule.match, STEPS)
             why = self._window(rule, offload) if rule.home == "offload" and seen.apart else None
-            if why is None and not seen.moved:
+            if why is None and not seen.moved and (seen.reasons or not seen.elsewhere):
                 why = _reason(rule, seen, mine)
             if why is not None:
                 log.warning("rule %r (%s) moved nothing in %d steps: %s", rule.match, rule.home, STEPS, why)

@@ -161,13 +161,18 @@ class Keeper(saved.Keeper):
 
             self._target = Target(budget, **measure)
 
+    @property
+    def awaits_plan(self) -> bool:
+        """Whether it has a budget, and has not planned for it yet."""
+        return self._target is not None and self.plan is None
+
     def attach(self, model: nn.Module, regions: Sequence[str] = (), *, others: Sequence[str] = ()) -> Self:
         """Watch the modules of `model` that a rule names; `regions` are the names that `ps.region` will open.
 
         `others` are the modules of other stages, where `model` is a part of a larger one: a rule may match only
         these. A keeper with a budget has one model, and finds the regions itself.
         """
-        ahead = self._target is not None and self.plan is None
+        ahead = self.awaits_plan
         if self._target is not None and ahead:
             if self._first is not None and self._first.model is not model:
                 raise ValueError("Keeper(budget=...) plans for one model; make a keeper for each")
@@ -377,6 +382,6 @@ class Keeper(saved.Keeper):
             raise
 
     def __repr__(self) -> str:
-        if self._target is not None and self.plan is None:
+        if self._target is not None and self.awaits_plan:
             return f"Keeper(budget={self._target.budget!r}, not planned yet)"
         return super().__repr__()

@@ -173,11 +173,14 @@ def test_batches_without_a_loss_and_epochs_that_end_early():
 
 
 def test_one_callback_serves_several_fits():
-    stash, module = Stash(POLICY), Module()
+    stash = Stash(POLICY)
     for _ in range(2):
+        module, plain = Module(), Module()
         trainer_of(stash).fit(module, loader(batches()))
         assert hooks_of(module) == 0
         assert "recompute" in moved(stash.keeper)
+        trainer_of(None).fit(plain, loader(batches()))
+        assert same(module.state_dict(), plain.state_dict())
 
 
 def test_manual_optimization_is_refused():
@@ -198,16 +201,37 @@ def test_a_rule_that_matches_no_module_is_refused_before_training():
 
 
 def test_what_is_no_policy_is_refused():
-    with pytest.raises(TypeError, match="got dict"):
+    with pytest.raises(TypeError, match=r"Stash: expected a policy.*; got \{"):
         Stash({"rule": []})
+
+
+def test_a_budget_without_a_model_that_is_called_is_refused():
+    with pytest.raises(ValueError, match=r"Module has no forward; .* one of net"):
+        trainer_of(Stash("40%")).fit(Module(), loader(batches()))
 
 
 def test_a_budget_is_planned_for_the_model_that_training_step_calls():
     keeper = ps.Keeper(budget=0.8, loss=sum, repeats=1)
     stash = Stash(keeper, model="net")
     plain, planned = fit(None, accumulate_grad_batches=1), fit(stash, accumulate_grad_batches=1)
+    assert stash.keeper is keeper
     assert keeper.plan is not None
     assert not keeper.plan.is_empty
+    assert same(plain, planned)
+
+
+def test_a_budget_of_a_module_that_calls_itself():
+    class Calls(Module):
+        def forward(self, tokens, targets):
+            return sum(self.net(tokens, targets))
+
+        def training_step(self, batch, index):
+            return self(batch[:, :-1], batch[:, 1:])
+
+    stash = Stash("80%")
+    plain, planned = (fit(each, Calls, accumulate_grad_batches=1)[2] for each in (None, stash))
+    assert stash.keeper.plan is not None
+    assert not stash.keeper.plan.is_empty
     assert same(plain, planned)
 
 

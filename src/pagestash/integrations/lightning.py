@@ -6,13 +6,11 @@ opens `keeper.step()` by itself.
 """
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from pagestash.keeper import Keeper
-from pagestash.policy import Policy
+from pagestash.integrations.given import Given, keeper_of
 
 
 class Stash(Callback):
@@ -22,23 +20,16 @@ class Stash(Callback):
         trainer.fit(module)
         print(trainer.callbacks[0].keeper.stats())
 
-    Rules match the names of `module.named_modules()`, or, with `model="net"`, of those in `module.net`. A keeper
-    with a budget needs that: it plans for the model that `training_step` calls.
+    Rules match the names of `module.named_modules()`, or, with `model="net"`, of those in `module.net`. A budget
+    needs that, unless `training_step` calls the module itself: it is planned for a model that is called.
 
     The keeper is attached when fit starts, after `configure_model` and the strategy have sharded the model, and
     detached when it ends. Losses, checkpoints and logs are those of the trainer alone.
     """
 
-    keeper: Keeper | None = None
-    """From the start of fit on; its `stats()` stay when fit is over."""
-
-    def __init__(self, policy: Policy | Keeper | str | Path, *, model: str = "") -> None:
-        if isinstance(policy, str | Path):
-            policy = Policy.load(policy)
-        if not isinstance(policy, Policy | Keeper):
-            kind = type(policy).__name__
-            raise TypeError(f"Stash: expected a Policy, a Keeper or the file of a policy, got {kind}")
-        self._policy, self._model = policy, model
+    def __init__(self, policy: Given, *, model: str = "") -> None:
+        self.keeper = keeper_of(policy, "Stash")
+        self._model = model
         self._open = ExitStack()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -47,11 +38,15 @@ class Stash(Callback):
                 "Stash: with automatic_optimization=False only your training_step knows where forward and backward "
                 "are; attach a ps.Keeper there, and open keeper.step() around them"
             )
-        keeper = self._policy if isinstance(self._policy, Keeper) else Keeper(self._policy)
-        self.keeper = keeper.attach(pl_module.get_submodule(self._model))
+        if self.keeper.awaits_plan and not self._model and type(pl_module).forward is LightningModule.forward:
+            kind, parts = type(pl_module).__name__, ", ".join(name for name, _ in pl_module.named_children())
+            raise ValueError(
+                f"Stash: a budget is planned for the model that training_step calls, and {kind} has no forward; "
+                f"say which of its modules that is: Stash(..., model=...), one of {parts}"
+            )
+        self.keeper.attach(pl_module.get_submodule(self._model))
 
     def on_train_batch_start(self, *_: Any) -> None:
-        assert self.keeper is not None
         self._open.close()  # (a module that skips the rest of an epoch has no end of its batch)
         self._open.enter_context(self.keeper.step())
 
@@ -63,12 +58,8 @@ class Stash(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._open.pop_all().__exit__(type(exception), exception, exception.__traceback__)
-        self._detach()
+        self.keeper.detach()
 
     def teardown(self, *_: Any, **__: Any) -> None:
         self._open.close()
-        self._detach()
-
-    def _detach(self) -> None:
-        if self.keeper is not None:
-            self.keeper.detach()
+        self.keeper.detach()

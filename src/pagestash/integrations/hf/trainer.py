@@ -7,17 +7,15 @@ around it, in whose place ours is put; of other trainers the method is bracketed
 """
 
 import inspect
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 
+from pagestash.integrations.given import Given, keeper_of
 from pagestash.integrations.hf.experts import NAME, implementation, is_experts, taken
 from pagestash.keeper import Keeper
-from pagestash.policy import Policy, Rule
 from pagestash.saved.names import plain_names
 
 BRACKETED = ("training_step", "_prepare_inputs")
@@ -25,7 +23,7 @@ CONTEXT = "maybe_activation_offload_context"
 """The attribute of TRL's trainers that they enter around each `training_step`."""
 
 
-def wrap(trainer: Any, policy: Policy | Sequence[Rule] | Keeper | str | float | Path) -> Keeper:
+def wrap(trainer: Any, policy: Given) -> Keeper:
     """Give what `trainer` saves in its training steps the homes that `policy`, or the file of one, names.
 
         keeper = pagestash.hf.wrap(trainer, "policy.toml")    # or a budget, like "40GiB", to plan one for
@@ -44,7 +42,7 @@ def wrap(trainer: Any, policy: Policy | Sequence[Rule] | Keeper | str | float | 
         )
     if "_prepare_inputs" in trainer.__dict__:
         raise ValueError("wrap: the trainer is wrapped already; unwrap(trainer, keeper) takes ours off")
-    keeper = _keeper(policy)
+    keeper = keeper_of(policy, "wrap")
     _refuse_settings(trainer)
     model: Any = trainer.model
     _refuse_taken_experts(model, trainer.args)
@@ -65,30 +63,6 @@ def wrap(trainer: Any, policy: Policy | Sequence[Rule] | Keeper | str | float | 
         else:
             setattr(trainer, name, MethodType(ours, trainer))
     return keeper
-
-
-def _keeper(policy: Policy | Sequence[Rule] | Keeper | str | float | Path) -> Keeper:
-    if isinstance(policy, Keeper):
-        return policy
-    if isinstance(policy, str) and not Path(policy).exists() and _is_budget(policy):
-        return Keeper(budget=policy)
-    if isinstance(policy, int | float):
-        return Keeper(budget=policy)
-    if isinstance(policy, Policy | Sequence | Path):
-        return Keeper(policy)
-    raise TypeError(
-        f"wrap: expected a policy, its rules or its file, a budget like '40GiB', or a Keeper; got {policy!r}"
-    )
-
-
-def _is_budget(text: str) -> bool:
-    from pagestash.planning.budget import check_budget  # late: it imports the planner
-
-    try:
-        check_budget(text)
-    except ValueError:
-        return False
-    return True
 
 
 def unwrap(trainer: Any, keeper: Keeper) -> None:

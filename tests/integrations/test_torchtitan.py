@@ -35,6 +35,7 @@ from pagestash.integrations import torchtitan as ours  # noqa: E402
 
 EXPERTS = "pagestash.integrations.torchtitan.experts"
 POLICY = 'pagestash.integrations.torchtitan.policy={"path": "policy.toml"}'
+BUDGET = 'pagestash.integrations.torchtitan.policy={"budget": "60%"}'
 LAYERS = """
 [[rule]]
 match = "layers.*"
@@ -86,6 +87,7 @@ RUNS = {
         **{f"{model} kept": (model, [EXPERTS, POLICY], ()) for model in ATTENTION},
         "offload": ("qwen3", [whole("offload")], ()),
         "recompute": ("qwen3", [whole("recompute")], ()),
+        "planned": ("qwen3", [EXPERTS, BUDGET], ()),
         "compiled stock": ("deepseek", [], (*COMPILED, OFF)),
         "compiled stock kept": ("deepseek", [whole("blocks")], COMPILED),
         **{f"{model} compiled ours": (model, [EXPERTS], (*COMPILED, OFF)) for model in ATTENTION},
@@ -197,6 +199,10 @@ def test_a_policy_holds_for_stock_experts(runs, home):
     check(runs("qwen3 stock"), runs(home), [home])
 
 
+def test_a_budget_is_planned_for(runs):
+    check(runs("qwen3 ours"), runs("planned"), ["recompute"])
+
+
 def test_whole_blocks_are_compiled(runs):
     check(runs("compiled stock"), runs("compiled stock kept"), ["stash", "offload"])
 
@@ -271,6 +277,15 @@ def test_dispatchers_and_experts_of_another_kind_are_refused():
 @pytest.mark.parametrize("asked", [{}, {"path": "policy.toml", "budget": "1GiB"}])
 def test_a_policy_needs_a_path_or_a_budget(asked):
     with pytest.raises(ValueError, match="one of them"):
+        ours.policy(SelectiveAC.Config(), **asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [({"path": "nowhere.toml"}, "nowhere.toml: No such file"), ({"budget": "much"}, "budget='much'")],
+)
+def test_what_is_wrong_with_a_policy_is_said_before_a_model_is_made(asked, said):
+    with pytest.raises(ValueError, match=said):
         ours.policy(SelectiveAC.Config(), **asked)
 
 

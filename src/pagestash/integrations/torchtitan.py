@@ -210,7 +210,12 @@ def policy(cfg: ActivationCheckpointing.Config, path: str = "", budget: str = ""
         raise ValueError(
             'pagestash: the policy needs {"path": "policy.toml"} or {"budget": "70GiB"}, one of them'
         )
+    _unattached(path, budget)  # what is wrong with either is said here, before a model is made
     return derive(cfg, Homes.Config, path=path, budget=budget)
+
+
+def _unattached(path: str, budget: str) -> Keeper:
+    return Keeper(Policy.load(path)) if path else Keeper(budget=budget)
 
 
 def keeper_of(trainer: Trainer) -> Keeper | None:
@@ -235,7 +240,7 @@ def _make_keeper(trainer: Any) -> Keeper | None:
             "pagestash: a policy moves tensors while the host looks, and torchtitan would capture the step; add "
             "--training.disable_cuda_graphs"
         )
-    keeper = Keeper(Policy.load(chosen.path)) if chosen.path else Keeper(budget=chosen.budget)
+    keeper = _unattached(chosen.path, chosen.budget)
     names = sorted({name for part in trainer.model_parts for name in named_modules(part)})
     pipelined = trainer.parallel_dims.pp_enabled
     if pipelined:  # a rule may name layers of other ranks alone

@@ -196,7 +196,7 @@ def test_the_best_fits_and_the_others_lack_something():
     found = search(wanted("h100:64", microbatches=(1,)))
     best = found.best
     room = best.run.cluster.device.memory
-    assert max(rank.device_bytes for rank in best.planned.costs.ranks) <= room
+    assert max(rank.device_bytes for rank in best.costs.ranks) <= room
     assert 1 <= len(found.others) <= 5
     for other in found.others:
         assert other.played is None or other.seconds >= best.seconds
@@ -208,7 +208,7 @@ def test_the_best_is_the_same_without_runners_up():
     alone, found = (search(wanted("h100:64", microbatches=(1,), runners_up=count)) for count in (0, 5))
     assert alone.others == ()
     assert alone.best.seconds == found.best.seconds
-    assert alone.best.planned.policies == found.best.planned.policies
+    assert alone.best.policies == found.best.policies
 
 
 def test_a_plan_for_a_cluster_is_printed_and_written(tmp_path):

@@ -13,9 +13,9 @@ from pagestash.commands.simulate import cluster_run
 from pagestash.simulation.model.homes import MegatronHomes
 from pagestash.simulation.model.run import Run
 from pagestash.simulation.search.flags import megatron_flags, pagestash_flags, torchtitan_flags
-from pagestash.simulation.search.homes import joined
+from pagestash.simulation.search.homes import Planned, joined
 from pagestash.simulation.search.layouts import Wanted
-from pagestash.simulation.search.search import ClusterPlan, Found, describe, search
+from pagestash.simulation.search.search import ClusterPlan, describe, search, shares
 from pagestash.sizes import format_bytes
 
 JOINED = "policy.toml"
@@ -62,7 +62,7 @@ def wanted_of(options: PlanOptions) -> Wanted:
 def report(found: ClusterPlan) -> str:
     """The chosen layout, its policies and flags, and the runners-up."""
     best = found.best
-    run_, costs = best.run, best.planned.costs
+    run_, costs = best.run, best.costs
     tokens = run_.global_batch * run_.sequence / run_.cluster.devices / best.seconds
     most = max(rank.device_bytes for rank in costs.ranks)
     host = max(rank.peak.host for rank in costs.ranks)
@@ -78,7 +78,7 @@ def report(found: ClusterPlan) -> str:
     ]
     if isinstance(run_.homes, MegatronHomes):
         lines.append(f"homes   {run_.homes}")
-    for number, policy in enumerate(best.planned.policies):
+    for number, policy in enumerate(best.policies):
         rules = ", ".join(f"{rule.match} {rule.home}" for rule in policy.rules)
         told = f"rank {number:<3} {rules or 'no policy: it fits'}"
         lines += wrap(told, WIDTH, subsequent_indent=" " * 9)
@@ -90,14 +90,14 @@ def report(found: ClusterPlan) -> str:
     return "\n".join(lines)
 
 
-def _shares(item: Found) -> str:
-    shares = sorted(item.shares().items(), key=lambda pair: -pair[1])
+def _shares(item: Planned) -> str:
+    parts = sorted(shares(item).items(), key=lambda pair: -pair[1])
     return ", ".join(
-        f"{name} {100 * own / item.seconds:.0f} %" for name, own in shares if own > 0.01 * item.seconds
+        f"{name} {100 * own / item.seconds:.0f} %" for name, own in parts if own > 0.01 * item.seconds
     )
 
 
-def _flags(item: Found) -> str:
+def _flags(item: Planned) -> str:
     """The framework's flags, or why it has none for this layout."""
     try:
         return " ".join(FLAGS[item.run.framework.name](item.run))
@@ -109,10 +109,10 @@ def write(found: ClusterPlan, folder: Path) -> None:
     """A policy file for each rank and one for all, if ranks have policies; flags; the table as text and JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     best = found.best
-    if best.planned.policies:
-        for number, policy in enumerate(best.planned.policies):
+    if best.policies:
+        for number, policy in enumerate(best.policies):
             policy.save(folder / f"policy-rank{number}.toml")
-        joined(best.planned.policies).save(folder / JOINED)
+        joined(best.policies).save(folder / JOINED)
     (folder / "flags.txt").write_text(_flags(best) + "\n", encoding="utf-8")
     (folder / "plan.txt").write_text(report(found) + "\n", encoding="utf-8")
     rows = [

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Protocol
 
 from pagestash.policy import HomeName, Policy, PoolConfig, Rule
 from pagestash.simulation.model.parts import (
@@ -39,17 +37,19 @@ class Placed:
     """Whether all of its region runs again, communication included: a checkpoint as Megatron-LM has them."""
 
 
-class Homes(Protocol):
+class Homes:
     """Gives each piece of a layer its home."""
 
     @property
-    def pool(self) -> PoolConfig: ...
+    def pool(self) -> PoolConfig:
+        return PoolConfig()
 
-    def place(self, layer: Layer) -> tuple[Placed, ...]: ...
+    def place(self, layer: Layer) -> tuple[Placed, ...]:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class PolicyHomes:
+class PolicyHomes(Homes):
     """By the rules of a policy, as a keeper applies them to regions.
 
     A tensor that a recomputed region makes is dropped, unless the region that saves it has a rule to keep it. Any
@@ -74,12 +74,8 @@ class PolicyHomes:
         return self.policy.pool
 
     def place(self, layer: Layer) -> tuple[Placed, ...]:
-        return tuple(
-            placed
-            for part in layer.parts
-            for piece in part.pieces
-            for placed in self._place(layer, part, piece)
-        )
+        pieces = ((part, piece) for part in layer.parts for piece in part.pieces)
+        return tuple(placed for own in pieces for placed in self._place(layer, *own))
 
     def _place(self, layer: Layer, part: Part, piece: Piece) -> Iterable[Placed]:
         rule, scope = self._rule(layer.name, part.name)
@@ -89,12 +85,11 @@ class PolicyHomes:
             home, scope = "recompute", maker
         elif home == "recompute":  # what its own replay would not bring back
             home = "keep"
-        moved = piece.bytes
+        moved, window = piece.bytes, None
         if home == "offload" and rule is not None:
-            moved = round(rule.fraction * piece.bytes)
+            moved, window = round(rule.fraction * piece.bytes), rule.prefetch_bytes
             if moved < piece.bytes:
                 yield Placed(part.name, "keep", piece.bytes - moved, part.routed)
-        window = rule.prefetch_bytes if home == "offload" and rule is not None else None
         yield Placed(part.name, home, moved, part.routed, scope, piece.maker, window)
 
     def _remade(self, layer: Layer, piece: Piece) -> tuple[bool, str]:
@@ -150,7 +145,7 @@ _OFFLOAD = {
 
 
 @dataclass(frozen=True)
-class MegatronHomes:
+class MegatronHomes(Homes):
     """By Megatron-LM's `--recompute-modules` and `--offload-modules`."""
 
     recompute: Sequence[str] = ()
@@ -172,19 +167,9 @@ class MegatronHomes:
         parts = ("recompute", self.recompute), ("offload", self.offload), ("stash", ["experts"] * self.stash)
         return "; ".join(f"{home} {', '.join(names)}" for home, names in parts if names) or "all is kept"
 
-    @property
-    def pool(self) -> PoolConfig:
-        return PoolConfig()
-
-    @cached_property
-    def _dropped(self) -> dict[str, str]:
-        return {maker: name for name in self.recompute for maker in _RECOMPUTE[name]}
-
-    @cached_property
-    def _moved(self) -> dict[str, str]:
-        return {_OFFLOAD[name]: name for name in self.offload}
-
     def place(self, layer: Layer) -> tuple[Placed, ...]:
+        dropped = {maker for name in self.recompute for maker in _RECOMPUTE[name]}
+        moved = {_OFFLOAD[name] for name in self.offload}
         placed = []
         for part in layer.parts:
             for piece in part.pieces:
@@ -195,16 +180,14 @@ class MegatronHomes:
                         home, reruns = "recompute", True
                 elif "moe" in self.recompute and part.name.startswith("moe.") and piece.maker != "mlp_norm":
                     home, scope, reruns = "recompute", "moe", True
-                elif piece.maker in self._dropped:
-                    region = UP if piece.maker == KV_UP else piece.maker  # both projections are one region
-                    home, scope = "recompute", region
-                elif part.name in self._moved:
+                elif piece.maker in dropped:
+                    home, scope = "recompute", UP if piece.maker == KV_UP else piece.maker  # one region
+                elif part.name in moved:
                     home, scope = "offload", part.name
                 elif self.stash and part.routed:
                     home, scope = "stash", part.name
-                placed.append(
-                    Placed(part.name, home, piece.bytes, part.routed, scope, piece.maker, reruns=reruns)
-                )
+                own = Placed(part.name, home, piece.bytes, part.routed, scope, piece.maker, reruns=reruns)
+                placed.append(own)
             if "core_attn" in self.recompute and part.view_bytes:
                 placed.append(Placed(part.name, "keep", part.view_bytes, part.routed))
         return tuple(placed)

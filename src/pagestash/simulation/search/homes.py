@@ -15,15 +15,16 @@ The replay gives the time.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pagestash.patterns import number_ranges
-from pagestash.policy import Policy, PoolConfig, Rule
+from pagestash.policy import Policy, Rule
 from pagestash.simulation.costs.build import Known, step_costs
 from pagestash.simulation.costs.costs import RankCosts, StepCosts
 from pagestash.simulation.model.homes import Homes, MegatronHomes, Placed, PolicyHomes
 from pagestash.simulation.model.parts import Layer
 from pagestash.simulation.model.run import Run
+from pagestash.simulation.replay.played import Replay
 
 Choice = tuple[tuple[str, Literal["recompute", "offload"]], ...]
 """Regions of a layer ("" is the layer) and their homes; what is not named is kept."""
@@ -50,10 +51,8 @@ SMALLEST = 2
 """So many of the last ones keep least: where they do not fit, none does."""
 
 
-class ChosenHomes:
+class ChosenHomes(Homes):
     """A choice for each layer; says the same as the ranks' policies together, and is asked faster."""
-
-    pool = PoolConfig()
 
     def __init__(self, chosen: Mapping[str, Choice]) -> None:
         self.chosen = chosen
@@ -67,12 +66,16 @@ class ChosenHomes:
         return self._found[key][1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A run with homes that fit, or the nearest to it."""
+    """A run with homes that fit, replayed; or the nearest to it."""
 
     run: Run
     costs: StepCosts
+    bound: float = 0.0
+    """Seconds, if memory were no matter."""
+    played: Replay | None = None
+    seconds: float = float("inf")
 
     @property
     def lacks_bytes(self) -> int:
@@ -130,7 +133,7 @@ def plan_homes(run: Run) -> list[Planned]:
 
 def _planned(run: Run, homes: Homes, known: Known) -> Planned:
     made = replace(run, homes=homes)
-    return Planned(made, step_costs(made, known))
+    return Planned(run=made, costs=step_costs(made, known))
 
 
 def choices_of(run: Run) -> list[Choice]:
@@ -161,13 +164,11 @@ def uniform_homes(run: Run) -> Iterator[MegatronHomes]:
     yield MegatronHomes(full=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
+class _Point(NamedTuple):
     """What a rank takes if all its layers have one choice."""
 
     choice: Choice
-    device_bytes: int
-    host_bytes: int
+    rank: RankCosts
     seconds: float
     """More than without a policy, for one microbatch."""
 
@@ -178,15 +179,12 @@ def _mixed(
     """Every rank with two choices, the smaller one in as few layers as fit."""
     pairs = []
     for at in range(len(layers)):
-        ranks = [(choice, own.costs, own.costs.ranks[at]) for choice, own in tried.items()]
-        points = [
-            _Point(c, rank.device_bytes, rank.peak.host, _seconds(all_, rank)) for c, all_, rank in ranks
-        ]
-        pairs.append(_pair(points, run.room, run.cluster.host_bytes_a_device))
-    low, high = (
-        [0 for _ in layers],
-        [len(own) if pair[0] is not pair[1] else 0 for own, pair in zip(layers, pairs)],
-    )
+        ranks = ((choice, own.costs, own.costs.ranks[at]) for choice, own in tried.items())
+        pairs.append(
+            _pair([_Point(choice, rank, _seconds(costs, rank)) for choice, costs, rank in ranks], run)
+        )
+    low = [0 for _ in layers]
+    high = [len(own) if large is not small else 0 for own, (large, small) in zip(layers, pairs)]
     while True:
         counts = [(first + last) // 2 for first, last in zip(low, high)]
         chosen = {
@@ -203,23 +201,23 @@ def _mixed(
                 low[at], high[at] = (low[at], counts[at]) if fits else (counts[at] + 1, high[at])
 
 
-def _pair(points: Sequence[_Point], room: int, host: int) -> tuple[_Point, _Point]:
+def _pair(points: Sequence[_Point], run: Run) -> tuple[_Point, _Point]:
     """The two choices to mix: one that may be too large, and one that fits; the smallest twice if none does."""
-    usable = [point for point in points if point.host_bytes <= host] or list(points)
-    small = [point for point in usable if point.device_bytes <= room]
+    host = run.cluster.host_bytes_a_device
+    usable = [point for point in points if point.rank.peak.host <= host] or list(points)
+    small = [point for point in usable if point.rank.device_bytes <= run.room]
+    large = [point for point in usable if point.rank.device_bytes > run.room]
     if not small:
-        least = min(usable, key=lambda point: point.device_bytes)
+        least = min(usable, key=lambda point: point.rank.device_bytes)
         return least, least
 
     def seconds(pair: tuple[_Point, _Point]) -> float:
         large, fits = pair
-        part = (large.device_bytes - room) / (large.device_bytes - fits.device_bytes)
+        over = large.rank.device_bytes - run.room
+        part = over / (large.rank.device_bytes - fits.rank.device_bytes) if over > 0 else 1.0
         return part * fits.seconds + (1 - part) * large.seconds
 
-    large = [point for point in usable if point.device_bytes > room]
-    alone = min(small, key=lambda point: point.seconds)
-    best = min(product(large, small), key=seconds, default=(alone, alone))
-    return (alone, alone) if not large or alone.seconds <= seconds(best) else best
+    return min([*zip(small, small), *product(large, small)], key=seconds)
 
 
 def _seconds(costs: StepCosts, rank: RankCosts) -> float:

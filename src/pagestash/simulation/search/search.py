@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pagestash.simulation.costs.costs import StepCosts
 from pagestash.simulation.model.run import Run
 from pagestash.simulation.replay.lengthened import shortened, step_seconds
-from pagestash.simulation.replay.played import Replay
 from pagestash.simulation.search.homes import Planned, plan_homes
 from pagestash.simulation.search.layouts import Bounded, Wanted, bounded, least_seconds
 from pagestash.sizes import format_bytes
@@ -26,50 +25,36 @@ NAMES = dict.fromkeys(("forward", "backward", "weight"), "compute") | {
 """What a step's seconds are for, by kind of span."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A layout with its homes, replayed; or one that does not fit."""
-
-    planned: Planned
-    bound: float
-    """Seconds, if memory were no matter."""
-    played: Replay | None = None
-    seconds: float = float("inf")
-
-    @property
-    def run(self) -> Run:
-        return self.planned.run
-
-    def shares(self) -> dict[str, float]:
-        """Seconds of a mean rank by what they are for."""
-        if self.played is None:
-            return {}
-        total: dict[str, float] = {}
-        for rank in self.played.ranks:
-            for kind, seconds in rank.seconds().items():
-                if kind not in ("send", "out", "back"):
-                    name = NAMES.get(kind, kind)
-                    total[name] = total.get(name, 0.0) + seconds / len(self.played.ranks)
-        total["bubble"] = self.played.bubble() * self.played.seconds
-        once = total.pop("optimizer", 0.0)
-        scale = (self.seconds - once) / (self.played.seconds - once)  # the replay may have fewer microbatches
-        return {name: scale * own for name, own in total.items()} | {"optimizer": once}
+def shares(found: Planned) -> dict[str, float]:
+    """Seconds of a mean rank by what they are for."""
+    if found.played is None:
+        return {}
+    total: dict[str, float] = {}
+    for rank in found.played.ranks:
+        for kind, seconds in rank.seconds().items():
+            if kind not in ("send", "out", "back"):
+                name = NAMES.get(kind, kind)
+                total[name] = total.get(name, 0.0) + seconds / len(found.played.ranks)
+    total["bubble"] = found.played.bubble() * found.played.seconds
+    once = total.pop("optimizer", 0.0)
+    scale = (found.seconds - once) / (found.played.seconds - once)  # the replay may have fewer microbatches
+    return {name: scale * own for name, own in total.items()} | {"optimizer": once}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
     """The fastest that fits, and what else was looked at."""
 
-    best: Found
-    others: tuple[Found, ...]
+    best: Planned
+    others: tuple[Planned, ...]
     looked_at: int
     """Layouts that divide, and whose weights fit."""
 
-    def lacks(self, other: Found) -> str:
+    def lacks(self, other: Planned) -> str:
         """Why it is not the best."""
         if other.played is None:
-            return _lack(other.planned)
-        own, best = other.shares(), self.best.shares()
+            return _lack(other)
+        own, best = shares(other), shares(self.best)
         more = {name: own.get(name, 0.0) - best.get(name, 0.0) for name in {*own, *best}}
         what = max(sorted(more), key=more.__getitem__)
         return f"{1e3 * more[what]:,.0f} ms more {what}" if more[what] > 0 else "nothing but time"
@@ -85,8 +70,8 @@ def search(wanted: Wanted, progress: Callable[[str], None] = lambda line: None) 
             f"no layout of {cluster.devices} devices divides this model and has room for its weights: "
             "try more devices, ZeRO 3, or another global batch"
         )
-    fitting: list[Found] = []
-    lacking: list[Found] = []
+    fitting: list[Planned] = []
+    lacking: list[Planned] = []
     for number, item in enumerate(holding, start=1):
         below = min(own.seconds for own in fitting) if len(fitting) > wanted.runners_up else float("inf")
         if item.seconds >= below:
@@ -97,10 +82,10 @@ def search(wanted: Wanted, progress: Callable[[str], None] = lambda line: None) 
             (lacking if found.played is None else fitting).append(found)
     fitting.sort(key=lambda own: own.seconds)
     if not fitting:
-        nearest = min(lacking, key=lambda own: own.planned.lacks)
+        nearest = min(lacking, key=lambda own: own.lacks)
         raise ValueError(
             f"nothing fits: the nearest of {len(lacking)} layouts, {describe(nearest.run)}, lacks "
-            f"{_lack(nearest.planned)}"
+            f"{_lack(nearest)}"
         )
     # Those that would be faster if they fitted say what memory is worth.
     tempting = [own for own in lacking if own.bound < fitting[0].seconds][: min(2, wanted.runners_up)]
@@ -115,7 +100,7 @@ def _lack(planned: Planned) -> str:
     return f"{format_bytes(size)} of {where} memory"
 
 
-def _outcome(found: Found | None) -> str:
+def _outcome(found: Planned | None) -> str:
     if found is None:
         return "slower than the best"
     return "does not fit" if found.played is None else f"{found.seconds:.2f} s"
@@ -128,16 +113,15 @@ def describe(run: Run) -> str:
     return f"{' '.join(shown)} MBS{run.microbatch} {run.layout.schedule}"
 
 
-def try_layout(item: Bounded, below: float = float("inf")) -> Found | None:
+def try_layout(item: Bounded, below: float = float("inf")) -> Planned | None:
     """A layout with the fastest homes that fit; without a replay if none does.
 
     None if a bound shows that they take `below` seconds or more.
     """
-    planned = plan_homes(shortened(item.run))
+    planned = [replace(own, bound=item.seconds) for own in plan_homes(shortened(item.run))]
     fitting = [own for own in planned if not own.lacks]
     if not fitting:
-        nearest = min(planned, key=lambda own: own.lacks)
-        return Found(planned=_whole(nearest, item.run), bound=item.seconds)
+        return _whole(min(planned, key=lambda own: own.lacks), item.run)
     found = [_replayed(item, own) for own in fitting if _bound(item.run, own.costs) < below]
     return min(found, key=lambda own: own.seconds, default=None)
 
@@ -147,10 +131,10 @@ def _bound(run: Run, costs: StepCosts) -> float:
     return least_seconds(stages, run.layout.pp, run.microbatches, run.overlaps_dispatch)
 
 
-def _replayed(item: Bounded, planned: Planned) -> Found:
+def _replayed(item: Bounded, planned: Planned) -> Planned:
     whole = _whole(planned, item.run)
-    played, seconds = step_seconds(whole.run, planned.costs)
-    return Found(planned=whole, bound=item.seconds, played=played, seconds=max(seconds, item.seconds))
+    played, seconds = step_seconds(whole.run, whole.costs)
+    return replace(whole, played=played, seconds=max(seconds, item.seconds))
 
 
 def _whole(planned: Planned, run: Run) -> Planned:

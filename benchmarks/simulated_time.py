@@ -10,7 +10,7 @@ from benchmarks import published
 from benchmarks.harness import Claim
 from benchmarks.published_times import EARLIER, FITTED, HELD_OUT, SEEN, Timed
 from benchmarks.simulated import EFFECT, Row
-from pagestash.simulation.costs.build import step_costs
+from pagestash.simulation.model.modules import model_operations
 from pagestash.simulation.model.run import Run
 from pagestash.simulation.replay.lengthened import step_seconds
 
@@ -110,6 +110,5 @@ def speeds(item: Timed) -> tuple[float, float]:
     if item.unit == "s":
         told = tokens / told
     elif item.unit == "TFLOPS":
-        costs = step_costs(run)
-        told *= 1e12 * costs.tokens / costs.model_operations
+        told *= 1e12 * run.global_batch * run.sequence / model_operations(run)
     return told, tokens / seconds(run)

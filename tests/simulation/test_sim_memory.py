@@ -16,7 +16,7 @@ from pagestash.simulation.costs.build import rank_peaks, step_costs
 from pagestash.simulation.costs.memory import LayerMemory, rank_peak
 from pagestash.simulation.model.framework import FRAMEWORKS, ParameterBytes
 from pagestash.simulation.model.homes import MegatronHomes, PolicyHomes
-from pagestash.simulation.model.modules import layers_of
+from pagestash.simulation.model.modules import layers_of, model_operations
 from pagestash.simulation.model.run import Run
 
 QWEN = preset("qwen3-30b-a3b", layers=8)
@@ -162,13 +162,12 @@ def test_costs_of_a_step_are_whole():
     assert total == layers_of(run(layout=layout))[1].saved
     assert costs.stages[-1].send_seconds == 0 < costs.stages[0].send_seconds
     assert [rank.peak for rank in costs.ranks] == rank_peaks(run(layout=layout, homes=homes))
-    assert costs.tokens == 8 * 4 * 4096
 
 
 def test_model_operations_do_not_depend_on_the_layout():
-    one = step_costs(run(layout=Layout(devices=4), global_batch=32)).model_operations
+    one = model_operations(run(layout=Layout(devices=4), global_batch=32))
     for layout in (Layout(devices=4, tp=4), Layout(devices=4, cp=2, ep=2), Layout(devices=4, pp=4)):
-        assert step_costs(run(layout=layout, global_batch=32)).model_operations == pytest.approx(one)
+        assert model_operations(run(layout=layout, global_batch=32)) == pytest.approx(one)
 
 
 @pytest.mark.parametrize(

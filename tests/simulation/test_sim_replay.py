@@ -47,11 +47,8 @@ def step(name: str, ranks: int, microbatches: int, layers, *, chunks=None, **mor
         for plan in found
     ]
     return StepCosts(
-        microbatches=microbatches,
         ranks=tuple(parts),
         machine=Machine(link=more.get("host", FAST), overlaps_dispatch=more.get("overlap", False)),
-        tokens=1,
-        model_operations=1.0,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pagestash.row_counts.distribution import RowDistribution
 from pagestash.simulation.costs.build import step_costs
 from pagestash.simulation.costs.costs import RankCosts, StepCosts
+from pagestash.simulation.model.modules import model_operations
 from pagestash.simulation.model.run import Run
 from pagestash.simulation.replay.played import RankReplay, Replay
 from pagestash.simulation.replay.programs import COMMUNICATION
@@ -56,12 +57,12 @@ class Simulated:
     @property
     def tokens_a_second(self) -> float:
         """Of one device."""
-        return self.costs.tokens / self.run.layout.devices / self.seconds
+        return self.run.global_batch * self.run.sequence / self.run.layout.devices / self.seconds
 
     @property
     def operations_a_second(self) -> float:
         """Of the model, without recompute, on one device."""
-        return self.costs.model_operations / self.run.layout.devices / self.seconds
+        return model_operations(self.run) / self.run.layout.devices / self.seconds
 
     @property
     def fullest(self) -> RankRow:
@@ -91,7 +92,7 @@ class Simulated:
         return {
             "cluster": self.run.cluster.name,
             "layout": layout | {"dp": self.run.layout.dp},
-            "microbatches": self.costs.microbatches,
+            "microbatches": self.run.microbatches,
             "seconds": self.seconds,
             "tokens_per_second_per_device": self.tokens_a_second,
             "operations_per_second_per_device": self.operations_a_second,
@@ -108,7 +109,7 @@ class Simulated:
         degrees = ", ".join(f"{name.upper()} {getattr(layout, name)}" for name in ways)
         lines = [
             f"{cluster.name}:{cluster.devices}  {degrees}, ZeRO {layout.zero}",
-            f"{layout.schedule}, {self.costs.microbatches} microbatches of "
+            f"{layout.schedule}, {self.run.microbatches} microbatches of "
             f"{self.run.microbatch} × {self.run.sequence} tokens, as {self.run.framework.name} keeps them",
             "",
             *_table(self.rows),

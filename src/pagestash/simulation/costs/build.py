@@ -18,7 +18,7 @@ from pagestash.simulation.costs.costs import (
     StepCosts,
 )
 from pagestash.simulation.costs.dispatch import dispatch_seconds
-from pagestash.simulation.costs.launches import graphed_parts, host_seconds, step_launches
+from pagestash.simulation.costs.launches import graphed_parts, launch_seconds, step_launches
 from pagestash.simulation.costs.memory import (
     LayerMemory,
     parameters_of,
@@ -74,9 +74,7 @@ def step_costs(run: Run, known: Known | None = None) -> StepCosts:
         )
     known = known or Known(run)
     stages = known.stages(run)
-    shared = layout.tp * layout.cp * layout.dp * microbatches
     return StepCosts(
-        microbatches=microbatches,
         ranks=tuple(_rank(run, plan, stages, known) for plan in plans_of(run)),
         machine=Machine(
             link=cluster.host,
@@ -85,8 +83,6 @@ def step_costs(run: Run, known: Known | None = None) -> StepCosts:
             taken_by_dispatch=cluster.node.dispatch_processors / cluster.device.processors,
             margin=run.framework.margin,
         ),
-        tokens=run.global_batch * run.sequence,
-        model_operations=3 * shared * sum(layer.operations for layer in known.layers),
     )
 
 
@@ -204,6 +200,7 @@ def _layer_costs(run: Run, memory: LayerMemory) -> LayerCosts:
     again = {part.name: repeated(part, makers, whole) for part in layer.parts}
     sent = dispatch_seconds(run) if layer.dispatch_bytes else 0.0
     latency = cluster.node.latency if sent else 0.0
+    launched, relaunched = launch_seconds(run, layer, again, len({item.scope for item in dropped}))
     return LayerCosts(
         name=layer.name,
         forward=total((seconds.forward(part), part.routed) for part in layer.parts),
@@ -218,5 +215,6 @@ def _layer_costs(run: Run, memory: LayerMemory) -> LayerCosts:
         stash_seconds=saved["stash"] * (2 / cluster.memory_rate),
         offload_seconds=saved["offload"] * (1 / cluster.memory_rate),
         workspace=memory.backward[0],
-        host=host_seconds(run, layer, again, len({item.scope for item in dropped})),
+        launch_seconds=launched,
+        relaunch_seconds=relaunched,
     )

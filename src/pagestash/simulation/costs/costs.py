@@ -12,7 +12,6 @@ experts' backward, `dispatch` after it, as long as in forward.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from pagestash.policy import HomeName
 from pagestash.schedules.plan import Plan
@@ -44,17 +43,6 @@ class Amount:
 NOTHING = Amount()
 
 
-class HostSeconds(NamedTuple):
-    """What the host takes to launch one layer for one microbatch, by the piece that is launched."""
-
-    forward: float = 0.0
-    forward_rows: float = 0.0
-    """What comes between dispatch and combine."""
-    backward: float = 0.0
-    backward_rows: float = 0.0
-    recompute: float = 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCosts:
     """One layer, the embedding or the head, for one microbatch."""
@@ -82,7 +70,10 @@ class LayerCosts:
     """What copies over the host link take of the device's memory from compute beside them, each way."""
     workspace: int = 0
     """Most temporary bytes while its backward runs; those that recompute brings back are included."""
-    host: HostSeconds = HostSeconds()  # noqa: RUF009 -- a tuple
+    launch_seconds: Amount = NOTHING
+    """In which the host launches its forward; `routed` is what comes between dispatch and combine."""
+    relaunch_seconds: float = 0.0
+    """The same of what backward repeats."""
 
     def bytes_of(self, home: HomeName) -> Amount:
         return self.saved.get(home, NOTHING)
@@ -165,13 +156,8 @@ class Machine:
 class StepCosts:
     """One step of one pipeline group: everything that the replay needs."""
 
-    microbatches: int
     ranks: tuple[RankCosts, ...]
     machine: Machine
-    tokens: int
-    """Tokens of the whole step, all pipelines."""
-    model_operations: float
-    """Floating-point operations of the whole step, forward and backward, without recompute."""
 
     @property
     def stages(self) -> tuple[StageCosts, ...]:

@@ -14,13 +14,10 @@ of 48 layers (Nsight profile of a step in Megatron-Bridge), which is 151 each; t
 
 from collections.abc import Mapping, Sequence
 
-from pagestash.simulation.costs.costs import HostSeconds
+from pagestash.simulation.costs.costs import NOTHING, Amount
 from pagestash.simulation.model.framework import Framework
 from pagestash.simulation.model.parts import Layer, Part
 from pagestash.simulation.model.run import GRAPHED, Run
-
-BACKWARD = 2
-"""Launches of backward over those of forward."""
 
 
 def launches(part: Part, *, loops: bool, casts: bool = False) -> int:
@@ -47,10 +44,10 @@ def graphed_parts(run: Run) -> frozenset[str]:
     return frozenset(name for scope in run.graphs for name in GRAPHED[scope])
 
 
-def host_seconds(run: Run, layer: Layer, again: Mapping[str, float], regions: int) -> HostSeconds:
-    """The host's time for a layer, of which `regions` recomputed regions repeat the share `again` of each part."""
+def launch_seconds(run: Run, layer: Layer, again: Mapping[str, float], regions: int) -> tuple[Amount, float]:
+    """The host's time for a layer's forward, and for the share `again` of parts that recomputed regions repeat."""
     if "full" in run.graphs or run.factors:  # measured times have waits for the host in them
-        return HostSeconds()
+        return NOTHING, 0.0
     launch, graphed = run.cluster.host.launch, graphed_parts(run)
     eager = {
         part.name: launches(part, loops=run.framework.loops_experts, casts=run.quantized)
@@ -63,7 +60,5 @@ def host_seconds(run: Run, layer: Layer, again: Mapping[str, float], regions: in
         graphs = sum(not own.isdisjoint(GRAPHED[scope]) for scope in run.graphs)
         return launch * (graphs + sum(count for name, count in eager.items() if name in own))
 
-    fixed, rows = seconds(routed=False), seconds(routed=True)
     repeated = launch * sum(again[name] * count for name, count in eager.items())
-    recompute = repeated + regions * run.cluster.host.region
-    return HostSeconds(fixed, rows, BACKWARD * fixed, BACKWARD * rows, recompute)
+    return Amount(seconds(routed=False), seconds(routed=True)), repeated + regions * run.cluster.host.region

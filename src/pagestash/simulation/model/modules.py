@@ -51,6 +51,12 @@ def layers_of(run: Run) -> list[Layer]:
     return [_embedding(run), *blocks, _head(run)]
 
 
+def model_operations(run: Run) -> float:
+    """Floating-point operations of the whole step, all ranks: forward and backward, without recompute."""
+    ranks = run.layout.tp * run.layout.cp * run.layout.dp  # of one pipeline rank
+    return 3 * ranks * run.microbatches * sum(layer.operations for layer in layers_of(run))
+
+
 def _joined(run: Run, *, first: bool) -> Part:
     """What a layer of multi-token prediction begins with: norms of its two inputs, and a projection of both to one.
 

@@ -13,6 +13,8 @@ from pagestash.simulation.costs.costs import NOTHING, Amount, LayerCosts, StageC
 
 PieceKind = Literal["forward", "backward", "weight", "recompute", "stash", "dispatch", "combine", "gather"]
 COMMUNICATION: tuple[PieceKind, ...] = ("dispatch", "combine", "gather")
+BACKWARD = 2
+"""Launches of backward over those of forward."""
 
 
 class Piece(NamedTuple):
@@ -93,7 +95,7 @@ class _Layer:
             self._number,
             puts=self._own,
             takes=Amount(taken.fixed),
-            host=costs.host.forward,
+            host=costs.launch_seconds.fixed,
         )
         for piece in self._other("dispatch", costs.dispatch_seconds):
             yield piece._replace(waits=costs.waits_for_rows)
@@ -104,7 +106,7 @@ class _Layer:
                 self._number,
                 puts=self._rows,
                 takes=Amount(0.0, taken.routed),
-                host=costs.host.forward_rows,
+                host=costs.launch_seconds.routed,
             )
         yield from self._other("stash", costs.stash_seconds)
         yield from self._other("combine", costs.dispatch_seconds)
@@ -122,7 +124,7 @@ class _Layer:
         """Gradients of the weights."""
         costs = self._costs
         if costs.backward_weight or self._kept or self.groups:
-            host = (costs.host.backward + costs.host.backward_rows) / 2
+            host = BACKWARD * costs.launch_seconds.at() / 2
             drops = (*self.groups,)
             yield Piece(
                 "weight", costs.backward_weight, self._number, frees=self._kept, drops=drops, host=host
@@ -134,17 +136,18 @@ class _Layer:
         """`part` of backward's launches are in it."""
         costs, number = self._costs, self._number
         seconds = seconds + costs.offload_seconds
+        host = costs.launch_seconds * (BACKWARD * part)
         again = costs.dispatch_seconds if costs.dispatches_again else NOTHING
         pieces = [
             *self._gather(seconds.at()),
             *self._other("stash", costs.stash_seconds),
             *self._other("dispatch", again),
-            *self._other("recompute", costs.recompute, costs.host.recompute),
+            *self._other("recompute", costs.recompute, costs.relaunch_seconds),
             *self._other("combine", again),
             *self._other("combine", costs.dispatch_seconds),
-            Piece("backward", Amount(0.0, seconds.routed), number, host=part * costs.host.backward_rows),
+            Piece("backward", Amount(0.0, seconds.routed), number, host=host.routed),
             *self._other("dispatch", costs.dispatch_seconds),
-            Piece("backward", Amount(seconds.fixed), number, host=part * costs.host.backward),
+            Piece("backward", Amount(seconds.fixed), number, host=host.fixed),
         ]
         pieces = [piece for piece in pieces if piece.seconds] or pieces[-1:]
         work = Amount(costs.workspace)

@@ -17,7 +17,7 @@ from pagestash.profiling.profiled import ProfiledStep
 from pagestash.saved.offload.plan import Event
 from pagestash.simulation.cluster.cluster import HostLink
 from pagestash.simulation.costs.costs import Amount
-from pagestash.simulation.replay.programs import MovedGroup, Piece, StageProgram
+from pagestash.simulation.replay.programs import Piece, StageProgram
 
 
 def program_of_profile(profile: ProfiledStep, policy: Policy) -> StageProgram:
@@ -34,10 +34,10 @@ def program_of_profile(profile: ProfiledStep, policy: Policy) -> StageProgram:
     ends = pairwise((*predicted.starts, predicted.seconds))
     seconds = [end - start - waits[at] for at, (start, end) in enumerate(ends)]
     pieces = [Piece(segment.way, Amount(own)) for segment, own in zip(profile.segments, seconds)]
-    groups: dict[str, MovedGroup] = {}
+    groups: dict[str, Amount] = {}
     for group in offloaded:
         move, name = group.move, _name(group.move)
-        groups[name] = MovedGroup(Amount(move.device_bytes))
+        groups[name] = Amount(move.device_bytes)
         put, dropped = pieces[move.put_at - 1], move.dropped_at - 1
         taken = put.takes + Amount(group.leaving_bytes)
         pieces[move.put_at - 1] = put._replace(puts=(*put.puts, name), takes=taken)

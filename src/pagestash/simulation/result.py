@@ -13,7 +13,6 @@ from pagestash.simulation.model.run import Run
 from pagestash.simulation.replay.played import RankReplay, Replay
 from pagestash.simulation.replay.programs import COMMUNICATION
 from pagestash.simulation.replay.replay import replay
-from pagestash.simulation.replay.routing import routing_of
 from pagestash.sizes import format_bytes
 
 GIB = 1 << 30
@@ -134,7 +133,7 @@ class Simulated:
 def simulate(run: Run, rows: RowDistribution | None = None) -> Simulated:
     """One step. `rows` is the distribution of received rows; None: balanced."""
     costs = step_costs(run)
-    played = replay(costs, routing_of(costs, rows, ranks=run.layout.ep))
+    played = replay(costs, 1.0 if rows is None else rows.max_over_mean(run.layout.ep))
     even = played if rows is None else replay(costs)
     own = zip(costs.ranks, played.ranks, even.ranks)
     found = tuple(_row(at, played.seconds, *each) for at, each in enumerate(own))

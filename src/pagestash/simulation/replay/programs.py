@@ -2,7 +2,7 @@
 
 A *piece* takes a lane of the rank: compute, or communication (dispatch and combine of experts' rows). It may ask
 for offloaded groups before it begins, and put groups away when it ends. What is in proportion to rows is that of
-balanced routing; a replay multiplies it by what the routing gives (`routing.py`).
+balanced routing; a replay multiplies it by its skew.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,6 @@ class Piece(NamedTuple):
     kind: PieceKind
     seconds: Amount = NOTHING
     """In proportion to rows are those of the hottest rank."""
-    layer: int = -1
     gets: tuple[str, ...] = ()
     """Groups that must be back before it begins."""
     puts: tuple[str, ...] = ()
@@ -40,20 +39,13 @@ class Piece(NamedTuple):
     """Whether the host waits until all before it is done."""
 
 
-class MovedGroup(NamedTuple):
-    """Saved tensors that leave the device together."""
-
-    size: Amount
-    """Bytes, of one layer."""
-    layer: int = -1
-
-
 @dataclass(frozen=True, slots=True)
 class StageProgram:
     """The pieces of each action of a stage, by the kinds of `schedules/plan.py`: `B` is both halves in one."""
 
     pieces: Mapping[str, Sequence[Piece]]
-    groups: Mapping[str, MovedGroup] = field(default_factory=dict)
+    groups: Mapping[str, Amount] = field(default_factory=dict)
+    """Bytes of saved tensors that leave the device together."""
     send_seconds: float = 0.0
     """Of its output to the next stage, and of the gradient back."""
 
@@ -79,10 +71,10 @@ class _Layer:
     """The pieces of one layer: attention and so on, dispatch, experts, combine; in backward the other way round."""
 
     def __init__(self, number: int, costs: LayerCosts) -> None:
-        self._number, self._costs = number, costs
+        self._costs = costs
         self._kept, moved = costs.bytes_of("keep"), costs.bytes_of("offload")
         sizes = {f"{number}": Amount(moved.fixed), f"{number}.rows": Amount(0.0, moved.routed)}
-        self.groups = {name: MovedGroup(size, number) for name, size in sizes.items() if size}
+        self.groups = {name: size for name, size in sizes.items() if size}
         self._own, self._rows = (tuple(name for name in (each,) if name in self.groups) for each in sizes)
 
     def forward(self) -> Iterator[Piece]:
@@ -92,7 +84,6 @@ class _Layer:
         yield Piece(
             "forward",
             Amount(seconds.fixed),
-            self._number,
             puts=self._own,
             takes=Amount(taken.fixed),
             host=costs.launch_seconds.fixed,
@@ -103,7 +94,6 @@ class _Layer:
             yield Piece(
                 "forward",
                 Amount(0.0, seconds.routed),
-                self._number,
                 puts=self._rows,
                 takes=Amount(0.0, taken.routed),
                 host=costs.launch_seconds.routed,
@@ -126,15 +116,13 @@ class _Layer:
         if costs.backward_weight or self._kept or self.groups:
             host = BACKWARD * costs.launch_seconds.at() / 2
             drops = (*self.groups,)
-            yield Piece(
-                "weight", costs.backward_weight, self._number, frees=self._kept, drops=drops, host=host
-            )
+            yield Piece("weight", costs.backward_weight, frees=self._kept, drops=drops, host=host)
 
     def _backward(
         self, seconds: Amount, frees: Amount, drops: tuple[str, ...], part: float
     ) -> Iterator[Piece]:
         """`part` of backward's launches are in it."""
-        costs, number = self._costs, self._number
+        costs = self._costs
         seconds = seconds + costs.offload_seconds
         host = costs.launch_seconds * (BACKWARD * part)
         again = costs.dispatch_seconds if costs.dispatches_again else NOTHING
@@ -145,9 +133,9 @@ class _Layer:
             *self._other("recompute", costs.recompute, costs.relaunch_seconds),
             *self._other("combine", again),
             *self._other("combine", costs.dispatch_seconds),
-            Piece("backward", Amount(0.0, seconds.routed), number, host=host.routed),
+            Piece("backward", Amount(0.0, seconds.routed), host=host.routed),
             *self._other("dispatch", costs.dispatch_seconds),
-            Piece("backward", Amount(seconds.fixed), number, host=host.fixed),
+            Piece("backward", Amount(seconds.fixed), host=host.fixed),
         ]
         pieces = [piece for piece in pieces if piece.seconds] or pieces[-1:]
         work = Amount(costs.workspace)
@@ -162,4 +150,4 @@ class _Layer:
 
     def _other(self, kind: PieceKind, seconds: Amount, host: float = 0.0) -> Iterator[Piece]:
         if seconds:
-            yield Piece(kind, seconds, self._number, host=host)
+            yield Piece(kind, seconds, host=host)

@@ -43,8 +43,9 @@ test-newest:
 
 # Frameworks that `make test` does not install, each in an environment of its own with the newest of everything. (Not
 # with our test tools: torchtitan and TRL want other versions of datasets.)
-FRAMEWORKS ?= lightning torchtitan megatron deepspeed
+FRAMEWORKS ?= lightning torchtitan megatron deepspeed swift
 PACKAGE_megatron := megatron-core
+PACKAGE_swift := ms-swift
 frameworks: $(FRAMEWORKS:%=framework-%)
 
 framework-%:

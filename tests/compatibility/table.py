@@ -101,6 +101,7 @@ FRAMEWORKS = [
     Row("Megatron-Core: one rank", MEGATRON + "test_losses_norms_and_weights_are_those_without_a_policy"),
     Row("Megatron-Core: beside its own recomputation", MEGATRON + "test_beside_megatrons_own_recomputation"),
     Row("Megatron-Core: EP, 1F1B, interleaved 1F1B", MEGATRON + "test_two_ranks"),
+    Row("ms-swift: `swift sft`", "integrations/test_swift.py test_weights_are_those_without_a_policy"),
     Row("verl: FSDP engine, by a stand-in", "integrations/test_verl.py test_losses_and_weights"),
 ]
 UNTESTED = [
@@ -112,6 +113,8 @@ UNTESTED = [
     ),
     ("Megatron-Core with Transformer Engine", "does not install without CUDA"),
     ("DeepEP, HybridEP", "need several GPUs; what they hand over: `tests/moe/test_sorted_rows.py`"),
+    ("axolotl", "its pins do not install beside torch 2.13 and newer: run by hand, with other pins"),
+    ("NeMo Automodel's recipes", "are for GPUs alone; its model classes were run by hand"),
     ("verl itself", "has engines for GPUs and NPUs alone"),
     ("ZeRO-3, parameters offloaded to the host or NVMe", "compiles operators for the machine"),
 ]
@@ -140,7 +143,7 @@ where the framework is not a part of the test environment.
 
 ## Frameworks
 
-Versions, and what of a GPU was replaced, are on their pages: [transformers, TRL](huggingface.md),
+Versions, and what of a GPU was replaced, are on their pages: [transformers, TRL, ms-swift](huggingface.md),
 [accelerate, DeepSpeed, verl](frameworks.md), [Lightning](lightning.md), [torchtitan](torchtitan.md),
 [Megatron-Core](megatron.md).
 

@@ -241,7 +241,7 @@ def static_buffers() -> Iterator[Row]:
             layer=layer,
             placed=PolicyHomes().place(layer),
             stream=run.stream_bytes,
-            buffers=made.capacity,
+            capacity=made.capacity,
             product_workspace=ranks.device.product_workspace,
         )
         (plan,) = plans("1F1B", ranks=1, microbatches=1)

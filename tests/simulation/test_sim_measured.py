@@ -51,7 +51,7 @@ def run(**more) -> Run:
 def compute(made: Run) -> float:
     """Seconds of forward and backward of all layers, for one microbatch."""
     kinds = ("forward", "backward_input", "backward_weight")
-    return sum(getattr(layer, kind).at() for layer in step_costs(made).stages[0].layers for kind in kinds)
+    return sum(getattr(layer, kind).total for layer in step_costs(made).stages[0].layers for kind in kinds)
 
 
 # --- times of a profile ---
@@ -196,7 +196,7 @@ def test_a_planned_policy_is_simulated_and_takes_less(profile, tmp_path):
 
 def kept(config, rules) -> int:
     made = run(config=config, precision="bf16", homes=PolicyHomes(Policy(rules)))
-    return sum(int(layer.bytes_of("keep").at()) for layer in step_costs(made).stages[0].layers)
+    return sum(int(layer.bytes_of("keep").total) for layer in step_costs(made).stages[0].layers)
 
 
 def test_hugging_faces_names_are_ours():

@@ -136,8 +136,8 @@ def test_one_rank_without_launches_takes_the_sum_of_its_pieces():
     costs = step_costs(free)
     (rank,), (stage,) = costs.ranks, costs.stages
     kinds = ("forward", "backward_input", "backward_weight")
-    own = sum(getattr(layer, kind).at() for layer in stage.layers for kind in kinds)
-    own += 4 * sum(layer.dispatch_seconds.at() for layer in stage.layers)
+    own = sum(getattr(layer, kind).total for layer in stage.layers for kind in kinds)
+    own += 4 * sum(layer.dispatch_seconds for layer in stage.layers)
     told = free.microbatches * own + rank.end_seconds
     assert replay(costs).seconds == pytest.approx(told)
 

@@ -121,7 +121,7 @@ def test_a_stashed_step_in_static_buffers_holds_valid_rows():
 def test_weight_gradients_do_not_grow_with_the_capacity_of_buffers():
     layer = layers_of(run(layout=Layout(devices=8, ep=8)))[1]
     bare = replace(layer, parts=tuple(replace(part, temporary=0, pieces=()) for part in layer.parts))
-    most = [LayerMemory(layer=bare, placed=(), stream=0, buffers=rows).backward[0] for rows in (1.0, 4.0)]
+    most = [LayerMemory(layer=bare, placed=(), stream=0, capacity=rows).backward[0] for rows in (1.0, 4.0)]
     assert most[0] == most[1] == max(part.weight_gradient for part in layer.parts) > 0
 
 
@@ -152,13 +152,12 @@ def test_costs_of_a_step_are_whole():
     layer = costs.stages[1].layers[0]
     assert layer.forward.routed > 0
     assert layer.backward_weight.routed > 0
-    assert layer.recompute.routed > 0
-    assert layer.recompute.fixed == 0
+    assert layer.recompute > 0
     rows = 4096 * QWEN.top_k
     sent = layers_of(run(layout=layout))[1].dispatch_bytes
     assert sent == 2 * rows * QWEN.width * 3 / 4
     assert layer.bytes_of("recompute").routed == 4 * rows * QWEN.expert_width
-    total = sum(layer.bytes_of(home).at() for home in ("keep", "stash", "offload", "recompute"))
+    total = sum(layer.bytes_of(home).total for home in ("keep", "stash", "offload", "recompute"))
     assert total == layers_of(run(layout=layout))[1].saved
     assert costs.stages[-1].send_seconds == 0 < costs.stages[0].send_seconds
     assert [rank.peak for rank in costs.ranks] == rank_peaks(run(layout=layout, homes=homes))
@@ -182,6 +181,24 @@ def test_model_operations_do_not_depend_on_the_layout():
 def test_a_run_that_cannot_be_is_one_sentence(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         step_costs(run(**changes))
+
+
+def test_a_hot_rank_takes_longer_and_a_full_one_holds_more():
+    layout = Layout(devices=8, ep=8)
+    even, hot = (run(layout=layout, skew=skew) for skew in (1.0, 2.0))
+    assert hot.held_rows == 1 + 1 / 8**0.5
+    (before,), (after,) = rank_peaks(even), rank_peaks(hot)
+    routed = sum(part.saved for layer in layers_of(even) for part in layer.parts if part.routed)
+    assert after.groups["kept"] - before.groups["kept"] == pytest.approx((hot.held_rows - 1) * routed)
+    one, other = (step_costs(made).stages[0].layers[1] for made in (even, hot))
+    assert (other.forward.fixed, other.forward.routed) == (one.forward.fixed, 2 * one.forward.routed)
+    latency = even.cluster.node.latency
+    assert other.dispatch_seconds - latency == pytest.approx(2 * (one.dispatch_seconds - latency))
+    padded = [rank_peaks(run(layout=layout, skew=skew, capacity=4.0))[0].total for skew in (1.0, 2.0)]
+    assert padded[0] == padded[1]
+    for changes, sentence in (({"skew": 0.5}, "skew=0.5: expected 1"), ({"skew": 9.0}, r"to EP 8 \(one")):
+        with pytest.raises(ValueError, match=sentence):
+            run(layout=layout, **changes)
 
 
 def test_sharded_weights_are_whole_while_their_layer_runs():

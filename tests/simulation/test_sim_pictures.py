@@ -23,8 +23,8 @@ def played(name: str = "InterleavedZeroBubble", microbatches: int = 8) -> Replay
         forward=Amount(2e-3, 2e-3),
         backward_input=Amount(2e-3, 2e-3),
         backward_weight=Amount(2e-3, 2e-3),
-        recompute=Amount(5e-4),
-        dispatch_seconds=Amount(0, 8e-4),
+        recompute=5e-4,
+        dispatch_seconds=8e-4,
         saved={"keep": Amount(0.2 * GIB), "offload": Amount(0.1 * GIB, 0.1 * GIB)},
     )
     return replay(step(name, 4, microbatches, lambda _: [own, own], host=LINK))

@@ -59,7 +59,7 @@ def test_recompute_repeats_the_forward_of_what_it_brings_back(match, parts):
     layer = step_costs(run).stages[0].layers[1]
     timed = Seconds(run)
     own = sum(timed.forward(part) for part in layers_of(run)[1].parts if part.name in parts)
-    assert layer.recompute.at() == pytest.approx(own)
+    assert layer.recompute == pytest.approx(own)
 
 
 def test_recompute_of_whole_layers_repeats_nearly_their_forward():
@@ -72,4 +72,4 @@ def test_recompute_of_whole_layers_repeats_nearly_their_forward():
         homes=PolicyHomes(ps.Policy([ps.Rule("layers.*", "recompute")])),
     )
     layer = step_costs(run).stages[0].layers[1]
-    assert 0.6 * layer.forward.at() < layer.recompute.at() <= layer.forward.at()
+    assert 0.6 * layer.forward.total < layer.recompute <= layer.forward.total

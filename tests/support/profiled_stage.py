@@ -16,7 +16,6 @@ from pagestash.profiling.link import Link
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.saved.offload.plan import Event
 from pagestash.simulation.cluster.cluster import HostLink
-from pagestash.simulation.costs.costs import Amount
 from pagestash.simulation.replay.programs import Piece, StageProgram
 
 
@@ -33,13 +32,13 @@ def program_of_profile(profile: ProfiledStep, policy: Policy) -> StageProgram:
         waits[at] += wait
     ends = pairwise((*predicted.starts, predicted.seconds))
     seconds = [end - start - waits[at] for at, (start, end) in enumerate(ends)]
-    pieces = [Piece(segment.way, Amount(own)) for segment, own in zip(profile.segments, seconds)]
-    groups: dict[str, Amount] = {}
+    pieces = [Piece(segment.way, own) for segment, own in zip(profile.segments, seconds)]
+    groups: dict[str, int] = {}
     for group in offloaded:
         move, name = group.move, _name(group.move)
-        groups[name] = Amount(move.device_bytes)
+        groups[name] = move.device_bytes
         put, dropped = pieces[move.put_at - 1], move.dropped_at - 1
-        taken = put.takes + Amount(group.leaving_bytes)
+        taken = put.takes + group.leaving_bytes
         pieces[move.put_at - 1] = put._replace(puts=(*put.puts, name), takes=taken)
         pieces[dropped] = pieces[dropped]._replace(drops=(*pieces[dropped].drops, name))
     for move in as_asked([group.move for group in offloaded]):
@@ -47,9 +46,9 @@ def program_of_profile(profile: ProfiledStep, policy: Policy) -> StageProgram:
             pieces[at] = pieces[at]._replace(gets=(*pieces[at].gets, _name(move)))
     for at, (before, now) in enumerate(pairwise((0, *_beside_groups(predicted, offloaded)))):
         if now > before:
-            pieces[at] = pieces[at]._replace(takes=pieces[at].takes + Amount(now - before))
+            pieces[at] = pieces[at]._replace(takes=pieces[at].takes + now - before)
         elif now < before:
-            pieces[at - 1] = pieces[at - 1]._replace(frees=pieces[at - 1].frees + Amount(before - now))
+            pieces[at - 1] = pieces[at - 1]._replace(frees=pieces[at - 1].frees + before - now)
     return StageProgram({"F": pieces[: step.turn], "B": pieces[step.turn :]}, groups)
 
 

@@ -177,9 +177,7 @@ class SimulateOptions(ClusterOptions):
         Path | None,
         shown("Layers take the times of `pagestash profile --json`, scaled.", CLUSTER, metavar="FILE"),
     ] = None
-    skew: Annotated[float, shown("Rows of the hottest rank over the mean, on average over layers.", RUN)] = (
-        1.0
-    )
+    skew: Annotated[float, shown("Rows of a layer's hottest rank over the mean.", RUN)] = 1.0
     rows: Annotated[
         Path | None, shown("Row counts of a run instead: Megatron's tokens_per_expert.", RUN, metavar="FILE")
     ] = None

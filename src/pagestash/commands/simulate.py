@@ -11,7 +11,6 @@ from pagestash.commands.show import note, show
 from pagestash.models.config import DecoderConfig
 from pagestash.policy import Policy
 from pagestash.profiling.picture import write
-from pagestash.row_counts.distribution import RowDistribution
 from pagestash.row_counts.tokens_per_expert import read_tokens_per_expert
 from pagestash.simulation.cluster.cluster import Cluster, load_cluster, read_cluster
 from pagestash.simulation.cluster.layout import Layout
@@ -38,7 +37,7 @@ def _run(options: SimulateOptions) -> None:
     check_file("--trace", options.trace)
     check_file("--json", options.json)
     made = run_of(options)
-    found = simulate(made, rows_of(options))
+    found = simulate(made)
     show(found)
     if options.json is not None:
         body = found.to_json() | {"options": asdict(options)}
@@ -65,6 +64,7 @@ def run_of(options: SimulateOptions) -> Run:
         homes=PolicyHomes(policy),
         capacity=options.capacity,
         placement=placed,
+        skew=skew_of(options),
         tp=options.tp,
         cp=options.cp,
         ep=options.ep,
@@ -153,20 +153,10 @@ def _numbers(kind: type[Number], option: str, text: str, expected: str) -> list[
         raise ValueError(f"{option} {text}: expected {expected}") from None
 
 
-def rows_of(options: SimulateOptions) -> RowDistribution | None:
-    """The distribution of received rows; None: balanced."""
-    if options.rows is not None:
-        if options.skew != 1.0:
-            raise ValueError("--rows has the distribution: pass no --skew beside it")
-        return read_tokens_per_expert(options.rows)
-    if options.skew < 1:
-        raise ValueError(
-            f"--skew {options.skew:g}: expected the hottest rank's rows over the mean, 1 or more"
-        )
-    if options.capacity and options.capacity < options.skew:
-        raise ValueError(
-            f"--capacity {options.capacity:g} holds less than --skew {options.skew:g} times the balanced rows"
-        )
-    if options.skew == 1 or options.ep == 1:
-        return None
-    return RowDistribution.log_normal(options.skew, draws=options.ep)
+def skew_of(options: SimulateOptions) -> float:
+    """Received rows of the hottest rank over the mean."""
+    if options.rows is None:
+        return options.skew
+    if options.skew != 1.0:
+        raise ValueError("--rows has the distribution: pass no --skew beside it")
+    return max(1.0, read_tokens_per_expert(options.rows).max_over_mean(options.ep))

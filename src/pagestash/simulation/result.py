@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pagestash.row_counts.distribution import RowDistribution
 from pagestash.simulation.costs.build import step_costs
-from pagestash.simulation.costs.costs import RankCosts, StepCosts
+from pagestash.simulation.costs.costs import RankCosts
 from pagestash.simulation.model.modules import model_operations
 from pagestash.simulation.model.run import Run
 from pagestash.simulation.replay.played import RankReplay, Replay
@@ -45,7 +44,6 @@ class Simulated:
     """A run's step."""
 
     run: Run
-    costs: StepCosts
     played: Replay
     rows: tuple[RankRow, ...]
 
@@ -130,26 +128,24 @@ class Simulated:
         return "\n".join(lines)
 
 
-def simulate(run: Run, rows: RowDistribution | None = None) -> Simulated:
-    """One step. `rows` is the distribution of received rows; None: balanced."""
+def simulate(run: Run) -> Simulated:
+    """One step."""
     costs = step_costs(run)
-    played = replay(costs, 1.0 if rows is None else rows.max_over_mean(run.layout.ep))
-    even = played if rows is None else replay(costs)
-    own = zip(costs.ranks, played.ranks, even.ranks)
-    found = tuple(_row(at, played.seconds, *each) for at, each in enumerate(own))
-    return Simulated(run=run, costs=costs, played=played, rows=found)
+    played = replay(costs)
+    rows = tuple(
+        _row(at, played.seconds, rank, own) for at, (rank, own) in enumerate(zip(costs.ranks, played.ranks))
+    )
+    return Simulated(run=run, played=played, rows=rows)
 
 
-def _row(at: int, step: float, rank: RankCosts, own: RankReplay, balanced: RankReplay) -> RankRow:
+def _row(at: int, step: float, rank: RankCosts, own: RankReplay) -> RankRow:
     seconds = defaultdict(float, own.seconds())
-    # Costs count the module at work; the replay, what rows of a hot rank add to the balanced ones.
-    peak = rank.peak.total + max(0, own.peak_bytes - balanced.peak_bytes)
     return RankRow(
         rank=at,
         layers=len(rank.layer_names),
         static_bytes=sum(rank.peak.groups[name] for name in ("weights", "gradients", "optimizer")),
-        peak_bytes=peak,
-        device_bytes=peak + rank.outside,
+        peak_bytes=rank.peak.total,
+        device_bytes=rank.device_bytes,
         host_bytes=max(rank.peak.host, own.host_bytes),
         compute=sum(seconds[kind] for kind in ("forward", "backward", "weight", "recompute", "stash")),
         recompute=seconds["recompute"],

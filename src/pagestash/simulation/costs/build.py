@@ -1,12 +1,12 @@
 """`step_costs`: a model on a layout of a cluster, as the values that the replay reads."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
-from pagestash.policy import HOMES
+from pagestash.policy import HOMES, HomeName
 from pagestash.schedules.plan import Plan, plans
 from pagestash.simulation.costs.costs import (
     Amount,
@@ -28,7 +28,7 @@ from pagestash.simulation.costs.memory import (
 from pagestash.simulation.costs.seconds import Seconds, repeated
 from pagestash.simulation.model.homes import Placed
 from pagestash.simulation.model.modules import layers_of
-from pagestash.simulation.model.parts import Layer
+from pagestash.simulation.model.parts import Layer, Part
 from pagestash.simulation.model.run import Run
 
 T = TypeVar("T")
@@ -123,7 +123,8 @@ def _layer_memory(run: Run, layer: Layer, placed: Sequence[Placed]) -> LayerMemo
         layer=layer,
         placed=placed,
         stream=run.stream_bytes,
-        buffers=run.capacity or 1.0,
+        rows=run.held_rows,
+        capacity=run.capacity,
         product_workspace=run.cluster.device.product_workspace,
         graphed=graphed_parts(run),
         delayed=run.element_bytes if run.delays_weight_gradients else 0,
@@ -180,40 +181,38 @@ def _shared_seconds(run: Run, layers: Sequence[Layer], each: float) -> float:
 
 
 def _layer_costs(run: Run, memory: LayerMemory) -> LayerCosts:
-    layer, cluster, frame = memory.layer, run.cluster, run.framework
+    layer, cluster, placed = memory.layer, run.cluster, memory.placed
     seconds = Seconds(run)
 
-    def total(values: Iterable[tuple[float, bool]]) -> Amount:
-        """Of values and whether each is in proportion to rows."""
+    def amount(values: Iterable[tuple[float, bool]], rows: float) -> Amount:
+        """Of values, and whether each is in proportion to rows."""
         found = list(values)
-        return Amount(
-            sum(value for value, routed in found if not routed),
-            sum(value for value, routed in found if routed),
-        )
+        fixed = sum(value for value, routed in found if not routed)
+        return Amount(fixed, rows * sum(value for value, routed in found if routed))
 
-    saved = {
-        home: total((item.bytes, item.routed) for item in memory.placed if item.home == home)
-        for home in HOMES
-    }
-    dropped = [item for item in memory.placed if item.home == "recompute"]
+    def hottest(each: Callable[[Part], float]) -> Amount:
+        return amount(((each(part), part.routed) for part in layer.parts), run.skew)
+
+    def saved(home: HomeName, rows: float) -> Amount:
+        return amount(((item.bytes, item.routed) for item in placed if item.home == home), rows)
+
+    dropped = [item for item in placed if item.home == "recompute"]
     makers, whole = {item.maker for item in dropped}, {item.scope for item in dropped if item.reruns}
     again = {part.name: repeated(part, makers, whole) for part in layer.parts}
-    sent = dispatch_seconds(run) if layer.dispatch_bytes else 0.0
-    latency = cluster.node.latency if sent else 0.0
     launched, relaunched = launch_seconds(run, layer, again, len({item.scope for item in dropped}))
     return LayerCosts(
         name=layer.name,
-        forward=total((seconds.forward(part), part.routed) for part in layer.parts),
-        backward_input=total((seconds.backward_input(part), part.routed) for part in layer.parts),
-        backward_weight=total((seconds.backward_weight(part), part.routed) for part in layer.parts),
-        recompute=total((again[part.name] * seconds.forward(part), part.routed) for part in layer.parts),
+        forward=hottest(seconds.forward),
+        backward_input=hottest(seconds.backward_input),
+        backward_weight=hottest(seconds.backward_weight),
+        recompute=hottest(lambda part: again[part.name] * seconds.forward(part)).total,
         dispatches_again=bool(whole & {"", "moe"}),
-        dispatch_seconds=Amount(latency, max(0.0, sent - latency)),
-        waits_for_rows=frame.waits_for_rows and not run.capacity,
+        dispatch_seconds=dispatch_seconds(run) if layer.dispatch_bytes else 0.0,
+        waits_for_rows=run.framework.waits_for_rows and not run.capacity,
         gather_seconds=_shared_seconds(run, [layer], run.parameters.weight) if run.layout.zero == 3 else 0.0,
-        saved=saved,
-        stash_seconds=saved["stash"] * (2 / cluster.memory_rate),
-        offload_seconds=saved["offload"] * (1 / cluster.memory_rate),
+        saved={home: saved(home, run.held_rows) for home in HOMES},
+        stash_seconds=saved("stash", run.skew).total * (2 / cluster.memory_rate),
+        offload_seconds=saved("offload", run.skew) * (1 / cluster.memory_rate),
         workspace=memory.backward[0],
         launch_seconds=launched,
         relaunch_seconds=relaunched,

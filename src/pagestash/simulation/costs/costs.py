@@ -1,10 +1,8 @@
 """What a step costs on a described cluster: the values that the replay reads, made by `build.step_costs`.
 
 A *stage* is a number of consecutive layers on one pipeline rank; with virtual stages (VPP) a rank has several. All
-values are of one rank of its tensor, context, expert and data parallel groups, whose ranks are alike while rows are
-balanced, and of one microbatch. A rank that receives `s` times the balanced rows of a layer has
-
-    seconds = fixed + s · routed        bytes = fixed + s · routed
+values are of one rank of its tensor, context, expert and data parallel groups, for one microbatch. Where rows are
+not balanced, seconds are those of the hottest rank, for which the others wait, and bytes those of the fullest one.
 
 Communication is not part of the compute seconds. Backward sends what forward received: `combine` before the
 experts' backward, `dispatch` after it, as long as in forward.
@@ -21,14 +19,14 @@ from pagestash.simulation.model.framework import Margin
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """Seconds or bytes: a part that is the same for all ranks, and a part in proportion to received rows."""
+    """Seconds or bytes: of what comes before dispatch, and of experts' rows between dispatch and combine."""
 
     fixed: float = 0.0
     routed: float = 0.0
 
-    def at(self, skew: float = 1.0) -> float:
-        """With `skew` times the balanced rows."""
-        return self.fixed + skew * self.routed
+    @property
+    def total(self) -> float:
+        return self.fixed + self.routed
 
     def __add__(self, other: "Amount") -> "Amount":
         return Amount(self.fixed + other.fixed, self.routed + other.routed)
@@ -52,11 +50,11 @@ class LayerCosts:
     """Seconds of compute, collectives of tensor and context parallelism included."""
     backward_input: Amount
     backward_weight: Amount
-    recompute: Amount = NOTHING
+    recompute: float = 0.0
     """Seconds of forward that backward repeats."""
     dispatches_again: bool = False
     """Whether that includes dispatch and combine."""
-    dispatch_seconds: Amount = NOTHING
+    dispatch_seconds: float = 0.0
     """Of dispatch, with all links to itself; combine takes as long."""
     waits_for_rows: bool = False
     """Whether the host waits in forward for the number of received rows."""
@@ -64,14 +62,14 @@ class LayerCosts:
     """Of gathering sharded weights (ZeRO 3), before forward and again before backward, beside compute."""
     saved: Mapping[HomeName, Amount] = field(default_factory=dict)
     """Bytes that forward saves for backward, by home: `recompute` are those dropped, `offload` those moved."""
-    stash_seconds: Amount = NOTHING
+    stash_seconds: float = 0.0
     """Of copying into pages, and again of copying back."""
     offload_seconds: Amount = NOTHING
     """What copies over the host link take of the device's memory from compute beside them, each way."""
     workspace: int = 0
     """Most temporary bytes while its backward runs; those that recompute brings back are included."""
     launch_seconds: Amount = NOTHING
-    """In which the host launches its forward; `routed` is what comes between dispatch and combine."""
+    """In which the host launches its forward."""
     relaunch_seconds: float = 0.0
     """The same of what backward repeats."""
 
@@ -118,7 +116,6 @@ class RankCosts:
     stages: tuple[StageCosts, ...] = ()
     """In the order of the model."""
     peak: RankPeak = field(default_factory=RankPeak)
-    """With balanced rows."""
     outside: int = 0
     """Bytes of the device that are not torch's: CUDA context, NCCL and so on."""
     end_seconds: float = 0.0

@@ -20,11 +20,11 @@ from pagestash.simulation.model.run import Run
 
 
 def dispatch_seconds(run: Run) -> float:
-    """Of the rows of one layer and microbatch, one way."""
+    """Of the rows of one layer and microbatch, one way, to the hottest rank."""
     config, cluster, ranks = run.config, run.cluster, run.layout.ep
     if ranks == 1:
         return 0.0
-    row = run.element_bytes * run.row_width
+    row = run.skew * run.element_bytes * run.row_width
     if run.dispatcher == "alltoall":
         return cluster.all_to_all_seconds(row * run.rows * (ranks - 1) / ranks, ranks)
     node = cluster.node

@@ -34,8 +34,10 @@ class LayerMemory:
     placed: Sequence[Placed]
     stream: int
     """Bytes of the residual stream's gradient."""
-    buffers: float = 1.0
-    """Rows of static buffers over balanced rows; 1: buffers have the rows that came."""
+    rows: float = 1.0
+    """Received rows over balanced rows."""
+    capacity: float = 0.0
+    """Rows of static buffers over balanced rows; 0: buffers have the rows that came."""
     product_workspace: int = 0
     """Bytes that a product has as its workspace."""
     graphed: frozenset[str] = frozenset()
@@ -47,6 +49,15 @@ class LayerMemory:
     def size(self, placed: Placed) -> int:
         """Device bytes of a tensor that is not in pages: static buffers hold their whole capacity."""
         return round(placed.bytes * self.buffers) if placed.routed else placed.bytes
+
+    def valid(self, placed: Placed) -> int:
+        """Its valid bytes, which is what leaves the device or goes to pages."""
+        return round(placed.bytes * self.rows) if placed.routed else placed.bytes
+
+    @property
+    def buffers(self) -> float:
+        """Rows of a buffer over balanced rows."""
+        return self.capacity or self.rows
 
     @cached_property
     def kept(self) -> int:
@@ -78,14 +89,14 @@ class LayerMemory:
     @cached_property
     def stashed(self) -> int:
         """Bytes in pages."""
-        return sum(item.bytes for item in self.placed if item.home == "stash")
+        return sum(self.valid(item) for item in self.placed if item.home == "stash")
 
     @cached_property
     def groups(self) -> list[tuple[str, GroupBytes]]:
         """Offloaded bytes by the region of their rule, in the order of forward."""
         moved = (item for item in self.placed if item.home == "offload")
         grouped = groupby(moved, lambda item: (item.scope, item.window))
-        sizes = ((scope, window, sum(item.bytes for item in items)) for (scope, window), items in grouped)
+        sizes = ((scope, window, sum(map(self.valid, items))) for (scope, window), items in grouped)
         return [(scope, GroupBytes(size, size, window)) for scope, window, size in sizes]
 
     @cached_property

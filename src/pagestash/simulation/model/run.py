@@ -57,6 +57,9 @@ class Run:
     reserve: float = RESERVE
     """Part of the device's memory that is left for what allocators reserve beyond what is allocated."""
 
+    skew: float = 1.0
+    """Received rows of a layer's hottest rank, over their mean."""
+
     def __post_init__(self) -> None:
         if self.layout.devices != self.cluster.devices:
             raise ValueError(
@@ -75,6 +78,24 @@ class Run:
         if unknown or ("full" in self.graphs and len(self.graphs) > 1):
             parts = ", ".join(scope for scope in GRAPHED if scope != "full")
             raise ValueError(f"graphs={','.join(self.graphs)}: expected some of {parts}, or full by itself")
+
+        if not 1 <= self.skew <= self.layout.ep:
+            raise ValueError(
+                f"skew={self.skew:g}: expected 1 (balanced rows) to EP {self.layout.ep} (one rank gets all)"
+            )
+        if self.capacity and self.capacity < self.skew:
+            raise ValueError(
+                f"capacity={self.capacity:g} holds less than skew={self.skew:g} times the balanced rows"
+            )
+
+    @property
+    def held_rows(self) -> float:
+        """Received rows of the fullest rank, over their mean.
+
+        Each layer is hot on another rank: sums over L layers have a deviation of sqrt(L) of them.
+        """
+        layers = (self.config.layers - self.config.dense_layers) / self.layout.pp
+        return 1 + (self.skew - 1) / max(1.0, layers) ** 0.5
 
     @property
     def tokens(self) -> int:

@@ -5,13 +5,7 @@ of the stage before; of a backward, the gradient of the stage after. Pieces of a
 each on its lane. Offloaded groups leave and come back by the keeper's own window (`saved/offload/window.py`);
 compute waits when the window says so. Bubbles are what is left.
 
-A rank here stands for all ranks of its expert-parallel group, which wait for each other at every dispatch: with a
-skew of s, the hottest of them receives s times the mean rows of a layer, and a piece takes as long as there. Each
-layer is hot on another rank: over the L layers of a pipeline rank, the fullest one holds
-
-    1 + (s - 1) / sqrt(L)
-
-times the mean, as sums of L independent draws have a deviation of sqrt(L).
+A rank here stands for all ranks of its expert-parallel group, which wait for each other at every dispatch.
 
 With overlap, a forward and a backward that follow each other run side by side: one computes while the other
 communicates. Each lane still runs one piece at a time, in the order in which they ask.
@@ -33,18 +27,16 @@ from pagestash.simulation.replay.played import RankReplay, Replay, Span
 from pagestash.simulation.replay.programs import COMMUNICATION, Piece, StageProgram, programs_of
 
 
-def replay(costs: StepCosts, skew: float = 1.0) -> Replay:
-    """One step of a pipeline group with these costs; `skew` are rows of the hottest rank over the mean."""
-    return run_step(costs.ranks, programs_of(costs.stages), costs.machine, skew)
+def replay(costs: StepCosts) -> Replay:
+    """One step of a pipeline group with these costs."""
+    return run_step(costs.ranks, programs_of(costs.stages), costs.machine)
 
 
-def run_step(
-    ranks: Sequence[RankCosts], stages: Sequence[StageProgram], machine: Machine, skew: float = 1.0
-) -> Replay:
+def run_step(ranks: Sequence[RankCosts], stages: Sequence[StageProgram], machine: Machine) -> Replay:
     """Run one step. A plan whose ranks would wait for each other for ever is a `ValueError`."""
     clock = Clock()
     between = _Between(clock, stages, [rank.plan for rank in ranks])
-    running = [_Rank(rank, stages, machine, skew, between) for rank in ranks]
+    running = [_Rank(rank, stages, machine, between) for rank in ranks]
     for rank in running:
         clock.start(rank.run())
     clock.run()
@@ -97,12 +89,9 @@ class _Rank:
         costs: RankCosts,
         stages: Sequence[StageProgram],
         machine: Machine,
-        skew: float,
         between: _Between,
     ) -> None:
-        self.costs, self.stages, self.machine, self.skew = costs, stages, machine, skew
-        routed = sum(bool(layer.forward.routed) for stage in costs.stages for layer in stage.layers)
-        self.held = 1 + (skew - 1) / max(1, routed) ** 0.5
+        self.costs, self.stages, self.machine = costs, stages, machine
         self.clock, self.between = between.clock, between
         self.left: deque[Action] = deque(costs.plan.actions)
         self.finished = 0.0
@@ -185,7 +174,7 @@ class _Rank:
 
     def _run(self, piece: Piece, action: Action, now: float) -> float:
         """Take a lane; the time when it is free again."""
-        seconds = piece.seconds.at(self.skew)
+        seconds = piece.seconds
         lane = "communication" if piece.kind in COMMUNICATION else "compute"
         shares = self.machine.overlaps_dispatch and piece.kind in ("dispatch", "combine")
         if shares:
@@ -198,9 +187,10 @@ class _Rank:
         if shares:
             self._free["compute"] += self.machine.taken_by_dispatch * seconds
         self._spans.append(Span(piece.kind, action.stage, action.microbatch, begin, end))
-        for time, size, sign in ((begin, piece.takes, 1), (end, piece.frees, -1)):
-            if size:
-                self._changes.append((time, sign * int(size.at(self.held))))
+        if piece.takes:
+            self._changes.append((begin, piece.takes))
+        if piece.frees:
+            self._changes.append((end, -piece.frees))
         return end
 
     def _offload(self) -> Moving | MovingAhead:
@@ -212,7 +202,7 @@ class _Rank:
             for piece in program.pieces[action.kind]:
                 events += [("get", _key(action, name)) for name in piece.gets]
                 for name in piece.puts:
-                    key, size = _key(action, name), int(program.groups[name].at(self.held))
+                    key, size = _key(action, name), program.groups[name]
                     groups[key] = GroupBytes(host_bytes=size, device_bytes=size)
                     events.append(("put", key))
         # A keeper without a pipeline follows no schedule: nothing tells it that a backward comes at once.

@@ -223,11 +223,11 @@ def _pair(points: Sequence[_Point], run: Run) -> tuple[_Point, _Point]:
 def _seconds(costs: StepCosts, rank: RankCosts) -> float:
     """What the homes of a rank's layers add for one microbatch, with waits for copies."""
     layers = [layer for stage in rank.stages for layer in stage.layers]
-    again = sum(layer.recompute.at() for layer in layers)
-    moved = sum(layer.bytes_of("offload").at() for layer in layers)
-    beside = sum(layer.offload_seconds.at() for layer in layers)
+    again = sum(layer.recompute for layer in layers)
+    moved = sum(layer.bytes_of("offload").total for layer in layers)
+    beside = sum(layer.offload_seconds.total for layer in layers)
     kinds = ("forward", "backward_input", "backward_weight")
-    compute = sum(getattr(layer, kind).at() for layer in layers for kind in kinds)
+    compute = sum(getattr(layer, kind).total for layer in layers for kind in kinds)
     return again + 2 * beside + max(0.0, moved / costs.machine.link.both - compute - again)
 
 

@@ -79,9 +79,9 @@ def least_seconds(
 
 def _work(layer: LayerCosts, overlaps: bool) -> float:
     """Seconds that a layer takes of its rank for one microbatch, forward and backward."""
-    own = layer.forward + layer.backward_input + layer.backward_weight + layer.recompute
-    sent = 0.0 if overlaps else (4 + 2 * layer.dispatches_again) * layer.dispatch_seconds.at()
-    return own.at() + 2 * (layer.stash_seconds.at() + layer.offload_seconds.at()) + sent
+    own = layer.forward + layer.backward_input + layer.backward_weight
+    sent = 0.0 if overlaps else (4 + 2 * layer.dispatches_again) * layer.dispatch_seconds
+    return own.total + layer.recompute + 2 * (layer.stash_seconds + layer.offload_seconds.total) + sent
 
 
 def runs(wanted: Wanted) -> Iterator[Run]:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import socket
 from functools import partial
 from pathlib import Path
@@ -198,6 +199,11 @@ def test_a_rule_that_matches_no_module_is_refused_before_training():
     with pytest.raises(ValueError, match=r"net\.layers"):
         trainer_of(stash).fit(module, loader(batches()))
     assert module.trained == []
+
+
+@pytest.mark.parametrize("given", [POLICY, POLICY.rules, "40%"], ids=["policy", "rules", "budget"])
+def test_a_callback_goes_to_a_process_that_is_spawned(given):
+    pickle.loads(pickle.dumps(Stash(given)))
 
 
 def test_what_is_no_policy_is_refused():

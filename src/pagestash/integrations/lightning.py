@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pagestash.integrations.given import Given, keeper_of
+from pagestash.keeper import Keeper
 
 
 class Stash(Callback):
@@ -27,9 +28,14 @@ class Stash(Callback):
     detached when it ends. Losses, checkpoints and logs are those of the trainer alone.
     """
 
+    keeper: Keeper | None = None
+    """From the start of fit on; its `stats()` stay when fit is over."""
+
     def __init__(self, policy: Given, *, model: str = "") -> None:
-        self.keeper = keeper_of(policy, "Stash")
-        self._model = model
+        keeper_of(
+            policy, "Stash"
+        )  # says what is wrong with it; no keeper yet, which cannot be sent to a process
+        self._policy, self._model = policy, model
         self._open = ExitStack()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -38,15 +44,17 @@ class Stash(Callback):
                 "Stash: with automatic_optimization=False only your training_step knows where forward and backward "
                 "are; attach a ps.Keeper there, and open keeper.step() around them"
             )
-        if self.keeper.awaits_plan and not self._model and type(pl_module).forward is LightningModule.forward:
+        keeper = keeper_of(self._policy, "Stash")
+        if keeper.awaits_plan and not self._model and type(pl_module).forward is LightningModule.forward:
             kind, parts = type(pl_module).__name__, ", ".join(name for name, _ in pl_module.named_children())
             raise ValueError(
                 f"Stash: a budget is planned for the model that training_step calls, and {kind} has no forward; "
                 f"say which of its modules that is: Stash(..., model=...), one of {parts}"
             )
-        self.keeper.attach(pl_module.get_submodule(self._model))
+        self.keeper = keeper.attach(pl_module.get_submodule(self._model))
 
     def on_train_batch_start(self, *_: Any) -> None:
+        assert self.keeper is not None
         self._open.close()  # (a module that skips the rest of an epoch has no end of its batch)
         self._open.enter_context(self.keeper.step())
 
@@ -58,8 +66,12 @@ class Stash(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._open.pop_all().__exit__(type(exception), exception, exception.__traceback__)
-        self.keeper.detach()
+        self._detach()
 
     def teardown(self, *_: Any, **__: Any) -> None:
         self._open.close()
-        self.keeper.detach()
+        self._detach()
+
+    def _detach(self) -> None:
+        if self.keeper is not None:
+            self.keeper.detach()

@@ -59,6 +59,13 @@ def test_every_file_that_the_glossary_names_is_there():
     assert [path for path in sorted(named) if not (ROOT / "src" / "pagestash" / path).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_line_of_code_is_wider_than_the_column_on_a_desk(page):
+    fenced = re.findall(r"^( *)```.*?\n(.*?)^ *```", PAGES[page].read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line for _, text in fenced for line in text.splitlines()]
+    assert [line for line in lines if len(line) > 116] == []
+
+
 API_NAMES = {
     name: page for page in PAGES for name in re.findall(r"^::: (\S+)", PAGES[page].read_text(), re.M)
 }

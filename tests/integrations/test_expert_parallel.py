@@ -1,8 +1,7 @@
 """Expert parallelism of transformers over 2 and 4 processes gives, with our experts, what one process gives.
 
-One spawn of 4 processes runs every case, first with two of them, then with all, and writes down what it got; the
-tests compare. transformers up to 5.18 has no dispatch, only ids that mark the experts of other ranks (`marked`),
-which later ones have under another plan.
+Each rank runs every case, and writes down what it got; the tests compare. transformers up to 5.18 has no dispatch,
+only ids that mark the experts of other ranks (`marked`), which later ones have under another plan.
 """
 
 import copy
@@ -21,6 +20,7 @@ transformers = pytest.importorskip("transformers", minversion="5.17")
 
 from support import error, same  # noqa: E402
 from support.processes import start_ranks  # noqa: E402
+from support.tiers import slow  # noqa: E402
 from support.uninitialised import filled_with_nan  # noqa: E402
 from tiny import batch, tiny  # noqa: E402
 
@@ -40,7 +40,6 @@ from pagestash.moe import overlap  # noqa: E402
 VERSION = tuple(int(part) for part in version("transformers").split(".")[:2])
 DISPATCHES = VERSION >= (5, 19)
 dispatched = pytest.mark.skipif(not DISPATCHES, reason="transformers dispatches tokens from 5.19 on")
-WORLDS = [2, 4]
 MODELS = ("transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.models.gpt_oss.modeling_gpt_oss")
 FAMILY, EXPERTS, CHOICES, WIDTH, INNER = "Qwen3-MoE", 8, 2, 32, 16
 BATCH = {"tokens": 11, "sequences": 2}
@@ -359,38 +358,35 @@ def world_of(rank, world, store):
     dist.destroy_process_group()
 
 
-def work(number, folder):
+def work(number, world, folder):
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    for world in WORLDS:
-        if number >= world:
-            continue
-        found = {}
-        with world_of(number, world, f"{folder}/store{world}"), filled_with_nan():
-            me = Rank(number, world, f"{folder}/model")
-            found["marked"] = me.marked()
-            if world == 4:
-                found["saved"] = me.saved()
-            if DISPATCHES:
-                for name in CASES:
-                    found[name] = me.case(name)
-                for room in ("exact", "padded", "transformers"):
-                    found["own", room] = me.own(room)
-                found["policies"] = me.policies({"max_tokens": TOKENS})
-                found["policies exact"] = me.policies()
-                for name in (
-                    "short",
-                    "other_implementation",
-                    "without_gradients",
-                    "refused",
-                    "biases",
-                    "in_pairs",
-                    "chosen_rows",
-                ):
-                    found[name] = getattr(me, name)()
-                found["steps"] = me.steps()
-                found["steps short"] = me.steps(pair_capacity=3)
-        torch.save(found, f"{folder}/{world}-{number}.pt")
+    found = {}
+    with world_of(number, world, f"{folder}/store{world}"), filled_with_nan():
+        me = Rank(number, world, f"{folder}/model")
+        found["marked"] = me.marked()
+        if world == 4:
+            found["saved"] = me.saved()
+        if DISPATCHES:
+            for name in CASES:
+                found[name] = me.case(name)
+            for room in ("exact", "padded", "transformers"):
+                found["own", room] = me.own(room)
+            found["policies"] = me.policies({"max_tokens": TOKENS})
+            found["policies exact"] = me.policies()
+            for name in (
+                "short",
+                "other_implementation",
+                "without_gradients",
+                "refused",
+                "biases",
+                "in_pairs",
+                "chosen_rows",
+            ):
+                found[name] = getattr(me, name)()
+            found["steps"] = me.steps()
+            found["steps short"] = me.steps(pair_capacity=3)
+    torch.save(found, f"{folder}/{world}-{number}.pt")
 
 
 # --- the tests ----------------------------------------------------------------------------------------------
@@ -402,14 +398,14 @@ def folder(tmp_path_factory):
     reference().save_pretrained(made / "model")
     tiny(FAMILY, **WIDE).save_pretrained(made / "model" / "wide")
     tiny("gpt-oss").save_pretrained(made / "model" / "gpt-oss")
-    start_ranks(work, (str(made),), max(WORLDS), imports=MODELS)
     return made
 
 
-@pytest.fixture(params=WORLDS, ids=lambda world: f"{world} ranks")
+@pytest.fixture(scope="module", params=[2, *slow(4)], ids=lambda world: f"{world} ranks")
 def ranks(request, folder):
     """What each rank found, in order."""
     world = request.param
+    start_ranks(work, (world, str(folder)), world, imports=MODELS)
     return [torch.load(folder / f"{world}-{rank}.pt", weights_only=False) for rank in range(world)]
 
 
@@ -550,10 +546,11 @@ def test_rows_of_other_ranks_cannot_be_recomputed(ranks):
     assert all(rank["refused"] for rank in ranks)
 
 
-def test_of_marked_choices_only_those_of_this_rank_are_saved(folder):
+@pytest.mark.parametrize("ranks", slow(4), indirect=True, ids=["4 ranks"])
+def test_of_marked_choices_only_those_of_this_rank_are_saved(ranks):
     """Of 1,024 choices about 256 are for a rank. transformers saves buffers for all of them."""
-    for number in range(4):
-        found = torch.load(folder / f"4-{number}.pt", weights_only=False)["saved"]
+    for rank in ranks:
+        found = rank["saved"]
         assert found["slots"] == 1024
         assert 220 < found["valid"] < 300
         row = 2 * WIDE["moe_intermediate_size"] * 4

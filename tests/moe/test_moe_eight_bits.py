@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import same
-from support.tiers import slow
+from support.tiers import KERNELS_IN_THE_REST, slow
 from torch import nn
 
 import pagestash as ps
@@ -112,6 +112,7 @@ def no_other_pass(monkeypatch):
 
 
 @pytest.mark.parametrize("expected", [None, *slow(0, 60, 2 * CHOICES)])
+@KERNELS_IN_THE_REST
 def test_gradients_are_near_the_exact_ones_and_the_same_in_every_step(backend, expected):
     # Interpreted kernels are slow: two layers once.
     model = Stack(expected, depth=DEPTH if backend == "torch" or expected == 60 else 1)

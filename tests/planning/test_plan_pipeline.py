@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import strategies as st
-from support.tiers import sweep
+from support.tiers import slow, sweep
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
-from gloo import EACH_SCHEDULE, RUN_HERE, make_schedule, make_stages, spawn
+from gloo import RUN_HERE, make_schedule, make_stages, spawn
 from test_plans import MB, made_up
 
 import pagestash as ps
@@ -323,9 +323,9 @@ def options(last):
     }
 
 
-def work_planned(rank, world):
+def work_planned(rank, world, budgets):
     found = [(None, train(rank, world))]
-    for asked in PLANNED:
+    for asked in budgets:
         (stage,), _, schedule = make_rank("1F1B", rank, world)
         given = parts(0)[0]
         last = rank == world - 1
@@ -368,18 +368,28 @@ PREDICTED = {
 }
 
 
-def work(rank, world):
-    search.MOST = 100  # as in the other tests here: a rank is a process of its own, without fixtures
+FEW = {
+    "1F1B": ["nothing", "a chain", "offloaded activations"],
+    "GPipe": ["layers"],
+    "InterleavedZeroBubble": ["layers"],
+}
+"""Of these in `make test`: a whole and a split backward."""
+
+
+def work(rank, world, predicted, budgets):
+    search.MOST = 30  # as in the other tests here: a rank is a process of its own, without fixtures
     found = {
-        name: work_predicted(rank, world, name, PREDICTED[name]) for name in PREDICTED if name in RUN_HERE
+        name: work_predicted(rank, world, name, predicted[name]) for name in predicted if name in RUN_HERE
     }
-    return found | {"planned": work_planned(rank, world)}
+    return found | {"planned": work_planned(rank, world, budgets)}
 
 
-@pytest.fixture(scope="module")
-def ranks():
+@pytest.fixture(
+    scope="module", params=[(FEW, PLANNED[1:3]), *slow(((PREDICTED, PLANNED),))], ids=["few", "all"]
+)
+def ranks(request):
     """What each of two processes found, which run everything, one after the other."""
-    return spawn(work, 2)
+    return spawn(work, 2, *request.param)
 
 
 def test_a_pipeline_trains_under_its_plans_as_without_bit_for_bit(ranks):
@@ -400,23 +410,31 @@ def test_peaks_of_a_pipeline_are_those_of_keepers_that_follow_its_schedule(ranks
             assert abs(predicted - measured) < bound, (rank, name)
 
 
-@pytest.mark.parametrize("name", [each for each in EACH_SCHEDULE if each.values[0] in NOT_SPLIT])
-def test_peaks_of_every_schedule_count_its_messages(ranks, name):
+def each_of(ranks, names):
+    """The predicted and the measured peak of each rank under these schedules, and what they belong to."""
+    found = [
+        (name, (rank, title), peaks)
+        for rank, of_rank in enumerate(ranks)
+        for name in of_rank.keys() & set(names)
+        for title, peaks in of_rank[name].items()
+    ]
+    assert found
+    return found
+
+
+def test_peaks_of_every_schedule_count_its_messages(ranks):
     """Never too low, and by no more than a message too high."""
-    for rank, found in enumerate(ranks):
-        for title, (predicted, measured) in found[name].items():
-            assert -600 < predicted - measured < MESSAGE + 600, (rank, title)
-            if name != "GPipe" and not frees_messages():
-                assert predicted - measured < 600, (rank, title)
+    for name, where, (predicted, measured) in each_of(ranks, NOT_SPLIT):
+        assert -600 < predicted - measured < MESSAGE + 600, (name, where)
+        if name != "GPipe" and not frees_messages():
+            assert predicted - measured < 600, (name, where)
 
 
-@pytest.mark.parametrize("name", [each for each in EACH_SCHEDULE if each.values[0] in SPLIT])
-def test_peaks_of_a_split_backward_count_gradients_that_wait_and_both_replays(ranks, name):
+def test_peaks_of_a_split_backward_count_gradients_that_wait_and_both_replays(ranks):
     """Never too low. What the second half needs is taken for what a whole backward does, which is too much."""
-    for rank, found in enumerate(ranks):
-        for title, (predicted, measured) in found[name].items():
-            bound = 5.1 if title == "nothing" else 7.1
-            assert 0 <= predicted - measured < bound * MESSAGE, (rank, title)
+    for name, where, (predicted, measured) in each_of(ranks, SPLIT):
+        bound = 5.1 if where[1] == "nothing" else 7.1
+        assert 0 <= predicted - measured < bound * MESSAGE, (name, where)
 
 
 def test_a_stage_without_a_schedule_is_refused():

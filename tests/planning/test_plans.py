@@ -223,6 +223,7 @@ def test_a_plan_is_as_good_as_the_best_of_all_policies_with_fractions(first, sec
         assert predict(profile, found.policy) == found.predicted
 
 
+@pytest.mark.whole_search
 def test_half_of_a_region_leaves_where_a_plan_is_faster_for_it():
     profile = in_halves(made_up(3, (20 * MB, 10), (1 * MB, 10), head=MB, link=1e9))
     found = plan_profile(profile, budget=0.75)

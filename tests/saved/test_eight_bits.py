@@ -2,12 +2,14 @@
 
 import gc
 import pickle
+from itertools import product
 
 import pytest
 import torch
 from recomputed import Log
 from support import same
 from support.steps import loss_and_gradients
+from support.tiers import KERNELS_IN_THE_REST, slow_but
 from torch import nn
 
 import pagestash as ps
@@ -97,11 +99,12 @@ def nothing_waits(keeper):
 
 
 @pytest.mark.parametrize(
-    "pool",
-    [pytest.param(POOLS[name], id=name, marks=() if name in QUICK else pytest.mark.slow) for name in POOLS],
+    ("backend", "pool"),
+    slow_but([("triton", "measured"), *product(["torch"], QUICK)], product(["torch", "triton"], POOLS)),
+    indirect=["backend"],
 )
 def test_stashed_codes_come_back_in_every_step(backend, pool, model, expected):
-    policy = ps.Policy([rule()], pool=ps.PoolConfig(**{"page": 256, **pool}))
+    policy = ps.Policy([rule()], pool=ps.PoolConfig(**{"page": 256, **POOLS[pool]}))
     keeper = ps.Keeper(policy, backend=backend).attach(model)
     for _ in range(3):
         assert same(loss_and_gradients(model, batch(), keeper), expected)
@@ -109,6 +112,7 @@ def test_stashed_codes_come_back_in_every_step(backend, pool, model, expected):
     keeper.detach()
 
 
+@KERNELS_IN_THE_REST
 @pytest.mark.parametrize("home", ["keep", "offload"])
 def test_other_homes_hold_the_same_codes(backend, home, model, expected):
     keeper = ps.Keeper(ps.Policy([rule(home)]), backend=backend).attach(model)
@@ -380,6 +384,7 @@ class RowsNet(nn.Module):
         return torch.where(valid[:, None], y, 0).float().sum()
 
 
+@KERNELS_IN_THE_REST
 @pytest.mark.parametrize("home", ["stash", "offload", "keep"])
 @pytest.mark.parametrize("count", [0, 5, ROWS])
 def test_valid_rows_alone_are_coded(backend, home, count):
@@ -454,6 +459,7 @@ def test_a_step_that_fails_leaves_no_pages_behind(model, expected):
     keeper.detach()
 
 
+@KERNELS_IN_THE_REST
 def test_an_overflow_is_refused_and_the_next_step_is_right(backend, model, expected):
     pool = ps.PoolConfig(page=256, device=2048, on_overflow="raise")
     keeper = ps.Keeper(ps.Policy([rule()], pool=pool), backend=backend).attach(model)

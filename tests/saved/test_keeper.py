@@ -1,22 +1,27 @@
 """The keeper: same bits with and without it, and a pool that is empty again after every kind of step."""
 
 import threading
+from itertools import product
 
 import pytest
 import torch
 from stack import CAPACITY, POOLS, Stack, batch, in_use, policy, run
 from support import same
-from support.tiers import slow
+from support.tiers import slow, slow_but
 from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
 from pagestash.policy import HOMES
 
+EACH_POOL = list(product(["torch", "triton"], POOLS))
 
-@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
+
+@pytest.mark.parametrize(
+    ("backend", "pool"), slow_but([*EACH_POOL[:3], ("triton", "measured")], EACH_POOL), indirect=["backend"]
+)
 @pytest.mark.parametrize("rows", [20, *slow(0, 1, CAPACITY)])
 def test_losses_and_gradients_are_the_same_to_the_last_bit(backend, pool, rows):
-    model = Stack(depth=2)
+    model, pool = Stack(depth=2), POOLS[pool]
     x, count = batch(rows)
     plain = run(model, x, count)
     keeper = ps.Keeper(policy(headroom=2.0, **pool), backend=backend).attach(model)

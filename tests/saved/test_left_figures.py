@@ -106,12 +106,12 @@ def test_nothing_grows_with_the_steps(home):
     step(model, keeper, x)
     tracemalloc.start()
     try:
-        memory, waiting = after(70)
-        later, still = after(60)
+        memory, waiting = after(40)
+        later, still = after(30)
     finally:
         tracemalloc.stop()
     assert still == waiting
-    assert later - memory < 32 << 10  # 60 measured steps would be 500 KiB
+    assert later - memory < 32 << 10  # 30 measured steps would be 250 KiB
 
 
 @pytest.mark.parametrize("home", RULES)

@@ -8,6 +8,7 @@ import torch
 from offloaded import MLP, RULE, TwoParts, keeper_for, losses_and_grads, moving, nothing_left
 from stack import CAPACITY, INNER, WIDTH, Stack, batch, run
 from support import same
+from support.tiers import KERNELS_IN_THE_REST
 from torch import nn
 
 import pagestash as ps
@@ -41,6 +42,7 @@ def test_losses_and_gradients_are_the_same_to_the_last_bit(fraction, prefetch):
         ),
     ],
 )
+@KERNELS_IN_THE_REST
 def test_valid_rows_are_split_at_a_fixed_row(backend, fraction, rows):
     model = Stack(depth=3)
     rule = ps.Rule("layers.*.experts", "offload", fraction=fraction, prefetch_bytes=0, **RULE)

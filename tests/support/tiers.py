@@ -22,6 +22,11 @@ def slow_but(quick: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     return [case if case in quick else slow(case)[0] for case in cases]
 
 
+KERNELS_IN_THE_REST = pytest.mark.parametrize("backend", ["torch", *slow("triton")], indirect=True)
+"""A whole model by interpreted kernels takes seconds: `make test` has one such test of a kind, and those of the
+kernels alone."""
+
+
 def sweep(few: int, many: int, *drawn: SearchStrategy) -> Callable[[Callable], Callable]:
     """A property of what is drawn: of the same few examples in `make test`, and of many, at random, in the rest."""
 

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from support.search import search_little
 from typer.testing import CliRunner
 
 import pagestash as ps
@@ -15,6 +16,7 @@ from pagestash.sizes import format_bytes
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """The same story in seconds."""
+    search_little(monkeypatch)
     monkeypatch.setattr(demo, "SHAPE", replace(demo.SHAPE, layers=8, experts=4))
     monkeypatch.setattr(demo, "TOKENS", 128)
 

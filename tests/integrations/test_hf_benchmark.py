@@ -20,6 +20,7 @@ TINY = B.Slice(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_step_with_its_optimizer_gives_one_loss_in_all_ways():
     rows = B.compare_graphed(TINY, torch.device("cpu"), torch.float32, repeats=1)
     assert len({row["way"] for row in rows}) == 8
@@ -29,6 +30,7 @@ def test_a_step_with_its_optimizer_gives_one_loss_in_all_ways():
         assert len(losses) == 1
 
 
+@pytest.mark.slow
 def test_all_ways_of_lora_give_one_loss():
     pytest.importorskip("peft")
     from benchmarks import hf_lora

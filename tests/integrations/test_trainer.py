@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.search import search_little
 from support.tiers import slow
 
 transformers = pytest.importorskip("transformers", minversion="5.7")
@@ -86,7 +87,8 @@ def test_losses_and_weights_are_those_of_the_trainer_alone(tmp_path, settings):
 
 
 @pytest.mark.parametrize("settings", [*slow({}), {"bf16": True}], ids=["plain", "bf16"])
-def test_a_keeper_with_a_budget_plans_for_the_trainer(tmp_path, settings):
+def test_a_keeper_with_a_budget_plans_for_the_trainer(tmp_path, monkeypatch, settings):
+    search_little(monkeypatch)
     plain = trainer_of(model_of(), tmp_path / "plain", **settings)
     plain.train()
     trainer = trainer_of(model_of(), tmp_path / "kept", **settings)

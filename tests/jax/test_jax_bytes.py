@@ -121,6 +121,7 @@ def test_backward_gets_the_bytes_that_forward_gave(memory, kinds):
         assert bool(report.overflowed) == (factor < 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["scan", *slow("layer", "scan, checked")])
 def test_every_shard_gets_its_own_bytes(where):
     mesh = jax.make_mesh((SHARDS,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))

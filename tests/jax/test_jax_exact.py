@@ -80,6 +80,7 @@ def _without_report(result):
     return value, y, aux, grads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*slow(21), 22])
 def test_random_layers_are_poisoned_or_exact(seed):
     case = draw(seed, on_overflow="poison", capacity_factor=0.5, expected_rows=None)

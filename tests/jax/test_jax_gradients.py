@@ -71,6 +71,7 @@ def test_every_page_size_that_divides():
         assert_close((got[0][0], got[1]), wanted)
 
 
+@pytest.mark.slow
 def test_the_tolerance_sees_one_lost_row():
     """A layer that reports one row less than it uses loses that row's part in backward, and it shows."""
 

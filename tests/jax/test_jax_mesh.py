@@ -152,6 +152,7 @@ def test_scans_inside_a_shard_map(mesh, factor, check_vma):
         assert bool(report.overflowed) == (factor == 0.5 or routing == "disagree")
 
 
+@pytest.mark.slow
 def test_poison_reaches_every_shard_when_one_overflows(mesh):
     poisoning = stashing(policy(1.25, "poison"), mesh)
     (value, report), grads = layer_maps(mesh, poisoning)(weights_for("disagree"), X)

@@ -62,7 +62,7 @@ windows = st.tuples(st.integers(0, CAPACITY), st.integers(0, CAPACITY)).map(
 
 
 @sweep(
-    10,
+    4,
     60,
     st.sampled_from(list(SHAPES)),
     st.sampled_from([1, 8]),

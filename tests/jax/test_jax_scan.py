@@ -202,6 +202,7 @@ def test_microbatches_accumulate_around_it(factor):
     assert_close(loss(with_stash(policy(factor))), loss(plain_scan))
 
 
+@pytest.mark.slow
 def test_donated_parameters_are_updated():
     params, x = make(COUNTS)
     floats, fixed = split(params)

@@ -243,8 +243,7 @@ def test_expected_rows_need_a_buffer_for_their_gradient():
     ("n", "dtype", "activation"),
     [
         (40, torch.bfloat16, "clamp, slope, one more"),
-        (33, torch.float32, "exact gelu"),
-        (300, torch.float32, "clamped"),
+        *slow((33, torch.float32, "exact gelu"), (300, torch.float32, "clamped")),
     ],
 )
 def test_interleaved_rows_are_those_of_two_halves(backend, page_bytes, n, dtype, activation):

@@ -97,7 +97,7 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32, torch.float16)])
-@pytest.mark.parametrize("heads_dim", [1, 2])
+@pytest.mark.parametrize("heads_dim", [*slow(1), 2])
 def test_results_and_gradients_are_those_of_transformers(monkeypatch, backend, name, dtype, heads_dim):
     monkeypatch.setattr(backends, "interpreted", lambda: backend == "triton")
     function, width, options = hugging_face(name)

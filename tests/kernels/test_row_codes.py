@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.tiers import slow
+from support.tiers import slow, slow_but
 
 from pagestash.kernels.backend import interpreted
 from pagestash.kernels.moe import gated
@@ -32,6 +32,8 @@ UNTOUCHED = 0x55
 PLACES = ["buffer", "pages", "small pages"]
 SPLITS = [0, 13, ROWS, CAPACITY]
 WHERE = [(place, split) for place in PLACES for split in SPLITS if place == "buffer" or split < CAPACITY]
+
+FEW = [("buffer", 0), ("buffer", 13), ("pages", 13), ("small pages", 0)]
 
 
 def room(row, split, place):
@@ -73,7 +75,7 @@ def test_rows_of_whole_blocks_have_the_bytes_of_the_encoder():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("place", "split"), WHERE)
+@pytest.mark.parametrize(("place", "split"), slow_but(FEW, WHERE))
 @pytest.mark.parametrize(
     ("width", "dtype"), [(40, torch.bfloat16), *slow((256, torch.bfloat16), (200, torch.float16))]
 )
@@ -110,7 +112,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("place", "split"), WHERE)
+@pytest.mark.parametrize(("place", "split"), slow_but(FEW, WHERE))
 @pytest.mark.parametrize(("activation", "inner", "interleaved"), CASES)
 def test_the_activation_codes_what_it_reads_and_its_gradient_reads_that(
     backend, place, split, activation, inner, interleaved

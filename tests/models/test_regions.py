@@ -112,7 +112,7 @@ SETS = [*([name] for name in NAMES), NAMES, [EXPERTS], [EXPERTS, "moe.moe_act"],
 
 
 @pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize(("kind", "sets"), [("gqa", SETS), ("mla", SETS[10:])], ids=["gqa", "mla"])
+@pytest.mark.parametrize(("kind", "sets"), [("gqa", SETS), *slow(("mla", SETS[10:]))], ids=["gqa", "mla"])
 def test_a_home_for_one_region_and_for_all(made, kind, sets, home):
     wrong = [names for names in sets if made[kind].differs([(name, home) for name in names])]
     assert not wrong

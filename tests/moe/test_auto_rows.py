@@ -252,6 +252,7 @@ def test_expected_rows_that_leave_are_measured_in_the_second_step(pool):
     assert stats.no_page.groups == 0
 
 
+@pytest.mark.slow
 def test_expected_rows_that_leave_follow_a_change():
     steps = drawn(4, 0.2, 0.3) + drawn(20, 0.9, 1.0)
     losses, model, keeper, _ = graphed("auto", steps, fraction=1.0)

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from support.compare import same
+from support.tiers import slow, slow_but
 from torch import nn
 from torch.library import opcheck
 
@@ -60,8 +61,8 @@ def step(run, modules, x):
     return [y.detach(), aux.detach(), x.grad, *(p.grad.clone() for p in modules.parameters())]
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", slow_but(["groups, no gate"], LAYERS))
+@pytest.mark.parametrize("compiler", [*slow("eager"), "aot_eager"])
 def test_a_layer_is_one_graph_with_the_same_bits(name, compiler):
     block, x = Block(**LAYERS[name]), torch.randn(3, 5, 16)
     compiled = torch.compile(block, backend=compiler, fullgraph=True)
@@ -89,7 +90,7 @@ class Model(nn.Module):
         return x, total
 
 
-@pytest.mark.parametrize("home", ["stash", "offload", "recompute"])
+@pytest.mark.parametrize("home", ["stash", *slow("offload", "recompute")])
 def test_rules_for_compiled_layers_change_no_bit(home):
     model, x = Model(), torch.randn(12, 16)
     for number, layer in enumerate(model.layers):

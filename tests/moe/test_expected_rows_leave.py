@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import same
+from support.tiers import slow
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
@@ -97,7 +98,7 @@ def kept(expected, tokens):
 
 @pytest.mark.parametrize("names", [pytest.param(BOTH, marks=pytest.mark.slow), EACH])
 @pytest.mark.parametrize(("fraction", "prefetch"), [(0.3, 0), (1.0, 0), (1.0, 30_000), (1.0, None)])
-@pytest.mark.parametrize("expected", [EXPECTED, T * K, 2 * T * K])
+@pytest.mark.parametrize("expected", [EXPECTED, *slow(T * K, 2 * T * K)])
 def test_the_same_bits_whatever_leaves(names, fraction, prefetch, expected):
     model = Stack(expected)
     keeper = keeper_for(model, rules(names, fraction=fraction, prefetch_bytes=prefetch))
@@ -171,7 +172,7 @@ def test_without_a_fraction_nothing_leaves():
     assert keeper.stats().offload is None
 
 
-@pytest.mark.parametrize("names", [BOTH, EACH])
+@pytest.mark.parametrize("names", [BOTH, *slow((EACH,))])
 def test_microbatches_that_wait_together(names):
     model = Stack()
     keeper = keeper_for(model, rules(names))

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 from support import same
+from support.tiers import slow
 from torch import nn
 
 import pagestash as ps
@@ -201,7 +202,7 @@ EVERYTHING = {"correction_bias": True, "shared_experts": 1, "balance_loss": 0.1}
 
 
 @pytest.mark.parametrize(("changes", "own"), [({}, OWN), (EVERYTHING, FEW)], ids=["all", "few"])
-@pytest.mark.parametrize("kind", ["local", "wired"])
+@pytest.mark.parametrize("kind", [*slow("local"), "wired"])
 def test_a_layer_that_is_run_again_chooses_and_sends_once(monkeypatch, kind, changes, own):
     """Whatever homes are chosen inside; a second choice would be another one."""
     dispatch = Loopback() if kind == "wired" else None

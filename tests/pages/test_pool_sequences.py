@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiers import sweep
+from support.tiers import slow, sweep
 from three_way import ON_DEVICE, Spec, ThreeWays
 
 pytest.importorskip("triton")
@@ -101,7 +101,7 @@ def stash(ways, group, rows, device_rows, device_dtype, account, host_later):
     )
 
 
-@sweep(12, 40, pools, st.lists(operations, min_size=6, max_size=9))
+@sweep(6, 40, pools, st.lists(operations, min_size=6, max_size=9))
 def test_ring_reference_and_kernels_agree_on_random_sequences(pool, sequence):
     play(pool, sequence)
 
@@ -113,7 +113,7 @@ def test_ring_reference_and_kernels_agree_on_long_random_sequences(pool, sequenc
     play(pool, sequence)
 
 
-@pytest.mark.parametrize("page_bytes", [16, 48])
+@pytest.mark.parametrize("page_bytes", [16, *slow(48)])
 def test_ring_wraps_many_times_over(page_bytes):
     """Five device and three host pages, 30 groups of three pages, two live at a time: some eleven turns."""
     ways = ThreeWays(page_bytes, 5, 3)

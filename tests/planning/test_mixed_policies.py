@@ -4,6 +4,7 @@ from functools import cache
 from random import Random
 
 import pytest
+from support.tiers import slow
 from test_predict import batch, step_under
 
 import pagestash as ps
@@ -41,9 +42,7 @@ def policy(seed):
     return ps.Policy(rules)
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(6), 48, *(pytest.param(at, marks=pytest.mark.slow) for at in range(6, 60) if at != 48)]
-)
+@pytest.mark.parametrize("seed", [*range(3), 48, *slow(*(at for at in range(3, 60) if at != 48))])
 def test_the_peak_of_a_random_mix_is_predicted_to_a_hundredth(seed):
     """In 48 a region whose rule offloads saves a thin slice twice."""
     model, given, profile = profiled()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import strategies as st
+from support.search import search_little
 from support.tiers import slow, sweep
 from torch import nn
 
@@ -18,7 +19,7 @@ from test_plans import MB, made_up
 
 import pagestash as ps
 from pagestash.pipeline import SCHEDULES, in_flight, plans
-from pagestash.planning import NothingFits, plan_profile, plan_stages, predict, search
+from pagestash.planning import NothingFits, plan_profile, plan_stages, predict
 from pagestash.planning.prediction import RuleTable
 from pagestash.planning.rank import RankPredictor, RankStep
 from pagestash.planning.stage import received, stage_step
@@ -377,7 +378,7 @@ FEW = {
 
 
 def work(rank, world, predicted, budgets):
-    search.MOST = 30  # as in the other tests here: a rank is a process of its own, without fixtures
+    search_little(pytest.MonkeyPatch())  # as in the other tests here: a rank is a process of its own
     found = {
         name: work_predicted(rank, world, name, predicted[name]) for name in predicted if name in RUN_HERE
     }

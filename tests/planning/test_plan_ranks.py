@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.tiers import slow
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,7 +53,7 @@ def work(rank, world, rows, most, kind):
     return trained(rank, rows, most, kind)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "plain"])
+@pytest.mark.parametrize("kind", [*slow("ddp"), "plain"])
 def test_two_ranks_one_of_which_finds_no_memory_get_one_plan_and_the_same_bits(kind):
     rows = (64, 128)
     seed()

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from support.tiers import slow_but
 from torch import nn
 
 import pagestash as ps
@@ -94,7 +95,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("model_name", MODELS)
+@pytest.mark.parametrize("model_name", slow_but(list(MODELS)[:2], MODELS))
 @pytest.mark.parametrize("name", RULES)
 def test_moved_bytes_and_rules_that_move_nothing_are_those_of_the_keeper(name, model_name, caplog):
     model, profile = profiled(**MODELS[model_name])

@@ -24,6 +24,7 @@ def test_a_recomputed_region_and_a_moved_group_cost_more_than_a_tensor_that_stay
     pytest.fail(str(found))
 
 
+@pytest.mark.slow
 def test_the_regions_are_really_recomputed_and_moved(monkeypatch):
     seen = {}
     original = Keeper.detach

@@ -126,7 +126,7 @@ def test_a_compiled_layer_beside_one_with_a_rule(backend, home):
 
 
 @pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize("match", ["layers.1", "layers.*", "layers.**"])
+@pytest.mark.parametrize("match", ["layers.1", *slow("layers.*", "layers.**")])
 def test_a_rule_that_names_the_compiled_module_itself_holds(home, match):
     plain, expected = without_keeper(one_layer_compiled, "aot_eager")
     model, _ = one_layer_compiled("aot_eager")
@@ -139,7 +139,7 @@ def test_a_rule_that_names_the_compiled_module_itself_holds(home, match):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("home", ["stash", "offload"])
+@pytest.mark.parametrize("home", ["stash", *slow("offload")])
 def test_a_layer_compiled_after_attach_holds_its_rule(backend, home):
     model = Model()
     plain = gradients(model, model)
@@ -152,7 +152,7 @@ def test_a_layer_compiled_after_attach_holds_its_rule(backend, home):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", ["recompute", *slow("stash", "offload")])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_rule_inside_a_compiled_model_is_refused_by_name(backend, home, when):
     model = Model()
@@ -191,7 +191,7 @@ def test_a_rule_inside_a_compiled_layer_is_refused_by_name():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("home", ["stash", "offload"])
+@pytest.mark.parametrize("home", [*slow("stash"), "offload"])
 def test_a_layer_compiled_in_place_holds_its_rule(backend, home):
     plain, _ = without_keeper(one_layer_compiled_in_place, backend)
     model, _ = one_layer_compiled_in_place(backend)
@@ -216,7 +216,7 @@ def test_recompute_of_a_layer_compiled_in_place_is_refused_by_name(when):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("home", ["stash", "offload"])
+@pytest.mark.parametrize("home", ["stash", *slow("offload")])
 def test_a_model_that_breaks_its_graph_breaks_it_no_more_often(backend, home):
     """Between the graphs hooks run as they are, and regions are told apart."""
     plain, expected = without_keeper(breaking, backend)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.search import search_little
 from support.simulated import one_batch
 from typer.testing import CliRunner
 
@@ -177,7 +178,8 @@ def test_regions_of_a_model_have_parts(name, layer, part):
 # --- policies of a plan ---
 
 
-def test_a_planned_policy_is_simulated_and_takes_less(profile, tmp_path):
+def test_a_planned_policy_is_simulated_and_takes_less(profile, tmp_path, monkeypatch):
+    search_little(monkeypatch)
     path, policy, out = (tmp_path / name for name in ("profile.json", "policy.toml", "out.json"))
     profile.save(path)
     plan = ["plan", "--profile", str(path), "--budget", "0.5", "--host", "1GiB", "--out", str(policy)]

@@ -46,6 +46,7 @@ def test_the_picture_names_all_it_shows(microbatches, tmp_path: Path):
     assert path.stat().st_size < 4 << 20
 
 
+@pytest.mark.slow
 def test_a_picture_of_the_same_step_is_the_same_file(tmp_path: Path):
     pytest.importorskip("matplotlib")
     from pagestash.simulation.replay.plot import draw_step

@@ -124,6 +124,7 @@ def test_more_memory_is_not_slower_for_a_search(size, more):
     assert searched(size + more) <= TOLERANCE * searched(size)
 
 
+@pytest.mark.slow
 def test_memory_buys_time_in_that_search():
     assert searched(60 * GIB) > searched(200 * GIB)
     assert searched(200 * GIB) == searched(300 * GIB) < float("inf")

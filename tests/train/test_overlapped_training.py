@@ -40,6 +40,7 @@ def test_a_run_on_two_ranks(two_ranks, name):
     check_equal(two_ranks / name, two_ranks / f"{name} overlapped")
 
 
+@pytest.mark.slow
 def test_stages_that_are_sharded(tmp_path):
     """Two ranks a stage share its experts, and FSDP2 what is common to them."""
     given = four_layers(

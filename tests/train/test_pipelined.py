@@ -148,6 +148,7 @@ def four_ranks(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["experts", "data"])
 def test_experts_and_data_are_shared_beside_the_pipeline(four_ranks, layout):
     close(four_ranks / "whole", four_ranks / layout)

@@ -26,10 +26,10 @@ PYTEST   = $(PY) -m pytest -q -n $(WORKERS) --dist loadfile
 demo: $(VENV)/.demo
 	$(PY) -m pagestash demo
 
-# What to run before a commit: about eight minutes on two cores. The rest, marked slow, has more examples of the same
+# What to run before a commit: about six minutes on two cores. The rest, marked slow, has more examples of the same
 # properties, programs that compile, many ranks.
 test: $(VENV)/.test
-	$(PYTEST) -m "not gpu and not slow"
+	$(PYTEST) -m "not gpu and not slow" --ignore=tests/gpu
 
 test-rest: $(VENV)/.test
 	$(PYTEST) -m "slow and not gpu"

@@ -13,6 +13,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.7")
 
 from support.compare import error, same  # noqa: E402
+from support.tiers import slow_but  # noqa: E402
 from tiny import FAMILIES, NEWER, ROUTED_OTHERWISE, as_it_is, batch, gradients, tiny  # noqa: E402
 
 import pagestash as ps  # noqa: E402
@@ -434,7 +435,9 @@ def recomputing(model, match):
     return ps.Keeper(ps.Policy(rules)).attach(model)
 
 
-@pytest.mark.parametrize(("family", "match"), RECOMPUTED)
+@pytest.mark.parametrize(
+    ("family", "match"), slow_but([pair for pair in RECOMPUTED if pair[1] != ATTENTION], RECOMPUTED)
+)
 def test_recomputing_changes_no_bit_of_any_family(family, match):
     model = tiny(family, experts="pagestash")
     pagestash.hf.optimize(model)

@@ -275,6 +275,7 @@ def graphed(expected, steps, **pool):
     return losses, model, keeper, step
 
 
+@pytest.mark.slow
 def test_a_stepper_reruns_overflows_and_changes_the_number_between_steps():
     steps = drawn(4, 0.2, 0.3) + drawn(20, 0.9, 1.0)
     losses, model, keeper, step = graphed("auto", steps)

@@ -129,6 +129,7 @@ def test_the_peak_and_the_bytes_of_each_home_are_those_of_a_keepers_step(name, g
     assert kept - BATCH <= stats.homes["keep"].peak <= kept + stays + small(profile)
 
 
+@pytest.mark.slow
 def test_rotated_queries_and_keys_are_made_again_from_the_projection():
     """Not from the norms' results, which would wait in their stead."""
     model, profile = decoder()
@@ -317,6 +318,7 @@ def test_recompute_costs_the_forward_up_to_the_last_tensor_that_is_wanted():
     assert nothing.recompute_seconds == 0
 
 
+@pytest.mark.slow
 def test_copies_that_do_not_hide_make_the_step_longer():
     model, _ = decoder()
     slow = ps.profile(model, GIVEN, repeats=1, link=1e6)

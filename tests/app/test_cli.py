@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import pagestash
@@ -64,6 +65,33 @@ def test_help_names_the_presets(command):
     assert tuple(PRESETS) == options.PRESETS
     text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "300"}).output
     assert all(name in text for name in PRESETS)
+
+
+@pytest.mark.parametrize("command", ["", *sorted(typer.main.get_command(app).commands)])
+def test_help_fits_80_columns(command):
+    text = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "80"}).output
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text  # nothing is cut
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "profile --preset tiny --layers 2 --seq 16 --repeats 1 --policy policy.toml",
+        "verify --preset tiny --layers 2 --seq 16 --policy policy.toml",
+        "train --preset tiny --layers 1 --steps 1 --set sequence=16 --set batch=1 --policy policy.toml --out out",
+        "partition --preset deepseek-v3 --stages 32 --schedule DualPipeV --shards 8",
+    ],
+)
+def test_what_is_printed_fits_80_columns(line, tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "policy.toml").write_text('[[rule]]\nmatch = "layers.*.moe.experts"\nhome = "recompute"\n')
+    done = CliRunner().invoke(app, line.split(), env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    lines = [part.rpartition("\r")[2] for part in done.output.splitlines() if "in /" not in part]
+    assert max(map(len, lines)) <= 80
+    assert "…" not in done.output
 
 
 @pytest.mark.parametrize("command", ["train", "partition"])

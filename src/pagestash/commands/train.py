@@ -93,7 +93,7 @@ def _announce(plan: RunPlan, console: Console) -> None:
     if plan.placed is not None:
         ranks += f", {len(plan.placed.stages)} stages under {plan.placed.schedule}"
     console.print(
-        f"{config.preset}: {decoder.layers} layers, {decoder.experts} experts of which {decoder.top_k}; "
+        f"{config.preset}: layers {decoder.layers}, experts {decoder.experts}, top-{decoder.top_k}; "
         f"{plan.corpus.files:,} files, {format_bytes(plan.corpus.data.numel())}; on {plan.device}{ranks}"
     )
     if plan.start is not None:

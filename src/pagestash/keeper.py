@@ -373,7 +373,7 @@ class Keeper(saved.Keeper):
     def _replace(self, policy: Policy, first: FirstCall) -> None:
         """Put another policy into effect; none, if it cannot be attached."""
         super().detach()
-        self._use(policy)
+        self._use(policy, quiet=True)  # the plan's table says what each rule moves, be it nothing
         try:
             super().attach(first.model, [*first.declared, *self._opened])
         except BaseException:

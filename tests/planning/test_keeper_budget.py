@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from unittest.mock import Mock
 from weakref import ref
 
@@ -176,6 +177,21 @@ def test_a_step_that_fits_gets_an_empty_plan_and_no_hooks():
     assert same(train(model, keeper), plain)
     assert keeper.plan.is_empty
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_of_a_plans_rules_nothing_is_said_that_its_table_says(monkeypatch, caplog):
+    """One may move nothing, and be there because of how others then move."""
+    inner = target.Target.plan
+
+    def with_idle(self, first):
+        found = inner(self, first)
+        return replace(found, policy=ps.Policy([ps.Rule("layers.0", "offload", min_bytes="1GiB")]))
+
+    monkeypatch.setattr(target.Target, "plan", with_idle)
+    model = made()
+    with caplog.at_level("WARNING", logger="pagestash"):
+        train(model, budgeted(model))
+    assert "moved nothing" not in caplog.text
 
 
 def test_the_plan_is_logged_once(caplog):

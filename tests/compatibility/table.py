@@ -130,7 +130,7 @@ cell.
 - **refused**: an error says so by name before or in the first step, and what to do instead;
 - **not tested**, with the reason.
 
-All on CPUs. The tables of one and two ranks are run by `make test`, those of frameworks by `make frameworks`,
+All on CPUs. The tables of one and two ranks are run by `make test-all`, those of frameworks by `make frameworks`,
 where the framework is not a part of the test environment.
 
 ## One rank

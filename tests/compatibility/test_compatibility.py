@@ -8,6 +8,7 @@ from compatibility import one_rank, table, two_ranks
 from compatibility.table import HOMES
 from support.compare import same
 from support.processes import start_ranks
+from support.tiers import slow
 
 CELLS = [(row, home) for row in table.ONE_RANK for home in HOMES]
 
@@ -35,15 +36,27 @@ def test_one_rank(row, home):
     assert keeper.stats().homes[home].peak > 0
 
 
+SOME = ("stash", "recompute")
+OTHERS = tuple(home for home in HOMES if home not in SOME)
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What two ranks have found, of each (feature, home)."""
+def found(request, tmp_path_factory):
+    """What two ranks have found, of each (feature, home), for some homes."""
     folder = tmp_path_factory.mktemp("ranks")
-    start_ranks(two_ranks.work, (str(folder), {row.test: HOMES for row in table.TWO_RANKS}), 2)
+    start_ranks(
+        two_ranks.work, (str(folder), dict.fromkeys([r.test for r in table.TWO_RANKS], request.param)), 2
+    )
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize(
+    ("found", "home"),
+    [*((SOME, home) for home in SOME), *slow(*((OTHERS, home) for home in OTHERS))],
+    indirect=["found"],
+    scope="module",
+    ids=lambda each: each if isinstance(each, str) else "",
+)
 @pytest.mark.parametrize("row", table.TWO_RANKS, ids=lambda row: row.test)
 def test_two_ranks(found, row, home):
     results = [each[row.test, home] for each in found]

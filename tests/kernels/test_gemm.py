@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.compare import error, same
+from support.tiers import slow
 from torch import nn
 
 import pagestash as ps
@@ -94,7 +95,7 @@ def test_a_layer_is_the_same_by_another_backend(stand_in, monkeypatch):
 
 
 @pytest.mark.parametrize("home", ["stash", "offload", "recompute"])
-@pytest.mark.parametrize("room", ["auto", "4KiB"])
+@pytest.mark.parametrize("room", ["auto", *slow("4KiB")])
 def test_bits_do_not_depend_on_a_policy(stand_in, home, room):
     """Nor on whether its pool has room."""
     moe, x = layer(), torch.randn(40, 32)

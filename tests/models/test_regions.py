@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import same
-from support.tiers import slow
+from support.tiers import slow, slow_but
 from torch import nn
 
 import pagestash as ps
@@ -111,7 +111,7 @@ EXPERTS = "moe.experts"
 SETS = [*([name] for name in NAMES), NAMES, [EXPERTS], [EXPERTS, "moe.moe_act"], [*NAMES, EXPERTS]]
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", slow_but(["stash", "recompute"], HOMES))
 @pytest.mark.parametrize(("kind", "sets"), [("gqa", SETS), *slow(("mla", SETS[10:]))], ids=["gqa", "mla"])
 def test_a_home_for_one_region_and_for_all(made, kind, sets, home):
     wrong = [names for names in sets if made[kind].differs([(name, home) for name in names])]

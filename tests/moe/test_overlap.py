@@ -43,7 +43,7 @@ CASES = [(policy, "padded") for policy in POLICIES] + [
     ("plain", "exact"),
     ("all", "exact"),
 ]
-FEW = [("plain", "gather"), ("all", "padded"), ("recomputed layers", "padded"), ("all", "exact")]
+FEW = [("plain", "gather"), ("all", "padded"), ("all", "exact")]
 OTHERS = ["retained", "checkpointed", "halves", "interleaved", "errors", "overflowed"]
 
 

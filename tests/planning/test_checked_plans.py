@@ -114,6 +114,7 @@ def test_a_plan_whose_step_takes_more_than_predicted_is_made_again_for_less(deco
     assert "less than the budget, to keep it" in str(plan)
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_a_thousandth_of_the_budget_free(decoder, more):
     first = planned(decoder)
     budget = first.budget_bytes

@@ -207,7 +207,7 @@ def test_where_not_all_are_tried_most_plans_are_the_best_and_none_is_far_from_it
 
 @pytest.mark.slow
 @pytest.mark.whole_search
-@sweep(5, 30, sizes, sizes, st.sampled_from([2e8, 1e9, 2e10]), st.sampled_from([0.35, 0.6, 0.8]))
+@sweep(3, 30, sizes, sizes, st.sampled_from([2e8, 1e9, 2e10]), st.sampled_from([0.35, 0.6, 0.8]))
 def test_a_plan_is_as_good_as_the_best_of_all_policies_with_fractions(first, second, link, part):
     profile = in_halves(made_up(2, first, second, link=link))
     homes = (*HOMES, ("offload", 0.5))
@@ -231,7 +231,7 @@ def test_half_of_a_region_leaves_where_a_plan_is_faster_for_it():
     assert predict(profile, found.policy) == found.predicted
 
 
-@sweep(5, 30, sizes, sizes, st.integers(2, 9), st.sampled_from([2e8, 1e9, 2e10]))
+@sweep(3, 30, sizes, sizes, st.integers(2, 9), st.sampled_from([2e8, 1e9, 2e10]))
 def test_more_memory_is_never_slower(first, second, layers, link):
     profile = made_up(layers, first, second, link=link)
     times = []
@@ -246,7 +246,7 @@ def test_more_memory_is_never_slower(first, second, layers, link):
     assert times == sorted(times, reverse=True)
 
 
-@sweep(5, 30, sizes, sizes, st.integers(3, 9), st.sampled_from([2e8, 1e9]))
+@sweep(3, 30, sizes, sizes, st.integers(3, 9), st.sampled_from([2e8, 1e9]))
 @example((1 * MB, 1), (1 * MB, 1), 9, 2e8)
 def test_a_search_beats_or_equals_what_the_program_proposes(first, second, layers, link):
     profile = in_halves(made_up(layers, first, second, link=link))

@@ -164,6 +164,7 @@ BY_HAND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_HAND)
 def test_a_plan_for_the_bytes_of_a_policy_by_hand_is_as_fast(folder, name):
     """To a hundredth: a search is no proof."""

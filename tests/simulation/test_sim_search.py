@@ -130,6 +130,7 @@ def test_memory_buys_time_in_that_search():
     assert searched(200 * GIB) == searched(300 * GIB) < float("inf")
 
 
+@pytest.mark.slow
 def test_a_search_looks_at_the_same_layouts_whatever_the_memory():
     found = []
     for size in (40 * GIB, 80 * GIB, 400 * GIB):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.tiers import slow
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -92,7 +93,7 @@ def test_ranks_train_what_one_process_does(tmp_path, ranks, layout):
         assert set(stashed[1:]) == {32 * 2 * (2 * MODEL["expert_width"] + 3) * 4}
 
 
-@pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.parametrize("shard", [True, *slow(False)])
 def test_an_overflow_on_one_rank_is_skipped_and_rerun_by_all(tmp_path, shard):
     """Rank 0 writes the metrics, and has pages to spare."""
     given = few(tmp_path, 2, policy=str(tmp_path / "stash.toml"), shard=shard)

@@ -71,8 +71,12 @@ def trl_offload(make: Callable[[str], Any]) -> Ready:
 
 
 def compiled(make: Callable[[str], Any], budget: float = 1.0) -> Ready:
+    """Layer by layer. (On an H200 the model as a whole took 123 ms, its layers 90.)"""
     torch._functorch.config.activation_memory_budget = budget  # type: ignore[attr-defined]
-    return Ready(torch.compile(make("grouped_mm")))
+    model = make("grouped_mm")
+    for layer in model.model.layers:
+        layer.compile()
+    return Ready(model)
 
 
 def liger(make: Callable[[str], Any], checkpoints: bool = False) -> Ready:
@@ -102,9 +106,9 @@ WAYS: dict[str, Callable[[Callable[[str], Any]], Ready]] = {
     "gradient checkpointing": checkpointing,
     "selective checkpointing (TRL)": selective,
     "activation offloading (TRL)": trl_offload,
-    "torch.compile": compiled,
-    "torch.compile, budget 0.5": partial(compiled, budget=0.5),
-    "torch.compile, budget 0.2": partial(compiled, budget=0.2),
+    "torch.compile of each layer": compiled,
+    "torch.compile of each layer, budget 0.5": partial(compiled, budget=0.5),
+    "torch.compile of each layer, budget 0.2": partial(compiled, budget=0.2),
     "Liger": liger,
     "Liger, checkpointing": partial(liger, checkpoints=True),
     f"{OURS}: optimize": ours,

@@ -29,7 +29,7 @@ from pagestash.saved.offload import transfers
 
 
 def on_gpu(profile):
-    return replace(profile, device="cuda:0")
+    return replace(profile, device="cuda:0", loop_seconds=profile.plain_seconds)
 
 
 @pytest.mark.parametrize("part", [0.2, 0.9, 1.5])
@@ -44,9 +44,9 @@ def test_neither_launches_nor_the_cost_of_a_keeper_count_in_a_graph(part):
 @pytest.mark.parametrize("slower", [1.0, 1.1])
 def test_a_step_that_the_device_bounds_takes_in_a_graph_what_it_took(slower):
     profile = on_gpu(launched(0.5))
-    profile = replace(profile, plain_seconds=slower * profile.plain_seconds)
+    profile = replace(profile, loop_seconds=slower * profile.plain_seconds)
     assert predict(profile, ps.Policy(), graphed=True).seconds == pytest.approx(
-        profile.plain_seconds, rel=0.03
+        profile.loop_seconds, rel=0.03
     )
 
 
@@ -114,7 +114,7 @@ def test_a_group_that_nobody_asks_for_is_on_the_host_until_the_end_of_a_graph():
     profile = on_gpu(made_up(6, (8 * MB, 2), (5 * MB, 1), link=4e9))
     last, turn = len(profile.segments) - 1, len(profile.segments) // 2
     tensors = [
-        replace(tensor, needed_at=last, freed_at=last, done_at=turn + 2)
+        replace(tensor, needed_at=last, freed_at=last, asked=(last, 0), done_at=turn + 2)
         if tensor.region.endswith("a")
         else tensor
         for tensor in profile.tensors

@@ -79,14 +79,6 @@ def test_without_a_policy_it_takes_what_the_loop_took(part, loop):
     assert predict(profile, ps.Policy(), waits=True).seconds == pytest.approx(profile.plain_seconds)
 
 
-@pytest.mark.parametrize("part", [0.2, 0.6])
-def test_a_profile_of_an_earlier_version_tells_how_fast_the_device_is(part):
-    profile = on_gpu(launched(part))
-    assert profile.loop_seconds is None
-    device = sum(segment.seconds for segment in profile.segments)
-    assert predict(profile, ps.Policy()).seconds == pytest.approx(device, rel=0.05)
-
-
 @pytest.mark.parametrize(("part", "costs"), [(0.3, False), (1.0, True)])
 def test_what_a_keeper_costs_the_host_counts_only_if_the_host_takes_longer_than_the_device(part, costs):
     policy = POLICIES["recompute"]

@@ -1,7 +1,6 @@
 """`pagestash plan`, as a user types it."""
 
 import importlib
-import json
 
 import pytest
 from test_plans import MB, made_up
@@ -160,14 +159,6 @@ def test_options_that_a_saved_profile_does_not_take_are_refused(profile_file, wo
     assert done.exit_code == 2
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_an_optimizer_needs_a_profile_that_knows_gradients(profile_file, tmp_path):
-    data = json.loads(profile_file.read_text())
-    (tmp_path / "old.json").write_text(json.dumps(data | {"gradient_bytes": None}))
-    done = run("--profile", str(tmp_path / "old.json"), "--budget", "0.5", "--optimizer", "adamw")
-    assert done.exit_code == 2
-    assert "does not say how large gradients are" in done.stderr
 
 
 def test_a_function_that_takes_arguments_is_no_model(tmp_path, monkeypatch):

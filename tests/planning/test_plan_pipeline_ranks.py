@@ -208,10 +208,8 @@ def test_policies_of_ranks_name_regions_of_their_own_stages(tmp_path):
     assert any(own.plan.policy.rules for own in found.ranks)
 
 
-def test_an_earlier_profile_does_not_say_where_the_weights_are():
+def test_weights_that_are_given_are_those_of_all_layers():
     profile, weights = model(2)
-    with pytest.raises(ValueError, match="which layer has which weights; measure it again"):
-        plan_pipeline(profile, schedule="1F1B", ranks=2, budget=0.5)
     with pytest.raises(ValueError, match=r"parameters: head missing"):
         pipeline((profile, {name: 1 for name in weights if name != "head"}), budget=0.5)
 

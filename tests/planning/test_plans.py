@@ -92,6 +92,10 @@ def saved(path, storage, size, at, needed):
         saved_at=at,
         needed_at=needed,
         freed_at=needed,
+        request=0,
+        span=(0, size),
+        asked=(needed, 0),
+        done_at=needed,
     )
 
 
@@ -121,8 +125,9 @@ def region(name, path, size, seconds, freed=0, cost=0.0):
 def in_halves(profile):
     """The same with two tensors where there was one."""
     tensors = [
-        replace(tensor, storage=2 * tensor.storage + half, **dict.fromkeys(SIZES, tensor.counted // 2))
+        replace(tensor, storage=2 * tensor.storage + half, span=(0, size), **dict.fromkeys(SIZES, size))
         for tensor in profile.tensors
+        for size in [tensor.counted // 2]
         for half in (0, 1)
     ]
     return replace(profile, tensors=tensors)
@@ -379,6 +384,9 @@ def test_if_nothing_fits_a_large_tensor_that_no_rule_reaches_is_named():
         saved_at=head - 1,
         needed_at=head,
         freed_at=head,
+        span=(0, 20 * MB),
+        asked=(head, 0),
+        done_at=head,
     )
     large = replace(profile, tensors=[*profile.tensors, outside])
     with pytest.raises(NothingFits) as refused:
@@ -447,7 +455,7 @@ def test_a_profile_that_is_none_is_refused(tmp_path):
         plan_profile(replace(profile, tensors=late), budget=0.5)
     with pytest.raises(ValueError, match="has no such region"):
         plan_profile(replace(profile, regions=profile.regions[:1]), budget=0.5)
-    (tmp_path / "none.json").write_text(json.dumps({"format": 1}))
+    (tmp_path / "none.json").write_text(json.dumps({"format": 2}))
     with pytest.raises(ValueError, match=r"none\.json: "):
         ps.Profile.load(tmp_path / "none.json")
 

@@ -151,6 +151,11 @@ MS = 1e-3
 MEGABYTE = 1 << 20
 
 
+def used(at):
+    """Of a tensor that backward asks for in one segment alone."""
+    return {"needed_at": at, "freed_at": at, "asked": (at, 0), "done_at": at}
+
+
 def stack(layers, *, forward=10 * MS, backward=20 * MS, size=100 * MEGABYTE, head=20 * MS, rate=20e9):
     """A profile of `layers` equal layers that save `size` bytes each, and a head."""
     names = [f"layers.{index}" for index in range(layers)]
@@ -172,8 +177,9 @@ def stack(layers, *, forward=10 * MS, backward=20 * MS, size=100 * MEGABYTE, hea
             valid_bytes=size,
             held_by=(),
             saved_at=index,
-            needed_at=2 * layers + 1 - index,
-            freed_at=2 * layers + 1 - index,
+            request=0,
+            span=(0, size),
+            **used(2 * layers + 1 - index),
         )
         for index, name in enumerate(names)
     ]
@@ -201,6 +207,8 @@ def stack(layers, *, forward=10 * MS, backward=20 * MS, size=100 * MEGABYTE, hea
         regions=regions,
         segments=segments,
         plain_seconds=sum(segment.seconds for segment in segments),
+        model_bytes=0,
+        gradient_bytes=0,
     )
 
 
@@ -293,9 +301,9 @@ def test_a_region_leaves_when_it_ends_and_returns_whole():
     ]
     tensor = stack(1).tensors[0]
     tensors = [
-        replace(tensor, region="layers.0.a", path=paths[0], saved_at=0, needed_at=5, freed_at=5),
-        replace(tensor, path=paths[1], storage=1, saved_at=1, needed_at=4, freed_at=4, valid_bytes=MEGABYTE),
-        replace(tensor, path=paths[1], storage=1, saved_at=1, needed_at=4, freed_at=4, counted=0),
+        replace(tensor, region="layers.0.a", path=paths[0], saved_at=0, **used(5)),
+        replace(tensor, path=paths[1], storage=1, saved_at=1, **used(4), valid_bytes=MEGABYTE),
+        replace(tensor, path=paths[1], storage=1, saved_at=1, **used(4), counted=0),
     ]
     policy = ps.Policy([ps.Rule("layers.0", "offload", fraction=0.5, prefetch_bytes=7)])
     (move,) = moves_of(policy, tensors, ["offload"] * 3, Timeline(segments))

@@ -57,7 +57,7 @@ def test_json_reads_back_to_an_equal_profile(found, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"format": 0}', '{"format": 1}', '{"format": 1, "policy": null}']
+    "text", ["", "[]", '{"format": 1}', '{"format": 2}', '{"format": 2, "policy": null}']
 )
 def test_what_is_no_profile_is_refused_by_name(tmp_path, text):
     (tmp_path / "p.json").write_text(text)

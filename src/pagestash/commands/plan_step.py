@@ -71,7 +71,7 @@ def _plan_pipeline(options: PlanOptions) -> PipelinePlan:
         microbatches=options.microbatches,
         budget=_budget(options),
         host=_host(options, profile),
-        optimizer_bytes=state * (profile.gradient_bytes or 0),
+        optimizer_bytes=state * profile.gradient_bytes,
     )
     _note_host(options, profile)
     return found
@@ -108,7 +108,7 @@ def _plan(options: PlanOptions) -> Plan:
         profile,
         budget=_budget(options),
         host=_host(options, profile),
-        optimizer_bytes=state * (profile.gradient_bytes or 0),
+        optimizer_bytes=state * profile.gradient_bytes,
         rows=rows,
         overflow=OVERFLOW if options.overflow is None else options.overflow,
         check=step,
@@ -159,9 +159,4 @@ def _profile(options: PlanOptions) -> tuple[Profile, RepeatedStep | None]:
     profile = Profile.load(options.profile)
     if rate is not None:
         profile = replace(profile, link=replace(profile.link, out=rate, back=rate, measured=False))
-    if profile.gradient_bytes is None and _state(options):
-        raise ValueError(
-            f"--optimizer {options.optimizer}: {options.profile} does not say how large gradients are, "
-            "by which an optimizer's state is known; measure the step again"
-        )
     return profile, None

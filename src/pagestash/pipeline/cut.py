@@ -102,8 +102,6 @@ class WholeModel:
             for name, layer in by_name.items():
                 layer.parameters = given[name]
             return
-        if self.profile.parameter_bytes is None:
-            raise ValueError("the profile does not say which layer has which weights; measure it again")
         last = self.layers[0]
         for name, size in self.profile.parameter_bytes.items():  # in the order of the model's modules
             numbered = layer_of(name)
@@ -120,7 +118,7 @@ class WholeModel:
     def costs(self, optimizer_bytes: int = 0) -> list[LayerCost]:
         """What each layer costs: its weights, gradients and part of the optimizer's state; saved bytes; seconds."""
         weights = sum(layer.parameters for layer in self.layers) or 1
-        beside = (self.profile.gradient_bytes or 0) + optimizer_bytes
+        beside = self.profile.gradient_bytes + optimizer_bytes
         seconds = self.step.seconds
         return [
             LayerCost(
@@ -152,8 +150,8 @@ class WholeModel:
             plain_seconds=sum(self.step.seconds[at] for at in (*forward, *backward)),
             loop_seconds=None,
             model_bytes=own,
-            gradient_bytes=(self.profile.gradient_bytes or 0) * own // weights,
-            parameter_bytes=None,
+            gradient_bytes=self.profile.gradient_bytes * own // weights,
+            parameter_bytes={},
             allocated_bytes=None,
         )
         last = end == len(self.layers)
@@ -186,11 +184,11 @@ class WholeModel:
             counted.add(tensor.storage)
             needed, asked = (
                 min(bisect_left(backward, at), len(backward) - 1)
-                for at in (tensor.needed_at, tensor.first_request[0])
+                for at in (tensor.needed_at, tensor.asked[0])
             )
             freed, done = (
                 max(begun, bisect_right(backward, at) - 1)
-                for begun, at in ((needed, tensor.freed_at), (asked, tensor.last_use))
+                for begun, at in ((needed, tensor.freed_at), (asked, tensor.done_at))
             )
             beside = tensor.beside_bytes
             found.append(
@@ -200,7 +198,7 @@ class WholeModel:
                     saved_at=bisect_left(forward, tensor.saved_at),
                     needed_at=len(forward) + needed,
                     freed_at=len(forward) + freed,
-                    asked=(len(forward) + asked, tensor.first_request[1]),
+                    asked=(len(forward) + asked, tensor.asked[1]),
                     done_at=len(forward) + done,
                     beside_bytes=None if beside is None else max(0, beside - gone),
                     # The stage has its input in a buffer, which no home frees.

@@ -103,14 +103,14 @@ def parse_host(host: str | int) -> int:
 
 def base_bytes(profile: ProfiledStep, optimizer_bytes: int) -> int:
     """What the device holds before the step: weights, held gradients, optimizer state, and what is not ours."""
-    held = profile.gradient_bytes or 0 if profile.gradients == "held" else 0
-    return (profile.model_bytes or 0) + held + (profile.other_bytes or 0) + optimizer_bytes
+    held = profile.gradient_bytes if profile.gradients == "held" else 0
+    return profile.model_bytes + held + (profile.other_bytes or 0) + optimizer_bytes
 
 
 def rank_bytes(stages: Iterable[ProfiledStep], optimizer_bytes: int) -> int:
     """What a pipeline rank's device holds before the step; its microbatches add to gradients that are there."""
     known = list(stages)
-    own = sum((stage.model_bytes or 0) + (stage.gradient_bytes or 0) for stage in known)
+    own = sum(stage.model_bytes + stage.gradient_bytes for stage in known)
     return own + max(stage.other_bytes or 0 for stage in known) + optimizer_bytes
 
 
@@ -153,14 +153,10 @@ def _state_bytes(state: dict[str, Any]) -> int:
 
 
 def notes_on(profile: ProfiledStep, *, loops: bool = False) -> list[str]:
-    """What a profile of an earlier version, or of a compiled model, does not say; and what slows its loop down."""
+    """What a profile of a compiled model does not say, and what slows its loop down."""
     found = []
-    if profile.model_bytes is None:
-        found.append("weights are not in this profile: the budget is for the step alone")
     if any(segment.peak_bytes is None for segment in profile.segments):
         found.append("workspace and gradients are not in this profile: the peak is that of saved tensors")
-    if profile.overhead is None and profile.device.startswith("cuda"):
-        found.append("what a keeper costs the host is not in this profile: times are those of the device")
     if loops and profile.host_waits:
         found.append(
             "the step makes the host wait for the device, so that no step is launched ahead; "

@@ -20,7 +20,7 @@ that would just hide all its copies waits for them then.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pagestash.profiling.profiled import ProfiledStep
 
@@ -51,10 +51,8 @@ class Lanes:
         if not loops:
             return cls._level(profile, profile.plain_seconds)
         whole = profile.loop_seconds
-        if profile.host_waits:
+        if profile.host_waits or not whole:
             return cls._level(profile, whole or profile.plain_seconds)
-        if not whole:  # a file of an earlier version
-            return replace(cls._level(profile, profile.plain_seconds), ahead=True)
         device = [segment.seconds for segment in profile.segments]
         host = [segment.host_seconds or 0.0 for segment in profile.segments]
         # The slower one takes what the loop took: a device is slower at its power limit, a host when it is in use.

@@ -99,8 +99,8 @@ class Unrolled:
             regions=self.regions,
             segments=segments,
             plain_seconds=sum(segment.seconds for segment in segments),
-            model_bytes=_total(profile.model_bytes for profile in profiles),
-            gradient_bytes=_total(profile.gradient_bytes for profile in profiles),
+            model_bytes=sum(profile.model_bytes for profile in profiles),
+            gradient_bytes=sum(profile.gradient_bytes for profile in profiles),
         )
 
     def _runs(self) -> list[tuple[int, int]]:
@@ -168,8 +168,8 @@ class Unrolled:
                 needed_at=needed + tensor.needed_at - step.turn,
                 freed_at=freed + tensor.freed_at - step.turn,
                 beside_bytes=beside,
-                asked=(needed + tensor.first_request[0] - step.turn, tensor.first_request[1]),
-                done_at=freed + tensor.last_use - step.turn,
+                asked=(needed + tensor.asked[0] - step.turn, tensor.asked[1]),
+                done_at=freed + tensor.done_at - step.turn,
             )
 
     def _regions(self) -> Iterator[Region]:
@@ -207,7 +207,7 @@ def gradients_so_far(step: MeasuredStep, message_bytes: int) -> list[int]:
     What is beside saved tensors in backward and never goes away again is gradients, and the gradient of a hidden
     state, which is as large as a message.
     """
-    found, least = [0] * step.count, (step.profile.gradient_bytes or 0) + message_bytes
+    found, least = [0] * step.count, step.profile.gradient_bytes + message_bytes
     for at in reversed(range(step.turn, step.count)):
         least = min(least, step.floor[at])
         found[at] = max(0, least - message_bytes)
@@ -226,11 +226,6 @@ def _largest_storage(profile: ProfiledStep) -> int:
         unsaved = (*region.unsaved_inputs, *region.unsaved_outputs)
         found += [*region.inputs, *region.outputs, *(storage for storage, _ in unsaved)]
     return max(found, default=0)
-
-
-def _total(sizes: Iterable[int | None]) -> int | None:
-    known = list(sizes)
-    return None if None in known else sum(size or 0 for size in known)
 
 
 def joined(stages: Iterable[StageStep]) -> ProfiledStep:

@@ -1,8 +1,7 @@
 """Which saved tensors of a measured step move together under a policy's offload rules: the keeper's groups.
 
 A group has entries, each a range of bytes of one storage. Which entry a tensor belongs to is decided as in
-`saved/entries.py`, which of them leave under a `fraction` by the keeper's own rule (`saved/offload/split.py`). A
-profile of an earlier version does not know which part of a storage a tensor has; there it has all.
+`saved/entries.py`, which of them leave under a `fraction` by the keeper's own rule (`saved/offload/split.py`).
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -148,7 +147,7 @@ def moves_of(
                 leaving=frozenset(storages).difference([entry.storage for entry in kept]),
                 put_at=last + 1,
                 asked_at=tuple([at for at, _ in asked]),
-                dropped_at=1 + max([tensor.last_use for entry in entries for tensor in entry.tensors]),
+                dropped_at=1 + max([tensor.done_at for entry in entries for tensor in entry.tensors]),
                 own=own,
                 request=asked[0][1],
                 slices=tuple([_slice(entry.tensor) for entry in thin]),
@@ -212,7 +211,7 @@ class _Groups:
     def add(self, tensor: SavedTensor, where: _Group) -> None:
         """As `Entries.find` does, and the hook that packs a thin slice."""
         known = self._known.setdefault(tensor.storage, [])
-        first, last = tensor.span or (0, tensor.storage_bytes)
+        first, last = tensor.span
         if _has_spare_rows(tensor):
             first, last = 0, tensor.storage_bytes
         elif tensor.is_thin and not any(
@@ -268,7 +267,7 @@ def _first_request(
     holders: Container[tuple[int, str]],
 ) -> tuple[int, int]:
     """The segment that first asks for one of an entry's tensors, or for a replay, and the request's number."""
-    storage, first = tensors[0].storage, min([tensor.first_request for tensor in tensors])
+    storage, first = tensors[0].storage, min([tensor.asked for tensor in tensors])
     for around, when in replayed.get(storage, {}).items():
         if around == name or (storage, around) not in holders:
             first = min(first, when)
@@ -276,8 +275,8 @@ def _first_request(
 
 
 def _slice(tensor: SavedTensor) -> Slice:
-    first, last = tensor.span or (0, tensor.storage_bytes)
-    return Slice(tensor.storage, tensor.bytes, last - first, tensor.saved_at, tensor.first_request[0])
+    first, last = tensor.span
+    return Slice(tensor.storage, tensor.bytes, last - first, tensor.saved_at, tensor.asked[0])
 
 
 def _expected_rows(groups: Iterable[tuple[Rule, Sequence[_Entry]]]) -> dict[tuple[str, int], float]:

@@ -264,14 +264,13 @@ class WithoutReplays:
         """Saved tensors in the order of forward."""
 
         def moved(tensor: SavedTensor) -> SavedTensor:
-            asked = tensor.asked
             return replace(
                 tensor,
                 saved_at=self.at[tensor.saved_at],
                 needed_at=self.at[tensor.needed_at],
                 freed_at=self.at[tensor.freed_at],
-                asked=None if asked is None else (self.at[asked[0]], asked[1]),
-                done_at=None if tensor.done_at is None else self.at[tensor.done_at],
+                asked=(self.at[tensor.asked[0]], tensor.asked[1]),
+                done_at=self.at[tensor.done_at],
             )
 
         return counted_first(sorted(map(moved, found), key=lambda tensor: tensor.saved_at))

@@ -1,7 +1,7 @@
 """The numbers of a profiled step, in memory and as JSON."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
@@ -13,10 +13,8 @@ from pagestash.profiling.link import Link
 from pagestash.profiling.overhead import Overhead
 from pagestash.profiling.records import Gradients, Kind, Region, SavedTensor, Segment
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON format; other versions are refused."""
-REQUIRED = ("device", "link", "tensors", "regions", "segments", "plain_seconds", "allocated_bytes", "policy")
-"""What files of all versions have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,19 +30,18 @@ class ProfiledStep:
     """The unobserved step, until the device is done. On a GPU the segments' sum is smaller if the step is bound by
     launches; on a CPU it is larger by the cost of observing."""
     loop_seconds: float | None = None
-    """On a GPU: the same, if steps follow each other and the host waits for none; None in a file of an earlier
-    version."""
+    """On a GPU: the same, if steps follow each other and the host waits for none."""
     host_waits: bool = False
     """On a GPU: whether the step itself makes the host wait for the device, so that it is never a step ahead."""
     allocated_bytes: int | None = None
     """On a GPU: the bytes that forward left allocated, without the model's output."""
     policy: Policy | None = None
-    model_bytes: int | None = None
-    """Parameters and buffers on the device; None in a file of an earlier version."""
-    gradient_bytes: int | None = None
+    model_bytes: int
+    """Parameters and buffers on the device."""
+    gradient_bytes: int
     """Gradients of all parameters that require one."""
-    parameter_bytes: dict[str, int] | None = None
-    """Of each module's own parameters, by its name, in the model's order; None in a file of an earlier version."""
+    parameter_bytes: dict[str, int] = field(default_factory=dict)
+    """Of each module's own parameters, by its name, in the model's order; empty for a part of a pipeline."""
     gradients: Gradients = "held"
     """Whether the step found them in place."""
     other_bytes: int | None = None
@@ -52,7 +49,7 @@ class ProfiledStep:
     recomputed_layers: int = 0
     """So many layers were recomputed while it was measured; the profile is of the step that keeps all."""
     overhead: Overhead | None = None
-    """What a keeper costs the host; None on a CPU, and in a file of an earlier version."""
+    """What a keeper costs the host; None on a CPU."""
 
     # --- sums ---
 
@@ -153,13 +150,12 @@ class ProfiledStep:
 
     @classmethod
     def _of(cls, data: dict[str, Any]) -> Self:
-        missing = [name for name in REQUIRED if name not in data]
-        if missing:
-            raise ValueError(f"this profile has no {missing[0]!r}")
-        given = {"gradients": "fresh", **data}  # a file of an earlier version does not say
         hints = get_type_hints(ProfiledStep)
-        others = given.keys() & hints.keys() - {"tensors", "regions", "segments"}
-        plain = {name: convert(hints[name], given[name], name) for name in sorted(others)}
+        missing = hints.keys() - data.keys()
+        if missing:
+            raise ValueError(f"this profile has no {min(missing)!r}")
+        others = hints.keys() - {"tensors", "regions", "segments"}
+        plain = {name: convert(hints[name], data[name], name) for name in sorted(others)}
         regions = read_list(Region, data["regions"], "regions")
         for at, region in enumerate(regions):
             for home in ("keep", "stash", "offload"):

@@ -52,6 +52,15 @@ class SavedTensor:
     """The segment of backward that first needed the storage (that which freed it, if none did)."""
     freed_at: int
     """The segment of backward in which the storage was freed."""
+    request: int
+    """The number of the first request for the storage, of all in backward."""
+    span: tuple[int, int]
+    """The first byte of the storage that it has, and the end."""
+    asked: tuple[int, int]
+    """When backward first asked for this tensor, whoever else saved its storage: the segment (the last, if nobody
+    did), and the number of the request."""
+    done_at: int
+    """The segment of backward in which this tensor was let go of."""
     beside_bytes: int | None = None
     """Bytes allocated beside saved tensors when backward first needed the storage, relative to the start of the
     step; None if memory was not read."""
@@ -60,21 +69,12 @@ class SavedTensor:
     claimed: bool = False
     """Whether a fused operation claims it: under a rule of the module that it is claimed for, it moves apart from
     what else its region saves, and before that."""
-    request: int = 0
-    """The number of the first request for the storage, of all in backward; 0 in a file of an earlier version."""
-    span: tuple[int, int] | None = None
-    """The first byte of the storage that it has, and the end; None in a file of an earlier version: it has all."""
-    asked: tuple[int, int] | None = None
-    """When backward first asked for this tensor, whoever else saved its storage: the segment (the last, if nobody
-    did), and the number of the request. None in a file of an earlier version."""
-    done_at: int | None = None
-    """The segment of backward in which this tensor was let go of; None in a file of an earlier version."""
-    has_rows: bool = True
+    has_rows: bool = False
     """Of a claimed tensor: whether the claim says how many of its rows are valid. It then moves apart under any
-    rule, and so it does in a file of an earlier version, which does not say."""
+    rule."""
     block: str = ""
     """The innermost `ps.region` or fused operation around it. It leaves when that ends, also by the rule of a
-    module around. "" if there is none, or in a file of an earlier version."""
+    module around. "" if there is none."""
     claim: int = 0
     """The place of its claim among those of the fused operation: what they claim moves in this order."""
 
@@ -84,19 +84,9 @@ class SavedTensor:
         return _is_elsewhere(self.held_by)
 
     @property
-    def first_request(self) -> tuple[int, int]:
-        """When backward first asked for it: the segment, and the number of the request."""
-        return (self.needed_at, self.request) if self.asked is None else self.asked
-
-    @property
-    def last_use(self) -> int:
-        """The segment of backward in which it was let go of."""
-        return self.freed_at if self.done_at is None else self.done_at
-
-    @property
     def is_thin(self) -> bool:
         """Whether it is a thin slice of what it spans: a keeper then moves a copy of its elements."""
-        first, last = self.span or (0, self.storage_bytes)
+        first, last = self.span
         return last - first > SPARSE * self.bytes
 
     @property
@@ -164,7 +154,7 @@ class Segment:
     peak_bytes: int | None = None
     """The most bytes allocated in it, relative to the start of the step."""
     host_seconds: float | None = None
-    """The host's time to launch it; None on a CPU, and in a file of an earlier version."""
+    """The host's time to launch it; None on a CPU."""
     waiting_bytes: int = 0
     """Gradients that a split backward would hold from here until its second half; 0 if the batch wants none."""
 

@@ -92,11 +92,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise _refusal(checkpoint, damage) from damage
 
 
-def has_checksums(checkpoint: Path) -> bool:
-    """Whether the checkpoint has checksums; those from before 0.2 have none."""
-    return _has_checksums(checkpoint)
-
-
 def verify(checkpoint: Path) -> None:
     """Check every file against its checksum; a `RunError` names the first bad file and the last good checkpoint."""
     try:
@@ -141,16 +136,10 @@ def _state(checkpoint: Path) -> dict[str, Any]:
     step = state.get("step") if isinstance(state, dict) else None
     if not isinstance(step, int) or step != _step(checkpoint):
         raise _Damage(f"{STATE} is not of this step")
-    form = state.get("format", 1)
-    if form != 1 or _has_checksums(checkpoint):
-        _check_digest(path, _checksums(checkpoint))
-    if form not in (1, FORMAT):
-        raise _Damage(f"format {form!r} is of a later version of pagestash")
+    _check_digest(path, _checksums(checkpoint))
+    if state.get("format") != FORMAT:
+        raise _Damage(f"format {state.get('format')!r} is of another version of pagestash")
     return state
-
-
-def _has_checksums(checkpoint: Path) -> bool:
-    return (checkpoint / CHECKSUMS).exists()
 
 
 def _checksums(checkpoint: Path) -> dict[str, str]:
@@ -164,13 +153,8 @@ def _checksums(checkpoint: Path) -> dict[str, str]:
 
 
 def _verify(checkpoint: Path) -> None:
-    """Check all files; without checksums, only that they can be opened."""
     files = sorted(path for path in checkpoint.glob("*.safetensors"))
     _state(checkpoint)
-    if not _has_checksums(checkpoint):
-        for path in files:
-            _shapes(checkpoint, path.stem)
-        return
     known = _checksums(checkpoint)
     for name in sorted({*known, *(path.name for path in files)}):
         _check_digest(checkpoint / name, known)

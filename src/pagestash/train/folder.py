@@ -81,7 +81,7 @@ def write_settings(out: Path, settings: Settings) -> None:
 
 
 def read_settings(out: Path) -> Settings | None:
-    """The settings of the run in `out`; None if there is none, or it is of an older version."""
+    """The settings of the run in `out`; None if there is none."""
     path = out / SETTINGS
     try:
         values = json.loads(path.read_bytes())

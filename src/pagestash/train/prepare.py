@@ -239,8 +239,8 @@ def _resumed(out: Path) -> _Found:
         _take_checkpoint(found, found.start, fresh=settings is None)
     if settings is None and found.start is None:
         raise RunError(
-            f"--resume: {out} has neither a checkpoint nor {SETTINGS}: they are gone, or an older version ended "
-            "before its first checkpoint; begin again in another folder"
+            f"--resume: {out} has neither a checkpoint nor {SETTINGS}: they are gone; begin again "
+            "in another folder"
         )
     reached = (settings and settings.checkpoint) or 0
     if found.start is None and reached:
@@ -263,12 +263,10 @@ def _resumed(out: Path) -> _Found:
 def _take_checkpoint(found: _Found, start: Path, *, fresh: bool) -> None:
     state = checkpoint.read_state(start)
     found.step = state["step"]
-    if fresh:  # of an older version, which had the settings only in checkpoints
+    if fresh:
         if not isinstance(state.get("config"), Mapping) or not isinstance(state.get("corpus"), str):
             raise RunError(f"checkpoint {start}: {checkpoint.STATE} lacks the settings of the run")
         found.config, found.corpus = _checked(state["config"], start), state["corpus"]
-    if not checkpoint.has_checksums(start):
-        found.notices.append(f"{start} is of an older version and has no checksums: it is loaded unchecked")
 
 
 def _checked(config: Any, where: Path) -> dict[str, Any]:

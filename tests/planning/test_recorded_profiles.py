@@ -1,7 +1,7 @@
 """Plans for steps that were profiled on an H200: 8 layers of Qwen3-30B-A3B, 2 × 4096 tokens, in loops and graphs.
 
 A search that gets worse shows here: every other test has small layers, or few of them. (When two of the three were
-recorded, loops were not measured: their `loop_seconds` are those of the step alone.)
+recorded, loops were not measured: their `loop_seconds` are what the device took for a step alone.)
 """
 
 import gzip

@@ -274,6 +274,9 @@ def test_what_is_no_policy_is_refused_by_name(tmp_path):
         pagestash.hf.wrap(trainer, {"rule": []})
     with pytest.raises(ValueError, match=r"none\.toml: No such file"):
         pagestash.hf.wrap(trainer, tmp_path / "none.toml")
+    for budget in ("60", "lots"):
+        with pytest.raises(ValueError, match=f"budget='{budget}'.* expected .*bytes like '40GiB'"):
+            pagestash.hf.wrap(trainer, budget)
     assert "training_step" not in trainer.__dict__
 
 

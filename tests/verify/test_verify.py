@@ -424,7 +424,7 @@ def test_regions_that_are_no_modules_and_a_loss_are_taken():
     ("given", "error"),
     [
         ({"steps": 0}, "steps=0: expected at least 1"),
-        ({"policy": "p.toml"}, "policy is a str: expected a ps.Policy"),
+        ({"policy": "p.toml"}, "p.toml: No such file"),
         ({"graphed": True}, "a CUDA graph needs a model on a GPU"),
         ({"loss": 3}, "loss"),
     ],
@@ -432,6 +432,12 @@ def test_regions_that_are_no_modules_and_a_loss_are_taken():
 def test_wrong_arguments_are_refused_before_anything_runs(given, error):
     with pytest.raises((ValueError, TypeError), match=error):
         verify(Net(), **{"policy": RECOMPUTE, **given})
+
+
+def test_rules_and_a_file_are_taken_for_a_policy(tmp_path):
+    (tmp_path / "policy.toml").write_text(RECOMPUTE.to_toml())
+    for given in (RECOMPUTE.rules, tmp_path / "policy.toml"):
+        assert verify(Net(), policy=given).equal
 
 
 def test_a_lazy_model_is_refused():

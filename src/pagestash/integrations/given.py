@@ -13,7 +13,7 @@ def keeper_of(given: Given, caller: str) -> Keeper:
     """The keeper for it. `caller` is who is told of in the `TypeError` for anything else."""
     if isinstance(given, Keeper):
         return given
-    if isinstance(given, str) and not Path(given).exists() and _is_budget(given):
+    if isinstance(given, str) and not given.endswith(".toml") and not Path(given).exists():
         return Keeper(budget=given)
     if isinstance(given, int | float):
         return Keeper(budget=given)
@@ -22,13 +22,3 @@ def keeper_of(given: Given, caller: str) -> Keeper:
     raise TypeError(
         f"{caller}: expected a policy, its rules or its file, a budget like '40GiB', or a Keeper; got {given!r}"
     )
-
-
-def _is_budget(text: str) -> bool:
-    from pagestash.planning.budget import check_budget  # late: it imports the planner
-
-    try:
-        check_budget(text)
-    except ValueError:
-        return False
-    return True

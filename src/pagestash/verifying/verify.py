@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ RegionRule = tuple[str, Rule]
 def verify(
     model: nn.Module,
     batch: torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any],
-    policy: Policy,
+    policy: Policy | Sequence[Rule] | str | Path,
     *,
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -52,8 +53,9 @@ def verify(
     under the policy raise is a result, too. Three steps are enough for all that a keeper does: it measures in the
     first, moves by what it measured from the second on, and in a `GraphedStep` the third is the first replay.
 
-    `batch`, `loss` and `autocast` are those of `ps.profile`, `regions` and `backend` those of `Keeper.attach` and
-    `Keeper`. Without an `optimizer` no weight changes. With `graphed=True` all runs are CUDA graphs.
+    `policy` may be its rules or its file, too. `batch`, `loss` and `autocast` are those of `ps.profile`, `regions`
+    and `backend` those of `Keeper.attach` and `Keeper`. Without an `optimizer` no weight changes. With
+    `graphed=True` all runs are CUDA graphs.
 
     If the two plain runs differ, all is done again with torch's deterministic algorithms. If they still differ, the
     report has the first result that does, and compares the policy's results with the spread of the plain ones.
@@ -64,8 +66,7 @@ def verify(
     With `torch.distributed` all ranks call it, and hear of the same difference. As in training, an error on one
     rank leaves the others waiting, and DDP or FSDP2 cannot be used after an exception in backward.
     """
-    if not isinstance(policy, Policy):
-        raise ValueError(f"policy is a {type(policy).__name__}: expected a ps.Policy")
+    policy = Policy.of(policy)
     if steps < 1:
         raise ValueError(f"steps={steps}: expected at least 1")
     check_step(loss, optimizer)

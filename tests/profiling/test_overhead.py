@@ -12,6 +12,7 @@ from pagestash.profiling import overhead
 from pagestash.profiling.overhead import REGIONS, Overhead, in_model, measure_overhead
 from pagestash.profiling.steps import RepeatedStep
 from pagestash.saved.keeper import Keeper
+from pagestash.saved.recompute.value_checks import Checks
 
 
 def test_a_recomputed_region_and_a_moved_group_cost_more_than_a_tensor_that_stays():
@@ -22,6 +23,22 @@ def test_a_recomputed_region_and_a_moved_group_cost_more_than_a_tensor_that_stay
         if found.pack < min(found.record, found.put):
             return
     pytest.fail(str(found))
+
+
+def test_no_values_are_checked_in_the_steps_that_are_timed(monkeypatch):
+    """A check reads every value: with one, a recomputed region was measured to cost six times what it does."""
+    due = Checks.due
+    checked = []
+
+    def is_due(checks, module):
+        checked.append(due(checks, module))
+        return checked[-1]
+
+    monkeypatch.setattr(Checks, "due", is_due)
+    measure_overhead(torch.device("cpu"))
+    ways = 2 * overhead.TURNS  # two that recompute
+    assert checked.count(True) == ways * REGIONS  # in the first step of each
+    assert len(checked) == ways * REGIONS * (overhead.WARM + overhead.ROUNDS)
 
 
 @pytest.mark.slow

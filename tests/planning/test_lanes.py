@@ -76,7 +76,7 @@ def launched(part, overhead=COSTLY, layers=8):
 
 
 def on_slow_host(step):
-    found = step.with_overhead(step.overhead.scaled(SLOWER))
+    found = MeasuredStep(replace(step.profile, overhead=step.overhead.scaled(SLOWER)))
     found.lanes = step.lanes.on_slow_host()
     found.profile = replace(step.profile, link=step.profile.link.at(SLOWER_LINK))
     return found

@@ -5,21 +5,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.tiers import slow
 from test_graphed_plans import on_gpu
 from test_lanes import COSTLY, POLICIES, launched
 from test_plans import MB, made_up
-from test_timed_plans import predicted
 from typer.testing import CliRunner
 
 import pagestash as ps
 from pagestash.cli import app
 from pagestash.pipeline import plans
 from pagestash.planning import plan_profile, predict
-from pagestash.planning.checked import Measured
 from pagestash.planning.lanes import SLOWER, SLOWER_IN_LOOP, Lanes
 from pagestash.planning.lifetimes import MeasuredStep
-from pagestash.planning.make import plan_step
 from pagestash.profiling.overhead import Overhead
 
 seconds = st.floats(0.0, 1.0)
@@ -126,35 +122,6 @@ def test_more_memory_never_makes_a_plan_for_a_loop_slower():
     assert means == sorted(means, reverse=True)
 
 
-def aware_and_free(step):
-    """The plan for half of the bytes, and the one as if a keeper cost the host nothing."""
-    found = [plan_step(own, budget=0.5, host="1GiB") for own in (step, step.with_overhead(Overhead()))]
-    assert found[0].policy != found[1].policy
-    return found
-
-
-@pytest.mark.parametrize(
-    ("parts", "is_taken"),
-    [([0.6, 0.6], True), ([0.98, 0.98], False), *slow(([0.98, 0.6], True), ([1.5, 0.6], True))],
-)
-def test_a_plan_that_is_launched_just_in_time_is_not_taken_for_a_little_speed(parts, is_taken):
-    """By two hundredths it is faster, as long as the host is as quick as when that was measured.
-
-    The host may have been slow in that moment, so its launches are timed again.
-    """
-    step = MeasuredStep(on_gpu(launched(0.5)), loops=True)
-    aware, free = aware_and_free(step)
-    left = iter(parts)
-
-    def measure(policy):
-        share, busy = (0.98, next(left)) if policy == free.policy else (1.0, 0.5)
-        seconds = share * aware.predicted.seconds
-        return Measured(predicted(step, policy).peak_bytes, seconds, busy * seconds)
-
-    plan = plan_step(step, budget=0.5, host="1GiB", measure=measure)
-    assert plan.policy == (free if is_taken else aware).policy
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_on_a_cpu_nothing_is_ahead(policy):
     profile = launched(0.5)
@@ -187,17 +154,6 @@ def test_the_command_line_and_a_keeper_plan_for_a_loop_that_waits(tmp_path):
     assert refused.exit_code == 2
     assert "--waits is for a measured step" in refused.output
     assert ps.Keeper(budget=0.5, waits=True)._target.waits
-
-
-class Machine:
-    """Runs steps of a loop, on which a keeper costs the host so many times what was measured."""
-
-    def __init__(self, step, factor):
-        self.step = step.with_overhead(step.overhead.scaled(factor))
-
-    def __call__(self, policy):
-        found = predicted(self.step, policy)
-        return Measured(found.peak_bytes, found.seconds, found.launch_seconds)
 
 
 def test_a_step_that_waits_by_itself_is_planned_level_for_what_its_loop_takes(tmp_path):

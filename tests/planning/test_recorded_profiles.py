@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from support.tiers import slow
-from test_loops import Machine
 
 import pagestash as ps
 from pagestash.planning import search
@@ -116,26 +115,12 @@ def less_effort(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("less_effort")
-def test_a_cost_that_was_measured_much_too_high_costs_half_of_the_bytes_nothing(folder):
-    """On that host a keeper was measured to cost three times what it did: it had a slow moment."""
-    profile = load("qwen3-30b-a3b-slow-host", folder)
+def test_a_plan_for_half_of_the_bytes_is_not_launched_just_in_time(folder):
+    """A host that is slower by a tenth does not make it slower."""
+    profile = load("hf-qwen3-30b-a3b", folder)
     step = MeasuredStep(profile, base_bytes(profile, 0), loops=True)
-    first = plan_step(step, budget=0.5, host=HOST)
-    plan = plan_step(step, budget=0.5, host=HOST, measure=Machine(step, 0.3))
-    assert plan.measured_seconds < 0.99 * first.predicted.seconds
-    assert plan.measured_seconds <= 1.05 * plan.unplanned.seconds
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("less_effort")
-@pytest.mark.parametrize(("name", "factor"), [("hf-qwen3-30b-a3b", 1.0), ("qwen3-30b-a3b-slow-host", 0.6)])
-def test_a_host_that_is_slower_by_a_tenth_does_not_make_half_of_the_bytes_slower(folder, name, factor):
-    """A plan that the host launches just in time may be the fastest in the moment in which it is checked."""
-    profile = load(name, folder)
-    step = MeasuredStep(profile, base_bytes(profile, 0), loops=True)
-    machine = Machine(step, factor)
-    plan = plan_step(step, budget=0.5, host=HOST, measure=machine)
-    found = machine(plan.policy)
+    plan = plan_step(step, budget=0.5, host=HOST)
+    found = plan.predicted
     assert 1.1 * found.launch_seconds <= found.seconds <= 1.10 * plan.unplanned.seconds
 
 

@@ -16,7 +16,7 @@ from pagestash.pages.host import MakeSlab, host_slab
 from pagestash.planning.result import NothingFits, Plan
 from pagestash.policy import Policy
 from pagestash.profiling.memory import MemoryMeter
-from pagestash.profiling.progress import Tell
+from pagestash.profiling.progress import Tell, tell_nobody
 from pagestash.profiling.steps import RepeatedStep
 from pagestash.saved.keeper import Keeper
 from pagestash.sizes import format_bytes
@@ -29,8 +29,6 @@ TRIES = 3
 """Plans that are tried after the first."""
 WARM = 2
 """The first step of a keeper is measured, and the second is the first that goes by its plan."""
-LAUNCHED = 3
-"""Steps whose launches are timed, if others are timed in a loop: there the host may wait for room in a queue."""
 TIMED = 5
 """Steps that are timed one by one, where each waits."""
 
@@ -43,49 +41,19 @@ class Measured:
     seconds: float | None = None
     """The mean of a loop, or the median of steps that wait. None if they were not timed, and on a CPU: copies take
     compute's own time there."""
-    launch_seconds: float | None = None
-    """What the host took to launch one, where steps were timed in a loop: it may be less than they took."""
 
     @classmethod
     def largest(cls, found: Sequence["Measured"]) -> "Measured":
         """Of several ranks, which wait for each other."""
-        times, launches = ([getattr(each, name) for each in found] for name in ("seconds", "launch_seconds"))
-        return cls(
-            max(each.peak_bytes for each in found),
-            None if None in times else max(times),
-            None if None in launches else max(launches),
-        )
+        times = [each.seconds for each in found if each.seconds is not None]
+        return cls(max(each.peak_bytes for each in found), max(times, default=None))
 
 
 Measure = Callable[[Policy], Measured]
 """Runs steps under a policy; the peak has what the device holds before them."""
 
 
-class Steps:
-    """Steps under policies: each is measured once, unless somebody asks again."""
-
-    def __init__(self, measure: Measure, tell: Tell) -> None:
-        self._measure, self._tell = measure, tell
-        self._known: list[tuple[Policy, Measured]] = []
-
-    def __call__(self, policy: Policy) -> Measured:
-        known = next((found for other, found in self._known if other == policy), None)
-        return self.again(policy) if known is None else known
-
-    def again(self, policy: Policy) -> Measured:
-        """Measured once more: the larger peak and the smaller times of all its rounds."""
-        self._tell("running steps under plans", len(self._known), TRIES + 1)
-        rounds = [found for other, found in self._known if other == policy] + [self._measure(policy)]
-        times = [each.seconds for each in rounds if each.seconds is not None]
-        launches = [each.launch_seconds for each in rounds if each.launch_seconds is not None]
-        found = Measured(
-            max(each.peak_bytes for each in rounds), min(times, default=None), min(launches, default=None)
-        )
-        self._known = [item for item in self._known if item[0] != policy] + [(policy, found)]
-        return found
-
-
-def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan]) -> Plan:
+def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan], tell: Tell = tell_nobody) -> Plan:
     """The first of some plans whose measured peak is within the budget of `plan`; else the one that is nearest.
 
     Each further plan is for the budget, less its reserve and what the last one took more than predicted: twice that
@@ -98,6 +66,7 @@ def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan]) -> Pl
             plan, aim = plan_for(most), most
     tried: list[Plan] = []
     for number in range(TRIES + 1):
+        tell("running steps under plans", number, TRIES + 1)
         found = None
         with suppress(torch.OutOfMemoryError):
             found = measure(plan.policy)
@@ -149,7 +118,7 @@ def measure_under(
     for parameter in () if step.held else step.model.parameters():
         parameter.grad = None  # of a measurement before
     gc.collect()  # what waits for it would count as there before
-    seconds = launched = None
+    seconds = None
     meter = MemoryMeter(step.device)
     cuda = step.device.type == "cuda"
     before = meter.mark().now + step.buffer_bytes  # a run has copies of buffers beside them
@@ -165,11 +134,10 @@ def measure_under(
         if cuda and timed and waits:
             seconds = statistics.median(step.run_in(keeper.step()) for _ in range(TIMED))
         elif cuda and timed:
-            launched = statistics.median(step.launch(keeper.step()) for _ in range(LAUNCHED))
             seconds = step.time_loop(keeper.step, alone)
             peak = max(peak, meter.mark().peak)
         pool = keeper.stats().pool
     finally:
         keeper.detach()
     pages = 0 if pool is None or cuda else pool.device.pages
-    return Measured(peak - before + pages * policy.pool.page_bytes, seconds, launched)
+    return Measured(peak - before + pages * policy.pool.page_bytes, seconds)

@@ -94,13 +94,6 @@ class MeasuredStep:
             for name in segment.path:
                 runs.setdefault(name, []).append(at)
 
-    def with_overhead(self, overhead: Overhead) -> "MeasuredStep":
-        """The same step, where a keeper costs the host this."""
-        found = copy(self)
-        found.__dict__.pop("exposed_overhead", None)
-        found.overhead = overhead
-        return found
-
     def read_tensors(self) -> None:
         """What follows from the profile's tensors alone."""
         self.index = TensorIndex(self.profile.tensors)

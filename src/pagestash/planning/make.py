@@ -23,8 +23,8 @@ from pagestash.planning.budget import (
     parse_host,
     rank_bytes,
 )
-from pagestash.planning.checked import Measure, Measured, Steps, checked, measure_under
-from pagestash.planning.choose import choose, find_candidates, limit_of, predictor_of
+from pagestash.planning.checked import Measure, Measured, checked, measure_under
+from pagestash.planning.choose import choose, find_candidates, predictor_of
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.measure import Measuring, measured_step
 from pagestash.planning.predict import Predictor, predict
@@ -34,7 +34,6 @@ from pagestash.planning.ranks import Alone, Ranks
 from pagestash.planning.result import Plan
 from pagestash.planning.skew import Rows, Skew, row_distribution
 from pagestash.planning.stage import ResultBytes, rank_plan, received, stage_step
-from pagestash.planning.timed import faster
 from pagestash.policy import OVERFLOW, Policy, PoolConfig
 from pagestash.profiling.link import Link
 from pagestash.profiling.measure import Loss, default_loss, repeated_step
@@ -100,8 +99,7 @@ def plan(
 
     Then steps run under the plan. If their peak exceeds the budget, the plan is made again, for as much less. So a
     plan keeps its budget where a prediction is wrong; if none does, a warning says by how much. On a GPU they are
-    timed, too, beside those of a plan that is made as if a keeper cost the host nothing, and the faster one is
-    returned, on average over quick and slow hosts. The table says what was measured.
+    timed, too. The table says what was measured.
 
     With several ranks of `torch.distributed` all must call this. They plan from rank 0's profile, for the largest
     peak of any rank and the smallest budget, and get the same plan. Their layers are recomputed while a step is
@@ -353,20 +351,8 @@ def _plan_step(
             recomputed_layers=profile.recomputed_layers,
         )
 
-    steps = None if measure is None else Steps(measure, tell)
     found = find_candidates(step, host_bytes, tell)
-
-    def plan_on(step: MeasuredStep) -> Plan:
-        own = found if step.overhead is profiled else find_candidates(step, host_bytes, tell)
-        plan = choose(step, unplanned, limit, host_bytes, own)
-        if steps is None:
-            return plan
-        return checked(plan, steps, lambda aim: choose(step, unplanned, aim, host_bytes, own))
-
-    profiled = step.overhead
-    first = plan_on(step)
-    best = faster(first, step, plan_on, steps)
-    if best.policy != first.policy:  # it was predicted for another host
-        predicted = predictor.predict(RuleTable.of(best.policy, profile.regions))
-        best = replace(best, predicted=predicted, limit=limit_of(predicted, found, limit), curve=first.curve)
+    best = choose(step, unplanned, limit, host_bytes, found)
+    if measure is not None:
+        best = checked(best, measure, lambda aim: choose(step, unplanned, aim, host_bytes, found), tell)
     return replace(best, alternatives=beside)

@@ -80,7 +80,7 @@ def profile(
 
     The step runs once to warm up, once to record tensors, and `repeats` times each to time the whole (on a GPU four
     times as often) and each region. On a GPU it then runs in a loop in which the host waits for no step, for a
-    second and `repeats` more, of which the mean counts: under lasting load a GPU is slower than after a rest. Each
+    second and another, of which the mean counts: under lasting load a GPU is slower than after a rest. Each
     repetition begins with the same random state. Gradients and buffers are restored afterwards.
     """
     if repeats < 1:
@@ -256,7 +256,7 @@ class _Runs:
         alone, loop, waits = min(plain), None, False
         if cuda:
             with self.running():
-                loop, waits = self.step.time_loop(nullcontext, alone, repeats), self.step.waits_within()
+                loop, waits = self.step.time_loop(nullcontext, alone), self.step.waits_within()
         seconds = [statistics.median(own) for own in zip(*times)]
         host = _unobserved(hosts, launches, order.turn) if hosts else [None] * len(seconds)
         return _Times(seconds, host, alone, loop, waits)

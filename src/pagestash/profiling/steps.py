@@ -20,7 +20,7 @@ from pagestash.torch_internals import LOCAL_PART
 PERIOD = 1.0
 """Seconds. Under full load an H200 draws more power than it may, and lowers its clock: for the first 0.7 s after a
 rest steps are up to 4 % faster than later, then some are 20 % slower, and so on about once a second. So a loop is
-timed after one such period, for whole ones, and its mean counts."""
+timed after one such period, for another, and its mean counts."""
 MOST_IN_PERIOD, LEAST_TIMED = 40, 5
 """Steps: of small ones no more are run, however short they are, and of large ones no fewer are timed."""
 
@@ -77,20 +77,10 @@ class RepeatedStep:
             self._wait()
             return time.perf_counter() - begin
 
-    def launch(self, around: AbstractContextManager[Any]) -> float:
-        """Run once inside a context, unobserved; the seconds until the host has launched all of it."""
-        with self._state():
-            self._wait()
-            begin = time.perf_counter()
-            self.run_once(around)
-            return time.perf_counter() - begin
-
-    def time_loop(
-        self, around: Callable[[], AbstractContextManager[Any]], one: float, periods: int = 1
-    ) -> float:
+    def time_loop(self, around: Callable[[], AbstractContextManager[Any]], one: float) -> float:
         """A step's seconds in a loop on a GPU under lasting load (`PERIOD`); by itself it takes about `one`."""
         settle = min(MOST_IN_PERIOD, math.ceil(PERIOD / one))
-        count = max(LEAST_TIMED, periods * settle)
+        count = max(LEAST_TIMED, settle)
         return statistics.fmean(self.run_loop(around, settle + count)[settle:])
 
     def run_loop(self, around: Callable[[], AbstractContextManager[Any]], count: int) -> list[float]:

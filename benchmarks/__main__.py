@@ -136,7 +136,19 @@ def plan(
         raise typer.BadParameter(str(error), param_hint="--only") from None
 
 
-for _name in [name for name in BENCHMARKS if name not in ("pool", "plan")]:
+@app.command()
+def rivals(
+    out: Out = None,
+    quick: Quick = False,
+    longest: Annotated[
+        bool, typer.Option(help="How long a sequence each way can take, not its time.")
+    ] = False,
+) -> None:
+    """Other ways to train with less memory, and ours: time over memory."""
+    run_one("rivals", out, quick, longest=longest)
+
+
+for _name in [name for name in BENCHMARKS if name not in ("pool", "plan", "rivals")]:
     app.command(_name, help=f"Run benchmarks/{_name}.py.")(_command(_name))
 
 

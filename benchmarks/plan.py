@@ -57,7 +57,9 @@ def compare(
     `rounds` are the fewest and the most.
     """
     bench = Bench(case, device)
+    begun = time.perf_counter()
     profile = ps.profile(bench.model, bench.batch)
+    print(f"{case.name}: profiled in {time.perf_counter() - begun:.1f} s", flush=True)
     held = base_bytes(profile, 0)
     policies: list[tuple[dict[str, Any], ps.Policy]] = []
     refused: list[dict[str, Any]] = []
@@ -80,8 +82,6 @@ def compare(
             "planned_for": plan.planned_for,
             "checked_seconds": plan.measured_seconds,
             **predicted(plan.predicted),
-            # Without what the plan's own steps have corrected.
-            "unfitted_seconds": predict(profile, plan.policy, base_bytes=held).seconds,
             "rules": [f"{rule.match} {rule.home} {rule.fraction:g}" for rule in plan.policy.rules],
             "notes": list(plan.notes),
         }

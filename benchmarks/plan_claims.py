@@ -22,7 +22,7 @@ def claims_of(rows: list[dict[str, Any]]) -> list[Claim]:
         (
             "predicted peak above weights and gradients, furthest off",
             [abs(peak(r) - 1) for r in planned],
-            0.03,
+            0.02,
         ),
         ("predicted peak above weights and gradients, furthest below", [1 - peak(r) for r in planned], 0.01),
         (
@@ -30,12 +30,12 @@ def claims_of(rows: list[dict[str, Any]]) -> list[Claim]:
             [abs(r["predicted_seconds"] / r["seconds"] - 1) for r in planned],
             0.05,
         ),
-        (
-            "predicted step time from the profile alone, furthest off",
-            [abs(r["unfitted_seconds"] / r["seconds"] - 1) for r in planned],
-            0.05,
-        ),
         ("measured peak over the budget", [r["peak_bytes"] / r["budget_bytes"] for r in planned], 1.0),
+        (
+            "seconds to plan for 8 layers that were profiled, most",
+            [r["planning_seconds"] for r in planned if "8 layers" in r["case"]],
+            15.0,
+        ),
     ):
         if values:
             claims.append(Claim(what=f"plan: {what}", value=max(values), bar=bar, better="at most"))
@@ -48,7 +48,7 @@ def claims_of(rows: list[dict[str, Any]]) -> list[Claim]:
         hand = [other["seconds"] for other in others if other["peak_bytes"] <= row["budget_bytes"]]
         what = f"plan for {row['part']:g} of the bytes over the best by hand that fits, {row['case']}"
         if hand:
-            claims.append(Claim(what=what, value=row["seconds"] / min(hand), bar=1.0, better="at most"))
+            claims.append(Claim(what=what, value=row["seconds"] / min(hand), bar=1.02, better="at most"))
         if row["case"].startswith("qwen3") and row["part"] == 0.5:
             keep = next(other["seconds"] for other in others if other["way"] == "keep")
             what = f"plan for half of the bytes over keep, {row['case']}"

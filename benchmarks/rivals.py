@@ -1,6 +1,7 @@
 """Every way that a user of transformers could take to train with less memory, and ours: time over memory.
 
     python -m benchmarks rivals
+    python -m benchmarks rivals --longest      # how long a sequence each way can take, beside those times
 
 Forward and backward of the slice of Qwen3-30B-A3B that `hf_step` has, from the same weights and tokens. Each way
 has a process of its own, because some of them replace classes for good. All are from public packages with their
@@ -36,6 +37,8 @@ LIMIT = 80 << 30
 GRAIN = 2048
 PROBES = (8192, 16384)
 """Tokens."""
+PATIENCE = 240
+"""Seconds for one way. (Liger tunes its experts at their first call, for minutes.)"""
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,11 @@ def longest(way: str, shape: Slice, limit: int = LIMIT) -> dict[str, Any]:
 def in_process(way: str, *options: str) -> dict[str, Any] | None:
     """What a process of its own prints of a way; None, and why, where it does not run here."""
     command = [sys.executable, "-m", "benchmarks.rivals", "--way", way, *options]
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        print(f"{way}: not done after {PATIENCE} s", flush=True)
+        return None
     if done.returncode:
         print(f"{way}: {(done.stderr.strip().splitlines() or ['no word'])[-1]}", flush=True)
         return None
@@ -205,6 +212,7 @@ def claims_of(rows: list[dict[str, Any]]) -> list[Claim]:
 
 def draw(rows: list[dict[str, Any]], folder: Path) -> None:
     """Time over memory, and the longest sequences, as SVG on a ground of their own."""
+    timed = [row for row in rows if "ms" in row]
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -218,16 +226,16 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> None:
     with rc_context(style):
         figure = Figure(figsize=(9, 5.2), layout="constrained")
         axes = figure.subplots()
-        mine = sorted((row for row in rows if row["way"].startswith(OURS)), key=lambda row: row["gib"])
-        others = [row for row in rows if not row["way"].startswith(OURS)]
+        mine = sorted((row for row in timed if row["way"].startswith(OURS)), key=lambda row: row["gib"])
+        others = [row for row in timed if not row["way"].startswith(OURS)]
         axes.scatter([row["gib"] for row in others], [row["ms"] for row in others], s=55, color=THEIRS)
         axes.plot([row["gib"] for row in mine], [row["ms"] for row in mine], "o-", color=COLOUR, markersize=8)
-        for number, row in enumerate(rows):
+        for number, row in enumerate(timed):
             own = row["way"].startswith(OURS)
             # (Above the labels of points that are as good as in the same place.)
             beside = sum(
                 abs(row["gib"] - other["gib"]) < 1 and abs(row["ms"] - other["ms"]) < 15
-                for other in rows[:number]
+                for other in timed[:number]
             )
             axes.annotate(
                 row["way"].removeprefix(f"{OURS}: "), (row["gib"], row["ms"]),
@@ -236,7 +244,7 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> None:
             )  # fmt: skip
         axes.set_xlabel("peak above weights and gradients, GiB")
         axes.set_ylabel("forward and backward, ms")
-        axes.set_xlim(0, 1.22 * max(row["gib"] for row in rows))
+        axes.set_xlim(0, 1.22 * max(row["gib"] for row in timed))
         axes.set_ylim(0)
         axes.set_title(f"{TITLE}: ours as a line", loc="left")
         axes.spines[["top", "right"]].set_visible(False)
@@ -256,24 +264,26 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> None:
         FigureCanvasSVG(figure).print_svg(folder / "longest.svg", metadata={"Date": None})
 
 
-def run(out: Path | None = None, quick: bool = False) -> Path:
-    """First what every way takes, then, which takes a minute or two a way, how far it goes."""
+def run(out: Path | None = None, quick: bool = False, longest: bool = False) -> Path:
+    """What every way takes, or how far it goes; what a run of this commit has left in the file stays."""
     shape, options = QUICK if quick else Slice(), ["--quick"] if quick else []
     config = asdict(shape)
-    rows = begun("rivals", config=config, out=out)
+    rows = {row["way"]: row for row in begun("rivals", config=config, out=out)}
+    what = "longest" if longest else "ms"
 
     def save() -> Path:
-        return write("rivals", config=config, rows=rows, claims=[] if quick else claims_of(rows), out=out)
+        found = [rows[way] for way in WAYS if way in rows]
+        timed = [row for row in found if "ms" in row]
+        return write("rivals", config=config, rows=found, claims=[] if quick else claims_of(timed), out=out)
 
     for way in WAYS:
-        if way not in {row["way"] for row in rows} and (row := in_process(way, *options)) is not None:
-            rows.append(row)
-            print(f"{way:<34}{row['ms']:8.1f} ms{row['gib']:7.2f} GiB", flush=True)
-            save()
-    for row in rows:
-        if "longest" not in row and "planned" not in row["way"]:  # (a plan is for one length)
-            row |= in_process(row["way"], "--longest", *options) or {}
-            print(f"{row['way']:<34}{row.get('longest')} tokens", flush=True)
+        row = rows.get(way, {"way": way})
+        if what in row or (longest and "planned" in way):  # a plan is for one length
+            continue
+        if (found := in_process(way, *["--longest"] * longest, *options)) is not None:
+            rows[way] = row | found
+            unit = "tokens" if longest else f"ms{found['gib']:7.2f} GiB"
+            print(f"{way:<42}{found[what]:10,.1f} {unit}", flush=True)
             save()
     return save()
 

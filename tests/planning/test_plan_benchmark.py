@@ -142,7 +142,7 @@ def test_graphs_and_steps_that_wait_are_compared_with_their_like_without_a_polic
         base | {"way": "keep, graphed", "seconds": 1.0, "predicted_seconds": 0.9},
         base
         | {"way": "plan", "part": 0.5, "budget_bytes": 10, "seconds": 2.2, "predicted_seconds": 2.1}
-        | {"unfitted_seconds": 2.1},
+        | {"planning_seconds": 3.0},
         base
         | {"way": "plan, graphed", "part": 0.5, "budget_bytes": 10, "seconds": 1.1, "predicted_seconds": 0.9},
     ]

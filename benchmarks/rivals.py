@@ -278,7 +278,8 @@ def run(out: Path | None = None, quick: bool = False, longest: bool = False) -> 
 
     for way in WAYS:
         row = rows.get(way, {"way": way})
-        if what in row or (longest and "planned" in way):  # a plan is for one length
+        # (A plan is for one length, and a compiled layer would be compiled for each that is tried.)
+        if what in row or (longest and ("planned" in way or "compile" in way)):
             continue
         if (found := in_process(way, *["--longest"] * longest, *options)) is not None:
             rows[way] = row | found

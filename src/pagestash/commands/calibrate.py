@@ -42,7 +42,7 @@ def simulated(path: Path) -> SimulateOptions:
         given = json.loads(path.read_text(encoding="utf-8"))["options"]
         known = {item.name for item in fields(SimulateOptions)} - {"json", "plot", "trace"}
         values = {key: value for key, value in given.items() if key in known}
-        for key in ("policy", "profile", "rows"):
+        for key in ("policy", "rows"):
             values[key] = None if values.get(key) is None else Path(values[key])
         return SimulateOptions(**values)
     except OSError as error:

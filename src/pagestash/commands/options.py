@@ -136,12 +136,6 @@ class ClusterOptions:
             CLUSTER,
         ),
     ] = "6%"
-    profiled_on: Annotated[
-        str | None,
-        shown(
-            "Where --profile was measured: h100, h200, b200, gb200 or a file. Default: as --cluster.", CLUSTER
-        ),
-    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +166,6 @@ class SimulateOptions(ClusterOptions):
     capacity: Annotated[float, shown("Rows of static buffers over balanced rows; 0: exact sizes.", RUN)] = 0.0
     policy: Annotated[
         Path | None, shown("A policy, by hand or of `pagestash plan`.", RUN, metavar="FILE")
-    ] = None
-    profile: Annotated[
-        Path | None,
-        shown("Layers take the times of `pagestash profile --json`, scaled.", CLUSTER, metavar="FILE"),
     ] = None
     skew: Annotated[float, shown("Rows of a layer's hottest rank over the mean.", RUN)] = 1.0
     rows: Annotated[
@@ -212,7 +202,7 @@ class PlanOptions(ClusterOptions, MeasuredOptions):
     profile: Annotated[
         Path | None,
         shown(
-            "Plan for what `pagestash profile --json` measured; with --cluster, for layers of such times.",
+            "Plan for what `pagestash profile --json` measured.",
             PLAN,
             metavar="FILE",
         ),

@@ -7,7 +7,7 @@ from pagestash.commands.options import ClusterOptions, PlanOptions
 
 _OF_CLUSTER = {item.name for item in fields(ClusterOptions)} | {"tp", "cp", "vpp", "microbatch", "framework"}
 """Options that only --cluster takes."""
-_WITH_CLUSTER = {"cluster", "preset", "layers", "seq", "profile", "out", "pp", "ep"}
+_WITH_CLUSTER = {"cluster", "preset", "layers", "seq", "out", "pp", "ep"}
 """And those that it takes, too."""
 
 

@@ -8,13 +8,11 @@ from typing import Any, TypeVar
 from pagestash.commands.checks import check_file, check_numbers, check_picture, exit_code
 from pagestash.commands.options import PlanOptions, SimulateOptions
 from pagestash.commands.show import note, show
-from pagestash.models.config import DecoderConfig
 from pagestash.policy import Policy
 from pagestash.profiling.picture import write
 from pagestash.row_counts.tokens_per_expert import read_tokens_per_expert
-from pagestash.simulation.cluster.cluster import Cluster, load_cluster, read_cluster
+from pagestash.simulation.cluster.cluster import read_cluster
 from pagestash.simulation.cluster.layout import Layout
-from pagestash.simulation.costs.measured import measured
 from pagestash.simulation.model.framework import ParameterBytes, framework
 from pagestash.simulation.model.homes import PolicyHomes
 from pagestash.simulation.model.modules import layers_of
@@ -104,29 +102,8 @@ def cluster_run(
         graphs=tuple(options.graphs.split(",")) if options.graphs else (),
         parameters=parameters_of(options.parameter_bytes),
         reserve=reserve_of(options.reserve),
-        factors=factors_of(options.profile, options.profiled_on, config, cluster),
         **values,
     )
-
-
-def factors_of(
-    profile: Path | None, profiled_on: str | None, config: DecoderConfig, cluster: Cluster
-) -> dict[str, tuple[float, float]]:
-    """Measured over roofline seconds of a profile's parts; what it says nothing of is a note on stderr."""
-    if profile is None:
-        if profiled_on is not None:
-            raise ValueError("--profiled-on names the device of a --profile, and there is none")
-        return {}
-    from pagestash.profiling.profiled import ProfiledStep
-
-    device = cluster if profiled_on is None else load_cluster(profiled_on, 1)
-    try:
-        found = measured(ProfiledStep.load(profile), config, device)
-    except ValueError as error:
-        raise ValueError(f"--profile {profile}: {error}") from error
-    for text in found.notes():
-        note(text)
-    return found.factors
 
 
 def parameters_of(text: str) -> ParameterBytes:

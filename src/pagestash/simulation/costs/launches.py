@@ -46,7 +46,7 @@ def graphed_parts(run: Run) -> frozenset[str]:
 
 def launch_seconds(run: Run, layer: Layer, again: Mapping[str, float], regions: int) -> tuple[Amount, float]:
     """The host's time for a layer's forward, and for the share `again` of parts that recomputed regions repeat."""
-    if "full" in run.graphs or run.factors:  # measured times have waits for the host in them
+    if "full" in run.graphs:
         return NOTHING, 0.0
     launch, graphed = run.cluster.host.launch, graphed_parts(run)
     eager = {

@@ -1,4 +1,4 @@
-"""Seconds of a module by the cluster's roofline, times a factor where a profile measured it (`measured.py`).
+"""Seconds of a module by the cluster's roofline.
 
 Backward: gradients of inputs are as many operations as forward, those of weights again as many; attention's
 backward is 2.5 times its forward.
@@ -19,7 +19,6 @@ from pagestash.simulation.model.parts import (
     Part,
     Product,
 )
-from pagestash.simulation.model.regions import timed_name
 from pagestash.simulation.model.run import Run
 
 CAST_BYTES: dict[str, int] = {"mxfp8": 4, "fp8": 6}
@@ -37,18 +36,18 @@ class Seconds:
         self.run, self.cluster = run, run.cluster
 
     def forward(self, part: Part) -> float:
-        return self._factor(part)[0] * self._compute(part) + self._collectives(part)
+        return self._compute(part) + self._collectives(part)
 
     def backward_input(self, part: Part) -> float:
         turned = [Product(p.m, p.k, p.n, p.groups) for p in part.products]
         own = self._products(part, turned) + self.cluster.kernel_seconds(1.5 * part.traffic)
         own += self._kernels(part) + self._casts(part, (product.m * product.n for product in part.products))
         scores = ATTENTION_BACKWARD * self.cluster.attention_seconds(part.scores)
-        return self._factor(part)[1] * (own + scores) + self._collectives(part)
+        return own + scores + self._collectives(part)
 
     def backward_weight(self, part: Part) -> float:
         turned = [Product(p.n, p.k, p.m, p.groups) for p in part.products]
-        return self._factor(part)[1] * (self._products(part, turned) + self._kernels(part))
+        return self._products(part, turned) + self._kernels(part)
 
     def _compute(self, part: Part) -> float:
         kernels = self.cluster.kernel_seconds(part.traffic) + self._kernels(part)
@@ -74,9 +73,6 @@ class Seconds:
         return shared + self.cluster.gather_seconds(
             part.context_bytes, self.run.layout.cp, self.run.layout.tp
         )
-
-    def _factor(self, part: Part) -> tuple[float, float]:
-        return self.run.factors.get(timed_name(part.name), (1.0, 1.0))
 
 
 def repeated(part: Part, makers: Collection[str], whole: Collection[str] = ()) -> float:

@@ -4,15 +4,11 @@ A simulated layer has fewer parts than a model has modules: one part for the nor
 of latent attention's projections. Names are those of `docs/regions.md`, or of Hugging Face's modules.
 """
 
-import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from pagestash.policy import Policy, PoolConfig
 from pagestash.simulation.model.parts import HEAD_NORMS, KV_UP, ROPE, Layer
-
-EXPERTS = ("moe.expert_fc1", "moe.moe_act", "moe.expert_fc2", "moe.combine", "moe.experts")
-"""Run as one node, whose time is that of `moe.experts`."""
 
 _HUGGING_FACE = {
     "input_layernorm": "attn_norm",
@@ -42,56 +38,9 @@ _HUGGING_FACE = {
     "mlp.shared_experts": "moe.shared_experts",
 }
 """Modules of a Hugging Face layer by our names; those of a layer without experts keep theirs (`mlp`)."""
-_OUTSIDE = {"embed_tokens": "embed", "lm_head": "head", "": "head"}
-"""Modules outside layers. What runs in the model itself counts for the head, as in `pipeline.costs`."""
-_OF_LAYER = {"": "mlp_norm", "moe": "moe.router"}
-"""What runs in a layer itself is residual sums, which the norms' bytes include."""
 _GROUPED = ("attn.k_norm", "attn.qkv_linear.k", "attn.qkv_linear.v")
 _LATENT = tuple(f"attn.qkv_linear.{name}" for name in ("q_down", "q_norm", "q_up", "kv_down", "kv_norm"))
 """Regions that have a part in common with others."""
-
-
-def split(name: str) -> tuple[str, str]:
-    """The layer of a region ("" outside layers) and its name there, by our names.
-
-    >>> split("model.layers.3.self_attn.o_proj")
-    ('layers.3', 'attn.attn_proj')
-    """
-    found = re.fullmatch(r"(?:model\.)?(layers\.\d+)(?:\.(.+))?", name)
-    if found is None:
-        inner = "" if name == "model" else name.removeprefix("model.")
-        return "", _OUTSIDE.get(inner, inner)
-    inner = found[2] or ""
-    words = inner.split(".")
-    for length in range(len(words), 0, -1):
-        known = _HUGGING_FACE.get(".".join(words[:length]))
-        if known:
-            return found[1], ".".join([known, *words[length:]])
-    return found[1], inner
-
-
-def part_of(inner: str, parts: Collection[str]) -> str:
-    """The part of a layer that a region within it belongs to: the longest name that it begins with; "" if none.
-
-    >>> part_of("attn.qkv_linear.q_down", ["attn_norm", "attn.qkv_linear"])
-    'attn.qkv_linear'
-    """
-    if "mlp" in parts and (inner == "moe" or inner.startswith("moe.")):  # no experts: Hugging Face's `mlp`
-        return "mlp"
-    if inner in ("attn", "attn.k_norm", ROPE):  # Hugging Face's RoPE runs in attention itself
-        return HEAD_NORMS if HEAD_NORMS in parts else "attn.core_attn"
-    inner = _OF_LAYER.get(inner, inner)
-    words = inner.split(".")
-    for length in range(len(words), 0, -1):
-        name = ".".join(words[:length])
-        if name in parts:
-            return timed_name(name)
-    return ""
-
-
-def timed_name(part: str) -> str:
-    """The part whose measured time a part's is in."""
-    return "moe.experts" if part in EXPERTS else part
 
 
 def aliases(layer: str, inner: str) -> list[str]:

@@ -44,8 +44,6 @@ class Run:
     """Rows of static buffers over balanced rows; 0: shapes are those of the rows that came."""
     placement: Sequence[int] | None = None
     """Layers of each stage; None: evenly from the first."""
-    factors: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Measured over roofline seconds by part, from `measured.measured`."""
     overlaps_dispatch: bool = False
     """Whether a forward and a backward run side by side, one computing while the other communicates."""
     delays_weight_gradients: bool = False

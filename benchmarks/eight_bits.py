@@ -9,8 +9,7 @@ their means over several seeds and 40 steps at a time, and to the mean of all tr
 included. The first seed runs alone, for time and memory, the others side by side. On a CPU only the tiny preset is
 trained; its times mean nothing.
 
-The experts' own kernels code the first projection. Where rows are `received`, they come through a dispatch that
-ends where it starts, so that the kernel that permutes codes them, too; three quarters of the rows are expected.
+Where rows are `received`, they come through a dispatch that ends where it starts; three quarters are expected.
 """
 
 import gc

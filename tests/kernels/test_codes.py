@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pagestash.kernels.backend import choose
 from pagestash.kernels.pages.eight_bits import BLOCK, FLOOR, CodeShape, decode, encode, encode_reference
+from pagestash.pages.pool import PagePool
 
 CPU = torch.device("cpu")
 DTYPES = list(FLOOR)
@@ -166,6 +167,36 @@ def test_rows_that_are_not_valid_come_back_as_zeros(backend, count, width):
     _, out = there_and_back(values.view(-1), shape, backend, torch.tensor([count]))
     assert torch.equal(out.view(7, -1)[:rows], whole.view(7, -1)[:rows])
     assert not out.view(7, -1)[rows:].any()
+
+
+@pytest.mark.parametrize("count", [-1, 0, 1, 6, 7, 9])
+@pytest.mark.parametrize("width", [256, 200, 128 * 65])  # (a program has 64 blocks at a time)
+def test_without_a_tail_rows_that_are_not_valid_are_neither_read_nor_written(backend, count, width):
+    shape, chosen = CodeShape.of(7 * width, 7), choose(CPU, backend)
+    values, valid = torch.randn(7, width).bfloat16(), torch.tensor([count])
+    rows = min(max(count, 0), 7)
+    _, whole = there_and_back(values.view(-1), shape, backend)
+    values[rows:] = math.nan
+    codes, out = torch.full((7, shape.row_bytes), 0x55, dtype=torch.uint8), torch.full_like(values, 7.0)
+    encode(values.view(-1), shape, codes, chosen, valid, tail=False)
+    assert (codes[rows:] == 0x55).all()
+    decode(codes, shape, out.view(-1), chosen, valid, tail=False)
+    assert torch.equal(out[:rows], whole.view(7, -1)[:rows])
+    assert (out[rows:] == 7).all()
+
+
+@pytest.mark.parametrize("pages", [1, 100])
+def test_without_a_tail_valid_rows_without_pages_become_zeros(backend, pages):
+    shape, chosen = CodeShape.of(7 * 200, 7), choose(CPU, backend)
+    pool = PagePool(CPU, 144, device_pages=pages, backend=backend)
+    values = torch.randn(7, 200).bfloat16()
+    (ticket,) = pool.reserve_bytes([(shape.rows, shape.row_bytes)], torch.tensor([5]))
+    encode(values.view(-1), shape, pool.pages_of(ticket), chosen)
+    out = torch.full_like(values, 7.0)
+    decode(pool.pages_of(ticket), shape, out.view(-1), chosen, tail=False)
+    _, whole = there_and_back(values.view(-1), shape, backend)
+    assert torch.equal(out[:5], whole.view(7, -1)[:5] if pages == 100 else torch.zeros(5, 200).bfloat16())
+    assert (out[5:] == 7).all()
 
 
 def test_garbage_behind_a_row_does_not_touch_its_error(backend):

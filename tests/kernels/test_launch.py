@@ -19,7 +19,7 @@ from pagestash.kernels.layer.rms_norm import rms_norm
 from pagestash.kernels.layer.rope import rotate
 from pagestash.kernels.loss.cross_entropy import LossOptions, softmax_loss_
 from pagestash.kernels.loss.scale import scaled
-from pagestash.kernels.moe import coded_rows, gated, row_codes
+from pagestash.kernels.moe import gated
 from pagestash.kernels.moe.combine import combine, weight_gradient
 from pagestash.kernels.moe.ends import cut_bounds
 from pagestash.kernels.moe.low_rank import add_product_
@@ -27,6 +27,7 @@ from pagestash.kernels.moe.permute import permute
 from pagestash.kernels.moe.route import route
 from pagestash.kernels.moe.row_info import RowInfo
 from pagestash.kernels.moe.topk import topk
+from pagestash.kernels.pages import eight_bits
 
 triton = pytest.importorskip("triton")
 SECOND = torch.device("cuda", 1)
@@ -49,7 +50,7 @@ def started(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", switch)
     monkeypatch.setattr(backend, "_multiprocessors", lambda device: 4)
-    monkeypatch.setattr(row_codes, "converts", lambda device: True)
+    monkeypatch.setattr(eight_bits, "converts", lambda device: True)
     for kind in {triton.JITFunction, type(gated.forward_kernel)}:
         monkeypatch.setattr(kind, "__getitem__", note)
     return seen
@@ -66,10 +67,10 @@ def call_gated():
 
 
 def call_codes():
-    codes = row_codes.RowCodes(row_codes.CodeRow(1, 32), None, on_second(8, 48, dtype=torch.uint8), None)
-    inverse, rows = on_second(4, 2, dtype=torch.int32), on_second(1, dtype=torch.int32)
-    coded_rows.permute_coded(on_second(4, 32), inverse, codes, on_second(8, 32))
-    coded_rows.decode_rows(codes, rows, on_second(8, 32))
+    shape = eight_bits.CodeShape.of(8 * 32, 8)
+    codes, rows = on_second(8, shape.row_bytes, dtype=torch.uint8), on_second(1, dtype=torch.int32)
+    eight_bits.encode(on_second(8 * 32), shape, codes, "triton", rows, tail=False)
+    eight_bits.decode(codes, shape, on_second(8 * 32), "triton", rows, tail=False)
 
 
 def call_routing():

@@ -66,10 +66,7 @@ class BlockExperts(SequentialMLP):
                 _give(expert, name, None)
         settings = MoEConfig(width=D, expert_width=N, experts=E, top_k=1, activation=activation)
         parts = self.expert_fc1, self.moe_act, self.expert_fc2
-        self.__dict__["runs"] = runs = Experts(
-            settings, parts, dispatch=SortedRows(settings), device=up.device
-        )
-        self.writes_codes = runs.writes_codes
+        self.__dict__["runs"] = Experts(settings, parts, dispatch=SortedRows(settings), device=up.device)
         self.register_state_dict_post_hook(_one_by_one)
         self.register_load_state_dict_pre_hook(_together)
 

@@ -86,8 +86,7 @@ class BlockExperts(Module):
         )
         parts: Any = (self.expert_fc1, self.moe_act, self.expert_fc2)
         # Not as a child: torchtitan wants modules of its own protocol.
-        self.__dict__["runs"] = runs = Experts(settings, parts, interleaved=True)
-        self.writes_codes = runs.writes_codes
+        self.__dict__["runs"] = Experts(settings, parts, interleaved=True)
 
     runs: Experts
 

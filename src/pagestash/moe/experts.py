@@ -36,8 +36,6 @@ class Experts(SelfSaving):
     dispatch is that of distinct ids; `over_capacity` says if others do not fit.
     """
 
-    writes_codes = True
-
     def __init__(
         self,
         config: MoEConfig,

@@ -20,8 +20,8 @@ and `h_RH` has gate and linear part in pairs. Its `a_RN` is of sums that were no
 one way whatever a policy says: what is to be in pages is copied there, and recomputed by the same kernel.
 
 **Pages.** `h_RH` is expendable: where the pool has no pages, backward recomputes it by a product whose bounds are
-zero unless the pages are missing. Under recompute the same product makes all of it. Under a rule with `bits=8`
-codes wait in its place, which the activation's kernel writes and reads.
+zero unless the pages are missing. Under recompute the same product makes all of it. Under a rule with `bits=8` the
+keeper codes it once it has been read.
 
 **Weights.** Those that require no gradient get none, and the tokens are saved only if backward asks for them.
 Low-rank updates (LoRA) save nothing more: see `projection.py`.
@@ -46,7 +46,6 @@ from pagestash.kernels.moe.activation import (
 from pagestash.kernels.moe.combine import combine
 from pagestash.kernels.moe.ends import missing_bounds
 from pagestash.kernels.moe.route import Routing, route
-from pagestash.kernels.moe.row_codes import CodeRow, RowCodes
 from pagestash.kernels.moe.row_info import RowInfo
 from pagestash.kernels.operator import operator
 from pagestash.moe.bias import bias_gradient
@@ -95,10 +94,7 @@ class LocalExperts(torch.autograd.Function):
         options = options.by_rules(x_TD, capacity, columns, received=False)
         x = TokenRows(x_TD, inverse_TK, order)
         info = RowInfo(bounds[-1:], bias=up.bias_EO, offsets=bounds[1:], interleaved=options.interleaved)
-        lease = None
-        if options.coded:
-            h_RH, a_RN, lease = _coded(x, up, info, options, bounds)
-        elif _gates(up, capacity, options):
+        if _gates(up, capacity, options):
             h_RH, a_RN = up.products.up_gated(x, up.weight_EOI, bounds)
             lease = _lease(options, h_RH, bounds[-1:])
             if lease is not None:
@@ -107,11 +103,12 @@ class LocalExperts(torch.autograd.Function):
             h_RH = up.forward(x, bounds)
             lease = _lease(options, h_RH, bounds[-1:])
             a_RN = gated.forward(h_RH, info, options.activation, pages_of(lease))
-        del x
-        saved_h = None if lease is not None or options.h.recompute else h_RH
-        if options.h.pool is not None and not options.coded:
-            saved_h = None  # in pages, or recomputed where there are none
-        del h_RH
+        # (While `x_RD` has its block, which serves `y_RD`: what stays is not cut out of that.)
+        put_away = options.h.put_away(h_RH, bounds[-1:]) if options.coded else None
+        # Else it is recomputed, or in pages, and recomputed where there are none.
+        saves_h = not (options.coded or options.h.recompute or options.h.pool is not None)
+        saved_h = h_RH if saves_h else None
+        del x, h_RH
         y_RD = down.forward(a_RN, bounds)
         del a_RN
         y_TD = combined(y_RD, weights_TK, down, call)
@@ -122,7 +119,7 @@ class LocalExperts(torch.autograd.Function):
             options.h.save(saved_h, rows=rows, capacity=capacity)
             claim(None, order, rows=rows, capacity=capacity)
         ctx.save_for_backward(tokens_TD, weights_TK, *matrices, ids_TK, bounds, order, inverse_TK, saved_h)
-        ctx.lease, ctx.options, ctx.forms = lease, options, forms
+        ctx.lease, ctx.put_away, ctx.options, ctx.forms = lease, put_away, options, forms
         return y_TD
 
     @staticmethod
@@ -131,7 +128,9 @@ class LocalExperts(torch.autograd.Function):
         tokens_TD, weights_TK, *matrices, ids_TK, bounds, order, inverse_TK, h_RH = ctx.saved_tensors
         # What is done with goes at once, not when this node ends; with `retain_graph` it stays.
         ctx.maybe_clear_saved_tensors()
-        lease, options, comes_again = ctx.lease, ctx.options, keeps_graph()
+        lease, put_away, options, comes_again = ctx.lease, ctx.put_away, ctx.options, keeps_graph()
+        if not comes_again:
+            ctx.put_away = None
         dy_TD = dy_TD.contiguous()
         up, down = projections(ctx.forms, matrices, dy_TD)
         paired = _gates(up, order.numel(), options)
@@ -141,7 +140,7 @@ class LocalExperts(torch.autograd.Function):
 
         # Unless backward will want it again, the gradient of `h` takes the place of `h`.
         in_place = h_RH is None or not (comes_again or options.functional)
-        if h_RH is None and not options.coded:
+        if h_RH is None and put_away is None:
             assert x is not None
             missing = bounds if lease is None else missing_bounds(bounds, lease.pages)
             if paired:
@@ -150,16 +149,12 @@ class LocalExperts(torch.autograd.Function):
                 h_RH = up.forward(x, missing)
         dinner_RK = down.inner_gradient(dy, bounds)
         da_RN = down.input_gradient(dy, dinner_RK, bounds)
-        if options.coded:
-            row = _code_row(options, da_RN.shape[1])
-            codes = RowCodes(row, None, h_RH, pages_of(lease))
-            dh_RH, a_RN, dweights_TK = gated.backward_of_codes(codes, da_RN, info, options.activation)
-            del codes
-        else:
-            dh_RH, a_RN, dweights_TK = gated.backward(
-                h_RH, da_RN, info, options.activation, pages_of(lease), in_place=in_place
-            )
-        del h_RH, da_RN
+        if put_away is not None:
+            h_RH, in_place = put_away.unpack(), not comes_again
+        dh_RH, a_RN, dweights_TK = gated.backward(
+            h_RH, da_RN, info, options.activation, pages_of(lease), in_place=in_place
+        )
+        del h_RH, da_RN, put_away
         if lease is not None and not comes_again:
             lease.close()
         assert dweights_TK is not None
@@ -186,7 +181,7 @@ class LocalExperts(torch.autograd.Function):
 
 def _gates(up: Projection, rows: int, options: BlockOptions) -> bool:
     """Whether one kernel makes `h_RH`, in pairs, and `a_RN`."""
-    plain = up.update is None and up.bias_EO is None and not (options.interleaved or options.coded)
+    plain = up.update is None and up.bias_EO is None and not options.interleaved
     silu = as_activation(options.activation) == as_activation("silu")
     return plain and silu and up.products.gates(rows, up.weight_EOI)
 
@@ -196,24 +191,6 @@ def _lease(options: BlockOptions, h_RH: torch.Tensor, rows: torch.Tensor) -> Lea
     if not (options.needs_backward and h_RH.shape[0]):
         return None
     return options.h.lease((h_RH.shape[0], h_RH.shape[1]), h_RH.dtype, rows, expendable=True)
-
-
-def _coded(
-    x: TokenRows, up: Projection, info: RowInfo, options: BlockOptions, bounds: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor, Lease | None]:
-    """The codes of `h_RH`, None where they are in pages; `a_RN`; and those pages."""
-    h_RH = up.forward(x, bounds)
-    row = _code_row(options, h_RH.shape[1] // as_activation(options.activation).parts)
-    # The block of what lives for this layer, before that of what stays, which would be cut out of it.
-    a_room = h_RH.new_empty(h_RH.shape[0], row.width)
-    codes, lease = options.h.codes(row, 0, h_RH.shape[0], bounds[-1:], h_RH.device)
-    del a_room
-    a_RN = gated.forward(h_RH, info, options.activation, codes=codes)
-    return codes.excess_RC, a_RN, lease
-
-
-def _code_row(options: BlockOptions, inner: int) -> CodeRow:
-    return CodeRow(as_activation(options.activation).parts, inner)
 
 
 # --- for compilers ---
@@ -231,7 +208,7 @@ class _Experts:
 
     @staticmethod
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.inputs, ctx.lease = INPUTS, None
+        ctx.inputs, ctx.lease, ctx.put_away = INPUTS, None, None
         ctx.options, ctx.forms = _options(ctx.settings), _forms(ctx.settings)
         return LocalExperts.backward(ctx, dy_TD)
 

@@ -27,9 +27,6 @@ class SelfSaving(nn.Module):
     Without either, autograd saves the tensor, and the hook gives it the home of the module's rule.
     """
 
-    writes_codes = False
-    """Whether it wants a pool under a rule with `bits=8`, too, for codes; else the keeper codes what is saved."""
-
     def __init__(self) -> None:
         super().__init__()
         self.pool: PagePool | None = None
@@ -97,8 +94,6 @@ class ExpertFC1(ExpertLinear):
     parallelism (`wired=False`) they are permuted from the layer's input again, and the rule is that input's.
     """
 
-    writes_codes = True
-
     def __init__(
         self, experts: int, inner: int, width: int, *, gated: bool = True, wired: bool = False, **made: Any
     ) -> None:
@@ -114,8 +109,6 @@ class ExpertFC1(ExpertLinear):
 
 class MoEAct(SelfSaving):
     """The gated activation. Its rule is that of the first projection, which one product recomputes."""
-
-    writes_codes = True
 
 
 class ExpertFC2(ExpertLinear):

@@ -17,27 +17,23 @@ has another order than without expected rows: its bits do not depend on pages, b
 
 **Pages.** `h_RH` is expendable, as in `local.py`. Rows off the wire cannot be recomputed: their pages are required.
 
-**Eight bits.** Under rules with `bits=8` for both, codes of `x_RD` and `h_RH` wait in their place, in two buffers,
-or in one and in pages. Rows and projection live for one layer then, so that they are in one buffer each. The
-kernel that permutes codes `x_RD`; a pass before the gradient of `up` decodes it, because a product cannot read
-codes.
+**Eight bits.** Under rules with `bits=8` for both, `x_RD` and `h_RH` live for one layer, in one buffer each. The
+keeper codes them, in two buffers, once the activation is there, and each comes back before the product that reads
+it.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.moe import gated
-from pagestash.kernels.moe.activation import as_activation
-from pagestash.kernels.moe.coded_rows import permute_coded
 from pagestash.kernels.moe.combine import combine
 from pagestash.kernels.moe.permute import permute, permute_split
 from pagestash.kernels.moe.route import Routing
-from pagestash.kernels.moe.row_codes import CodeRow, RowCodes
 from pagestash.kernels.moe.row_info import RowInfo
+from pagestash.kernels.pages.eight_bits import CodeShape
 from pagestash.moe.bias import bias_gradient
 from pagestash.moe.block import (
     INPUTS,
@@ -53,9 +49,9 @@ from pagestash.moe.saving import OF_WEIGHTS, BlockOptions, asked, asks_for_rows,
 from pagestash.moe.two_buffers import (
     Cut,
     Pair,
+    PutAway,
     activation_gradient,
     cut_at,
-    decoded,
     of_rows,
     recompute_missing,
     restored,
@@ -97,12 +93,17 @@ class ReceivedExperts(torch.autograd.Function):
         ctx.inputs = INPUTS
         up, down = projections(forms, matrices, x_SD)
         columns = up.weight_EOI.shape[1]
-        options = options.by_rules(x_SD, order.numel(), columns, received=True)
+        fewest = min(filter(None, cut[:2]), default=0)
+        options = options.by_rules(x_SD, fewest, columns, received=True)
         info = RowInfo(bounds[-1:], bias=up.bias_EO, offsets=bounds[1:], interleaved=options.interleaved)
         if options.coded:
             saves_x = asks_for_rows(ctx, options)
-            a_RN, saved = _forward_coded(x_SD, inverse_SK, up, info, bounds, cut, options, saves_x=saves_x)
+            a_RN, x_away, h_away = _forward_coded(
+                x_SD, inverse_SK, up, info, bounds, cut, options, saves_x=saves_x
+            )
+            saved = Saved(Pair(), None, Pair(), None)
         else:
+            x_away = h_away = None
             a_RN, saved = _forward_exact(x_SD, inverse_SK, up, down.weight_EOI.shape[2], info, cut, options)
         x, x_lease, h, h_lease = saved
         y_RD = down.forward(a_RN, bounds)
@@ -114,7 +115,8 @@ class ReceivedExperts(torch.autograd.Function):
             weights_SK, *matrices, ids_SK, bounds, order, inverse_SK, cut.expected_bounds,
             cut.excess_bounds if cut.expected else None, x.expected, x.excess, h.expected, h.excess,
         )  # fmt: skip
-        ctx.leases, ctx.sizes, ctx.options, ctx.forms = (x_lease, h_lease), cut[:2], options, forms
+        ctx.leases, ctx.put_away = (x_lease, h_lease), (x_away, h_away)
+        ctx.sizes, ctx.options, ctx.forms = cut[:2], options, forms
         ctx.ending = _record(ctx, options, x_SD, columns, matrices)
         return y_SD
 
@@ -128,6 +130,9 @@ class ReceivedExperts(torch.autograd.Function):
         # What is done with goes at once, not when this node ends; with `retain_graph` it stays.
         ctx.maybe_clear_saved_tensors()
         (x_lease, h_lease), options, comes_again = ctx.leases, ctx.options, keeps_graph()
+        x_away, h_away = ctx.put_away
+        if not comes_again:
+            ctx.put_away = None
         expected, excess = ctx.sizes
         cut = Cut(expected, excess, expected_bounds, bounds if excess_bounds is None else excess_bounds)
         dy_SD = dy_SD.contiguous()
@@ -136,20 +141,16 @@ class ReceivedExperts(torch.autograd.Function):
         x, h = Pair(x_expected, x_excess), Pair(h_expected, h_excess)
         del x_expected, x_excess, h_expected, h_excess
         # Unless backward will want it again, the gradient of `h` takes the place of `h`.
-        in_place = not comes_again or (h.expected is None and h.excess is None)
-        if options.coded:
-            codes = RowCodes(CodeRow(1, dy_SD.shape[1]), x.expected, x.excess, pages_of(x_lease))
-            excess_rows = partial(decoded, codes, bounds[-1:], order.numel(), dy_SD)
-            x, cut = Pair(), Cut(0, order.numel(), None, bounds)
-            del codes
-        else:
-            excess_rows = partial(restored, x_lease, dy_SD)
+        in_place = not comes_again or (h_away is None and h.expected is None and h.excess is None)
+        if h_away is None:
             recompute_missing(h, x, up, cut, x_lease, h_lease, dy_SD)
         dy_RD = permute(dy_SD, inverse_SK, order.numel())
         dinner_RK = down.inner_gradient(dy_RD, bounds)
         da_RN = down.input_gradient(dy_RD, dinner_RK, bounds)
+        if h_away is not None:
+            h = h_away.pair(dy_SD)
         dh, a_RN, dweights_SK = activation_gradient(h, da_RN, info, options, h_lease, in_place=in_place)
-        del h, da_RN
+        del h, h_away, da_RN
         if h_lease is not None and not comes_again:
             h_lease.close()
         assert dweights_SK is not None
@@ -162,15 +163,21 @@ class ReceivedExperts(torch.autograd.Function):
         del dy_RD, down
 
         dup_bias = bias_gradient(dh.joined(), bounds) if needs(ctx, "up_bias") else None
-        dup = up_gradient(up, dh, x, excess_rows, cut) if needs(ctx, "up") else None
+        of_factors: tuple[torch.Tensor | None, ...] = (None, None)
+        wants_factors = up.update is not None and (needs(ctx, "up_a") or needs(ctx, "up_b"))
+        if needs(ctx, "up") or wants_factors:
+            if x_away is not None:
+                x = x_away.pair(dy_SD)
+            elif x.excess is None:
+                x.excess = restored(x_lease, dy_SD)
+        dup = up_gradient(up, dh, x, cut) if needs(ctx, "up") else None
         dinner = Pair(
             of_rows(up.inner_gradient, dh.expected, cut.expected_bounds),
             of_rows(up.inner_gradient, dh.excess, cut.excess_bounds),
         )
-        of_factors: tuple[torch.Tensor | None, ...] = (None, None)
-        if up.update is not None and (needs(ctx, "up_a") or needs(ctx, "up_b")):
-            of_factors = update_gradients(up, dh, dinner, x, excess_rows, cut)
-        del x, excess_rows
+        if wants_factors:
+            of_factors = update_gradients(up, dh, dinner, x, cut)
+        del x, x_away
         if x_lease is not None and not comes_again:
             x_lease.close()
         dx_SD = None
@@ -190,7 +197,7 @@ class ReceivedExperts(torch.autograd.Function):
 
 
 class Saved(NamedTuple):
-    """What waits for backward: tensors that autograd saves, and pages. Of a block that codes, both are codes."""
+    """What waits for backward: tensors that autograd saves, and pages."""
 
     x: Pair
     x_lease: Lease | None
@@ -253,29 +260,16 @@ def _forward_coded(
     options: BlockOptions,
     *,
     saves_x: bool,
-) -> tuple[torch.Tensor, Saved]:
-    """`a_RN`, and the codes that wait."""
-    capacity, columns = cut.expected + cut.excess, up.weight_EOI.shape[1]
-    # The blocks of what lives for this layer, before those of what stays, which would be cut out of them.
-    x_RD = x_SD.new_empty(capacity, x_SD.shape[1])
-    h_room = x_SD.new_empty(capacity, columns)
-    parts = as_activation(options.activation).parts
-    a_room = x_SD.new_empty(capacity, columns // parts)
-    sizes = (cut.expected, cut.excess, cut.rows, x_SD.device)
-    x, x_lease = Pair(), None
-    if saves_x:
-        x_codes, x_lease = options.x.codes(CodeRow(1, x_SD.shape[1]), *sizes)
-        x = Pair(x_codes.expected_SC, x_codes.excess_RC)
-        permute_coded(x_SD, inverse_SK, x_codes, x_RD)
-    else:
-        permute(x_SD, inverse_SK, capacity, out_RD=x_RD)
-    h_codes, h_lease = options.h.codes(CodeRow(parts, columns // parts), *sizes)
-    del h_room
+) -> tuple[torch.Tensor, PutAway | None, PutAway]:
+    """`a_RN`, and `x_RD`, if that is asked for, and `h_RH`, which wait in codes."""
+    x_RD = permute(x_SD, inverse_SK, cut.expected + cut.excess)
     h_RH = up.forward(x_RD, bounds)
-    del a_room
-    a_RN = gated.forward(h_RH, info, options.activation, codes=h_codes)
-    # (The block of `x_RD` is let go here, and serves the output of the second projection.)
-    return a_RN, Saved(x, x_lease, Pair(h_codes.expected_SC, h_codes.excess_RC), h_lease)
+    a_RN = gated.forward(h_RH, info, options.activation)
+    # All that lives for this layer has its memory by now, so that no block of what stays is cut out of it. (That of
+    # `x_RD` is let go here, and serves the output of the second projection.)
+    rows = bounds[-1:]
+    x = PutAway.of(x_RD, options.x, cut, rows) if saves_x else None
+    return a_RN, x, PutAway.of(h_RH, options.h, cut, rows)
 
 
 def _claim(x: Pair, h: Pair, order: torch.Tensor, cut: Cut, options: BlockOptions) -> None:
@@ -309,8 +303,7 @@ def _record(
         return None
     sizes = x_SD.shape[1] * x_SD.itemsize, h_columns * x_SD.itemsize
     if options.coded:
-        parts = as_activation(options.activation).parts
-        sizes = CodeRow(1, x_SD.shape[1]).bytes, CodeRow(parts, h_columns // parts).bytes
+        sizes = CodeShape.of(x_SD.shape[1], 1).bytes, CodeShape.of(h_columns, 1).bytes
     x_rule = options.x.stash_rule()
     if options.coded and not asks_for_rows(ctx, options):
         x_rule = None  # (a block that does not code keeps received rows in any case)

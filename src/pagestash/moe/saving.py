@@ -1,7 +1,7 @@
 """How the tensors of an expert block wait for backward: in pages, saved by autograd, or recomputed.
 
-Under a rule with `bits=8` the block's own kernels code them, and what is saved are the codes; see
-`BlockOptions.by_rules` for where they cannot.
+Under a rule with `bits=8` the keeper codes them: as soon as forward has used them, where it can; see
+`BlockOptions.by_rules`.
 """
 
 import math
@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from pagestash.kernels.moe.activation import Activation, ActivationName
-from pagestash.kernels.moe.row_codes import CodeRow, RowCodes
-from pagestash.kernels.pages.eight_bits import BLOCK
-from pagestash.moe.lease import Lease, pages_of
+from pagestash.moe.lease import Lease
 from pagestash.pages.pool import PagePool
 from pagestash.policy import Rule
 from pagestash.saved.eight_bits import CODED, LEAST_WIDTH
-from pagestash.saved.fused import claim, goes_to_pages, rule_of
+from pagestash.saved.fused import claim, goes_to_pages, put_away, rule_of
+from pagestash.saved.packed import Packed
 from pagestash.saved.received_rows import ReceivedRows
 from pagestash.saved.region import in_recompute
 
@@ -51,23 +50,6 @@ class Saving:
                 return None
         return Lease(self.pool, shape, dtype, rows, account=self.account, expendable=expendable)
 
-    def codes(
-        self, row: CodeRow, expected: int, excess: int, rows: torch.Tensor, device: torch.device
-    ) -> tuple[RowCodes, Lease | None]:
-        """Room for codes: of expected rows in a buffer, of `rows` of those in excess in pages, or in a buffer.
-
-        The pages are required, not expendable: what is recomputed from codes has other bits than codes of it.
-        """
-
-        def buffer(count: int) -> torch.Tensor | None:
-            return torch.empty(count, row.bytes, dtype=torch.uint8, device=device) if count else None
-
-        expected_SC, lease = buffer(expected), None
-        if excess and self.pool is not None and self.pool.page_bytes >= BLOCK:
-            lease = self.lease((excess, row.bytes), torch.uint8, rows)
-        excess_RC = buffer(excess) if lease is None else None
-        return RowCodes(row, expected_SC, excess_RC, pages_of(lease)), lease
-
     def stash_rule(self) -> Rule | None:
         """The rule by which rows in excess go to pages, from our kernels or from autograd; None: they do not."""
         rule = None if self.recompute else rule_of(self.module)
@@ -83,6 +65,10 @@ class Saving:
     ) -> None:
         """`tensor` is about to be saved by autograd; see `claim`."""
         claim(self.module, tensor, rows=rows, capacity=capacity, sized=sized)
+
+    def put_away(self, tensor: torch.Tensor, rows: torch.Tensor, *, sized: bool = False) -> Packed:
+        """`tensor` goes to its home now; see `put_away`."""
+        return put_away(self.module, tensor, rows=rows, sized=sized)
 
 
 @dataclass(slots=True)
@@ -108,7 +94,7 @@ class BlockOptions:
     h: Saving = Saving()
     """How the first projection waits."""
     coded: bool = False
-    """Whether the block's kernels code both: `by_rules` decides."""
+    """Whether what waits of rows is put away as soon as it has been used, to be coded: `by_rules` decides."""
     needs_backward: bool = True
     """Whether a backward may follow; without one, nothing is put into pages."""
     half: Half | None = None
@@ -121,12 +107,13 @@ class BlockOptions:
     def by_rules(self, x_TD: torch.Tensor, rows: int, h_columns: int, *, received: bool) -> "BlockOptions":
         """These options for one call, by the rules that hold where it runs.
 
-        Kernels code what waits if the rule of the first projection has `bits`, and that of the rows, too, where
-        they were received: what waits in 16 bits would be split in two buffers, and what is coded is not. Not in a
-        region that is recomputed, whose replay must save the same tensors and see the same rows. Otherwise the
-        keeper codes, under such a rule, what autograd saves. That holds for the replay, too, which needs no
-        backward of its own. The first projection is then left to autograd in any case: where its pages were
-        refused, it would be recomputed from rows that were coded, to other bits.
+        What a rule with `bits` holds is coded, so that what was saved may go once it is: at once, and not when the
+        region ends, if the rule of the first projection has `bits`, and that of the rows, too, where they were
+        received. (`rows` are those of the smallest buffer that would be coded.) Not in a region that is recomputed,
+        whose replay must save the same tensors.
+
+        The block writes no pages under such a rule. Nor does it for the first projection of rows that are coded:
+        where its pages were refused, it would be recomputed from these, to other bits.
         """
         if self.functional:
             return self
@@ -137,10 +124,9 @@ class BlockOptions:
             return self
         widths = ((of_h, h_columns), (of_x, x_TD.shape[1]))[: 2 if received else 1]
         fit = all(_codes(rule, x_TD.dtype, rows, width) for rule, width in widths)
-        if fit and self.needs_backward and not in_recompute():
-            return replace(self, coded=True)
         x = replace(self.x, pool=None) if x_bits else self.x
-        return replace(self, x=x, h=replace(self.h, pool=None))
+        coded = fit and self.needs_backward and not in_recompute()
+        return replace(self, x=x, h=replace(self.h, pool=None), coded=coded)
 
 
 OF_WEIGHTS = ("up", "up_bias", "up_a", "up_b", "down", "down_bias", "down_a", "down_b")
@@ -169,7 +155,7 @@ def asks_for_rows(ctx: Any, options: BlockOptions) -> bool:
     By what was asked for alone, not by what the pool granted: a recomputed forward must save the same tensors.
     """
     wanted = (asked(ctx, name) for name in ("up", "up_a", "up_b"))
-    return (options.h.pool is not None and not options.coded) or options.h.recompute or any(wanted)
+    return options.h.pool is not None or options.h.recompute or any(wanted)
 
 
 def _codes(rule: Rule | None, dtype: torch.dtype, rows: int, width: int) -> bool:

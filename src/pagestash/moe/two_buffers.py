@@ -11,15 +11,13 @@ import torch
 
 from pagestash.kernels.moe import gated
 from pagestash.kernels.moe.accumulate import accumulate_
-from pagestash.kernels.moe.activation import as_activation
-from pagestash.kernels.moe.coded_rows import decode_rows
 from pagestash.kernels.moe.ends import cut_bounds, missing_bounds
 from pagestash.kernels.moe.route import Routing
-from pagestash.kernels.moe.row_codes import CodeRow, RowCodes
 from pagestash.kernels.moe.row_info import RowInfo
 from pagestash.moe.lease import Lease, pages_of
 from pagestash.moe.projection import Projection
-from pagestash.moe.saving import BlockOptions
+from pagestash.moe.saving import BlockOptions, Saving
+from pagestash.saved.packed import Packed
 
 
 @dataclass(slots=True)
@@ -62,13 +60,32 @@ def cut_at(routing: Routing, options: BlockOptions, expected_rows: int) -> Cut:
     return Cut(0, capacity, None, routing.bounds)
 
 
+class PutAway(NamedTuple):
+    """Rows that were put away, and how wide they are; None for a buffer without any."""
+
+    expected: Packed | None
+    excess: Packed | None
+    width: int
+
+    @classmethod
+    def of(cls, rows_RX: torch.Tensor, saving: Saving, cut: Cut, rows: torch.Tensor) -> "PutAway":
+        """`rows_RX`, of which so many are valid, in two buffers as `cut` says."""
+        expected, excess = rows_RX[: cut.expected], rows_RX[cut.expected :]
+        return cls(
+            saving.put_away(expected, rows, sized=True) if cut.expected else None,
+            saving.put_away(excess, cut.rows) if cut.excess else None,
+            rows_RX.shape[1],
+        )
+
+    def pair(self, like_SD: torch.Tensor) -> Pair:
+        """The rows that came back."""
+        expected, excess = (None if part is None else part.unpack() for part in self[:2])
+        return Pair(expected, like_SD.new_empty(0, self.width) if excess is None else excess)
+
+
 def restored(lease: Lease | None, like_SD: torch.Tensor, *, unless: Lease | None = None) -> torch.Tensor:
     """The rows in excess out of their pages; undefined ones where the lease `unless` got its pages."""
     return like_SD.new_empty(0, like_SD.shape[1]) if lease is None else lease.restore(unless=unless)
-
-
-def decoded(codes: RowCodes, rows: torch.Tensor, capacity: int, like_SD: torch.Tensor) -> torch.Tensor:
-    return decode_rows(codes, rows, like_SD.new_empty(capacity, like_SD.shape[1]))
 
 
 def recompute_missing(
@@ -106,11 +123,6 @@ def activation_gradient(
     in_place: bool,
 ) -> tuple[Pair, torch.Tensor, torch.Tensor | None]:
     """The gradients of `h` and of the weights, and the activation once more; `in_place` over `h` and `da_RN`."""
-    if options.coded:
-        row = CodeRow(as_activation(options.activation).parts, da_RN.shape[1])
-        codes = RowCodes(row, h.expected, h.excess, pages_of(lease))
-        dh_RH, a_RN, dweights_SK = gated.backward_of_codes(codes, da_RN, info, options.activation)
-        return Pair(None, dh_RH), a_RN, dweights_SK
     assert h.excess is not None
     dh = Pair(h.expected)
     if h.expected is not None and not in_place:
@@ -128,11 +140,10 @@ def activation_gradient(
     return dh, a_RN, dweights_SK
 
 
-def up_gradient(
-    up: Projection, dh: Pair, x: Pair, excess_rows: Callable[[], torch.Tensor], cut: Cut
-) -> torch.Tensor:
+def up_gradient(up: Projection, dh: Pair, x: Pair, cut: Cut) -> torch.Tensor:
     """The gradient of `up`, of both parts; of those in excess only experts that have rows there are touched."""
     assert dh.excess is not None
+    assert x.excess is not None
     dup = None
     if dh.expected is not None:
         assert x.expected is not None
@@ -140,13 +151,12 @@ def up_gradient(
         dup = up.gradient(dh.expected, x.expected, cut.expected_bounds)
         if not cut.excess:
             return dup
-    x_RD = excess_rows() if x.excess is None else x.excess
     if dup is None:
-        return up.gradient(dh.excess, x_RD, cut.excess_bounds)
+        return up.gradient(dh.excess, x.excess, cut.excess_bounds)
     if not dup.is_contiguous():  # stored as the weight is, with columns and rows exchanged
-        accumulate_(dup.mT, x_RD, dh.excess, cut.excess_bounds[1:])
+        accumulate_(dup.mT, x.excess, dh.excess, cut.excess_bounds[1:])
         return dup
-    return accumulate_(dup, dh.excess, x_RD, cut.excess_bounds[1:])
+    return accumulate_(dup, dh.excess, x.excess, cut.excess_bounds[1:])
 
 
 def update_gradients(
@@ -154,14 +164,12 @@ def update_gradients(
     dh: Pair,
     dinner: Pair,
     x: Pair,
-    excess_rows: Callable[[], torch.Tensor],
     cut: Cut,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of the factors of the first projection's update: the sums of both parts."""
-    x_RD = excess_rows() if x.excess is None else x.excess
     parts: Any = [
         (x.expected, dh.expected, dinner.expected, cut.expected_bounds),
-        (x_RD, dh.excess, dinner.excess, cut.excess_bounds),
+        (x.excess, dh.excess, dinner.excess, cut.excess_bounds),
     ]
     found = [up.update_gradients(*part) for part in parts if part[1] is not None and part[1].shape[0]]
     if not found:  # no row at all

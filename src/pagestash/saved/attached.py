@@ -89,9 +89,8 @@ class Attached:
             self._saved.names[module] = name
             if id(module) not in asked:
                 self._watch(model, names, name, rule)
-            # (A module that writes pages by itself writes its values as they are, unless it says otherwise.)
-            writes = rule.bits is None or getattr(module, "writes_codes", False)
-            if rule.home == "stash" and writes and hasattr(module, "use_pool"):
+            # (A module that writes pages by itself writes its values as they are.)
+            if rule.home == "stash" and rule.bits is None and hasattr(module, "use_pool"):
                 self.own_stash[name] = module
         for name in unruled:
             self._watch(model, names, name, None)

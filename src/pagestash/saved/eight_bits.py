@@ -98,7 +98,9 @@ class InHome(_Coded):
         entry.spoiled |= codes.spoiled
         values = torch.empty(self._shape.values, dtype=entry.dtype, device=flat.device)
         # Rows that are not valid came back as zeros, which are the codes of zero.
-        decode(flat.view(self._shape.rows, -1), self._shape, values, choose(flat.device, self._backend))
+        valid = None if entry.tail else entry.rows
+        backend = choose(flat.device, self._backend)
+        decode(flat.view(self._shape.rows, -1), self._shape, values, backend, valid, tail=entry.tail)
         return values
 
     def drop(self, entry: Entry) -> None:
@@ -121,7 +123,8 @@ class InPages(_Coded):
         pool = self._pool
         pool.flush()
         values = torch.empty(self._shape.values, dtype=entry.dtype, device=pool.device)
-        decode(pool.pages_of(self._ticket), self._shape, values, pool.memory.backend)
+        pages = pool.pages_of(self._ticket)
+        decode(pages, self._shape, values, pool.memory.backend, tail=entry.tail)
         return values
 
     def drop(self, entry: Entry) -> None:
@@ -158,16 +161,17 @@ class EightBits:
         values, shape = _values(entry)
         backend = choose(values.device, self._backend)
         codes = torch.empty(shape.rows, shape.row_bytes, dtype=torch.uint8, device=values.device)
-        encode(values, shape, codes, backend, entry.rows)
+        encode(values, shape, codes, backend, entry.rows, tail=entry.tail)
+        rows = None if entry.sized else entry.rows
         inner = Entry(
             storage=StorageWeakRef(codes.untyped_storage()),
             version=codes._version,
             first=0,
             last=codes.nbytes,
             origin=codes,
-            rows=entry.rows,
+            rows=rows,
             rows_version=entry.rows_version,
-            capacity=entry.capacity,
+            capacity=0 if rows is None else entry.capacity,
             handles=1,
             waiting=1,
             region=entry.region,

@@ -69,7 +69,7 @@ class Entries:
         # (By position: names take half a microsecond.)
         entry = Entry(
             StorageWeakRef(storage), version, first, last, alone, rows, rows_version, capacity,
-            region.name, rule, storage.nbytes(), 0, 0, False, None, dtype, form,
+            region.name, rule, storage.nbytes(), 0, 0, False, None, dtype, region.rows is None, region.sized, form,
             {recipe: alone} if thin else None,
         )  # fmt: skip
         known.append(entry)

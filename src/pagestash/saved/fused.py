@@ -16,6 +16,8 @@ from torch import nn
 
 from pagestash.policy import Rule
 from pagestash.saved.compiled import hidden
+from pagestash.saved.hooks import SavedTensorHooks
+from pagestash.saved.packed import Packed
 from pagestash.saved.region import Forward, Recording, Region, frames, region, replaying
 from pagestash.saved.storage import storage_keys
 from pagestash.torch_internals import storage_key
@@ -55,7 +57,7 @@ def claim(
     module that give the same tensor `rows` move together.
     A `sized` tensor is kept where a rule would stash it: in pages it would take as much memory, and two copies. The
     rule's `fraction` of it is offloaded: the copy engine, too, needs a size that the host knows. With `bits=8` both
-    are coded. Nobody may have written all of its rows: recomputed ones are not compared.
+    are coded, valid `rows` alone if given. Nobody may have written all of it: recomputed rows are not compared.
     """
     if tensor is None or torch.compiler.is_compiling() or not frames():
         return
@@ -68,10 +70,25 @@ def claim(
             inner.run.leave_unchecked(tensor)
         owner = inner.claimed(storage_key(tensor)) or inner
         if owner.rule is not None and owner.rule.home == "stash":
-            # Indices stay: they are small, and a copy of its own would use the link badly. (Bytes are codes.)
-            moves = tensor.is_floating_point() or tensor.dtype is torch.uint8
-            rule = owner.rule.for_expected_rows() if moves else None
-            inner.claim(tensor, _region_for(inner, owner.name, rule))
+            # Indices stay: they are small, and a copy of its own would use the link badly.
+            rule = owner.rule.for_expected_rows() if tensor.is_floating_point() else None
+            owner = _region_for(inner, owner.name, rule, rows, capacity)
+            inner.claim(tensor, owner)
+        owner.sized = rows is not None
+
+
+@hidden
+def put_away(
+    module: nn.Module | None, tensor: torch.Tensor, *, rows: torch.Tensor, sized: bool = False
+) -> Packed:
+    """As `claim`, of what goes to its home now, and not when autograd has saved it: forward may let go of it.
+
+    `unpack` of what is returned gives the tensor back. Not for a region that is recomputed.
+    """
+    claim(module, tensor, rows=rows, capacity=tensor.shape[0], sized=sized)
+    inner = frames()[-1]
+    assert isinstance(inner.owner, SavedTensorHooks)
+    return inner.owner.put_away(inner, tensor)
 
 
 def _region_for(

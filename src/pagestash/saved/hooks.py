@@ -312,6 +312,17 @@ class SavedTensorHooks:
             region.claims = {}
             for other in claimed:
                 self.close(other)
+        self._hand_over(region)
+
+    def put_away(self, region: Region, tensor: torch.Tensor) -> Packed:
+        """What stands for a tensor that is claimed in `region`, the innermost: it goes to its home now."""
+        packed = self.pack(tensor)
+        _, owner = region.claims.pop(storage_key(tensor))
+        self._hand_over(owner)
+        return packed
+
+    def _hand_over(self, region: Region) -> None:
+        """The region's group goes to its home."""
         if not region.entries:
             return
         group = []

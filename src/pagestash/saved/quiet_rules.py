@@ -92,8 +92,6 @@ class QuietRules:
         if packed.recomputed_by and self._policy.rule_for(packed.recomputed_by) is not rule:
             seen.elsewhere = True
             return
-        # (Bytes are codes that the module has written by itself.)
-        seen.coded |= tensor.dtype is torch.uint8
         if packed.moved:
             seen.moved = True
             seen.apart |= not isinstance(packed, Handle) or packed.entry.rule == rule

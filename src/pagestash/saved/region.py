@@ -90,6 +90,8 @@ class Region:
     rows: torch.Tensor | None = None
     """The valid rows of each tensor that is claimed for this region, of `capacity`; None: all of them."""
     capacity: int = 0
+    sized: bool = False
+    """Whether `capacity` is not much more than usually arrives: codes of it are held as one buffer of that size."""
     weights: set[int] = field(default_factory=set)
     entries: list[Entry] = field(default_factory=list)
     claims: dict[int, tuple[StorageWeakRef, "Region"]] = field(default_factory=dict)

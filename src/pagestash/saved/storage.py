@@ -87,6 +87,10 @@ class Entry:
     place: Place | None = None
     dtype: torch.dtype | None = None
     """Of its values, where these are coded in eight bits; None: its bytes are held as they are."""
+    tail: bool = True
+    """Whether rows past the valid ones are read, too: then codes of them come back as zeros."""
+    sized: bool = False
+    """Of its codes, see `Region`."""
     form: ViewRecipe | None = None
     """Of `origin`, where its bytes are the entry's, all of them and no others."""
     views: dict[ViewRecipe, torch.Tensor] | None = None

@@ -250,7 +250,6 @@ def _add_parts(module: Any) -> None:
         module.add_module(name, part)
     # A keeper asks these of the module that a rule names.
     module.use_pool, module.use_recompute, module.use_half = runs.use_pool, runs.use_recompute, runs.use_half
-    module.writes_codes = runs.writes_codes
 
 
 def _remove_parts(module: Any) -> None:
@@ -259,5 +258,5 @@ def _remove_parts(module: Any) -> None:
     module.use_recompute(False)
     for name in PARTS:
         delattr(module, name)
-    for name in ("use_pool", "use_recompute", "use_half", "writes_codes"):
+    for name in ("use_pool", "use_recompute", "use_half"):
         del module.__dict__[name]

@@ -25,7 +25,7 @@ from pagestash.moe.projection import LowRank
 
 HOOK = "_activate_lora"
 """The method of a `ParamWrapper` that has its update in place for the time of a forward."""
-ASKED = ("use_pool", "use_recompute", "use_half", "writes_codes")
+ASKED = ("use_pool", "use_recompute", "use_half")
 """What a keeper asks of the module that a rule names: of experts with adapters, that is the outermost wrapper."""
 
 

@@ -12,11 +12,7 @@ them in `h_RH`. One launch reads both.
 With pages, forward writes `h_RH` to them as it reads it, and backward reads them in place: stashing `h_RH` costs
 one write. Where the pool had none to give, backward takes `h_RH` from a buffer that the caller has recomputed.
 
-With `codes` (see `row_codes.py`) forward writes `h_RH` in eight bits as it reads it, expected rows and those in
-excess, and `backward_of_codes` reads these. `h_RH` itself need then not wait.
-
-What moves, a row of bf16: forward 4N read, 2N written (and 4N to pages, or 2N of codes); backward 6N read (4N
-with codes), 6N written.
+What moves, a row of bf16: forward 4N read, 2N written (and 4N to pages); backward 6N read, 6N written.
 """
 
 from functools import cache
@@ -28,15 +24,7 @@ from pagestash.kernels.backend import Backend, cdiv, choose, launch, multiproces
 from pagestash.kernels.moe.activation import Activation, ActivationName, as_activation
 from pagestash.kernels.moe.activations import activate_reference, constants
 from pagestash.kernels.moe.gated_kernels import backward_kernel, forward_kernel
-from pagestash.kernels.moe.row_codes import (
-    RowCodes,
-    decode_rows_reference,
-    encode_rows_reference,
-    get_reference,
-    put_reference,
-)
 from pagestash.kernels.moe.row_info import RowInfo, gate_and_linear, row_weights
-from pagestash.kernels.pages.eight_bits import BLOCK
 from pagestash.kernels.pages.paged import (
     Pages,
     arguments,
@@ -50,8 +38,6 @@ ELEMENTS = 2048
 """Of a tile, over 4 warps: two 16-byte accesses a thread for each operand."""
 WARPS = 4
 PROGRAMS_PER_SM = 8
-NOT_CODED = {"PARTS": 1, "ROW": 16, "FLOOR": 0, "FP8": False, "CODE_WIDE": False}
-"""What a kernel without codes is compiled for."""
 
 
 def forward(
@@ -61,41 +47,28 @@ def forward(
     pages: Pages | None = None,
     *,
     expected_SH: torch.Tensor | None = None,
-    codes: RowCodes | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """`a_RN` for the valid rows of `h_RH`; the rows after them stay uninitialised.
 
     With `expected_SH` the rows are in two buffers: that one comes first, `h_RH` and its `pages` hold the others.
-    With `codes` all are in `h_RH`, and their codes are written there.
     """
     act = _checked(h_RH, activation)
-    whole_RH = h_RH
-    if codes is not None:
-        pages = codes.pages
-        expected_SH, h_RH = h_RH[: codes.split] if codes.split else None, h_RH[codes.split :]
     split = 0 if expected_SH is None else expected_SH.shape[0]
     a_RN = torch.empty(
         split + h_RH.shape[0], h_RH.shape[1] // act.parts, dtype=h_RH.dtype, device=h_RH.device
     )
     if _backend(h_RH, info, backend) == "torch":
         count = int(info.rows)
-        if codes is not None:
-            parts = _in_parts(whole_RH[:count], info, act)
-            put_reference(
-                encode_rows_reference(parts, codes.row), torch.arange(count, device=h_RH.device), codes
-            )
-        else:
-            if pages is not None:
-                copy_rows(pages, h_RH, to_pages=True)
-            whole_RH = h_RH if expected_SH is None else torch.cat([expected_SH, h_RH])
+        if pages is not None:
+            copy_rows(pages, h_RH, to_pages=True)
+        whole_RH = h_RH if expected_SH is None else torch.cat([expected_SH, h_RH])
         gate, linear = gate_and_linear(whole_RH[:count], info, gated=act.gated)
         value, _, linear, _, _ = activate_reference(gate, linear, act)
         a_RN[:count] = (value * linear * row_weights(info, count, value)).to(h_RH.dtype)
     elif a_RN.numel():
-        coded = (h_RH, h_RH) if codes is None else codes.pointers()
-        operands = (h_RH, _or(expected_SH, h_RH), a_RN, *coded)
-        _launch(forward_kernel, h_RH, split, operands, info, act, pages, codes)
+        operands = (h_RH, _or(expected_SH, h_RH), a_RN)
+        _launch(forward_kernel, h_RH, split, operands, info, act, pages)
     return a_RN
 
 
@@ -149,54 +122,9 @@ def backward(
     return dh_RH, a_RN, dweights
 
 
-def backward_of_codes(
-    codes: RowCodes,
-    gradient_RN: torch.Tensor,
-    info: RowInfo,
-    activation: ActivationName | Activation = "silu",
-    *,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`backward` from the codes that `forward` wrote; `a_RN` goes over `gradient_RN`.
-
-    Rows whose pages were refused count as zeros.
-    """
-    act = as_activation(activation)
-    a_RN = gradient_RN
-    dh_RH = torch.empty(
-        gradient_RN.shape[0],
-        gradient_RN.shape[1] * act.parts,
-        dtype=gradient_RN.dtype,
-        device=gradient_RN.device,
-    )
-    dweights = None
-    if info.weights is not None:
-        dweights = torch.zeros(info.weights.shape, dtype=torch.float32, device=gradient_RN.device)
-    if _backend(gradient_RN, info, backend) == "torch":
-        count = int(info.rows)
-        whole_RH = decode_rows_reference(get_reference(codes, count), codes.row, gradient_RN.dtype)
-        if act.gated and info.interleaved:
-            whole_RH = whole_RH.view(count, 2, gradient_RN.shape[1]).transpose(1, 2).flatten(1)
-        dh_RH[:count] = _backward_reference(whole_RH, gradient_RN, info, act, a_RN, dweights)
-    elif gradient_RN.numel():
-        expected, excess = codes.pointers()
-        dexcess_RH = dh_RH[codes.split :]
-        operands = (excess, expected, gradient_RN, dexcess_RH, dh_RH, a_RN, _or(dweights, dh_RH))
-        _launch(backward_kernel, dexcess_RH, codes.split, operands, info, act, codes.pages, codes)
-    return dh_RH, a_RN, dweights
-
-
 def _backend(like: torch.Tensor, info: RowInfo, backend: str) -> Backend:
     """Pairs of float64 are for the reference: the kernels take a pair for one word."""
     return "torch" if info.interleaved and like.dtype == torch.float64 else choose(like.device, backend)
-
-
-def _in_parts(h_RH: torch.Tensor, info: RowInfo, activation: Activation) -> torch.Tensor:
-    """Rows [R, P, N]: gate and linear part one after the other."""
-    count, inner = h_RH.shape[0], h_RH.shape[1] // activation.parts
-    if activation.gated and info.interleaved:
-        return h_RH.view(count, inner, 2).transpose(1, 2)
-    return h_RH.view(count, activation.parts, inner)
 
 
 def _checked(h_RH: torch.Tensor, activation: ActivationName | Activation) -> Activation:
@@ -254,9 +182,8 @@ def _launch(
     info: RowInfo,
     activation: Activation,
     pages: Pages | None,
-    codes: RowCodes | None = None,
 ) -> None:
-    """`h_RH`, or what has its shape, holds the rows after the first `split`."""
+    """`h_RH` holds the rows after the first `split`."""
     inner = h_RH.shape[1] // activation.parts
     experts = 0 if info.bias is None else info.bias.shape[0]
     fixed = _constants(
@@ -269,9 +196,7 @@ def _launch(
         experts,
         page_bytes(pages),
         split > 0,
-        codes is not None,
     )
-    of_codes = NOT_CODED if codes is None else codes.constants(h_RH.dtype, h_RH.device)
     together = fixed["ROWS"]
     work = cdiv(h_RH.shape[0], together) + cdiv(split, together)
     if kernel is forward_kernel:
@@ -290,7 +215,6 @@ def _launch(
         experts,
         *arguments(pages, h_RH),
         **fixed,
-        **of_codes,
     )
 
 
@@ -305,12 +229,11 @@ def _constants(
     experts: int,
     page: int | None,
     split: bool,
-    coded: bool,
 ) -> dict[str, Any]:
     """What a kernel is compiled for; `page` is the bytes of a page, None without pages."""
     interleaved = interleaved and activation.gated
     step = 2 if interleaved else 1
-    block = BLOCK if coded else widest_block(inner, 256, element_size * step, page)
+    block = widest_block(inner, 256, element_size * step, page)
     return {
         "N": inner,
         "STEP": step,
@@ -325,6 +248,5 @@ def _constants(
         "SPLIT": split,
         "ROWS": max(1, ELEMENTS // block),
         "BLOCK": block,
-        "CODED": coded,
         "num_warps": WARPS,
     }

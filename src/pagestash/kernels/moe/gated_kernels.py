@@ -2,7 +2,6 @@
 
 from pagestash.kernels.backend import tl, triton
 from pagestash.kernels.moe.activations import activate
-from pagestash.kernels.moe.coded_tiles import code_parts, part_values
 from pagestash.kernels.moe.row_info import (
     add_bias,
     aligned,
@@ -53,8 +52,6 @@ def forward_kernel(
     h,
     expected,
     out,
-    expected_codes,
-    codes,
     split,
     rows,
     weights,
@@ -83,12 +80,6 @@ def forward_kernel(
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CODED: tl.constexpr,  # then BLOCK is 128
-    PARTS: tl.constexpr,
-    ROW: tl.constexpr,
-    FLOOR: tl.constexpr,
-    FP8: tl.constexpr,
-    CODE_WIDE: tl.constexpr,
 ):
     SIZE: tl.constexpr = h.dtype.element_ty.primitive_bitwidth // 8
     WIDTH: tl.constexpr = 2 * N if HALF else N
@@ -123,12 +114,7 @@ def forward_kernel(
             at = source + within[:, None] * WIDTH + (start + column)[None, :]
             gate = tl.load(aligned(at, WIDE, SPLIT), mask=mask, other=0.0)
             linear = tl.load(aligned(at + HALF, WIDE, SPLIT), mask=mask, other=0.0)
-        if CODED:
-            code_parts(
-                gate, linear, expected_codes, codes, held, granted, in_expected, within, inside, start // 128,
-                N, PARTS, ROW, FLOOR, FP8, CODE_WIDE, PAGED, PAGE,
-            )  # fmt: skip
-        elif PAGED:
+        if PAGED:
             if granted & (not in_expected):
                 first = (within * WIDTH + start * STEP) * SIZE
                 if STEP == 2:
@@ -280,12 +266,6 @@ def backward_kernel(
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CODED: tl.constexpr,  # then BLOCK is 128
-    PARTS: tl.constexpr,
-    ROW: tl.constexpr,
-    FLOOR: tl.constexpr,
-    FP8: tl.constexpr,
-    CODE_WIDE: tl.constexpr,
 ):
     WIDTH: tl.constexpr = 2 * N if HALF else N
     count = tl.load(rows).to(tl.int64)
@@ -313,16 +293,10 @@ def backward_kernel(
             mask = tile_mask(inside, start + column, N, BLOCK)
             narrow = row[:, None] * N + (start + column)[None, :]
             held = (book, table, length, device_slab, host_slab)
-            if CODED:
-                gate, linear = part_values(
-                    expected, h, held, granted, in_expected, within, inside, start // 128, N, PARTS, ROW, FP8,
-                    CODE_WIDE, PAGED, PAGE,
-                )  # fmt: skip
-            else:
-                gate, linear = _load_parts(
-                    source, held, granted & (not in_expected), within, start, inside, mask, h, WIDTH, HALF, STEP,
-                    PAGED, PAGE, WIDE, SPLIT, BLOCK,
-                )  # fmt: skip
+            gate, linear = _load_parts(
+                source, held, granted & (not in_expected), within, start, inside, mask, h, WIDTH, HALF, STEP,
+                PAGED, PAGE, WIDE, SPLIT, BLOCK,
+            )  # fmt: skip
             of_a = tl.load(gradient + narrow, mask=mask, other=0.0).to(tl.float32)
             gate = gate.to(tl.float32)
             linear = linear.to(tl.float32)

@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
-from pagestash.kernels.backend import Backend, cdiv, interpreted, launch, tl, triton
+from pagestash.kernels.backend import Backend, cdiv, interpreted, launch, multiprocessors, tl, triton
 from pagestash.kernels.pages.chunks import page_address
+from pagestash.kernels.pages.layout import HEADER, Header
 from pagestash.kernels.pages.paged import Pages, arguments, copy_rows, granted_bytes, page_pointers
 
 BLOCK = 128
@@ -36,6 +37,8 @@ WIDTH = 2048
 LINES = 64
 """Blocks of one program."""
 WARPS = 8
+PROGRAMS_PER_SM = 32
+"""Where the device knows how many rows are valid: a buffer may have room for several times as many."""
 FLOOR = {torch.float16: -15, torch.bfloat16: -100, torch.float32: -100}
 """The dtypes that can be coded, and their smallest k."""
 
@@ -76,40 +79,65 @@ def encode(
     to: torch.Tensor | Pages,
     backend: Backend,
     valid: torch.Tensor | None = None,
+    *,
+    tail: bool = True,
 ) -> None:
     """Code the rows of `values` (flat) into a uint8 buffer [rows, row bytes], or into pages.
 
-    `valid` is a device integer: the rows from there on are not read, and coded as zeros. Pages know it themselves:
-    they have no such rows.
+    `valid` is a device integer: the rows from there on are not read, and coded as zeros, or not at all without
+    `tail`. Pages know it themselves: they have no such rows.
     """
     if not shape.values:
         return
     if backend == "triton":
-        options = {"valid": values if valid is None else valid, "ROWS_ON_DEVICE": valid is not None}
-        _launch(_encode_kernel, values, shape, to, FLOOR=FLOOR[values.dtype], **options)
+        tail = tail and not isinstance(to, Pages)
+        _launch(_encode_kernel, values, shape, to, valid, tail=tail, FLOOR=FLOOR[values.dtype])
         return
     codes = encode_reference(values, shape)
     if isinstance(to, Pages):
         copy_rows(to, codes, to_pages=True)
     else:
-        to.copy_(codes)
-        if valid is not None:
-            to[max(int(valid), 0) :] = 0
+        count = _valid_rows(to, shape, valid)
+        to[:count] = codes[:count]
+        if tail:
+            to[count:] = 0
 
 
-def decode(of: torch.Tensor | Pages, shape: CodeShape, values: torch.Tensor, backend: Backend) -> None:
-    """The values of coded rows into `values` (flat); rows that are not valid, or have no pages, become zero."""
+def decode(
+    of: torch.Tensor | Pages,
+    shape: CodeShape,
+    values: torch.Tensor,
+    backend: Backend,
+    valid: torch.Tensor | None = None,
+    *,
+    tail: bool = True,
+) -> None:
+    """The values of coded rows into `values` (flat). Those whose pages were refused become zero.
+
+    So do the rows that are not valid; without `tail` they are left as they are.
+    """
     if not shape.values:
         return
     if backend == "triton":
-        _launch(_decode_kernel, values, shape, of)
+        _launch(_decode_kernel, values, shape, of, valid, tail=tail)
         return
     codes = of
     if isinstance(of, Pages):
         codes = torch.zeros(shape.rows, shape.row_bytes, dtype=torch.uint8, device=values.device)
         copy_rows(of, codes, to_pages=False)
     assert isinstance(codes, torch.Tensor)
-    values.copy_(decode_reference(codes, shape, values.dtype))
+    count = _valid_rows(of, shape, valid) * shape.width
+    found = decode_reference(codes, shape, values.dtype)
+    values[:count] = found[:count]
+    if tail:
+        values[count:] = 0
+
+
+def _valid_rows(where: torch.Tensor | Pages, shape: CodeShape, valid: torch.Tensor | None) -> int:
+    """Waits for the device."""
+    if isinstance(where, Pages):
+        return int(where.book[where.member * HEADER + Header.BYTES]) // shape.row_bytes
+    return shape.rows if valid is None else min(max(int(valid), 0), shape.rows)
 
 
 # --- what: the torch reference ------------------------------------------------------------------------------
@@ -146,7 +174,7 @@ def decode_reference(codes: torch.Tensor, shape: CodeShape, dtype: torch.dtype) 
 
 # --- how: the Triton kernels --------------------------------------------------------------------------------
 #
-# A line is a block of 128 values; a program has L of them. EVEN says that every block is full. FP8 says that the
+# A line is a block of 128 values; a program has L at a time. EVEN says that every block is full. FP8 says that the
 # device converts e4m3 itself; else integer operations do, with the same results.
 
 
@@ -184,7 +212,7 @@ def _of_code(code, FP8: tl.constexpr):
 
 
 @triton.jit
-def code_lines(x, FLOOR: tl.constexpr, FP8: tl.constexpr):
+def _code_lines(x, FLOOR: tl.constexpr, FP8: tl.constexpr):
     """The codes of lines [L, 128] in float32, zeros where there is no value, and the scale of each line."""
     finite = tl.abs(x) < float("inf")
     largest = tl.max(tl.where(finite, tl.abs(x), 0.0), 1)
@@ -202,7 +230,7 @@ def code_lines(x, FLOOR: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
-def values_of_lines(code, scale, FP8: tl.constexpr):
+def _values_of_lines(code, scale, FP8: tl.constexpr):
     """The values of coded lines [L, 128] in float32, exactly; codes and scales of 0 are zeros."""
     v = _of_code(code, FP8)
     power = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
@@ -210,9 +238,20 @@ def values_of_lines(code, scale, FP8: tl.constexpr):
 
 
 @triton.jit
-def _lines(values, rows, width, blocks, EVEN: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a program's lines: row, block in the row, which there are, where their values are, and which there are."""
-    line = tl.program_id(0) * L + tl.arange(0, L)
+def _valid_of(rows, row_bytes, valid, length, ROWS_ON_DEVICE: tl.constexpr, PAGED: tl.constexpr):
+    """How many rows are valid."""
+    count = tl.zeros((), tl.int64) + rows
+    if PAGED:
+        count = length // row_bytes
+    if ROWS_ON_DEVICE:
+        count = tl.minimum(count, tl.maximum(tl.load(valid).to(tl.int64), 0))
+    return count.to(tl.int32)
+
+
+@triton.jit
+def _lines(first, values, rows, width, blocks, EVEN: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr):
+    """Of L lines: row, block in the row, which there are, where their values are, and which there are."""
+    line = first + tl.arange(0, L)
     row = line // blocks
     block = line - row * blocks
     inside = row < rows
@@ -264,14 +303,15 @@ def _encode_kernel(
     table,
     device_slab,
     host_slab,
-    count,
+    values_count,
     rows,
     width,
     blocks,
     row_bytes,
     valid,
-    ROWS_ON_DEVICE: tl.constexpr,
     FLOOR: tl.constexpr,
+    ROWS_ON_DEVICE: tl.constexpr,
+    TAIL: tl.constexpr,
     EVEN: tl.constexpr,
     FP8: tl.constexpr,
     PAGED: tl.constexpr,
@@ -279,22 +319,28 @@ def _encode_kernel(
     L: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row, block, inside, at, there = _lines(count, rows, width, blocks, EVEN, L, BLOCK)
-    used = inside
+    granted = False
     length = tl.zeros((), tl.int64)
     if PAGED:
         granted, length = granted_bytes(book, member)
-        used = used & (row.to(tl.int64) * row_bytes < tl.where(granted, length, 0))
-    if ROWS_ON_DEVICE:
-        used = used & (row < tl.load(valid).to(tl.int64))
+    count = _valid_of(rows, row_bytes, valid, length, ROWS_ON_DEVICE, PAGED)
     held = (book, table, length, device_slab, host_slab)
-    x = tl.load(values + at, mask=there & used[:, None], other=0.0).to(tl.float32)
-    code, scale = code_lines(x, FLOOR, FP8)
-    code_at, scale_at = _code_pointers(codes, held, row, block, used, blocks, row_bytes, PAGED, PAGE, BLOCK)
-    if not PAGED:
-        used = inside  # rows that are not valid were read as zeros
-    tl.store(code_at, code, mask=used[:, None])
-    tl.store(scale_at, scale, mask=used)
+    first = tl.program_id(0) * L
+    while first < (rows if TAIL else count) * blocks:
+        row, block, inside, at, there = _lines(first, values_count, rows, width, blocks, EVEN, L, BLOCK)
+        used = inside & (row < count)
+        if PAGED:
+            used = used & granted
+        x = tl.load(values + at, mask=there & used[:, None], other=0.0).to(tl.float32)
+        code, scale = _code_lines(x, FLOOR, FP8)
+        code_at, scale_at = _code_pointers(
+            codes, held, row, block, used, blocks, row_bytes, PAGED, PAGE, BLOCK
+        )
+        if TAIL:
+            used = inside  # rows that are not valid were read as zeros
+        tl.store(code_at, code, mask=used[:, None])
+        tl.store(scale_at, scale, mask=used)
+        first += tl.num_programs(0) * L
 
 
 @triton.jit
@@ -306,11 +352,14 @@ def _decode_kernel(
     table,
     device_slab,
     host_slab,
-    count,
+    values_count,
     rows,
     width,
     blocks,
     row_bytes,
+    valid,
+    ROWS_ON_DEVICE: tl.constexpr,
+    TAIL: tl.constexpr,
     EVEN: tl.constexpr,
     FP8: tl.constexpr,
     PAGED: tl.constexpr,
@@ -318,26 +367,47 @@ def _decode_kernel(
     L: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row, block, used, at, there = _lines(count, rows, width, blocks, EVEN, L, BLOCK)
+    granted = False
     length = tl.zeros((), tl.int64)
     if PAGED:
         granted, length = granted_bytes(book, member)
-        used = used & (row.to(tl.int64) * row_bytes < tl.where(granted, length, 0))
+    count = _valid_of(rows, row_bytes, valid, length, ROWS_ON_DEVICE, PAGED)
     held = (book, table, length, device_slab, host_slab)
-    code_at, scale_at = _code_pointers(codes, held, row, block, used, blocks, row_bytes, PAGED, PAGE, BLOCK)
-    code = tl.load(code_at, mask=used[:, None], other=0)
-    x = values_of_lines(code, tl.load(scale_at, mask=used, other=0), FP8)
-    tl.store(values + at, x.to(values.dtype.element_ty), mask=there)
+    first = tl.program_id(0) * L
+    while first < (rows if TAIL else count) * blocks:
+        row, block, inside, at, there = _lines(first, values_count, rows, width, blocks, EVEN, L, BLOCK)
+        used = inside & (row < count)
+        if PAGED:
+            used = used & granted
+        code_at, scale_at = _code_pointers(
+            codes, held, row, block, used, blocks, row_bytes, PAGED, PAGE, BLOCK
+        )
+        code = tl.load(code_at, mask=used[:, None], other=0)
+        x = _values_of_lines(code, tl.load(scale_at, mask=used, other=0), FP8)
+        if not TAIL:
+            there = there & (row < count)[:, None]
+        tl.store(values + at, x.to(values.dtype.element_ty), mask=there)
+        first += tl.num_programs(0) * L
 
 
 def _launch(
-    kernel: Any, values: torch.Tensor, shape: CodeShape, codes: torch.Tensor | Pages, **options: Any
+    kernel: Any,
+    values: torch.Tensor,
+    shape: CodeShape,
+    codes: torch.Tensor | Pages,
+    valid: torch.Tensor | None,
+    *,
+    tail: bool,
+    **options: Any,
 ) -> None:
     pages = codes if isinstance(codes, Pages) else None
     flat = codes.memory.device_slab if isinstance(codes, Pages) else codes
+    programs = cdiv(shape.rows * shape.blocks, LINES)
+    if not tail:
+        programs = min(programs, PROGRAMS_PER_SM * multiprocessors(values.device))
     launch(
         kernel,
-        (cdiv(shape.rows * shape.blocks, LINES),),
+        (programs,),
         values.device,
         values,
         flat,
@@ -347,7 +417,10 @@ def _launch(
         shape.width,
         shape.blocks,
         shape.row_bytes,
+        values if valid is None else valid,
         **options,
+        ROWS_ON_DEVICE=valid is not None,
+        TAIL=tail,
         EVEN=shape.width % BLOCK == 0 and shape.values == shape.rows * shape.width,
         FP8=converts(values.device),
         PAGED=pages is not None,

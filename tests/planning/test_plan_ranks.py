@@ -17,6 +17,7 @@ from support.limit import MemoryLimit
 from test_keeper_budget import DEPTH, Net, peak_of, seed
 
 import pagestash as ps
+from pagestash.planning.budget import optimizer_state
 
 pytestmark = pytest.mark.skipif(not RUN_HERE, reason="needs processes")
 STEPS = 4
@@ -101,3 +102,19 @@ def test_an_error_of_one_rank_is_one_of_all(what):
     else:
         assert first == second
         assert "a step finds no memory even with all 4 layers recomputed" in first
+
+
+def state_of_sharded(rank, world):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(nn.Linear(64, 64, bias=False), mesh=init_device_mesh("cpu", (world,)))
+    adam = torch.optim.AdamW(model.parameters())
+    before = optimizer_state(adam)
+    model(torch.ones(2, 64)).sum().backward()
+    adam.step()
+    return before, optimizer_state(adam)
+
+
+def test_the_state_of_sharded_weights_counts_on_each_rank_alone():
+    assert spawn(state_of_sharded, 2) == [(2 * 4 * 64 * 32,) * 2] * 2

@@ -12,6 +12,7 @@ from pagestash.planning.prediction import Prediction
 from pagestash.policy import HOMES
 from pagestash.profiling.profiled import ProfiledStep
 from pagestash.sizes import format_bytes, host_share, parse_bytes
+from pagestash.torch_internals import LOCAL_PART
 
 SPARE = 0.03
 """Part of the device that `"auto"` leaves free: the allocator cannot use every byte."""
@@ -115,7 +116,8 @@ def rank_bytes(stages: Iterable[ProfiledStep], optimizer_bytes: int) -> int:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, *, to_come: bool = False) -> int:
-    """Bytes of the optimizer's state, also before its first step; `to_come`: without what is allocated already.
+    """Bytes of the optimizer's state on this rank, also before its first step; `to_come`: without what is
+    allocated already.
 
     A parameter without a state yet gets what one step of the same optimizer gives a small one, scaled to its size.
     """
@@ -126,7 +128,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, *, to_come: bool = False) 
         for parameter in fresh:
             if parameter.dtype not in per_element:
                 per_element[parameter.dtype] = _probe(optimizer, group, parameter)
-            known += int(per_element[parameter.dtype] * parameter.numel())
+            known += int(per_element[parameter.dtype] * getattr(parameter, LOCAL_PART, parameter).numel())
     return known
 
 
@@ -148,8 +150,9 @@ def _probe(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: t
 
 
 def _state_bytes(state: dict[str, Any]) -> int:
+    parts = (getattr(value, LOCAL_PART, value) for value in state.values())
     # A step count of one element is not worth a byte of a parameter.
-    return sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor) and v.numel() > 1)
+    return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor) and part.numel() > 1)
 
 
 def notes_on(profile: ProfiledStep, *, loops: bool = False) -> list[str]:

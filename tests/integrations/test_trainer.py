@@ -1,5 +1,7 @@
 """`wrap`: a Trainer's own losses under a policy, with accumulation, evaluation and checkpoints."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.search import search_little
@@ -193,6 +195,15 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path, settings, said):
     for name, value in settings.items():  # activation_offloading is a setting of TRL's
         setattr(trainer.args, name, value)
     refused(trainer, RULES, said)
+
+
+def test_checkpointing_by_fsdp_is_refused(tmp_path, monkeypatch):
+    trainer = trainer_of(model_of(), tmp_path)
+    monkeypatch.setattr(trainer, "accelerator", SimpleNamespace(state=SimpleNamespace(fsdp_plugin=PLUGIN)))
+    refused(trainer, RULES, "activation_checkpointing in fsdp_config recomputes .* set it to False")
+
+
+PLUGIN = SimpleNamespace(activation_checkpointing=True)
 
 
 def hooks(model):

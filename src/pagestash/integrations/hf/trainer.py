@@ -106,6 +106,12 @@ def _refuse_settings(trainer: Any) -> None:
             "wrap: activation_offloading=True takes all saved tensors to the host before a rule sees them; "
             "set activation_offloading=False, and say in the policy what is offloaded"
         )
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.activation_checkpointing:
+        raise ValueError(
+            "wrap: activation_checkpointing in fsdp_config recomputes every layer, and saves nothing that a rule "
+            "could move; set it to False, and say in the policy what is recomputed"
+        )
     if args.n_gpu > 1:
         raise ValueError(
             f"wrap: the trainer would run copies of the model in threads on {args.n_gpu} GPUs; start one process "

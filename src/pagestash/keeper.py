@@ -324,6 +324,24 @@ class Keeper(saved.Keeper):
 
     # --- with a budget ---
 
+    def count_state_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before a step: the plan to come counts the state of this optimizer, unless `optimizer=` was given.
+
+        For adapters of trainers, which make their optimizer after the keeper. A state that is not known before the
+        optimizer's first step is not counted, with a warning.
+        """
+        target, first = self._target, self._first
+        if target is None or target.optimizer is not None or first is None or not first.over:
+            return
+        from pagestash.planning.budget import optimizer_state
+
+        try:
+            optimizer_state(optimizer)
+        except ValueError as error:
+            warnings.warn(f"the plan does not count the optimizer's state: {error}", stacklevel=2)
+        else:
+            self._target = replace(target, optimizer=optimizer)
+
     def _begin_unplanned(self, target: "Target", model: nn.Module, regions: Sequence[str]) -> None:
         """Recompute layers until there is a plan, so that a step fits that would not; or keep all, where a layer
         cannot be recomputed."""

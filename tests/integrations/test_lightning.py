@@ -15,6 +15,7 @@ lightning = pytest.importorskip("lightning", minversion="2.6", reason="Lightning
 from support.compare import same  # noqa: E402
 from support.pages import blocks, run  # noqa: E402
 from support.processes import start_ranks  # noqa: E402
+from support.search import search_little  # noqa: E402
 
 import pagestash as ps  # noqa: E402
 from pagestash.integrations.lightning import Stash  # noqa: E402
@@ -239,6 +240,21 @@ def test_a_budget_of_a_module_that_calls_itself():
     assert stash.keeper.plan is not None
     assert not stash.keeper.plan.is_empty
     assert same(plain, planned)
+
+
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_a_plan_counts_the_state_of_the_optimizer(monkeypatch, accumulated):
+    class Plain(Module):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    search_little(monkeypatch)
+    before = []
+    for kind in (Plain, Module):
+        stash = Stash(ps.Keeper(budget=0.9, loss=sum, repeats=1), model="net")
+        fit(stash, kind, accumulate_grad_batches=accumulated)
+        before.append(stash.keeper.plan.predicted.at_peak()["base"])
+    assert before[1] - before[0] == 2 * sum(each.nbytes for each in Module().parameters())
 
 
 # --- two ranks ---

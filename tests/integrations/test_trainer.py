@@ -103,6 +103,35 @@ def test_a_keeper_with_a_budget_plans_for_the_trainer(tmp_path, monkeypatch, set
     assert same(trainer.model.state_dict(), plain.model.state_dict())
 
 
+@pytest.mark.parametrize("accumulated", [*slow(1), 4])
+def test_a_plan_counts_the_state_of_the_trainers_optimizer(tmp_path, monkeypatch, accumulated):
+    """Also where gradients are accumulated, and the optimizer has none yet."""
+    search_little(monkeypatch)
+    before = []
+    for optim in ("sgd", "adamw_torch"):
+        settings = {"optim": optim, "gradient_accumulation_steps": accumulated, "max_steps": 2}
+        trainer = trainer_of(model_of(), tmp_path, eval_strategy="no", **settings)
+        keeper = pagestash.hf.wrap(trainer, ps.Keeper(budget=0.95, repeats=1))
+        trainer.train()
+        before.append(keeper.plan.predicted.at_peak()["base"])
+    assert before[1] - before[0] == 2 * sum(parameter.nbytes for parameter in trainer.model.parameters())
+
+
+def test_a_state_that_nobody_knows_before_it_is_there_is_not_counted(tmp_path, monkeypatch):
+    class Odd(torch.optim.SGD):
+        def __init__(self, parameters, needed):
+            super().__init__(parameters, lr=needed)
+
+    search_little(monkeypatch)
+    model = model_of()
+    trainer = trainer_of(model, tmp_path, eval_strategy="no", max_steps=1)
+    trainer.optimizer = Odd(model.parameters(), 1e-3)
+    keeper = pagestash.hf.wrap(trainer, ps.Keeper(budget=0.95, repeats=1))
+    with pytest.warns(UserWarning, match="does not count the optimizer's state: .* of Odd is not known before"):
+        trainer.train()
+    assert keeper.plan is not None
+
+
 def test_a_plain_model_gives_its_losses_too(tmp_path):
     """Against transformers' own experts, norms, rotary embedding and head, to a tolerance."""
     plain = trainer_of(tiny("Qwen3-MoE", experts="grouped_mm"), tmp_path / "plain")

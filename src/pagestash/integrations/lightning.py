@@ -53,9 +53,11 @@ class Stash(Callback):
             )
         self.keeper = keeper.attach(pl_module.get_submodule(self._model))
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         assert self.keeper is not None
         self._open.close()  # (a module that skips the rest of an epoch has no end of its batch)
+        for optimizer in trainer.optimizers:
+            self.keeper.count_state_of(optimizer)
         self._open.enter_context(self.keeper.step())
 
     def on_after_backward(self, *_: Any) -> None:

@@ -7,6 +7,7 @@ around it, in whose place ours is put; of other trainers the method is bracketed
 """
 
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MethodType
 from typing import Any
@@ -30,8 +31,9 @@ def wrap(trainer: Any, policy: Given) -> Keeper:
         trainer.train()
         print(keeper.stats())
 
-    Call it before `trainer.train()`. Losses, checkpoints and logs are those of the trainer alone. A `ValueError`
-    says what does not go together, and leaves trainer and model as they were.
+    Call it before `trainer.train()`. A plan counts the state of the trainer's optimizer. Losses, checkpoints and
+    logs are those of the trainer alone. A `ValueError` says what does not go together, and leaves trainer and model
+    as they were.
     """
     from transformers import Trainer
 
@@ -49,8 +51,13 @@ def wrap(trainer: Any, policy: Given) -> Keeper:
     keeper.attach(model)
     theirs = {name: getattr(trainer, name) for name in BRACKETED}
 
+    def step() -> AbstractContextManager[None]:
+        if trainer.optimizer is not None:  # accelerate's, around the real one
+            keeper.count_state_of(getattr(trainer.optimizer, "optimizer", trainer.optimizer))
+        return keeper.step()
+
     def training_step(self: Any, *args: Any, **options: Any) -> torch.Tensor:
-        with keeper.step():
+        with step():
             return theirs["training_step"](*args, **options)
 
     def _prepare_inputs(self: Any, *args: Any, **options: Any) -> Any:
@@ -59,7 +66,7 @@ def wrap(trainer: Any, policy: Given) -> Keeper:
 
     for name, ours in zip(BRACKETED, (training_step, _prepare_inputs)):
         if name == "training_step" and hasattr(trainer, CONTEXT):
-            setattr(trainer, CONTEXT, _Steps(keeper))
+            setattr(trainer, CONTEXT, _Steps(step))
         else:
             setattr(trainer, name, MethodType(ours, trainer))
     return keeper
@@ -75,14 +82,14 @@ def unwrap(trainer: Any, keeper: Keeper) -> None:
 
 
 class _Steps(AbstractContextManager[None]):
-    """`keeper.step()` as a context that is entered again and again."""
+    """The keeper's step as a context that is entered again and again."""
 
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
+    def __init__(self, step: Callable[[], AbstractContextManager[None]]) -> None:
+        self._step = step
         self._open = ExitStack()
 
     def __enter__(self) -> None:
-        self._open.enter_context(self._keeper.step())
+        self._open.enter_context(self._step())
 
     def __exit__(self, *raised: Any) -> bool | None:
         return self._open.__exit__(*raised)

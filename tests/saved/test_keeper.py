@@ -11,7 +11,10 @@ from support.tiers import slow, slow_but
 from torch.utils.checkpoint import checkpoint
 
 import pagestash as ps
+from pagestash.pages.telemetry import PoolStats, TierStats
 from pagestash.policy import HOMES
+from pagestash.saved.home import HomeStats
+from pagestash.saved.stats import KeeperStats, NoPageStats, OffloadStats
 
 EACH_POOL = list(product(["torch", "triton"], POOLS))
 
@@ -290,3 +293,34 @@ def test_held_tells_each_home_without_waiting():
     assert told[0] == told[1]
     assert told[0]["stash"] > 0
     assert int(keeper.held()["stash"]) == 0
+
+
+def test_stats_print_as_a_table():
+    def tier(pages):
+        return TierStats(pages=pages, in_use=pages // 2, peak=pages, wanted=pages, page_bytes=1 << 16)
+
+    stats = KeeperStats(
+        homes={"keep": HomeStats(0, 3 << 20), "stash": HomeStats(5 << 30, 2000 << 30)},
+        regions={"layers.0": HomeStats(0, 3 << 20)},
+        pool=PoolStats(
+            device=tier(32), host=tier(16), valid_bytes=0, valid_bytes_peak=0, spilled_bytes=0, refused_groups=2,
+            required=3, given_up_groups=12, overflow=True,
+        ),
+        offload=OffloadStats(host_bytes=3 << 30, limit=100 << 30, refused=0, refused_peak=1 << 20),
+        no_page=NoPageStats(groups=2, bytes=0, peak=1 << 16),
+    )  # fmt: skip
+    assert str(stats).splitlines() == [
+        "                   now        peak",
+        "keep               0 B     3.0 MiB",
+        "stash          5.0 GiB     2.0 TiB",
+        "pool           1.0 MiB     2.0 MiB  of 2.0 MiB",
+        "host pages   512.0 KiB     1.0 MiB  of 1.0 MiB",
+        "overflow: yes",
+        "found no page, and were recomputed: 12 groups",
+        "found no page, and were kept: 2 groups, 64.0 KiB",
+        "pinned for offload: 3.0 GiB of 100.0 GiB",
+        "found no pinned memory, and were kept: 1.0 MiB",
+    ]
+    assert str(KeeperStats({"keep": HomeStats(0, 5)}, {}, None)).splitlines()[1:] == [
+        "keep               0 B         5 B"
+    ]

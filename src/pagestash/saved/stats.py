@@ -12,6 +12,7 @@ from pagestash.saved.home import Home, HomeStats
 from pagestash.saved.offload.moving import Offload
 from pagestash.saved.received_rows import ExpectedRowsStats
 from pagestash.saved.stash import Stash
+from pagestash.sizes import format_bytes
 
 OUTSIDE = "(outside all regions)"
 
@@ -54,6 +55,27 @@ class KeeperStats:
     products: str = ""
     """Who multiplies experts' rows in bf16 on this device, and why not another."""
 
+    def __str__(self) -> str:
+        lines = [f"{'':<10}{'now':>12}{'peak':>12}"]
+        lines += [_line(home, held.bytes, held.peak) for home, held in self.homes.items()]
+        pool, offload, left = self.pool, self.offload, self.no_page
+        if pool is not None:
+            for name, tier in (("pool", pool.device), ("host pages", pool.host)):
+                if tier.pages:
+                    used = _line(name, tier.in_use_bytes, tier.peak_bytes)
+                    lines.append(f"{used}  of {format_bytes(tier.bytes)}")
+            lines.append(f"overflow: {'yes' if pool.overflow else 'no'}")
+            if pool.given_up_groups:
+                lines.append(f"found no page, and were recomputed: {pool.given_up_groups} groups")
+        if left.groups:
+            lines.append(f"found no page, and were kept: {left.groups} groups, {format_bytes(left.peak)}")
+        if offload is not None:
+            pinned, limit = format_bytes(offload.host_bytes), format_bytes(offload.limit)
+            lines.append(f"pinned for offload: {pinned} of {limit}")
+            if offload.refused_peak:
+                lines.append(f"found no pinned memory, and were kept: {format_bytes(offload.refused_peak)}")
+        return "\n".join(lines)
+
     @property
     def overflow(self) -> bool:
         return self.pool is not None and self.pool.overflow
@@ -61,6 +83,10 @@ class KeeperStats:
     @property
     def spilled_bytes(self) -> int:
         return 0 if self.pool is None else self.pool.spilled_bytes
+
+
+def _line(name: str, now: int, peak: int) -> str:
+    return f"{name:<10}{format_bytes(now):>12}{format_bytes(peak):>12}"
 
 
 def collect(

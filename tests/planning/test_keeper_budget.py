@@ -481,7 +481,7 @@ def test_training_without_any_step_is_named(caplog):
     keeper = budgeted(model)
     for x in batches(4):
         model(x).backward()
-    assert "outside of `with keeper.step():`" in caplog.text
+    assert "outside of its `with keeper.step():`" in caplog.text
     assert keeper.plan is None
 
 

@@ -233,7 +233,7 @@ def test_a_step_that_is_never_opened(told):
         assert bool(told()) == (count >= 3)
         model(torch.randn(8, 16)).sum().backward()
     (line,) = told()
-    assert "3 backward passes ran outside of `with keeper.step():`" in line
+    assert "3 backward passes ran outside of its `with keeper.step():`" in line
 
 
 def test_evaluation_outside_of_steps_is_nothing_to_warn_of(told):

@@ -216,7 +216,7 @@ class StepNeverOpened:
         again, self._last = task == self._last, task
         if self._passes == PASSES and not again:
             log.warning(
-                "a keeper is attached, and %d backward passes ran outside of `with keeper.step():`, so its rules "
-                "do nothing; put forward and backward inside",
+                "a keeper is attached, and %d backward passes ran outside of its `with keeper.step():`, so its "
+                "rules do nothing; put forward and backward inside, or keeper.detach() one that is left over",
                 PASSES,
             )

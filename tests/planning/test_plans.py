@@ -421,6 +421,7 @@ def test_without_host_memory_nothing_is_offloaded():
         (0.0, "expected a part from 0 to 1"),
         (-0.5, "expected a part from 0 to 1"),
         (1.5, "expected a part from 0 to 1"),
+        (40.0, "budget=40.0 is in bytes, and a step takes more"),
         (float("nan"), "expected a part from 0 to 1"),
         (True, "expected a part from 0 to 1"),
         ("much", "expected a part from 0 to 1"),
@@ -436,6 +437,11 @@ def test_without_host_memory_nothing_is_offloaded():
 def test_a_budget_that_means_nothing_is_refused(budget, says):
     with pytest.raises(ValueError, match=says):
         plan_profile(made_up(2, (8 * MB, 2), (5 * MB, 6)), budget=budget)
+
+
+@pytest.mark.parametrize("budget", ["80GB", "80gb", "80e9", 80e9, 80 * 10**9])
+def test_a_budget_in_bytes(budget):
+    assert parse_budget(budget, None, "cpu") == 80 * 10**9
 
 
 @pytest.mark.parametrize("budget", [0.5, "0.5", "50%", " 50 % "])

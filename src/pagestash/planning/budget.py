@@ -35,7 +35,7 @@ HELD_BY = {
 def parse_budget(budget: str | float, unplanned: Prediction, device: str) -> int:
     """Bytes that the device may hold at a step's peak, weights included.
 
-    `"40GiB"` or an int: bytes. A float up to 1, or `"50%"`: that part of the saved bytes at the unplanned peak, and
+    `"40GiB"`, an int or `80e9`: bytes. A float up to 1, or `"50%"`: that part of the saved bytes at the unplanned peak, and
     all else that is there then. `"auto"`: what this process can have of its GPU.
     """
     check_budget(budget)
@@ -53,11 +53,8 @@ def check_budget(budget: str | float, device: str | None = None) -> None:
     if budget == "auto":
         if device is not None:
             device_budget(device)
-    elif _part(budget) is None:
-        if isinstance(budget, float):
-            raise ValueError(f"budget={budget!r}: expected {EXPECTED}")
-        if parse_bytes(budget, "budget", EXPECTED) < LEAST:
-            raise ValueError(f"budget={budget!r} is in bytes, and a step takes more; expected {EXPECTED}")
+    elif _part(budget) is None and parse_bytes(budget, "budget", EXPECTED) < LEAST:  # type: ignore[arg-type]
+        raise ValueError(f"budget={budget!r} is in bytes, and a step takes more; expected {EXPECTED}")
 
 
 def check_step(loss: object, optimizer: object) -> None:

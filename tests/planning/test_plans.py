@@ -444,6 +444,15 @@ def test_a_budget_in_bytes(budget):
     assert parse_budget(budget, None, "cpu") == 80 * 10**9
 
 
+def test_a_model_that_a_keeper_is_attached_to_is_not_planned_for():
+    model, batch = decoder()
+    keeper = ps.Keeper([ps.Rule("layers.*.attn", "offload")]).attach(model)
+    with pytest.raises(ValueError, match=r"with a rule for 'layers.0.attn', .* call keeper.detach\(\) first"):
+        ps.plan(model, batch, budget=0.5)
+    keeper.detach()
+    assert ps.plan(model, batch, budget=1.0, repeats=1).is_empty
+
+
 @pytest.mark.parametrize("budget", [0.5, "0.5", "50%", " 50 % "])
 def test_a_part_is_of_the_saved_bytes_at_the_peak(budget):
     profile = made_up(4, (8 * MB, 2), (5 * MB, 6), head=8 * MB, workspace=7 * MB)

@@ -42,6 +42,7 @@ from pagestash.profiling.progress import Progress, Tell, tell_nobody, telling
 from pagestash.profiling.records import Gradients
 from pagestash.profiling.result import Profile
 from pagestash.profiling.steps import RepeatedStep
+from pagestash.saved.module_hooks import refuse_attached
 from pagestash.saved.names import named_modules
 
 GRAPH_BYTES = 64 << 20
@@ -120,6 +121,7 @@ def plan(
     step = None
     if schedule is None:
         step = repeated_step(model, batch, loss=loss, autocast=autocast, gradients=gradients)
+    refuse_attached(model)
     check_budget(budget, None if step is None else str(step.device))
     parse_host(host)
     _check_pipeline(graphed, schedule, stage)

@@ -115,6 +115,16 @@ class RegionHooks:
                 raise RuntimeError(opening.why_not())
 
 
+def refuse_attached(model: nn.Module) -> None:
+    """Raise if a keeper's hooks are on a module of the model."""
+    for name, module in model.named_modules():
+        if any(isinstance(hook, Opening) for hook in forward_pre_hooks_of(module).values()):
+            raise ValueError(
+                f"a keeper is attached to the model, with a rule for {name!r}, and a plan is for the model without; "
+                "call keeper.detach() first"
+            )
+
+
 class Gathered(Hook):
     """Before the forward of an FSDP unit inside a region: its weights have just got new memory.
 

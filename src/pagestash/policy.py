@@ -307,6 +307,10 @@ class Policy:
         """A policy, from its rules or its file, too."""
         if isinstance(given, Policy):
             return given
+        if isinstance(given, str) and not given.endswith(".toml") and not Path(given).exists():
+            raise ValueError(
+                f"policy={given!r}: no such file; expected one like 'policy.toml', or for a keeper budget='40GiB'"
+            )
         return cls.load(given) if isinstance(given, str | Path) else cls(given)
 
     @classmethod

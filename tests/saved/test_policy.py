@@ -96,6 +96,12 @@ def test_parts_that_optimize_makes_are_told_how(part):
         policy.check(["model.layers.0.self_attn", "model.layers.0.mlp.experts"])
 
 
+@pytest.mark.parametrize("given", ["40GiB", "huggingface"])
+def test_a_text_that_is_no_file_says_how_a_budget_is_given(given):
+    with pytest.raises(ValueError, match=f"policy='{given}': no such file; .* for a keeper budget='40GiB'"):
+        ps.Keeper(given)
+
+
 def test_rules_and_a_file_do_for_a_policy(tmp_path):
     rules = [Rule("layers.*", "offload", min_bytes=0)]
     Policy(rules).save(tmp_path / "policy.toml")

@@ -307,6 +307,11 @@ def test_huggingface(monkeypatch):
     assert names["model"](**batch).loss.isfinite()
 
 
+def test_the_policy_of_the_guide_is_the_one_of_the_results():
+    (_, shown), *_ = blocks("docs/huggingface.md", "toml")
+    assert ps.Policy.from_dict(tomllib.loads(shown)) == ps.Policy.load(ROOT / "examples" / "huggingface.toml")
+
+
 def plugin_file(framework):
     """The page's plugin for it, in a file of the present folder."""
     (text,) = (text for _, text in blocks("docs/huggingface.md") if f"from {framework}" in text)

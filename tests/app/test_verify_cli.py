@@ -50,7 +50,7 @@ def test_what_is_equal_ends_with_0(run, optimizer):
     done = run("--module", "mine:make_model", "--optimizer", optimizer, "--steps", "2")
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("equal to the last bit: ")
-    assert "results of 2 steps; at the peak there waited recompute " in done.stdout
+    assert "results of 2 steps; moved at the peak: recompute " in done.stdout
 
 
 def test_a_preset_is_verified(run, tmp_path):

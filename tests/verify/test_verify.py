@@ -43,7 +43,7 @@ def test_a_policy_that_changes_nothing_is_equal_and_says_what_it_moved(optimizer
 def test_a_policy_that_moves_nothing_says_so():
     report = verify(Net(), ps.Policy([ps.Rule("layers.*", "offload")]))  # from 1 MiB on
     assert report.equal
-    assert "nothing: the policy was not seen to move any tensor" in str(report)
+    assert "steps; the policy was not seen to move any tensor" in str(report)
 
 
 @pytest.mark.parametrize(

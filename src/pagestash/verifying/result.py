@@ -132,7 +132,6 @@ class Verification:
                 f"{self.unsteady.step}: {self.unsteady.kind} {self.unsteady.name}"
             )
         moved = ", ".join(f"{home} {format_bytes(size)}" for home, size in self.moved.items())
-        return (
-            f"equal to the last bit{how}: {self.results} results of {self.steps} steps; at the peak there waited "
-            + (moved or "nothing: the policy was not seen to move any tensor")
+        return f"equal to the last bit{how}: {self.results} results of {self.steps} steps; " + (
+            f"moved at the peak: {moved}" if moved else "the policy was not seen to move any tensor"
         )

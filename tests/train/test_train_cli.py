@@ -65,6 +65,17 @@ def test_progress_has_its_bar_at_80_columns():
     )
 
 
+def test_progress_names_homes_that_hold_anything():
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+    homes = {"keep": 3 << 30, "stash": 0, "offload": 1 << 30, "recompute": 0}
+    with display(console) as progress:
+        shown = Display(progress, "tiny", total=10, done=0)
+        shown.step({"step": 5, "loss": 5.4321, "tokens": 8192, "seconds": 0.2, "saved_bytes": homes})
+    text = console.file.getvalue()
+    assert re.search(r"tokens/s  keep 3.0 GiB  offload 1.0 GiB", text)
+    assert "stash" not in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

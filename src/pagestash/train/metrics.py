@@ -79,14 +79,15 @@ class _TwoLines(Progress):
 
 
 class Display:
-    """A bar, and loss, tokens per second, and bytes by home."""
+    """A bar, and loss, tokens per second, and bytes in each home that holds any."""
 
     def __init__(self, progress: Progress, name: str, total: int, done: int) -> None:
         self._progress = progress
         self._task = progress.add_task(name, total=total, completed=done, told="")
 
     def step(self, line: Mapping[str, Any]) -> None:
-        homes = "  ".join(f"{home} {format_bytes(size)}" for home, size in line["saved_bytes"].items())
+        held = {home: size for home, size in line["saved_bytes"].items() if size}
+        homes = "  ".join(f"{home} {format_bytes(size)}" for home, size in held.items())
         told = f"loss {line['loss']:.4f}  {line['tokens'] / line['seconds']:,.0f} tokens/s  {homes}"
         self._progress.update(self._task, completed=line["step"], told=told)
 

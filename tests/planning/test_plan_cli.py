@@ -137,7 +137,8 @@ def test_a_plan_fits_80_columns(profile_file):
     done = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 80
+    assert done.stderr.startswith("note: ")
+    assert max(map(len, [*lines, *done.stderr.splitlines()])) <= 80
     below = lines[[line.split(" ")[0] for line in lines].index("planned") + 1]
     assert below.startswith("           ")  # what is too long for a line goes on below its beginning
 

@@ -8,7 +8,7 @@ from textwrap import wrap
 
 from pagestash.commands.checks import check_numbers
 from pagestash.commands.options import PlanOptions
-from pagestash.commands.show import show
+from pagestash.commands.show import continued, show
 from pagestash.commands.simulate import cluster_run
 from pagestash.simulation.model.homes import MegatronHomes
 from pagestash.simulation.model.run import Run
@@ -100,7 +100,7 @@ def _shares(item: Planned) -> str:
 def _flags(item: Planned) -> str:
     """The framework's flags, or why it has none for this layout."""
     try:
-        return " ".join(FLAGS[item.run.framework.name](item.run))
+        return continued(FLAGS[item.run.framework.name](item.run))
     except ValueError as error:
         return f"({error})"
 

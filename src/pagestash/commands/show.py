@@ -4,6 +4,7 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 
 PIPE = 160
 """Columns of a pipe, which has no width."""
@@ -20,7 +21,18 @@ def show(found: object) -> None:
 
 
 def note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
+    print(_wrapped(f"note: {text}", columns()), file=sys.stderr)
+
+
+def continued(flags: Sequence[str], width: int = 78) -> str:
+    """The flags of a command, with a backslash at the end of each line but the last: they can be pasted."""
+    lines = [flags[0]]
+    for flag in flags[1:]:
+        if len(lines[-1]) + 1 + len(flag) > width:
+            lines.append(flag)
+        else:
+            lines[-1] += f" {flag}"
+    return " \\\n".join(lines)
 
 
 def _wrapped(line: str, width: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from pagestash.commands.options import TrainOptions
+from pagestash.commands.show import note
 from pagestash.device import out_of_memory
 from pagestash.sizes import format_bytes
 from pagestash.train.config import checked, merge, parse_assignments, read_toml
@@ -62,7 +63,7 @@ def _train(plan: RunPlan) -> int:
     console = Console()
     if plan.world.leads:
         for notice in plan.notices:
-            print(f"note: {notice}", file=sys.stderr)
+            note(notice)
     with ExitStack() as stack:
         listeners: list[StepListener] = []
         if plan.world.leads:

@@ -28,6 +28,7 @@ from benchmarks.hf_step import (
     build,
     checkpointed,
     held_bytes,
+    multiplied_by,
     optimized,
     step,
     timed,
@@ -98,7 +99,14 @@ class Bench:
 
     def row(self) -> dict[str, Any]:
         fastest = {name: min(found) for name, found in self.medians.items()}
-        return {**fastest, "gib": self.gib, "loss": self.loss, "round_ms": self.medians["ms"]}
+        products = multiplied_by(self.model, self.tokens.device)
+        return {
+            **fastest,
+            "products": products,
+            "gib": self.gib,
+            "loss": self.loss,
+            "round_ms": self.medians["ms"],
+        }
 
 
 def compare(
@@ -126,8 +134,8 @@ def claims_of(rows: list[dict[str, Any]]) -> list[Claim]:
         "LoRA on attention and experts, over PEFT's own"
     )
     return [
-        Claim(what=f"{what}: time", value=ours["ms"] / theirs["ms"], bar=0.6, better="at most"),
-        Claim(what=f"{what}: peak", value=ours["gib"] / theirs["gib"], bar=0.35, better="at most"),
+        Claim(what=f"{what}: time", value=ours["ms"] / theirs["ms"], bar=0.42, better="at most"),
+        Claim(what=f"{what}: peak", value=ours["gib"] / theirs["gib"], bar=0.19, better="at most"),
     ]
 
 

@@ -58,12 +58,12 @@ def rivals(results: Path = RESULTS) -> str:
 
 def hugging_face(rows: Rows) -> Iterator[str]:
     """A line for each way of `benchmarks.hf_step` or `hf_lora`."""
-    yield from ("| | ms | ms, fresh gradients | peak, GiB |", "| --- | --- | --- | --- |")
+    yield from ("| | ms | ms, fresh gradients | peak, GiB | products by |", "| --- | --- | --- | --- | --- |")
     for row in rows:
         fresh, gib = (
             f"{row[key]:.{digits}f}" if key in row else "" for key, digits in (("fresh_ms", 1), ("gib", 2))
         )
-        yield f"| {_cell(row['way'])} | {row['ms']:.1f} | {fresh} | {gib} |"
+        yield f"| {_cell(row['way'])} | {row['ms']:.1f} | {fresh} | {gib} | {_multiplied_by(row)} |"
 
 
 def in_megatron(rows: Rows) -> Iterator[str]:
@@ -91,13 +91,17 @@ def pairs(rows: Rows) -> Iterator[str]:
 
 def expert_parallel_ranks(rows: Rows) -> Iterator[str]:
     """A line for each way of each preset of `benchmarks.moe_step`."""
-    yield from ("| | ms | memory held, GiB | expected rows over the average |", "| --- | --- | --- | --- |")
+    yield from (
+        "| | ms | memory held, GiB | expected rows over the average | products by |",
+        "| --- | --- | --- | --- | --- |",
+    )
     for preset in dict.fromkeys(row["preset"] for row in rows):
-        yield f"| **{preset}** | | | |"
+        yield f"| **{preset}** | | | | |"
         for row in rows:
             if row["preset"] == preset:
                 expected = f"{row['expected']:.2f}" if "expected" in row else ""
-                yield f"| {_cell(row['way'])} | {row['ms']:.1f} | {row['held_gib']:.1f} | {expected} |"
+                times = f"{row['ms']:.1f} | {row['held_gib']:.1f}"
+                yield f"| {_cell(row['way'])} | {times} | {expected} | {_multiplied_by(row)} |"
 
 
 def plans(rows: Rows) -> Iterator[str]:
@@ -206,6 +210,11 @@ def update(text: Path, table: str, *, check: bool = False) -> bool:
     if new != old and not check:
         text.write_text(new)
     return new != old
+
+
+def _multiplied_by(row: dict[str, Any]) -> str:
+    """Who multiplied, without the reason."""
+    return str(row.get("products", "")).partition(" ")[0]
 
 
 def _seen(claim: dict[str, Any]) -> str:

@@ -79,11 +79,11 @@ def test_the_readme_has_a_line_for_each_rival(results):
 
 def test_the_ways_of_hugging_face_have_a_line_each(results):
     rows = [
-        {"way": "plain", "ms": 158.94, "gib": 15.071, "fresh_ms": 152.4},
+        {"way": "plain", "ms": 158.94, "gib": 15.071, "fresh_ms": 152.4, "products": "quack 0.3.1"},
         {"way": "graphed", "ms": 104.46},
     ]
     head, rule, plain, graphed = tables.hugging_face(rows)
-    assert (plain, graphed) == ("| plain | 158.9 | 152.4 | 15.07 |", "| graphed | 104.5 |  |  |")
+    assert (plain, graphed) == ("| plain | 158.9 | 152.4 | 15.07 | quack |", "| graphed | 104.5 |  |  |  |")
     assert rule.count("|") == head.count("|") == plain.count("|")
     path = write("hf_step", config={}, rows=rows, claims=[FAST], out=results)
     body = json.loads(path.read_text())
@@ -117,11 +117,21 @@ def test_plans_stand_beside_policies_by_hand():
 def test_the_table_of_ranks_has_a_line_for_each_way():
     rows = [
         {"preset": "qwen3", "way": "exact, eager", "ms": 85.46, "held_gib": 23.89},
-        {"preset": "qwen3", "way": "stashed, graph", "ms": 50.57, "held_gib": 11.12, "expected": 1.396},
+        {
+            "preset": "qwen3",
+            "way": "stashed, graph",
+            "ms": 50.57,
+            "products": "torch (no GPU)",
+            "held_gib": 11.12,
+            "expected": 1.396,
+        },
     ]
     _, _, preset, *lines = tables.expert_parallel_ranks(rows)
-    assert preset == "| **qwen3** | | | |"
-    assert lines == ["| exact, eager | 85.5 | 23.9 |  |", "| stashed, graph | 50.6 | 11.1 | 1.40 |"]
+    assert preset == "| **qwen3** | | | | |"
+    assert lines == [
+        "| exact, eager | 85.5 | 23.9 |  |  |",
+        "| stashed, graph | 50.6 | 11.1 | 1.40 | torch |",
+    ]
 
 
 def test_only_what_stands_between_the_markers_is_replaced(results):

@@ -1,5 +1,6 @@
 """The ways that `benchmarks.hf_step` and `hf_lora` compare compute the same loss."""
 
+import dataclasses
 import json
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +13,11 @@ from pagestash.profiling.memory import LiveStorages
 
 pytest.importorskip("transformers", minversion="5.7")
 
+from support.flex import attend, stand_in
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
 from benchmarks import hf_step as B
+from pagestash.kernels.gemm.products import described
 
 TINY = B.Slice(
     layers=2, sequences=2, sequence=12, vocabulary=96, width=32, inner=16, experts=4, top_k=2, heads=4,
@@ -41,7 +46,7 @@ def test_all_ways_of_lora_give_one_loss():
     assert [row["loss"] for row in rows] == pytest.approx([rows[0]["loss"]] * 4, rel=1e-5)
     assert rows[2]["loss"] == rows[3]["loss"]
     assert all(row["ms"] == min(row["round_ms"]) for row in rows)
-    assert [claim.bar for claim in hf_lora.claims_of([row | {"gib": 1.0} for row in rows])] == [0.6, 0.35]
+    assert [claim.bar for claim in hf_lora.claims_of([row | {"gib": 1.0} for row in rows])] == [0.42, 0.19]
 
 
 def test_all_ways_give_one_loss():
@@ -51,6 +56,41 @@ def test_all_ways_give_one_loss():
     assert [row["loss"] for row in rows] == pytest.approx([rows[0]["loss"]] * len(rows), rel=1e-5)
     by = {row["way"]: row["loss"] for row in rows}
     assert by[B.ALL] == by[B.POLICED]
+    who = [row["products"] for row in rows]
+    assert (
+        who == ["torch (transformers' grouped_mm)"] * 2 + [described(torch.device("cpu"), torch.float32)] * 4
+    )
+
+
+def test_all_ways_of_gpt_oss_have_flex_attention_but_one(monkeypatch):
+    attended = []
+
+    def count(*args, **options):
+        attended.append(args)
+        return attend(*args, **options)
+
+    stand_in(monkeypatch)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flex_attention", count)
+    fields = {field.name: getattr(TINY, field.name) for field in dataclasses.fields(TINY)}
+    shape = B.GptOssSlice(**(fields | {"attention": B.GptOssSlice.attention}))
+    rows = B.compare_gpt_oss(shape, torch.device("cpu"), torch.float32, warm=2, repeats=1)
+    ways = [B.PLAIN, B.CHECKPOINTED, B.EXPERTS, B.NORM, B.ALL, B.POLICED, B.EAGER_ATTENTION]
+    assert [row["way"] for row in rows] == [f"gpt-oss-20b: {way}" for way in ways]
+    assert [row["loss"] for row in rows] == pytest.approx([rows[0]["loss"]] * len(rows), rel=1e-5)
+    # Nine steps of two layers each; checkpointing and the policy run attention again.
+    assert len(attended) == 9 * 2 * (6 + 2)
+    assert len({row["loss"] for row in rows[4:6]}) == 1
+
+
+def test_gpt_oss_has_bars_of_its_own():
+    rows = [
+        {"way": way, "ms": 70.0, "gib": 2.0}
+        for way in (B.ALL, B.POLICED, f"gpt-oss-20b: {B.ALL}", f"gpt-oss-20b: {B.POLICED}")
+    ]
+    claims = B.claims_of(rows)
+    assert [claim.bar for claim in claims] == [77.0, 5.75, 87.0, 2.75, 68.0, 3.2, 75.0, 2.35]
+    assert claims[4].what.startswith("gpt-oss-20b in transformers with flex attention")
+    assert B.claims_of(rows[:2]) == claims[:4]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.7")
 
+from support import flex  # noqa: E402
 from support.compare import error, same  # noqa: E402
 from support.tiers import slow_but  # noqa: E402
 from tiny import FAMILIES, NEWER, ROUTED_OTHERWISE, as_it_is, batch, gradients, tiny  # noqa: E402
@@ -464,9 +465,13 @@ def test_attention_that_hands_keys_on_to_other_layers_is_not_recomputed(match):
 
 
 @pytest.mark.parametrize("home", ["stash", "offload", "recompute"])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_the_core_of_attention_has_a_name_and_any_home(implementation, home):
-    model = tiny("Qwen3-MoE", attention=implementation, attention_dropout=0.1)
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [("Qwen3-MoE", "eager"), ("Qwen3-MoE", "sdpa"), ("gpt-oss", "flex_attention")],
+)
+def test_the_core_of_attention_has_a_name_and_any_home(monkeypatch, family, implementation, home):
+    flex.stand_in(monkeypatch)
+    model = tiny(family, attention=implementation, attention_dropout=0.1)
     pagestash.hf.optimize(model)
 
     def seeded():
@@ -481,6 +486,17 @@ def test_the_core_of_attention_has_a_name_and_any_home(implementation, home):
             got = seeded()
         assert same((got[0].loss, got[1]), (wanted[0].loss, wanted[1]))
     assert "model.layers.0.self_attn.core_attn" in keeper.stats().regions
+
+
+def test_flex_attention_has_our_rotary_kernel_and_the_numbers_of_eager(monkeypatch):
+    flex.stand_in(monkeypatch)
+    model = tiny("gpt-oss", attention="flex_attention")
+    report = pagestash.hf.optimize(model)
+    assert {"rope", "attention"} <= {each.part for each in report.replaced}
+    got, wanted = run(model), run(tiny("gpt-oss"))
+    assert model.model.layers[0].self_attn.core_attn.function is flex.attend
+    torch.testing.assert_close(got[0].loss, wanted[0].loss)
+    torch.testing.assert_close(got[1], wanted[1], rtol=1e-4, atol=1e-5)
 
 
 def test_masks_are_those_of_the_model():

@@ -256,7 +256,7 @@ def measured(
     rows = []
     for name, make in found.items():
         model, keeper = make()
-        row = {"way": name, "products": multiplied_by(model, tokens.device)}
+        row: dict[str, Any] = {"way": name, "products": multiplied_by(model, tokens.device)}
         rows.append(row | measure(model, keeper, tokens, warm=warm, repeats=repeats))
         shown = "{way:<40}{ms:8.1f} ms{gib:7.2f} GiB  fresh {fresh_ms:.1f} ms  loss {loss:.5f}  {products}"
         print(shown.format(**rows[-1]), flush=True)

@@ -227,7 +227,7 @@ class Rank:
         return found | {"undone": whole(run(model, given)), "exact": self.pair(model) is None}
 
     def pair(self, model):
-        return model.model.layers[0].mlp.experts.__dict__[ours.HIDDEN][0].dispatch.pair_capacity
+        return model.model.layers[0].mlp.experts.__dict__[ours.HIDDEN].runs.dispatch.pair_capacity
 
     def steps(self, **room):
         """Two steps of an optimizer in a `GraphedStep`, which runs them eagerly here."""

@@ -151,7 +151,7 @@ def test_ids_of_other_ranks_cost_no_row(bias):
     ids = torch.tensor([[0, 4], [4, 4], [3, 1], [4, 2], [1, 4], [4, 4]])
     weights = torch.rand(6, 2).masked_fill(ids == 4, 0.0).requires_grad_()
     close_to_grouped_mm(experts, x, ids, weights, experts(x, ids, weights))
-    assert experts.__dict__[ours.HIDDEN][0]._route(ids, None).rows == 5
+    assert experts.__dict__[ours.HIDDEN].runs._route(ids, None).rows == 5
 
 
 def test_stashed_rows_are_those_of_this_rank():

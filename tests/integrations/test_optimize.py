@@ -19,7 +19,6 @@ from tiny import FAMILIES, NEWER, ROUTED_OTHERWISE, as_it_is, batch, gradients, 
 
 import pagestash as ps  # noqa: E402
 import pagestash.hf  # noqa: E402
-from pagestash.integrations.hf import experts as hf_experts  # noqa: E402
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "huggingface.toml"
 
@@ -685,11 +684,33 @@ def test_the_report_names_what_no_forward_has_reached():
     assert "replaced, and never called so far:\n  norm       1 × Qwen3MoeRMSNorm" in str(report)
 
 
-def test_llama_4s_experts_are_left_and_the_report_says_why():
-    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+def test_the_report_claims_no_kernel_that_a_call_went_past():
+    """Autocast leaves the tables of a float32 model in float32 beside queries in bf16: another kernel's case."""
+    model = tiny("Mixtral", experts="pagestash")
+    report = pagestash.hf.optimize(model)
 
-    config = transformers.Llama4TextConfig(num_local_experts=2, hidden_size=8, intermediate_size=8)
-    assert "every expert on every token" in hf_experts._why_nobody_asks(Llama4TextExperts(config))
+    def idle():
+        return {each.part for each in report.never_called()}
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(batch()["input_ids"])
+    assert idle() == {"experts", "rope", "head"}  # (without gradients experts are transformers')
+    with torch.autocast("cpu", torch.bfloat16):
+        run(model)
+    assert idle() == {"rope"}
+    assert "replaced, and never called so far:\n  rope       2 × MixtralAttention" in str(report)
+    run(model)
+    assert idle() == set()
+
+
+def test_llama_4s_experts_are_left_and_the_report_says_why():
+    config = transformers.Llama4TextConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=16, intermediate_size_mlp=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_local_experts=2, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="pagestash")
+    left = {each.name: each.why for each in pagestash.hf.optimize(model).left if each.part == "experts"}
+    assert "every expert on every token" in left["model.layers.0.feed_forward.experts"]
 
 
 @pytest.mark.slow
@@ -762,6 +783,7 @@ def test_undo_while_a_keeper_is_attached_lets_it_detach():
 
 
 def test_a_rotary_function_may_be_called_for_queries_alone():
+    from pagestash.integrations.hf.report import Ran
     from pagestash.integrations.hf.rotary import rotary_by_kernel
 
     def apply_rotary(q, k=None, cos=None, sin=None):
@@ -772,7 +794,7 @@ def test_a_rotary_function_may_be_called_for_queries_alone():
 
         return turned(q) if k is None else (turned(q), turned(k))
 
-    found = rotary_by_kernel({"apply_rotary": apply_rotary})
+    found = rotary_by_kernel({"apply_rotary": apply_rotary}, Ran())
     assert not isinstance(found, str)
     q, cos, sin = torch.randn(2, 4, 3, 8), torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     assert same(found["apply_rotary"](q, cos=cos, sin=sin), apply_rotary(q, cos=cos, sin=sin))

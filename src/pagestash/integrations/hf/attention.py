@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pagestash.integrations.hf.copies import copy_with
-from pagestash.integrations.hf.report import Report, patched_already
+from pagestash.integrations.hf.report import Ran, Report, patched_already
 from pagestash.integrations.hf.rotary import rotary_by_kernel
 from pagestash.saved.streams import capturing
 
@@ -38,6 +38,9 @@ class CoreAttention(nn.Module):
         self.function: Callable[..., Any] | None = None
         self._without_mask: tuple[torch.Size, torch.Size] | None = None
         """The shapes of queries and keys of the last eager call, if it had no mask."""
+
+    def ran(self) -> bool:
+        return self.function is not None
 
     def forward(
         self,
@@ -77,7 +80,7 @@ def replace_attention(
     modules: list[tuple[str, nn.Module]], report: Report, *, rope: bool, core: bool
 ) -> None:
     """Give the attention modules among `modules` our rotary kernel (`rope`) and a `core_attn` (`core`)."""
-    rotaries: dict[Any, dict[str, Any] | str] = {}
+    rotaries: dict[Any, tuple[dict[str, Any] | str, Ran]] = {}
     for name, module in modules:
         globals_used = _globals_of(type(module))
         rotates = rope and any(_is_rotary(each) for each in globals_used)
@@ -99,26 +102,28 @@ def replace_attention(
         ours = _take_rotary(name, module, rotaries, report) if rotates else {}
         if has_core:
             ours[REGISTRY] = _Registry(globals_used[REGISTRY])
-            module.add_module(CORE, CoreAttention(module))
+            core_attn = CoreAttention(module)
+            module.add_module(CORE, core_attn)
             report.on_undo(partial(delattr, module, CORE))
-            report.replace("attention", name, module, f"a {CORE} that rules can name")
+            report.replace("attention", name, module, f"a {CORE} that rules can name", core_attn.ran)
         if ours:
             report.put_forward(module, copy_with(type(module).forward, ours))
 
 
 def _take_rotary(
-    name: str, module: nn.Module, known: dict[Any, dict[str, Any] | str], report: Report
+    name: str, module: nn.Module, known: dict[Any, tuple[dict[str, Any] | str, Ran]], report: Report
 ) -> dict[str, Any]:
     """Our rotary functions by the names of those that the module's file has; `known` are those of other classes."""
     kind = type(module)
     if kind not in known:
         theirs = {each: value for each, value in _globals_of(kind).items() if _is_rotary(each)}
-        known[kind] = rotary_by_kernel(theirs)
-    found = known[kind]
+        ran = Ran()
+        known[kind] = rotary_by_kernel(theirs, ran), ran
+    found, ran = known[kind]
     if isinstance(found, str):
         report.leave("rope", name, module, found)
         return {}
-    report.replace("rope", name, module, "the RoPE kernel")
+    report.replace("rope", name, module, "the RoPE kernel", ran)
     return dict(found)
 
 

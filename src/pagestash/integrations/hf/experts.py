@@ -14,6 +14,7 @@ can name the module, and in it `expert_fc1`, `moe_act` and `expert_fc2`, as in `
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from pagestash.integrations.hf.layouts import activation_of, first_projection
-from pagestash.integrations.hf.report import Report, is_liger, patched_already
+from pagestash.integrations.hf.report import Ran, Report, is_liger, patched_already
 from pagestash.integrations.hf.weights import UPDATES, weight_of
 from pagestash.kernels.gemm.products import described
 from pagestash.kernels.moe.activation import Activation
@@ -71,6 +72,7 @@ def experts_forward(
         if torch.is_grad_enabled():
             _say_once(self)
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    self.__dict__[HIDDEN].ran.yes = True
     device, dtype = hidden_states.device.type, hidden_states.dtype
     x = hidden_states
     without_autocast: AbstractContextManager[Any] = nullcontext()
@@ -98,8 +100,8 @@ def runs_of(module: Any) -> Experts | None:
     """What runs `module`, made where it is met first; None where our block cannot."""
     if HIDDEN not in module.__dict__:
         found = activation_of(module)
-        module.__dict__[HIDDEN] = (None, ()) if isinstance(found, str) else _experts(module, found)
-    runs: Experts | None = module.__dict__[HIDDEN][0]
+        module.__dict__[HIDDEN] = _Hidden() if isinstance(found, str) else _hidden(module, found)
+    runs: Experts | None = module.__dict__[HIDDEN].runs
     if runs is not None and runs.config.experts != module.num_experts:
         raise RuntimeError(
             f"{type(module).__name__} has {module.num_experts} experts, and had {runs.config.experts} when it ran "
@@ -108,7 +110,16 @@ def runs_of(module: Any) -> Experts | None:
     return runs
 
 
-def _experts(module: Any, activation: Activation) -> tuple[Experts, tuple[nn.Module, ...]]:
+@dataclass(slots=True, eq=False)
+class _Hidden:
+    """What a module of transformers has of ours: what runs it, if anything, and the parts that rules can name."""
+
+    runs: Experts | None = None
+    parts: tuple[nn.Module, ...] = ()
+    ran: Ran = field(default_factory=Ran)
+
+
+def _hidden(module: Any, activation: Activation) -> _Hidden:
     up, down = ExpertWeights(module, first_projection(module)), ExpertWeights(module, "down_proj")
     with torch.no_grad():
         up_EHD, down_EDN = up().matrices(), down().matrices()
@@ -121,7 +132,9 @@ def _experts(module: Any, activation: Activation) -> tuple[Experts, tuple[nn.Mod
         bias=module.has_bias,
     )
     parts: Any = (up, MoEAct(), down)
-    return Experts(config, parts, interleaved=not module.is_concatenated, device=up_EHD.device), parts
+    return _Hidden(
+        Experts(config, parts, interleaved=not module.is_concatenated, device=up_EHD.device), parts
+    )
 
 
 class ExpertWeights(MoEAct):
@@ -217,7 +230,8 @@ def name_experts(model: Any, modules: list[tuple[str, nn.Module]], report: Repor
         else:
             _add_parts(module)
             report.on_undo(partial(_remove_parts, module))
-            report.replace("experts", name, module, f"the expert block, products by {_multiplied_by(module)}")
+            by = f"the expert block, products by {_multiplied_by(module)}"
+            report.replace("experts", name, module, by, module.__dict__[HIDDEN].ran)
 
 
 def _why_flat(weight: Any) -> str:
@@ -245,8 +259,8 @@ def _why_nobody_asks(module: nn.Module) -> str:
 
 
 def _add_parts(module: Any) -> None:
-    runs, parts = module.__dict__[HIDDEN]
-    for name, part in zip(PARTS, parts):
+    runs = module.__dict__[HIDDEN].runs
+    for name, part in zip(PARTS, module.__dict__[HIDDEN].parts):
         module.add_module(name, part)
     # A keeper asks these of the module that a rule names.
     module.use_pool, module.use_recompute, module.use_half = runs.use_pool, runs.use_recompute, runs.use_half

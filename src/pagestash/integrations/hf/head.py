@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from pagestash.integrations.hf.logits import Step, bend_of, steps_of
-from pagestash.integrations.hf.report import MARK, Report, packages, patched_already
+from pagestash.integrations.hf.report import MARK, Ran, Report, packages, patched_already
 from pagestash.moe.ops import cross_entropy
 from pagestash.saved.compiled import at_compile_time
 from pagestash.torch_internals import forward_hooks_of
@@ -42,7 +42,7 @@ def replace_head(model: Any, report: Report) -> None:
     if model.base_model is not model:
         report.on_undo(model.base_model.register_forward_hook(state.body_returned).remove)
     report.put_forward(head, _head_forward(type(head).forward, state))
-    report.replace("head", "(the model)", model, "the loss by chunks of logits")
+    report.replace("head", "(the model)", model, "the loss by chunks of logits", state.ran)
 
 
 def _head_is_new(model: Any) -> str | None:
@@ -144,6 +144,7 @@ class _Fusing:
 
     def __init__(self) -> None:
         self._calls: dict[int, list[_Call]] = {}
+        self.ran = Ran()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Fusing":
         """As functions are copied, which the forwards are: a copy of the model has the same hooks."""
@@ -198,6 +199,7 @@ def _head_forward(theirs: Any, state: _Fusing) -> Any:
         if call is None or not call.ready or call.hidden is not None or call.model.lm_head is not self:
             return theirs(self, hidden)
         call.loss, call.hidden = call.compute(hidden, self.weight), hidden
+        state.ran.yes = True
         return hidden
 
     return forward

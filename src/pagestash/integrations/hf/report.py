@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -32,6 +32,15 @@ class Left:
     why: str
 
 
+class Ran:
+    """Whether a piece of code of ours ran so far; it sets `yes` itself."""
+
+    yes = False
+
+    def __call__(self) -> bool:
+        return self.yes
+
+
 MARK = "_pagestash_forward"
 """The attribute of a module that has a `forward` of ours, wherever others have put it since."""
 
@@ -56,18 +65,19 @@ class Report:
     replaced: list[Replaced] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    _modules: list[nn.Module] = field(default_factory=list, repr=False)
-    """Of each entry of `replaced`."""
+    _ran: list[Callable[[], bool | None]] = field(default_factory=list, repr=False)
+    """Of each entry of `replaced`, whether it did; None of what nobody counts."""
 
-    def replace(self, part: str, name: str, module: nn.Module, by: str) -> None:
-        """Note that `module` runs `by` now."""
+    def replace(
+        self, part: str, name: str, module: nn.Module, by: str, ran: Callable[[], bool] | None = None
+    ) -> None:
+        """Note that `module` runs `by` now; `ran` says whether it did, else the `forward` that we put there."""
         self.replaced.append(Replaced(part, name, type(module).__name__, by))
-        self._modules.append(module)
+        self._ran.append(ran or partial(_called, module))
 
     def never_called(self) -> list[Replaced]:
-        """What has a `forward` of ours that nobody has called so far: in a tower for images, say, without any."""
-        found = zip(self.replaced, self._modules)
-        return [entry for entry, module in found if _called(module) is False]
+        """What has not run so far: in a tower for images without any, say, or a fused head without labels."""
+        return [entry for entry, ran in zip(self.replaced, self._ran) if ran() is False]
 
     def put_forward(self, module: nn.Module, ours: Callable[..., Any]) -> None:
         """Let `module` run `ours(module, ...)` until `undo`.
@@ -104,7 +114,7 @@ class Report:
 
     def __str__(self) -> str:
         idle = self.never_called()
-        if not any(_called(module) for module in self._modules):  # before the first step
+        if not any(ran() for ran in self._ran):  # before the first step
             idle = []
         used = (each for each in self.replaced if each not in idle)
         lines = ["replaced:", *_counted((each.part, each.kind, each.by) for each in used)]

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from pagestash.integrations.hf.report import is_liger
+from pagestash.integrations.hf.report import Ran, is_liger
 from pagestash.kernels.layer.rope import STYLES, Style, rope, rotate
 
 Form = tuple[Style, bool]
 """The style, and whether products are in float32."""
 
 
-def rotary_by_kernel(theirs: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]] | str:
+def rotary_by_kernel(theirs: dict[str, Callable[..., Any]], ran: Ran) -> dict[str, Callable[..., Any]] | str:
     """Functions that do by our kernel what those of the same name do; or why there are none."""
     ours = {}
     for name, function in theirs.items():
@@ -25,11 +25,11 @@ def rotary_by_kernel(theirs: dict[str, Callable[..., Any]]) -> dict[str, Callabl
         form = _form(function)
         if form is None:
             return f"{name} rotates in a way that the kernel does not"
-        ours[name] = _rotary(function, *form)
+        ours[name] = _rotary(function, *form, ran)
     return ours
 
 
-def _rotary(theirs: Callable[..., Any], style: Style, wide: bool) -> Callable[..., Any]:
+def _rotary(theirs: Callable[..., Any], style: Style, wide: bool, ran: Ran) -> Callable[..., Any]:
     """`theirs` by our kernel, where the arguments are those that it is for."""
 
     def rotary(
@@ -52,6 +52,7 @@ def _rotary(theirs: Callable[..., Any], style: Style, wide: bool) -> Callable[..
         )
         if not fits:
             return theirs(q, k, cos, sin, *args, **options)
+        ran.yes = True
         return rope(q, k, cos, sin, style=style, wide=wide, heads_dim=heads_dim)
 
     return rotary

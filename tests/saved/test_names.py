@@ -37,20 +37,24 @@ def test_wrappers_add_nothing_and_stand_for_what_they_wrap():
     assert [module for name, module in plain_names(whole) if name == "layers.0"] == [model.layers[0], first]
 
 
-@pytest.mark.parametrize(
-    ("package", "kind", "child"),
-    [
-        ("megatron.core.transformer.module", "Float16Module", "module"),
-        ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel", "module"),
-        ("deepspeed.runtime.engine", "DeepSpeedEngine", "module"),
-        ("lightning.fabric.wrappers", "_FabricModule", "_forward_module"),
-    ],
-)
-def test_wrappers_of_frameworks_add_nothing_and_a_class_of_the_same_name_does(package, kind, child):
-    for module, names in ((package, NAMES), ("mine", [child, *(f"{child}.{name}" for name in NAMES)])):
-        wrapper = type(kind, (nn.Module,), {"__module__": module})()
-        wrapper.add_module(child, Model())
-        assert list(named_modules(wrapper)) == names
+def wrapper(*children):
+    made, model = nn.Module(), Model()
+    for child in children:
+        made.add_module(child, model)
+    return made
+
+
+@pytest.mark.parametrize("children", [("module",), ("_forward_module", "_original_module")])
+def test_wrappers_of_frameworks_and_users_add_nothing(children):
+    """`module` is the only child of DDP, of Megatron's and DeepSpeed's wrappers; the other is Fabric's."""
+    assert list(named_modules(wrapper(*children))) == NAMES
+    assert list(named_modules(nn.Sequential(wrapper(*children)))) == ["0", *(f"0.{name}" for name in NAMES)]
+
+
+def test_a_module_beside_others_is_no_wrapper():
+    model = wrapper("module")
+    model.add_module("head", nn.Identity())
+    assert list(named_modules(model)) == ["module", *(f"module.{name}" for name in NAMES), "head"]
 
 
 def adapted():

@@ -4,19 +4,14 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from pagestash.torch_internals import WRAPPERS
+from pagestash.torch_internals import WRAPPERS, children_of
 
 ADAPTERS = {"base_model": "PeftModel", "model": "BaseTuner"}
 """What PEFT calls the model that it stands around, and the class of the one that stands there."""
-INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
-    "module": {
-        "DistributedDataParallel": ("torch.", "megatron."),
-        "Float16Module": ("megatron.",),
-        "DeepSpeedEngine": ("deepspeed.",),
-    },
-    "_forward_module": {"_FabricModule": ("lightning.", "lightning_fabric.")},
-}
-"""What frameworks call the model inside their wrappers, the wrapper's class, and the packages that have it."""
+FABRIC = "_forward_module"
+"""What Lightning's Fabric calls the model inside its wrapper, which also has it under another name."""
+ONLY = "module"
+"""What wrappers of torch, Megatron, DeepSpeed and of users call the model inside, their only child."""
 ADAPTED = "base_layer"
 """What PEFT calls the layer inside an adapter."""
 
@@ -57,20 +52,16 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def _wraps(holder: nn.Module, child: str) -> bool:
     """Whether `holder` is a wrapper around its child of that name."""
-    if child in WRAPPERS:
+    if child in WRAPPERS or child == FABRIC:
         return True
-    if child in INSIDE:
-        return any(_is(holder, name, whose) for name, whose in INSIDE[child].items())
+    if child == ONLY:
+        return len(children_of(holder)) == 1
     return child in ADAPTERS and _is_peft(holder, ADAPTERS[child])
 
 
 def _is_peft(module: nn.Module, name: str) -> bool:
-    return _is(module, name, ("peft.",))
-
-
-def _is(module: nn.Module, name: str, whose: tuple[str, ...]) -> bool:
-    """Whether `module` is of the class of that name in one of these packages, which need not be installed."""
-    return any(kind.__name__ == name and kind.__module__.startswith(whose) for kind in type(module).__mro__)
+    """Whether `module` is of PEFT's class of that name, which need not be installed."""
+    return any(kind.__name__ == name and kind.__module__.startswith("peft.") for kind in type(module).__mro__)
 
 
 def prefixes(name: str) -> list[str]:

@@ -24,6 +24,7 @@ import pagestash.hf  # noqa: E402
 from pagestash.integrations.hf import experts as ours  # noqa: E402
 from pagestash.integrations.hf.layouts import activation_of  # noqa: E402
 from pagestash.integrations.hf.report import Report  # noqa: E402
+from pagestash.kernels.gemm import grouped  # noqa: E402
 from pagestash.kernels.moe.activation import Activation  # noqa: E402
 
 
@@ -75,6 +76,20 @@ def test_any_layout_is_run_and_saves_its_tokens_and_first_projection_alone(
     large = sum(each.nbytes for at, each in saved.items() if at not in held and each.is_floating_point())
     assert large == 4 * (x.numel() + ids.numel() * activation.parts * N)
     close_to_grouped_mm(experts, x, ids, weights, got)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_weights_are_stored_as_the_weights_are(monkeypatch, transposed):
+    """What a product has written is the gradient: no copy turns it."""
+    experts = experts_of(VARIANTS["clamp, slope, one more"], transposed=transposed, concatenated=False)
+    products, multiply = [], grouped.grouped_mm
+    monkeypatch.setattr(
+        grouped, "grouped_mm", lambda *given: products.append(multiply(*given)) or products[-1]
+    )
+    weights = [experts.gate_up_proj, experts.down_proj]
+    for weight, gradient in zip(weights, torch.autograd.grad(experts(*arguments()).sum(), weights)):
+        assert gradient.stride() == weight.stride()
+        assert gradient.data_ptr() in {each.data_ptr() for each in products}
 
 
 def test_in_bf16_a_layout_saves_half_of_that():

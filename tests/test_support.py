@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import error, same
 
-from pagestash.kernels.moe.topk import topk
+from pagestash.kernels.moe.choose_experts import topk
 
 X = torch.tensor([1.0, math.nan, 0.0])
 

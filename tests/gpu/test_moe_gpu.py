@@ -15,7 +15,7 @@ from pagestash.kernels.moe import permute as P
 from pagestash.kernels.moe import route as R
 from pagestash.kernels.moe.accumulate import accumulate_, accumulate_reference
 from pagestash.kernels.moe.activation import ACTIVATIONS
-from pagestash.kernels.moe.topk import topk
+from pagestash.kernels.moe.choose_experts import topk
 from pagestash.kernels.pages.paged import Pages
 from pagestash.moe import MoE, MoEConfig
 from pagestash.moe import ops as moe_ops

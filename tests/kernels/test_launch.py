@@ -20,13 +20,13 @@ from pagestash.kernels.layer.rope import rotate
 from pagestash.kernels.loss.cross_entropy import LossOptions, softmax_loss_
 from pagestash.kernels.loss.scale import scaled
 from pagestash.kernels.moe import gated
+from pagestash.kernels.moe.choose_experts import topk
 from pagestash.kernels.moe.combine import combine, weight_gradient
 from pagestash.kernels.moe.ends import cut_bounds
 from pagestash.kernels.moe.low_rank import add_product_
 from pagestash.kernels.moe.permute import permute
 from pagestash.kernels.moe.route import route
 from pagestash.kernels.moe.row_info import RowInfo
-from pagestash.kernels.moe.topk import topk
 from pagestash.kernels.pages import eight_bits
 
 triton = pytest.importorskip("triton")

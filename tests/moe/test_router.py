@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pagestash.kernels.moe.topk import topk
+from pagestash.kernels.moe.choose_experts import topk
 from pagestash.moe import MoEConfig, Router
 from pagestash.moe import router as routing
 from pagestash.moe.router import choose_experts

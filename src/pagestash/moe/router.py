@@ -12,7 +12,6 @@ from torch import nn
 
 from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.moe import choose_experts as kernels
-from pagestash.kernels.moe.topk import topk
 from pagestash.kernels.operator import operator
 from pagestash.moe.config import MoEConfig
 from pagestash.saved.recompute.once import once
@@ -112,9 +111,9 @@ def choose_experts(
     grouped = scores_TE.float().view(-1, config.groups, config.experts // config.groups)
     # DeepSeek-V3: a group is worth the sum of its two best experts.
     worth_TG = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(2)
-    best = topk(worth_TG, config.group_limit).to(torch.int64)
+    best = kernels.topk(worth_TG, config.group_limit).to(torch.int64)
     allowed_TG = torch.zeros_like(worth_TG, dtype=torch.bool).scatter_(1, best, True)
-    ids_TK = topk(torch.where(allowed_TG[:, :, None], grouped, -torch.inf).flatten(1), config.top_k)
+    ids_TK = kernels.topk(torch.where(allowed_TG[:, :, None], grouped, -torch.inf).flatten(1), config.top_k)
     return ids_TK, kernels.weigh(logits_TE, ids_TK, scoring_of(config))
 
 

@@ -155,13 +155,6 @@ def register() -> None:
         styles.register(STYLE, DispatchStyle(theirs))
 
 
-def unregister() -> None:
-    """Put transformers' style back. Models that were loaded before keep what they have."""
-    styles = _styles()
-    if isinstance(ours := styles.get(STYLE), DispatchStyle):
-        styles.register(STYLE, ours.theirs)
-
-
 def _styles() -> Any:
     """transformers' registry of parallel styles, with those of expert parallelism in it; {} where there is none."""
     for name in ("expert_parallel", "tensor_parallel"):  # 5.22; before

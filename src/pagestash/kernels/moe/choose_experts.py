@@ -18,8 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from pagestash.kernels.backend import Backend, cdiv, choose, launch, power_of_two, tl, triton
-from pagestash.kernels.moe.topk import ELEMENTS, LOWEST, topk
 
+ELEMENTS = 2048
+"""Of a tile of tokens × experts."""
+LOWEST = torch.finfo(torch.float32).min
+"""What -inf and NaN count as: still better than an expert that was already taken."""
 EPSILON = 1e-20
 """Added to the sum that sigmoids are divided by (DeepSeek-V3)."""
 
@@ -43,14 +46,19 @@ def choose_experts(
     """Ids int32 [T, K], best first, and their weights [T, K]."""
     if not 1 <= top_k <= logits_TE.shape[1]:
         raise ValueError(f"k={top_k}: expected 1 to {logits_TE.shape[1]}, the number of experts")
-    ids_TK = torch.empty(logits_TE.shape[0], top_k, dtype=torch.int32, device=logits_TE.device)
     if _backend(logits_TE, backend) == "torch":
         scores_TE = torch.sigmoid(logits_TE) if scoring.sigmoid else logits_TE
         if correction_E is not None:
             scores_TE = scores_TE + correction_E
-        ids_TK = topk(scores_TE.float(), top_k, backend=backend)
+        ids_TK = topk_reference(scores_TE.float(), top_k)
         return ids_TK, weigh_reference(logits_TE, ids_TK, scoring)
+    ids_TK = torch.empty(logits_TE.shape[0], top_k, dtype=torch.int32, device=logits_TE.device)
     return ids_TK, _forward(logits_TE, ids_TK, scoring, correction_E, choosing=True)
+
+
+def topk(scores_TE: torch.Tensor, k: int, *, backend: str = "auto") -> torch.Tensor:
+    """Int32 [T, k]: the columns of the k largest scores of each row, best first, ties to the lower one."""
+    return choose_experts(scores_TE, k, Scoring(), backend=backend)[0]
 
 
 def weigh(
@@ -81,6 +89,14 @@ def weigh_gradient(
 
 
 # --- what: the torch reference ------------------------------------------------------------------------------
+
+
+def topk_reference(scores_TE: torch.Tensor, k: int) -> torch.Tensor:
+    """(`torch.topk` promises no order among equal scores.)"""
+    clean_TE = torch.where(scores_TE > LOWEST, scores_TE, LOWEST)
+    return (
+        torch.sort(clean_TE, dim=1, descending=True, stable=True).indices[:, :k].to(torch.int32).contiguous()
+    )
 
 
 def weigh_reference(logits_TE: torch.Tensor, ids_TK: torch.Tensor, scoring: Scoring) -> torch.Tensor:

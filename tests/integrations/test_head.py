@@ -13,7 +13,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.7")
 
-from tiny import SMALL, batch, tiny  # noqa: E402
+from tiny import EXPERTS, FAMILIES, NEWER, SMALL, batch, tiny  # noqa: E402
 from transformers.loss.loss_utils import ForCausalLMLoss as theirs  # noqa: E402
 
 import pagestash as ps  # noqa: E402
@@ -219,7 +219,9 @@ BENT = {
     "Cohere2": {"logit_scale": 0.25},
     "Gemma2": {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 8, "head_dim": 8},
     "Gemma2, no cap": {"final_logit_softcapping": None, "query_pre_attn_scalar": 8, "head_dim": 8},
-    "NemotronH": None,
+    "Cohere2Moe": {**EXPERTS, "logit_scale": 0.25, "head_dim": 8},
+    "Nemotron-H": None,
+    "Gemma4": {"final_logit_softcapping": 2.0},
 }
 """Models that do something to their logits: a quotient, a product, a soft cap, float32."""
 
@@ -245,8 +247,8 @@ def test_scales_and_soft_caps_are_those_of_the_model(family):
 
 
 def _bent(family):
-    if BENT[family] is None:
-        return tiny("Nemotron-H")
+    if family in (*FAMILIES, *NEWER):
+        return tiny(family, **BENT[family] or {})
     name = family.partition(",")[0]
     config = getattr(transformers, f"{name}Config")(**{**SMALL, **BENT[family]})
     config._attn_implementation = "eager"

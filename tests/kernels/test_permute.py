@@ -78,17 +78,15 @@ def test_weights_and_their_gradient(backend):
     rows = torch.randn(60, 48)
     rows[int(found.rows) :] = torch.nan
     weights, bias = torch.rand(20, 3), torch.randn(7, 48)
-    bias_weights = torch.rand(20, 3)
     here = (found.inverse >= 0)[..., None]
     each = torch.where(here, rows[found.inverse.clamp(min=0).long()], torch.zeros(()))
-    shift = torch.where(here, bias_weights[..., None] * bias[ids.long()], torch.zeros(()))
+    shift = torch.where(here, weights[..., None] * bias[ids.long()], torch.zeros(()))
     got = C.combine(
         rows,
         found.inverse,
         weights,
         bias_ED=bias,
         bias_ids_TK=ids,
-        bias_weights_TK=bias_weights,
         backend=backend,
     )
     torch.testing.assert_close(got, (each * weights[..., None] + shift).sum(1), rtol=1e-5, atol=1e-6)

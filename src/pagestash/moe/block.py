@@ -46,14 +46,7 @@ def projections(
 
 def combined(y_RD: torch.Tensor, weights_TK: torch.Tensor, down: Projection, call: Call) -> torch.Tensor:
     """What the second projection gives for rows: with its bias, times the choices' weights, summed by token."""
-    return combine(
-        y_RD,
-        call.routing.inverse,
-        weights_TK,
-        bias_ED=down.bias_EO,
-        bias_ids_TK=call.ids_TK,
-        bias_weights_TK=None if down.bias_EO is None else weights_TK,
-    )
+    return combine(y_RD, call.routing.inverse, weights_TK, bias_ED=down.bias_EO, bias_ids_TK=call.ids_TK)
 
 
 def weight_gradients(

@@ -24,13 +24,12 @@ def combine(
     expected_SD: torch.Tensor | None = None,
     bias_ED: torch.Tensor | None = None,
     bias_ids_TK: torch.Tensor | None = None,
-    bias_weights_TK: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """`[T, D]`: each token's rows, times their weights if given, summed in float32 for k = 0, 1, ….
 
-    With `expected_SD` the first S rows are in that buffer, and `rows_RD` holds those after them. With `bias_ED`
-    each choice that has a row adds `bias_weights_TK[t, k] * bias_ED[bias_ids_TK[t, k]]`.
+    With `expected_SD` the first S rows are in that buffer, and `rows_RD` holds those after them. With `bias_ED`,
+    which takes weights, each choice that has a row adds `weights_TK[t, k] * bias_ED[bias_ids_TK[t, k]]`.
     """
     check_operands(rows_RD, inverse_TK, weights_TK, "rows")
     tokens, choices = inverse_TK.shape
@@ -38,7 +37,7 @@ def combine(
     out_TD = torch.empty(tokens, width, dtype=rows_RD.dtype, device=rows_RD.device)
     if choose(rows_RD.device, backend) == "torch":
         whole_RD = rows_RD if expected_SD is None else torch.cat([expected_SD, rows_RD])
-        combine_reference(whole_RD, inverse_TK, weights_TK, bias_ED, bias_ids_TK, bias_weights_TK, out_TD)
+        combine_reference(whole_RD, inverse_TK, weights_TK, bias_ED, bias_ids_TK, out_TD)
     elif out_TD.numel():
         tile = tile_of(width, rows_RD.element_size())
         first_RD = rows_RD if expected_SD is None else expected_SD
@@ -53,7 +52,6 @@ def combine(
             inverse_TK if weights_TK is None else weights_TK,
             rows_RD if bias_ED is None else bias_ED,
             inverse_TK if bias_ids_TK is None else bias_ids_TK,
-            inverse_TK if bias_weights_TK is None else bias_weights_TK,
             out_TD,
             tokens,
             width,
@@ -105,7 +103,6 @@ def combine_reference(
     weights_TK: torch.Tensor | None,
     bias_ED: torch.Tensor | None,
     bias_ids_TK: torch.Tensor | None,
-    bias_weights_TK: torch.Tensor | None,
     out_TD: torch.Tensor,
 ) -> None:
     if not rows_RD.shape[0]:
@@ -119,10 +116,10 @@ def combine_reference(
         if weights_TK is not None:
             value = value * weights_TK[:, k, None].to(wide)
         if bias_ED is not None:
+            assert weights_TK is not None
             assert bias_ids_TK is not None
-            assert bias_weights_TK is not None
             expert = torch.where(here[:, 0], bias_ids_TK[:, k], 0).to(torch.int64)
-            value = value + bias_weights_TK[:, k, None].to(wide) * bias_ED[expert].to(wide)
+            value = value + weights_TK[:, k, None].to(wide) * bias_ED[expert].to(wide)
         total = torch.where(here, total + value, total)
     out_TD.copy_(total)
 
@@ -139,7 +136,6 @@ def _combine_kernel(
     weights,
     bias,
     bias_ids,
-    bias_weights,
     out,
     count,
     width,
@@ -171,12 +167,12 @@ def _combine_kernel(
                 source = tl.where((row >= split)[:, None], other, source)
             value = tl.load(source, mask=here, other=0.0).to(tl.float32)
             if WEIGHTED:
-                value *= tl.load(weights + at, mask=row >= 0, other=0.0).to(tl.float32)[:, None]
-            if BIASED:
-                expert = tl.load(bias_ids + at, mask=row >= 0, other=0).to(tl.int64)
-                weight = tl.load(bias_weights + at, mask=row >= 0, other=0.0).to(tl.float32)
-                shift = tl.load(bias + expert[:, None] * width + column[None, :], mask=here, other=0.0)
-                value += weight[:, None] * shift.to(tl.float32)
+                weight = tl.load(weights + at, mask=row >= 0, other=0.0).to(tl.float32)
+                value *= weight[:, None]
+                if BIASED:
+                    expert = tl.load(bias_ids + at, mask=row >= 0, other=0).to(tl.int64)
+                    shift = tl.load(bias + expert[:, None] * width + column[None, :], mask=here, other=0.0)
+                    value += weight[:, None] * shift.to(tl.float32)
             total += value
     tl.store(out + target, total.to(out.dtype.element_ty), mask=mask)
 

@@ -148,7 +148,7 @@ def test_a_slice_of_each_head_is_rotated_where_it_is(backend):
 def test_the_operator_passes_opcheck(monkeypatch):
     monkeypatch.setattr(backends, "interpreted", lambda: False)
     q, k = (each.detach().requires_grad_() for each in queries_and_keys(torch.float32))
-    opcheck(_rope, (q, k, *angles(torch.float32), "halves", False, False))
+    opcheck(_rope, (q, k, *angles(torch.float32), "halves", False))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ __all__ = [
     "multiprocessors",
     "on_device",
     "power_of_two",
+    "sum_dtype",
     "tl",
     "triton",
 ]
@@ -105,6 +106,11 @@ def cdiv(value: int, by: int) -> int:
 def power_of_two(value: int) -> int:
     """The smallest power of two that is at least `value`. (`triton.next_power_of_2` costs 5 µs, too.)"""
     return 1 << (value - 1).bit_length()
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which sums are made, in torch as in the kernels."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from pagestash.kernels.backend import sum_dtype
 from pagestash.kernels.loss import cross_entropy as head
 from pagestash.kernels.loss import scale
 
@@ -71,7 +72,7 @@ def _(
     need_hidden: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    wide = sum_dtype(hidden.dtype)
     dhidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
     dweight = weight.new_empty(weight.shape, dtype=wide) if need_weight else hidden.new_empty(0)
     return hidden.new_empty((), dtype=wide), dhidden, dweight

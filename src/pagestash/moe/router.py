@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagestash.kernels.backend import sum_dtype
 from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.moe import choose_experts as kernels
 from pagestash.kernels.operator import operator
@@ -243,7 +244,7 @@ def _fake(
     x_TD: torch.Tensor, weight_ED: torch.Tensor, correction_E: torch.Tensor | None, *settings: Any
 ) -> list[torch.Tensor]:
     config = _config(weight_ED, settings)
-    wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+    wide = sum_dtype(x_TD.dtype)
     weights_TK = x_TD.new_empty(x_TD.shape[0], config.top_k, dtype=wide)
     counted = config.balance_loss or correction_E is not None
     counts = [x_TD.new_empty(config.experts, dtype=wide)] if counted else []

@@ -23,7 +23,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagestash.kernels.backend import cdiv, choose, launch, multiprocessors, power_of_two, tl, triton
+from pagestash.kernels.backend import (
+    cdiv,
+    choose,
+    launch,
+    multiprocessors,
+    power_of_two,
+    sum_dtype,
+    tl,
+    triton,
+)
 from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.layer.strided_rows import rows_of
 from pagestash.kernels.operator import operator
@@ -44,7 +53,7 @@ def forward(
         return forward_reference(x, weight, eps, offset, early)
     rows = rows_of(x, width)
     out = torch.empty(x.shape, dtype=_result_dtype(x, weight, early), device=device)
-    rstd = torch.empty(rows.number, dtype=_wide(x.dtype), device=device)
+    rstd = torch.empty(rows.number, dtype=sum_dtype(x.dtype), device=device)
     tile = _tile(width)
     launch(
         _forward_kernel,
@@ -146,10 +155,6 @@ def _tile(width: int) -> _Tile:
     return _Tile(max(1, ELEMENTS // block), block, min(16, max(4, block // 1024)))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _result_dtype(x: Tensor, weight: Tensor | None, early: bool) -> torch.dtype:
     return torch.promote_types(x.dtype, weight.dtype) if early and weight is not None else x.dtype
 
@@ -160,7 +165,7 @@ def _result_dtype(x: Tensor, weight: Tensor | None, early: bool) -> torch.dtype:
 def forward_reference(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, early: bool
 ) -> tuple[Tensor, Tensor]:
-    wide = x.to(_wide(x.dtype))
+    wide = x.to(sum_dtype(x.dtype))
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     normal = wide * rstd
     if early:
@@ -182,7 +187,7 @@ def backward_reference(
     *,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    wide = _wide(x.dtype)
+    wide = sum_dtype(x.dtype)
     normal = x.to(wide) * rstd.view(*x.shape[:-1], 1)
     of_y = gradient.to(wide)
     of_normal = of_y if weight is None else of_y * (weight.to(wide) + offset)
@@ -328,7 +333,7 @@ def _fake(
     x: Tensor, weight: Tensor | None, _eps: float, _offset: float, early: bool
 ) -> tuple[Tensor, Tensor]:
     y = x.new_empty(x.shape, dtype=_result_dtype(x, weight, early))
-    return y, x.new_empty(x.numel() // x.shape[-1], dtype=_wide(x.dtype))
+    return y, x.new_empty(x.numel() // x.shape[-1], dtype=sum_dtype(x.dtype))
 
 
 _rms_norm = operator(

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from pagestash.kernels.backend import choose, launch, power_of_two, tl, triton
+from pagestash.kernels.backward import differentiable_once
 from pagestash.kernels.operator import operator
 
 Style = Literal["halves", "half_table", "deinterleave", "interleaved"]
@@ -323,35 +324,32 @@ def rope(
     if heads_dim != 1:
         raise ValueError(f"heads_dim={heads_dim}: expected 1 for [B, H, S, D] or 2 for [B, S, H, D]")
     if torch.compiler.is_compiling():
-        rotated_q, rotated_k = _rope(q, k, cos, sin, style, wide, False)
+        rotated_q, rotated_k = _rope(q, k, cos, sin, style, wide)
         return rotated_q, rotated_k
-    return _Rope.apply(q, k, cos, sin, (style, wide, False))
+    return _Rope.apply(q, k, cos, sin, (style, wide))
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, settings: tuple[Style, bool, bool]
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, settings: tuple[Style, bool]
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        ctx.settings = style, wide, back = settings
-        return rotate(q, k, cos, sin, style=style, wide=wide, back=back)
+        ctx.settings = style, wide = settings
+        return rotate(q, k, cos, sin, style=style, wide=wide)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, of_q: Tensor, of_k: Tensor) -> tuple[Any, ...]:
         cos, sin = ctx.saved_tensors
-        style, wide, back = ctx.settings
-        if torch.is_grad_enabled():  # gradients of gradients are asked for
-            dq, dk = _Rope.apply(of_q, of_k, cos, sin, (style, wide, not back))
-        else:
-            dq, dk = rotate(of_q, of_k, cos, sin, style=style, wide=wide, back=not back)
-        return dq, dk, None, None, None
+        style, wide = ctx.settings
+        return *rotate(of_q, of_k, cos, sin, style=style, wide=wide, back=True), None, None, None
 
 
 _rope = operator(
     "rope",
     _Rope,
-    "Tensor q, Tensor k, Tensor cos, Tensor sin, str style, bool wide, bool back",
+    "Tensor q, Tensor k, Tensor cos, Tensor sin, str style, bool wide",
     lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
     keeps=(2, 3),
     results=2,

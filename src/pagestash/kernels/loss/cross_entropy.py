@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagestash.kernels.backend import choose, launch, power_of_two, tl, triton
+from pagestash.kernels.backend import choose, launch, power_of_two, sum_dtype, tl, triton
 
 CHUNK_BYTES = 256 << 20
 """Logits at a time, at least: a GEMM runs near its full rate, and it is 1 % of what a long batch would keep."""
@@ -71,7 +71,7 @@ def linear_cross_entropy(
             f"labels {tuple(labels_T.shape)} of {labels_T.dtype}: expected {hidden_TD.shape[0]} integers"
         )
     tokens, vocabulary = hidden_TD.shape[0], weight_VD.shape[0]
-    wide = torch.float64 if hidden_TD.dtype == torch.float64 else torch.float32
+    wide = sum_dtype(hidden_TD.dtype)
     losses_T = torch.empty(tokens, dtype=wide, device=hidden_TD.device)
     scale = torch.ones((), dtype=wide, device=hidden_TD.device)
     if options.mean:

@@ -10,8 +10,8 @@ What moves: the rows of each expert that has any, and its matrix once in and onc
 
 import torch
 
-from pagestash.kernels.backend import described_tensor, launch, multiprocessors, tl, triton
-from pagestash.kernels.moe.dots import dot_backend, load_tile, rows_of_experts, sum_dtype
+from pagestash.kernels.backend import described_tensor, launch, multiprocessors, sum_dtype, tl, triton
+from pagestash.kernels.moe.dots import dot_backend, load_tile, rows_of_experts
 
 BLOCK_M = 128
 BLOCK_N = 256

@@ -12,8 +12,8 @@ What moves: each of a token's rows once, and their sum once.
 
 import torch
 
-from pagestash.kernels.backend import cdiv, choose, launch, tl, triton
-from pagestash.kernels.moe.routed_tiles import check_operands, tile_of, wide_dtype
+from pagestash.kernels.backend import cdiv, choose, launch, sum_dtype, tl, triton
+from pagestash.kernels.moe.routed_tiles import check_operands, tile_of
 
 
 def combine(
@@ -108,7 +108,7 @@ def combine_reference(
     if not rows_RD.shape[0]:
         out_TD.zero_()
         return
-    wide = wide_dtype(rows_RD.dtype)
+    wide = sum_dtype(rows_RD.dtype)
     total = torch.zeros(out_TD.shape, dtype=wide, device=rows_RD.device)
     for k in range(inverse_TK.shape[1]):
         here = (inverse_TK[:, k] >= 0)[:, None]

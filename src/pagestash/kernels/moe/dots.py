@@ -23,11 +23,6 @@ def rows_of_experts(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
         start = max(start, end)
 
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which sums of products are made, in torch as in the kernels."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 @triton.jit
 def load_tile(matrix, row, column, row_stride, column_stride, row_inside, column_inside):
     """The elements of `matrix` at rows × columns. Those that are not inside are zero: they may be garbage."""

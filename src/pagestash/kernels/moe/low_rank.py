@@ -10,8 +10,8 @@ most part, so each value is read and written once, and rounded once. Rows after 
 
 import torch
 
-from pagestash.kernels.backend import cdiv, launch, power_of_two, tl, triton
-from pagestash.kernels.moe.dots import dot_backend, load_tile, rows_of_experts, sum_dtype
+from pagestash.kernels.backend import cdiv, launch, power_of_two, sum_dtype, tl, triton
+from pagestash.kernels.moe.dots import dot_backend, load_tile, rows_of_experts
 
 BLOCK_R = 128
 BLOCK_M = 128

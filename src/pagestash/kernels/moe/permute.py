@@ -13,8 +13,8 @@ times: 2.0 GiB rather than 1.1 at T=32,768, D=2048, K=8.)
 
 import torch
 
-from pagestash.kernels.backend import cdiv, choose, launch, tl, triton
-from pagestash.kernels.moe.routed_tiles import check_operands, tile_of, wide_dtype
+from pagestash.kernels.backend import cdiv, choose, launch, sum_dtype, tl, triton
+from pagestash.kernels.moe.routed_tiles import check_operands, tile_of
 from pagestash.kernels.moe.rows import empty_rows
 from pagestash.kernels.pages.paged import (
     Pages,
@@ -116,7 +116,7 @@ def permute_reference(
     token, choice = torch.nonzero(inverse_TK >= 0, as_tuple=True)
     value = tokens_TD[token]
     if weights_TK is not None:
-        wide = wide_dtype(tokens_TD.dtype)
+        wide = sum_dtype(tokens_TD.dtype)
         value = (value.to(wide) * weights_TK[token, choice, None].to(wide)).to(tokens_TD.dtype)
     out_RD[inverse_TK[token, choice].to(torch.int64)] = value
 

@@ -56,8 +56,3 @@ def tile_of(width: int, element_size: int, page: int | None = None) -> Tile:
         page is not None and whole and page % (block * element_size) == 0,
         2 if block == COLUMNS else 4,
     )
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the references compute in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

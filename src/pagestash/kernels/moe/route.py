@@ -2,7 +2,7 @@
 
 T tokens choose K of E experts each; R rows of capacity, sorted by expert. A *flat* index is `token * K + choice`.
 `order[row]` is the flat index of a row, `inverse[flat]` the row of a flat index, or -1 when it has none (an
-expert of another rank, a token past the valid ones, or beyond `capacity`).
+expert of another rank, or beyond `capacity`).
 
 What moves: the ids twice, both indices once, and one counter a block and expert. The sort is a counting sort
 in three launches; it is stable, uses no atomics, and gives the same bits every time.
@@ -48,15 +48,13 @@ def route(
     *,
     first: int = 0,
     capacity: int | None = None,
-    tokens: torch.Tensor | None = None,
     over: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Routing:
     """Sort the choices `ids_TK` by expert, for the experts `first` to `first + experts - 1`.
 
-    Ids outside that range get no row. `tokens`, one integer on the device, limits the tokens that count. With
-    more rows than `capacity` (default: T × K, which always suffices) the last ones get none, and `over`, a
-    float32 on the device, is set to 1.
+    Ids outside that range get no row. With more rows than `capacity` (default: T × K, which always suffices) the
+    last ones get none, and `over`, a float32 on the device, is set to 1.
     """
     if ids_TK.ndim != 2 or ids_TK.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -76,23 +74,19 @@ def route(
         inverse=torch.empty(ids_TK.shape, dtype=torch.int32, device=device),
     )
     if choose(device, backend) == "torch":
-        route_reference(ids_TK, first, tokens, over, found)
+        route_reference(ids_TK, first, over, found)
     else:
-        _launch(ids_TK.contiguous(), first, tokens, over, found)
+        _launch(ids_TK.contiguous(), first, over, found)
     return found
 
 
 # --- what: the torch reference ------------------------------------------------------------------------------
 
 
-def route_reference(
-    ids_TK: torch.Tensor, first: int, tokens: torch.Tensor | None, over: torch.Tensor | None, out: Routing
-) -> None:
+def route_reference(ids_TK: torch.Tensor, first: int, over: torch.Tensor | None, out: Routing) -> None:
     experts, capacity = out.counts.numel(), out.order.numel()
     flat = ids_TK.reshape(-1).to(torch.int64) - first
     valid = (flat >= 0) & (flat < experts)
-    if tokens is not None:
-        valid &= torch.arange(flat.numel(), device=ids_TK.device) < tokens.reshape(()) * ids_TK.shape[1]
     expert = torch.where(valid, flat, experts)
     counts = torch.bincount(expert, minlength=experts + 1)[:experts]
     order = torch.argsort(expert, stable=True)[: min(int(counts.sum()), capacity)]
@@ -110,37 +104,25 @@ def route_reference(
 
 
 @triton.jit
-def _expert_of(ids, at, limit, first, experts):
+def _expert_of(ids, at, entries, first, experts):
     """The local expert of entries `at`, or `experts` where they count for none."""
-    expert = tl.load(ids + at, mask=at < limit, other=-1).to(tl.int32) - first
-    return tl.where((at < limit) & (expert >= 0) & (expert < experts), expert, experts)
-
-
-@triton.jit
-def _limit(tokens, entries, K: tl.constexpr, LIMITED: tl.constexpr):
-    limit = entries
-    if LIMITED:
-        limit = tl.minimum(tl.load(tokens).to(tl.int32) * K, entries)
-    return limit
+    expert = tl.load(ids + at, mask=at < entries, other=-1).to(tl.int32) - first
+    return tl.where((at < entries) & (expert >= 0) & (expert < experts), expert, experts)
 
 
 @triton.jit(do_not_specialize=["first"])
 def _count_kernel(
     ids,
-    tokens,
     blocks_EB,
     entries,
     first,
     experts,
-    K: tl.constexpr,
-    LIMITED: tl.constexpr,
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):
     """Rows each block of entries has for each expert, `blocks_EB[expert, block]`."""
     block = tl.program_id(0)
-    limit = _limit(tokens, entries, K, LIMITED)
-    expert = _expert_of(ids, block * BLOCK + tl.arange(0, BLOCK), limit, first, experts)
+    expert = _expert_of(ids, block * BLOCK + tl.arange(0, BLOCK), entries, first, experts)
     start = 0
     while start < experts:
         column = start + tl.arange(0, PART)
@@ -170,7 +152,6 @@ def _scan_kernel(blocks_EB, counts, blocks, SCAN: tl.constexpr):
 @triton.jit(do_not_specialize=["first", "capacity"])
 def _place_kernel(
     ids,
-    tokens,
     blocks_EB,
     counts,
     bounds,
@@ -181,8 +162,6 @@ def _place_kernel(
     first,
     experts,
     capacity,
-    K: tl.constexpr,
-    LIMITED: tl.constexpr,
     FLAGGED: tl.constexpr,
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
@@ -190,14 +169,13 @@ def _place_kernel(
 ):
     """A row is what came before: smaller experts, this expert in earlier blocks, and in this block."""
     block = tl.program_id(0)
-    limit = _limit(tokens, entries, K, LIMITED)
     within = tl.arange(0, BLOCK)
     at = block * BLOCK + within
-    expert = _expert_of(ids, at, limit, first, experts)
+    expert = _expert_of(ids, at, entries, first, experts)
     row = tl.zeros((BLOCK,), tl.int32)
     for start in tl.range(0, BLOCK, PART):
         others = start + tl.arange(0, PART)
-        other = _expert_of(ids, block * BLOCK + others, limit, first, experts)
+        other = _expert_of(ids, block * BLOCK + others, entries, first, experts)
         earlier = (expert[:, None] == other[None, :]) & (others[None, :] < within[:, None])
         row += tl.sum(earlier.to(tl.int32), axis=1)
     mine = blocks_EB + expert.to(tl.int64) * tl.num_programs(0) + block
@@ -221,24 +199,18 @@ def _place_kernel(
                 tl.store(over, 1.0)
 
 
-def _launch(
-    ids_TK: torch.Tensor, first: int, tokens: torch.Tensor | None, over: torch.Tensor | None, out: Routing
-) -> None:
-    entries, choices, experts = ids_TK.numel(), ids_TK.shape[1], out.counts.numel()
+def _launch(ids_TK: torch.Tensor, first: int, over: torch.Tensor | None, out: Routing) -> None:
+    entries, experts = ids_TK.numel(), out.counts.numel()
     blocks = max(1, cdiv(entries, BLOCK))
     blocks_EB = torch.empty(experts, blocks, dtype=torch.int32, device=ids_TK.device)
-    limit = ids_TK if tokens is None else tokens
-    shared = {"K": choices, "LIMITED": tokens is not None, "BLOCK": BLOCK, "PART": PART}
-    launch(
-        _count_kernel, (blocks,), ids_TK.device, ids_TK, limit, blocks_EB, entries, first, experts, **shared
-    )
+    shared = {"BLOCK": BLOCK, "PART": PART}
+    launch(_count_kernel, (blocks,), ids_TK.device, ids_TK, blocks_EB, entries, first, experts, **shared)
     launch(_scan_kernel, (experts,), ids_TK.device, blocks_EB, out.counts, blocks, SCAN=SCAN)
     launch(
         _place_kernel,
         (blocks,),
         ids_TK.device,
         ids_TK,
-        limit,
         blocks_EB,
         out.counts,
         out.bounds,

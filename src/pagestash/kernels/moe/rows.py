@@ -10,8 +10,8 @@ def padded_rows(rows: int, alignment: int = ALIGNMENT) -> int:
     return -(-rows // alignment) * alignment
 
 
-def empty_rows(rows: int, width: int, like: torch.Tensor, alignment: int = ALIGNMENT) -> torch.Tensor:
-    """An uninitialised `[rows, width]` tensor in a block that is padded to `alignment` rows."""
-    whole = padded_rows(rows, alignment)
+def empty_rows(rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
+    """An uninitialised `[rows, width]` tensor in a block of padded rows."""
+    whole = padded_rows(rows)
     padded = torch.empty(whole, width, dtype=like.dtype, device=like.device)
     return padded if whole == rows else padded[:rows]

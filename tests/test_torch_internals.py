@@ -352,7 +352,6 @@ DETAILS = {
             "_forward_pre_hooks",
             "_free_weak_ref",
             functorch + "peek_interpreter_stack",
-            "_get_tracing_state",
             "_is_zerotensor",
             "_len_torch_dispatch_stack",
             "_modules",

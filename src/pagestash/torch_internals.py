@@ -202,10 +202,6 @@ is_zero_tensor: Callable[[torch.Tensor], bool] = internal_or(
 """Whether a tensor is all zeros, without memory: forward-mode AD makes such ones."""
 
 
-TracedModule: Any = getattr(torch.jit, "TracedModule", ())
-"""Of `torch.jit.trace`, for `isinstance`; torch exports no name for it. Where it is missing, nothing is one."""
-
-
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", None) or (lambda: True)
 """Whether autocast may be on for any kind of device. (To ask for one kind takes twice as long.)"""
 
@@ -247,13 +243,6 @@ preserve_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[N
     torch.autograd.grad_mode, "_unsafe_preserve_version_counter"
 )
 """A context in which writing to these tensors does not raise their version."""
-tracing_state: Callable[[], Any] = internal_or(
-    torch._C,
-    "_get_tracing_state",
-    lambda: None,
-    "torch.jit.trace of a model with a keeper records the keeper, too",
-)
-"""The state of `torch.jit.trace`, or None."""
 current_transform: Callable[[], Any] = internal_or(
     torch._C,
     "_functorch.peek_interpreter_stack",

@@ -200,12 +200,6 @@ def a_deep_copy_in_the_step(model, step):
         (model(X) + copy.deepcopy(model)(X)).backward()
 
 
-@case
-def torch_jit_trace(model, step):
-    with step():
-        torch.jit.trace(model.layers[0], X)(X).square().sum().backward()
-
-
 # --- other modes ---
 
 

@@ -433,32 +433,3 @@ def test_a_buffer_without_a_shape_is_refused_by_name():
         keeper.step(),
     ):
         model(torch.randn(4, 16)).sum().backward()
-
-
-@pytest.mark.parametrize("home", ["keep", "stash", "offload", "recompute"])
-def test_a_scripted_module_is_refused_by_name(home):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        model = nn.Sequential(nn.Linear(16, 16), nn.Sequential(torch.jit.script(nn.Linear(16, 16))))
-    with pytest.raises(ValueError, match=r"rule '1' .*'1.0' is compiled by torch.jit"):
-        ps.Keeper(ps.Policy([ps.Rule("1", home, min_bytes=0)]), backend="torch").attach(model)
-
-
-@pytest.mark.parametrize("home", ["keep", "stash", "offload", "recompute"])
-def test_of_a_traced_module_only_recompute_is_refused(home):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        traced = torch.jit.trace(nn.Linear(16, 16), torch.ones(4, 1, 16))
-    model = nn.Sequential(nn.Linear(16, 16), nn.Sequential(traced, nn.Tanh()), nn.Linear(16, 1))
-    x, found = torch.randn(4, 1, 16), []
-    for on in (False, True):
-        keeper = ps.Keeper(ps.Policy([ps.Rule("1", home, min_bytes=0)]), backend="torch") if on else None
-        if keeper is not None and home == "recompute":
-            with pytest.raises(ValueError, match=r"rule '1' .*'1.0' is compiled by torch.jit"):
-                keeper.attach(model)
-            return
-        with nullcontext() if keeper is None else keeper.attach(model).step():
-            model(x).square().mean().backward()
-        found.append([p.grad.clone() for p in model.parameters()])
-        model.zero_grad()
-    assert all(map(torch.equal, *found))

@@ -14,7 +14,6 @@ from pagestash.saved.module_hooks import RegionHooks
 from pagestash.saved.names import named_modules, prefixes
 from pagestash.saved.region import no_module
 from pagestash.torch_internals import (
-    TracedModule,
     buffers_of,
     children_of,
     modules_in,
@@ -71,7 +70,6 @@ class Attached:
         for name, _, rule in found:
             _refuse_checkpointed(names, name, rule)
             _refuse_partitioned(names, name, rule)
-            _refuse_scripted(names, name, rule)
         _warn_of_ignored_experts(model)
         own = [
             module
@@ -209,21 +207,6 @@ def _let_recompute(modules: Sequence[Any]) -> None:
         for module in told:
             module.use_recompute(False)
         raise
-
-
-def _refuse_scripted(names: dict[str, nn.Module], name: str, rule: Rule) -> None:
-    """A scripted module with weights takes no hooks, which a region needs; a traced one has none for a replay."""
-    region = names[name]
-    taken = () if rule.home == "recompute" else TracedModule
-    for inner in modules_in(region):
-        if not isinstance(inner, torch.jit.ScriptModule) or isinstance(inner, taken):
-            continue
-        if inner is region or next(inner.parameters(), None) is not None:
-            which = next((own for own, module in names.items() if module is inner), name)
-            raise ValueError(
-                f"rule {rule.match!r} names the region {name!r}, and {which!r} is compiled by torch.jit, which "
-                f"{rule.home!r} cannot see into; leave it uncompiled, or that region out of the policy"
-            )
 
 
 def _refuse_checkpointed(names: dict[str, nn.Module], name: str, rule: Rule) -> None:

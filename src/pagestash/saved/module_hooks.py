@@ -26,7 +26,6 @@ from pagestash.torch_internals import (
     forward_pre_hooks_of,
     modules_in,
     top_saved_tensors_hooks,
-    tracing_state,
 )
 
 
@@ -194,12 +193,7 @@ class Opening(Hook):
         if not current or not regions.in_step or regions.aside:
             return False
         run = current[-1].run
-        return (
-            (run is None or not run.replays)
-            and torch.is_grad_enabled()
-            and current_transform() is None
-            and tracing_state() is None  # torch.jit would record what we do
-        )
+        return (run is None or not run.replays) and torch.is_grad_enabled() and current_transform() is None
 
     @hidden
     def open(self, module: nn.Module, args: Any, kwargs: Any) -> None:

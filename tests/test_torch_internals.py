@@ -34,7 +34,7 @@ ON_OBJECTS = {
     "_cdata", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
     "_forward_hooks", "_forward_pre_hooks", "_local_tensor", "_sequence_nr", "_scale",
     "_growth_tracker", "_per_optimizer_states", "_stage", "_stages", "_num_stages", "_n_microbatches",
-    "_has_backward", "_orig_mod", "_compiled_call_impl", "_is_replica", "_step_supports_amp_scaling",
+    "_has_backward", "_orig_mod", "_compiled_call_impl", "_step_supports_amp_scaling",
 }  # fmt: skip
 """Private attributes of torch's objects; our own have some of these names on `self`."""
 
@@ -341,6 +341,7 @@ LATER = [dynamo + name for name in ("_FrameAction.DEFAULT", "_FrameExecStrategy"
 DETAILS = {
     **dict.fromkeys(
         [
+            autograd + "_get_sequence_nr",
             autograd + "_pop_saved_tensors_default_hooks",
             autograd + "_push_saved_tensors_default_hooks",
             autograd + "_top_saved_tensors_default_hooks",
@@ -363,7 +364,6 @@ DETAILS = {
     **dict.fromkeys(
         [
             "TorchDispatchMode",
-            autograd + "_get_sequence_nr",
             "_current_autograd_node",
             "_get_current_dispatch_mode_stack",
             "_pop_mode",

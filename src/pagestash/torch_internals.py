@@ -336,12 +336,6 @@ def compiled_in_place(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def is_replica(module: nn.Module) -> bool:
-    """Whether the module is a replica that `nn.DataParallel` made for one forward."""
-    # From __dict__: `getattr` of a missing attribute of a module takes microseconds.
-    return module.__dict__.get("_is_replica", False)
-
-
 # --- torch.compile. Nothing here loads dynamo, which takes two seconds. ---
 
 

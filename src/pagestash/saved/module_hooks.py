@@ -222,11 +222,16 @@ class Opening(Hook):
                     f"region {self.name!r} is under recompute, and a hook was registered on it inside of the step, "
                     "between it and the keeper, so that no replay runs the hook; register it before the step"
                 )
-            # (A region inside a recomputed one is recomputed with it. A replica of a module has the module's hooks:
-            # the replay runs the replica.)
-            way = self.path if module is self.path[-1] else [module]
+            # (A region inside a recomputed one is recomputed with it.)
             first = RecordedForward(
-                regions.recompute, regions.hooks, outer, way, modules, self.name, self.rule, (args, kwargs)
+                regions.recompute,
+                regions.hooks,
+                outer,
+                self.path,
+                modules,
+                self.name,
+                self.rule,
+                (args, kwargs),
             )
             run, parameters = first, first.parameters()
         if parameters is None:

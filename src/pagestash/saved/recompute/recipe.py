@@ -18,7 +18,7 @@ from pagestash.saved.recompute.rng import PythonRngStates, Random, own_generator
 from pagestash.saved.recompute.trees import map_leaves
 from pagestash.saved.recompute.undo import Undo
 from pagestash.saved.recompute.value_checks import Checks
-from pagestash.saved.recompute.weights import VersionOnly, Weights
+from pagestash.saved.recompute.weights import Weights
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,6 @@ class Learned:
     """What earlier forwards of a keeper's modules have shown."""
 
     changes_buffers: ChangesBuffers = field(default_factory=WeakKeyDictionary)
-    version_only: VersionOnly = field(default_factory=WeakKeyDictionary)
     python_rng: PythonRngStates = field(default_factory=PythonRngStates)
 
 
@@ -99,7 +98,7 @@ class Recipe:
         """Of the values of saved tensors, by their number, until they were compared."""
         self.layouts: dict[int, Layout] = {}
         """Of outputs, by their number."""
-        self.weights = Weights(modules, name, learned.version_only, checks)
+        self.weights = Weights(modules, name, checks)
         self._checks = checks
         self._references: References | None = References(modules)
         """Before forward; None: the step is over."""

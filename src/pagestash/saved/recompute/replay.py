@@ -1,8 +1,6 @@
 """A replay: forward runs again for the tensors that its operations save, and for its outputs."""
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from pagestash.saved.recompute.recipe import Recipe, form_of, layout_of
 from pagestash.saved.recompute.trees import tensors_of
 from pagestash.saved.recompute.undo import Undo, undo_all
 from pagestash.saved.region import Forward, Region, frames, set_frames
-from pagestash.torch_internals import pop_saved_tensors_hooks, push_saved_tensors_hooks
+from pagestash.torch_internals import next_sequence_number, pop_saved_tensors_hooks, push_saved_tensors_hooks
 
 
 class _Enough(BaseException):  # no `except Exception` of a forward may catch it
@@ -32,8 +30,8 @@ class Replay(Forward):
         self._wanted = wanted
         self._wanted_outputs = wanted_outputs
         self._versions: list[tuple[torch.Tensor, int]] = []
-        self._incomplete: list[tuple[FrameType, int]] = []
-        """Calls that saved a tensor which they may not have filled yet."""
+        self._filled_at = 0
+        """The number of the node from which on all that was taken is filled."""
         self._count = 0
         self._once_calls = 0
         self._may_stop = False
@@ -67,8 +65,7 @@ class Replay(Forward):
             set_frames(before)
             # Those that `_Enough` left open are over: the thread of a GPU's backward outlives every step.
             set_calls(calls)
-            self._incomplete.clear()
-        recipe.weights.check_after()
+        recipe.weights.check_after(at_once=recipe.checked)
         if ended and self._count != len(recipe.saved):
             raise self._differs(
                 f"{len(recipe.saved)} tensors were saved the first time, {self._count} this time"
@@ -93,7 +90,7 @@ class Replay(Forward):
 
     def note(self, tensor: torch.Tensor) -> None:
         """Count a tensor that an operation inside saved, and take it if it is wanted."""
-        saved, number = self._recipe.saved, self._count
+        saved, number, node = self._recipe.saved, self._count, next_sequence_number()
         self._count += 1
         if number >= len(saved) or saved[number] != form_of(tensor):
             first = "nothing more" if number >= len(saved) else _describe(*saved[number])
@@ -104,25 +101,11 @@ class Replay(Forward):
             self.found[number] = tensor.detach()
             self._versions.append((tensor, tensor._version))
             if not tensor.requires_grad:
-                # The running operation may have allocated it and not filled it yet, such as the noise of rrelu.
-                # An input that needs a gradient is complete.
-                caller = sys._getframe(2)
-                self._incomplete.append((caller, caller.f_lasti))
-        if self._may_stop and len(self.found) == len(self._wanted) and self._all_complete():
+                # The operation that saves it has made its node, and may fill it later, as rrelu does its noise. (An
+                # input that needs a gradient is there.)
+                self._filled_at = node + 1
+        if self._may_stop and len(self.found) == len(self._wanted) and node >= self._filled_at:
             raise _Enough
-
-    def _all_complete(self) -> bool:
-        """Whether the operations that saved the tensors have returned: none of their calls is on the stack."""
-        if self._incomplete:
-            running = set()
-            frame: FrameType | None = sys._getframe(2)
-            while frame is not None:
-                running.add((frame, frame.f_lasti))
-                if frame.f_code is _RUN:
-                    break  # it runs inside here, in a stack that may be deep
-                frame = frame.f_back
-            self._incomplete = [call for call in self._incomplete if call in running]
-        return not self._incomplete
 
     def _gather_weights(self) -> None:
         """FSDP2 gathers a module's weights in its backward; an output may be wanted before that."""
@@ -169,9 +152,6 @@ class Replay(Forward):
             f"replayed: {how}. Forward must do the same each time. It may read its arguments, weights, buffers, "
             "and attributes; put what it decides on into pagestash.once(...), or give the region another home"
         )
-
-
-_RUN = Replay.run.__code__
 
 
 # Functions of the module, not methods: autograd never lets go of a pack hook that raised, as `_Enough` does.

@@ -16,7 +16,6 @@ from torch import nn
 
 from pagestash.saved.storage import checksum
 from pagestash.saved.streams import capturing
-from pagestash.torch_internals import is_replica
 
 _GROUP = 128
 """Elements in a sum. The sums of unrelated values differ by a sixth of the sum of absolute values; in a larger
@@ -41,8 +40,7 @@ class Checks:
 
     def due(self, module: nn.Module) -> bool:
         """Whether the forward of `module` that begins now is checked."""
-        # (A replica of DataParallel's is a new module in every step.)
-        if is_replica(module) or capturing():
+        if capturing():
             return False
         if module.training not in self._modes.setdefault(module, set()):
             self._new.append((module, module.training))

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,9 +19,6 @@ from pagestash.torch_internals import (
     preserve_versions,
     storage_key,
 )
-
-VersionOnly = WeakKeyDictionary[nn.Module, set[str]]
-"""Names of weights whose version a forward raises while their bytes stay, as a parametrization's `set_` does."""
 
 
 class _Weight(NamedTuple):
@@ -54,15 +50,13 @@ _weight: Callable[[tuple[Any, ...]], _Weight] = partial(tuple.__new__, _Weight)
 class Weights:
     """Noted before a region's first forward."""
 
-    def __init__(
-        self, modules: Sequence[nn.Module], region: str, version_only: VersionOnly, checks: Checks
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], region: str, checks: Checks) -> None:
         self._region = region
         self._root = modules[0]
-        self._version_only = version_only
         self._checks = checks
-        self._checksums: dict[int, torch.Tensor] = {}
-        """Of weights whose version forward raised, until it is known whether it changed their bytes."""
+        self._raised: dict[int, torch.Tensor | None] = {}
+        """Weights whose version forward raised, as a parametrization's `set_` does: of each a checksum after it,
+        or None in a capture."""
         self._weights: list[_Weight] = []
         self.storages: set[int] = set()
         """The storages that the weights live in."""
@@ -80,12 +74,6 @@ class Weights:
                     self._weights.append(_weight((owner, name, weight, weight._version, memory)))
         if others:
             self.storages |= storage_keys(others)
-        self._before: dict[int, torch.Tensor] = {}
-        """Checksums before forward, of weights whose versions alone it changed so far."""
-        if version_only and not capturing():
-            for number, noted in enumerate(self._weights):
-                if self._is_version_only(noted) and (found := checksum(noted.tensor)) is not None:
-                    self._before[number] = found
 
     def close(self) -> None:
         """Forward is over: where it raised a version, backward must find the raised one."""
@@ -93,17 +81,15 @@ class Weights:
             version = weight.tensor._version
             if version != weight.version:
                 self._weights[number] = weight._replace(version=version)
-                if not self._is_version_only(weight) and not capturing():
-                    found = checksum(weight.tensor)
-                    if found is not None:
-                        self._checksums[number] = found
-        self._expect_unchanged("changed in its forward")
+                self._raised[number] = None if capturing() else checksum(weight.tensor)
 
     def check(self) -> None:
-        """Refuse a replay if the weights have other bytes than in forward."""
-        self._expect_unchanged("changed in place between forward and backward")
+        """Refuse a replay if the weights have other bytes than in forward.
+
+        (Where forward raises a version, that of another microbatch may have raised it since.)
+        """
         for number, weight in enumerate(self._weights):
-            if weight.tensor._version != weight.version and not self._same_bytes(number):
+            if weight.tensor._version != weight.version and number not in self._raised:
                 raise self._refusal(weight, "was changed in place")
             if weight.moved():
                 there = weight.there()
@@ -119,53 +105,25 @@ class Weights:
         )
 
     def restore(self, undo: Undo) -> None:
-        """From here on, no version is raised of weights whose versions alone forward changes."""
-        if self._checksums or self._version_only:
-            alone = [
-                weight.tensor
-                for number, weight in enumerate(self._weights)
-                if number in self._checksums or self._is_version_only(weight)
-            ]
-            if alone:
-                enter(preserve_versions(tuple(alone)), undo)
+        """From here on, forward raises no version."""
+        if self._raised:
+            enter(preserve_versions(tuple(self._weights[number].tensor for number in self._raised)), undo)
 
-    def check_after(self) -> None:
-        """A replay is over: refuse if it has changed a weight, as the first forward then did, too."""
-        for number in list(self._checksums):
-            if not self._same_bytes(number):
-                raise RuntimeError(
-                    f"region {self._region!r} is under recompute, and its forward changes its weight "
-                    f"{self._name(self._weights[number])!r} in place, so that it cannot be replayed; change it "
-                    "outside forward, or give the region another home"
+    def check_after(self, *, at_once: bool) -> None:
+        """A replay is over: where forward raises a version, its bytes must be the same. The step's end tells."""
+        for number, before in self._raised.items():
+            if before is not None and not capturing():
+                weight = self._weights[number]
+                now = checksum(weight.tensor)
+                assert now is not None
+                message = (
+                    f"region {self._region!r} is under recompute, and its weight {self._name(weight)!r} was "
+                    "changed in its forward, or between forward and backward, so that this step's gradients are "
+                    "wrong; change it outside forward and after backward, or give the region another home"
                 )
-
-    def _expect_unchanged(self, how: str) -> None:
-        """Of weights whose versions tell nothing: the answer is read when the step is over."""
-        for number, before in self._before.items():
-            weight = self._weights[number]
-            now = checksum(weight.tensor)
-            if now is not None:
-                self._checks.at_end(
-                    now != before,
-                    f"region {self._region!r} is under recompute, and its weight {self._name(weight)!r} was {how}, "
-                    "so that this step's gradients are wrong; change it after backward, or give the region another "
-                    "home",
-                )
-
-    def _is_version_only(self, weight: _Weight) -> bool:
-        return bool(self._version_only) and weight.name in self._version_only.get(weight.owner, ())
-
-    def _same_bytes(self, number: int) -> bool:
-        """Whether a weight whose version was raised has the same bytes. Waits for the device, the first time."""
-        weight = self._weights[number]
-        before = self._checksums.get(number)
-        if before is not None and not capturing():
-            found = checksum(weight.tensor)
-            if found is None or not torch.equal(before, found):
-                return False
-            del self._checksums[number]
-            self._version_only.setdefault(weight.owner, set()).add(weight.name)
-        return self._is_version_only(weight)
+                if at_once and bool(now != before):
+                    raise RuntimeError(message)
+                self._checks.at_end(now != before, message)
 
     def _name(self, weight: _Weight) -> str:
         inside = (name for name, module in self._root.named_modules() if module is weight.owner)

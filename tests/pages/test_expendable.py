@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from reference_ring import ReferenceRing
 
 from pagestash.kernels.pages.copy import copy_to_pages
 from pagestash.kernels.pages.layout import Counter, Header, Status
 from pagestash.pages.pool import PagePool
-from pagestash.pages.reference import ReferenceRing
 
 PAGE = 64
 

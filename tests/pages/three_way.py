@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from reference_ring import ReferenceRing, ReferenceTicket
 
 from pagestash.kernels.pages.layout import HEADER, HOST_BASE, Counter, Header, Status
 from pagestash.pages.pool import PagePool
-from pagestash.pages.reference import ReferenceRing, ReferenceTicket
 from pagestash.pages.telemetry import PoolStats, TierStats
 from pagestash.pages.ticket import Ticket
 

@@ -134,10 +134,8 @@ class PagePool:
         self.flush()
         self.reservations += 1
         sources = [_flat(tensor) for tensor in tensors]
-        spans, length = lay_out(tensors, self.page_bytes)
-        book = torch.empty(length, dtype=torch.int64, device=self.device)
-        group = TicketGroup(self._id, book, spans, account)
-        tickets = [Ticket(group, i, tensor.shape, tensor.dtype) for i, tensor in enumerate(tensors)]
+        group, tickets = self._group(tensors, account)
+        spans, book = group.spans, group.book
         self.room.enter(tickets, fixed)
         if len(spans) <= stash.FUSED:
             stash.stash(self.memory, sources, spans, fixed, on_device, book, account, host_later=host_later)
@@ -168,16 +166,7 @@ class PagePool:
         Otherwise it gets none, which is no overflow: the ticket's status on the device says so.
         """
         template = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        spans, length = lay_out([template], self.page_bytes)
-        book = torch.empty(length, dtype=torch.int64, device=self.device)
-        check_rows(self.device, rows)
-        self.flush()
-        self.reservations += 1
-        ticket = Ticket(TicketGroup(self._id, book, spans, account), 0, template.shape, dtype)
-        self.room.enter([ticket], [-1], expendable=expendable)
-        stash.reserve(self.memory, spans, [-1], rows, book, account, expendable=expendable)
-        self._live += 1
-        self.room.reserved([ticket], [-1], expendable=expendable)
+        (ticket,) = self._reserve([template], rows, account, expendable)
         self.leases.add(ticket)
         return ticket
 
@@ -189,20 +178,34 @@ class PagePool:
         `rows` is the number of valid rows of each, on the device; None for all rows.
         """
         templates = [torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes]
-        spans, length = lay_out(templates, self.page_bytes)
-        book = torch.empty(length, dtype=torch.int64, device=self.device)
-        fixed = [span.capacity if rows is None else -1 for span in spans]
+        return self._reserve(templates, rows, account)
+
+    def _reserve(
+        self,
+        templates: Sequence[torch.Tensor],
+        rows: torch.Tensor | None,
+        account: int,
+        expendable: bool = False,
+    ) -> list[Ticket]:
+        """Reserve pages, for all or none, for tensors like these on the meta device."""
         if rows is not None:
             check_rows(self.device, rows)
+        group, tickets = self._group(templates, account)
+        fixed = [span.capacity if rows is None else -1 for span in group.spans]
         self.flush()
         self.reservations += 1
-        group = TicketGroup(self._id, book, spans, account)
-        tickets = [Ticket(group, i, template.shape, torch.uint8) for i, template in enumerate(templates)]
-        self.room.enter(tickets, fixed)
-        stash.reserve(self.memory, spans, fixed, rows, book, account)
-        self._live += len(spans)
-        self.room.reserved(tickets, fixed)
+        self.room.enter(tickets, fixed, expendable=expendable)
+        stash.reserve(self.memory, group.spans, fixed, rows, group.book, account, expendable=expendable)
+        self._live += len(tickets)
+        self.room.reserved(tickets, fixed, expendable=expendable)
         return tickets
+
+    def _group(self, tensors: Sequence[torch.Tensor], account: int) -> tuple[TicketGroup, list[Ticket]]:
+        """Tickets for tensors like these, that are reserved together."""
+        spans, length = lay_out(tensors, self.page_bytes)
+        book = torch.empty(length, dtype=torch.int64, device=self.device)
+        group = TicketGroup(self._id, book, spans, account)
+        return group, [Ticket(group, i, tensor.shape, tensor.dtype) for i, tensor in enumerate(tensors)]
 
     def pages_of(self, ticket: Ticket) -> Pages:
         """Where a live ticket's tensor is, for kernels that write or read its pages in place."""

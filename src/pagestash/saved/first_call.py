@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagestash.saved.compiled import hidden, hidden_here
-from pagestash.saved.module_hook import Hook
+from pagestash.saved.module_hook import RunHook
 from pagestash.saved.module_hooks import RegionHooks
 from pagestash.saved.quiet_rules import StepNeverOpened
 from pagestash.saved.recompute.trees import map_leaves, tensors_of
@@ -75,8 +74,8 @@ class FirstCall:
         self._unseen = 0
         self._outside = StepNeverOpened()
         self._hooks = [
-            model.register_forward_pre_hook(_Before(self), with_kwargs=True),
-            model.register_forward_hook(_After(self)),
+            model.register_forward_pre_hook(RunHook(self._before), with_kwargs=True),
+            model.register_forward_hook(RunHook(self._after)),
         ]
 
     def remove(self) -> None:
@@ -112,8 +111,7 @@ class FirstCall:
             and current_transform() is None
         )
 
-    @hidden
-    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._counts():
             return
         self.overlaps |= self._waiting > 0
@@ -122,8 +120,7 @@ class FirstCall:
             self.call = Call.of(self.model, args, kwargs)
             self._weights = WeightSums(self.model.parameters())
 
-    @hidden
-    def after(self, output: Any) -> None:
+    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self._in_step:
             if torch.is_grad_enabled():
                 self._outside.saw(output)
@@ -141,26 +138,6 @@ class FirstCall:
 
     def backward_begins(self) -> None:
         self._waiting -= 1
-
-
-class _Before(Hook):
-    def __init__(self, first: FirstCall) -> None:
-        self._first = first
-
-    @hidden_here
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._first.before(args, kwargs)
-
-
-class _After(Hook):
-    def __init__(self, first: FirstCall) -> None:
-        self._first = first
-
-    @hidden_here
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._first.after(output)
 
 
 class _BackwardBegins:

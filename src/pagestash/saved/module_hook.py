@@ -1,6 +1,11 @@
 """Hooks of a keeper or a profile on a module, which are not copied with the module."""
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
+
+from pagestash.saved.compiled import hidden
 
 
 def nothing(*args: Any) -> None:
@@ -13,9 +18,18 @@ class Hook:
     def __reduce__(self) -> str | tuple[Any, ...]:
         return _no_hook, ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return nothing
-
 
 def _no_hook() -> Any:
     return nothing
+
+
+class RunHook(Hook):
+    """Calls a function with what the hook is given, but not inside of a compiled graph."""
+
+    def __init__(self, run: Callable[..., object]) -> None:
+        self._run = run
+
+    @hidden
+    def __call__(self, *given: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._run(*given)

@@ -11,7 +11,7 @@ from pagestash.policy import Rule
 from pagestash.saved.calls import begin, end, set_calls, under_way
 from pagestash.saved.compiled import at_compile_time, hidden, hidden_here
 from pagestash.saved.hooks import SavedTensorHooks
-from pagestash.saved.module_hook import Hook
+from pagestash.saved.module_hook import Hook, RunHook
 from pagestash.saved.recompute.home import Recompute
 from pagestash.saved.recompute.recorded_forward import RecordedForward
 from pagestash.saved.recompute.replay import is_sharded_class
@@ -105,7 +105,7 @@ class RegionHooks:
         for unit in units:
             if unit is not None and unit not in self._units:
                 self._units.add(unit)
-                self._hooks.append(unit.register_forward_pre_hook(Gathered()))
+                self._hooks.append(unit.register_forward_pre_hook(RunHook(note_gathered)))
 
     def refuse_compiled(self) -> None:
         """At the end of a step: raise for hooks that were compiled into a graph, so that no region was opened."""
@@ -124,22 +124,14 @@ def refuse_attached(model: nn.Module) -> None:
             )
 
 
-class Gathered(Hook):
+def note_gathered(module: nn.Module, args: Any) -> None:
     """Before the forward of an FSDP unit inside a region: its weights have just got new memory.
 
     (FSDP2's own hook is before all others; FSDP1 gathers in the forward of the wrapper.)
     """
-
-    @hidden_here
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.note(module)
-
-    @hidden
-    def note(self, module: nn.Module) -> None:
-        current = frames()
-        if current:
-            current[-1].weights |= parameter_keys(modules_in(module))
+    current = frames()
+    if current:
+        current[-1].weights |= parameter_keys(modules_in(module))
 
 
 class Opening(Hook):

@@ -10,9 +10,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from pagestash.saved.compiled import hidden
 from pagestash.saved.keeper import Keeper
-from pagestash.saved.module_hook import Hook
+from pagestash.saved.module_hook import RunHook
 from pagestash.sizes import format_bytes
 
 log = logging.getLogger("pagestash")
@@ -67,7 +66,10 @@ class CapacityBound:
     def __init__(self, module: nn.Module) -> None:
         self._module = cast(Bounded, module)
         self.uses = 0
-        module.register_forward_pre_hook(_CountForward(self))
+        module.register_forward_pre_hook(RunHook(self._count))
+
+    def _count(self, *_: Any) -> None:
+        self.uses += 1
 
     @property
     def flag(self) -> torch.Tensor:
@@ -87,15 +89,3 @@ def bounds_of(keeper: Keeper) -> list[PoolBound | CapacityBound]:
     # A layer and its bounded part may both have the method, with one flag; one of them is enough.
     modules = {id(cast(Bounded, module).over_capacity): module for module in found}
     return [PoolBound(keeper), *map(CapacityBound, modules.values())]
-
-
-class _CountForward(Hook):
-    """Counts forwards of modules with a capacity, which could overflow."""
-
-    def __init__(self, bound: CapacityBound) -> None:
-        self._bound = bound
-
-    @hidden
-    def __call__(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._bound.uses += 1

@@ -6,7 +6,7 @@ all that was saved is a small part, it is copied, and the copy is held.
 """
 
 from pagestash.policy import HomeName
-from pagestash.saved.lost import give_up
+from pagestash.saved.home import give_up
 from pagestash.saved.region import Region
 from pagestash.saved.rows.marks import Valid
 from pagestash.saved.storage import SPARSE, Entry, SavedView, ViewRecipe

@@ -1,21 +1,14 @@
 """Homes: a home takes the entries of a region when it ends, and gives each a place where its bytes wait."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from pagestash.policy import HomeName
 from pagestash.saved.storage import Entry
 from pagestash.torch_internals import storage_key
-
-
-class Sizes(NamedTuple):
-    """Bytes that wait now, and at their peak."""
-
-    bytes: int
-    peak: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +88,9 @@ class Home:
         """In all. Waits for the device."""
         return HomeStats(self.tally.bytes, self.tally.peak)
 
-    def regions(self) -> dict[str, Sizes]:
+    def regions(self) -> dict[str, HomeStats]:
         """By region. Waits for the device."""
-        return {name: Sizes(*sizes) for name, sizes in self.tally.by_region.items()}
+        return {name: HomeStats(*sizes) for name, sizes in self.tally.by_region.items()}
 
 
 class TakesGroups(Protocol):
@@ -109,6 +102,35 @@ class TakesGroups(Protocol):
         Sets the `place` of each, and lets go of its `origin` unless the bytes stay there.
         """
         ...
+
+
+class Lost:
+    """The place of entries that were given up."""
+
+    def get(self, entry: Entry) -> torch.Tensor:
+        raise RuntimeError(
+            f"backward asks for a tensor of region {entry.region!r} whose step ended by an exception, which gave "
+            "up all that the step had saved; run forward again"
+        )
+
+    def drop(self, entry: Entry) -> None:
+        """Its home has let go of it already."""
+
+
+def give_up(entries: Iterable[Entry]) -> None:
+    """Take the entries of a step that ended by an exception out of their places; whoever asks for one is told.
+
+    Autograd holds the failed graph until the thread's next backward, and the next step would find neither their
+    pages nor their host memory.
+    """
+    lost = Lost()
+    for entry in entries:
+        if entry.handles:
+            # (Taken out first: its last handle may die before the place has begun to drop it.)
+            place, entry.place = entry.place, lost
+            if place is not None:
+                place.drop(entry)
+            entry.place, entry.origin = lost, None
 
 
 @dataclass(slots=True, eq=False)

@@ -82,21 +82,14 @@ class Keeper:
     # --- attach ---
 
     def attach(self, model: nn.Module, regions: Sequence[str] = (), *, others: Sequence[str] = ()) -> Self:
-        """Watch the modules of `model` that a rule names; `regions` are the names that `ps.region` will open.
-
-        `others` are the modules of other stages, where `model` is a part of a larger one: a rule may match only
-        these.
-        """
+        """Watch the modules of `model` that a rule names. See `ps.Keeper.attach`."""
         self._attached.add(model, regions, others)
         self._follow_device()
         self._hand_out_pool()
         return self
 
     def detach(self) -> None:
-        """Take all hooks off. What is stashed stays until backward has asked for it.
-
-        The pool and pinned memory end with the last reference to the keeper, if no backward is still to come.
-        """
+        """Take all hooks off. What is stashed stays until backward has asked for it."""
         if self._in_step:
             raise RuntimeError("keeper.detach() in a step, whose regions are open; detach when it is over")
         self._attached.remove()
@@ -126,17 +119,7 @@ class Keeper:
             self.size_pool()
 
     def follow(self, schedule: Any) -> Any:
-        """Read ahead in a pipeline schedule; `remove()` what this returns to stop.
-
-            schedule = ScheduleDualPipeV(stages, microbatches, loss_fn=loss)
-            keeper.follow(schedule)                 # and every other schedule of the same stages
-            with keeper.step():
-                schedule.step(tokens)
-
-        Offload then knows from the schedule's plan which stage and microbatch comes next: what to fetch ahead, and
-        what stays because its backward follows at once. Schedules of the same stages may have different numbers of
-        microbatches. Raises `ValueError` for a schedule that cannot be followed.
-        """
+        """Read ahead in a pipeline schedule; `remove()` what this returns to stop. See `ps.Keeper.follow`."""
         following = follow(schedule, self._offload, self.aside, self._stage_events)
         self._hooks.append(following)
         return following
@@ -154,13 +137,7 @@ class Keeper:
 
     @contextmanager
     def step(self, *, check: bool = True) -> Iterator[None]:
-        """One forward and backward, or several.
-
-        A group that finds no page stays where it is, and the pool grows at the end. With `[pool] on_overflow =
-        "raise"` it comes back as zeros instead, and the end raises `PoolOverflow`, on all ranks of
-        `torch.distributed`: they must have the same number of steps. With `check=False` the end does not look; the
-        caller feeds `keeper.overflow` to the optimizer, as `GraphedStep` does.
-        """
+        """One forward and backward, or several. See `ps.Keeper.step`."""
         if self._in_step:
             raise RuntimeError("keeper.step() is already open; a keeper runs one step at a time")
         self._regions.outside = None

@@ -11,7 +11,7 @@ from pagestash.kernels.pages.layout import Counter
 from pagestash.pages.pool import PagePool
 from pagestash.pages.ticket import Ticket
 from pagestash.policy import HomeName, Policy
-from pagestash.saved.home import Home, HomeStats, Keep, Sizes, Tally
+from pagestash.saved.home import Home, HomeStats, Keep, Tally
 from pagestash.saved.overflow import NoPage, make_room
 from pagestash.saved.paged import PagedStash
 from pagestash.saved.storage import Entry, Place
@@ -208,12 +208,12 @@ class Stash(Home):
         state = self._paged.pool.stats()
         return HomeStats(state.valid_bytes, max(state.valid_bytes_peak, self.tally.peak))
 
-    def regions(self) -> dict[str, Sizes]:
+    def regions(self) -> dict[str, HomeStats]:
         if self._paged is None:
             return super().regions()
         counts, accounts = self._paged.pool.memory.accounts.tolist(), self._paged.accounts
-        found = {name: Sizes(*counts[row]) for name, row in accounts.items()}
+        found = {name: HomeStats(*counts[row]) for name, row in accounts.items()}
         for name, measured in self.tally.by_region.items():
-            now, peak = found.get(name, (0, 0))
-            found[name] = Sizes(now, max(peak, measured[1]))
+            known = found.get(name, HomeStats(0, 0))
+            found[name] = HomeStats(known.bytes, max(known.peak, measured[1]))
         return found

@@ -31,9 +31,9 @@ class OffloadStats:
 class NoPageStats:
     """Stashed groups that found no page and stayed where they were, since the last `reset_peaks`; their bytes."""
 
-    groups: int
-    bytes: int
-    peak: int
+    groups: int = 0
+    bytes: int = 0
+    peak: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class KeeperStats:
     regions: dict[str, HomeStats]
     pool: PoolStats | None
     offload: OffloadStats | None = None
-    no_page: NoPageStats = NoPageStats(0, 0, 0)
+    no_page: NoPageStats = NoPageStats()
     expected_rows: ExpectedRowsStats | None = None
     """Of layers with `expected_rows="auto"`, once there is a number."""
     products: str = ""
@@ -95,17 +95,17 @@ def collect(
     """What the homes hold. Waits for the device."""
     by_region: dict[str, HomeStats] = {}
     for home in homes:
-        for name, (now, peak) in home.regions().items():
+        for name, each in home.regions().items():
             # Peaks of several homes need not have been at one time.
             known = by_region.get(name or OUTSIDE, HomeStats(0, 0))
-            by_region[name or OUTSIDE] = HomeStats(known.bytes + now, known.peak + peak)
+            by_region[name or OUTSIDE] = HomeStats(known.bytes + each.bytes, known.peak + each.peak)
     pool, left = stash.pool, stash.no_page
     return KeeperStats(
         homes={home.name: home.stats() for home in sorted(homes, key=lambda home: HOMES.index(home.name))},
         regions=by_region,
         pool=None if pool is None else pool.stats(),
         offload=None if offload.plan is None else _offload_stats(offload),
-        no_page=NoPageStats(0, 0, 0)
+        no_page=NoPageStats()
         if left is None
         else NoPageStats(left.groups, left.tally.bytes, left.tally.peak),
         products="" if device is None else described(device),

@@ -11,8 +11,7 @@ from weakref import WeakSet, ref
 import torch
 
 from pagestash.policy import HomeName
-from pagestash.saved.home import Home
-from pagestash.saved.lost import give_up
+from pagestash.saved.home import Home, give_up
 from pagestash.saved.recompute.chain import discards
 from pagestash.saved.recompute.packed import Output
 from pagestash.saved.recompute.recipe import Learned, Recipe

@@ -75,11 +75,11 @@ def policy(bits=8, page=1024, home="stash", parts=("experts",), fields=(), **poo
     return ps.Policy(rules, ps.PoolConfig(page=page, headroom=1.5, **pool))
 
 
-def steps(expected, *, inner=INNER, count=3, config=(), **given):
-    """The gradients of some steps, all alike, and the keeper."""
+def steps(expected, *, inner=INNER, tokens=TOKENS, config=(), **given):
+    """The gradients of three steps, all alike, and the keeper's figures."""
     model = Stack(expected, inner, **dict(config))
     keeper = ps.Keeper(policy(**given), backend="torch").attach(model)
-    found = [run(model, batch(), keeper) for _ in range(count)]
+    found = [run(model, batch()[:tokens], keeper) for _ in range(3)]
     assert all(same(each, found[0]) for each in found)
     stats = keeper.stats()
     assert stats.homes["stash"].bytes == 0
@@ -186,26 +186,30 @@ def test_what_is_coded_is_let_go_before_the_second_projection(monkeypatch, expec
 
 @pytest.mark.parametrize("home", ["stash", "keep", "offload"])
 def test_rows_past_the_valid_ones_are_not_coded_and_do_not_touch_others(monkeypatch, home):
-    """Rows of 144 values: a block that went on into the next row would have its scale from there."""
-    wanted = [steps(expected, inner=72, home=home)[0] for expected in (0, CHOICES + 20)]
+    """A block that went on from the last valid row, of 144 values, would have its scale from the row behind it."""
+    given = {"inner": 72, "tokens": 63, "home": home}
+    wanted = [steps(expected, **given)[0] for expected in (0, CHOICES + 20)]
 
     def activation(h_RH, info, *given, **more):
         h_RH[int(info.rows) :] = 1e30
         return ACTIVATION(h_RH, info, *given, **more)
 
     monkeypatch.setattr(gated, "forward", activation)
-    found = [steps(expected, inner=72, home=home)[0] for expected in (0, CHOICES + 20)]
+    found = [steps(expected, **given)[0] for expected in (0, CHOICES + 20)]
     assert same(found[0], wanted[0])
     assert same(found[1], wanted[1])
 
 
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_codes_of_expected_rows_leave_for_the_host(fraction):
-    wanted, _ = steps(100)
+@pytest.mark.parametrize("expected", [100, CHOICES + 20])
+@pytest.mark.parametrize(("fraction", "left"), [(0.5, 0.5), (1.0, 0.75)])
+def test_codes_of_expected_rows_leave_for_the_host(fraction, left, expected):
+    """Of all, what backward asks for first stays: the last projection, a quarter."""
+    wanted, _ = steps(expected)
     fields = {"fraction": fraction, "prefetch_bytes": 0}
-    found, stats = steps(100, fields=fields)
+    found, stats = steps(expected, fields=fields)
     assert same(found, wanted)
-    assert 0 < stats.homes["offload"].peak <= DEPTH * 100 * ROW
+    assert stats.homes["offload"].peak == left * DEPTH * expected * ROW
+    assert stats.homes["stash"].peak == DEPTH * max(CHOICES - expected, 0) * ROW
 
 
 @pytest.mark.parametrize("expected", [0, 60])

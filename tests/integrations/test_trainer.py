@@ -127,7 +127,9 @@ def test_a_state_that_nobody_knows_before_it_is_there_is_not_counted(tmp_path, m
     trainer = trainer_of(model, tmp_path, eval_strategy="no", max_steps=1)
     trainer.optimizer = Odd(model.parameters(), 1e-3)
     keeper = pagestash.hf.wrap(trainer, ps.Keeper(budget=0.95, repeats=1))
-    with pytest.warns(UserWarning, match="does not count the optimizer's state: .* of Odd is not known before"):
+    with pytest.warns(
+        UserWarning, match="does not count the optimizer's state: .* of Odd is not known before"
+    ):
         trainer.train()
     assert keeper.plan is not None
 

@@ -35,8 +35,8 @@ HELD_BY = {
 def parse_budget(budget: str | float, unplanned: Prediction, device: str) -> int:
     """Bytes that the device may hold at a step's peak, weights included.
 
-    `"40GiB"`, an int or `80e9`: bytes. A float up to 1, or `"50%"`: that part of the saved bytes at the unplanned peak, and
-    all else that is there then. `"auto"`: what this process can have of its GPU.
+    `"40GiB"`, an int or `80e9`: bytes. A float up to 1, or `"50%"`: that part of the saved bytes at the unplanned
+    peak, and all else that is there then. `"auto"`: what this process can have of its GPU.
     """
     check_budget(budget)
     if budget == "auto":

@@ -119,8 +119,8 @@ def refuse_attached(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if any(isinstance(hook, Opening) for hook in forward_pre_hooks_of(module).values()):
             raise ValueError(
-                f"a keeper is attached to the model, with a rule for {name!r}, and a plan is for the model without; "
-                "call keeper.detach() first"
+                f"a keeper is attached to the model, with a rule for {name!r}, and a plan is for the model "
+                "without; call keeper.detach() first"
             )
 
 

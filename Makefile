@@ -71,7 +71,7 @@ coverage: $(VENV)/.test
 # Whether all that is pinned is on the public index, as wheels. No other index counts, and no file on this disk.
 PLATFORMS := x86_64-manylinux_2_28 aarch64-manylinux_2_28
 PYTHONS   := 3.11 3.12 3.13 3.14
-EXTRAS    := train hf jax plan plot# frameworks are not pinned: they do not all go together
+EXTRAS    := train hf jax plot# frameworks are not pinned: they do not all go together
 BARE      := env -u UV_INDEX -u UV_DEFAULT_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL -u UV_FIND_LINKS UV_NO_CONFIG=1
 resolve: $(VENV)/.uv
 	@printf '%s\n' $(foreach python,$(PYTHONS),$(PLATFORMS:%=$(python):%)) | xargs -P 8 -n 1 sh -c 'at=$$1; \
@@ -121,7 +121,7 @@ $(VENV)/.demo: $(VENV)/.base
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(PIP) -e ".[jax,hf,plan,plot]" -r requirements/test.txt
+	$(PIP) -e ".[jax,hf,plot]" -r requirements/test.txt
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.test

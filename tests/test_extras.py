@@ -14,10 +14,12 @@ ALONE = {
         import pagestash.cli, pagestash.pipeline, pagestash.planning, pagestash.profiling, torch
         import pagestash as ps
 
-        net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+        net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
         keeper = ps.Keeper(ps.Policy([ps.Rule("0", "stash"), ps.Rule("1", "recompute")])).attach(net)
         with keeper.step():
-            net(torch.ones(2, 8)).sum().backward()
+            net(torch.ones(2, 64)).sum().backward()
+        keeper.detach()
+        assert ps.plan(net, torch.ones(512, 64), budget=0.95, repeats=1).policy
         pagestash.cli.app(["profile", "--preset", "tiny", "--layers", "1", "--seq", "16"])
     """,
     "train": """
@@ -26,14 +28,6 @@ ALONE = {
 
         folder = tempfile.mkdtemp()
         pagestash.cli.app(["train", "--preset", "tiny", "--steps", "1", "--out", folder])
-    """,
-    "plan": """
-        import torch
-        import pagestash as ps
-        from scipy.optimize import milp
-
-        net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
-        assert ps.plan(net, torch.ones(512, 64), budget=0.95, repeats=1).policy
     """,
     "plot": """
         import tempfile
@@ -62,7 +56,7 @@ ALONE = {
         assert stash_scan(layer, jnp.ones((8, 4)), jnp.ones((2, 4, 4)), policy=policy)[0].shape == (8, 4)
     """,
     "demo": """
-        import matplotlib, safetensors, scipy
+        import matplotlib, safetensors
         import pagestash.commands.demo
     """,
 }

@@ -68,7 +68,6 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     before, _, _ = text.partition("1. Profile a step")  # at the start, not after a minute
     assert "Without pictures: they need matplotlib (pip install 'pagestash[plot]')." in before
-    assert "linear programs need scipy (pip install 'pagestash[plan]')." in before
     assert not list(tmp_path.glob("*.png"))
 
 

@@ -1,15 +1,15 @@
-"""What the linear program proposes, and which layers take it: those of many layers, above all."""
+"""Mixes of choices, and which layers take them: those of many layers, above all."""
 
 import pytest
 from support.tiers import slow
 from test_plans import MB, made_up
 
 from pagestash.planning.budget import parse_budget
-from pagestash.planning.candidates import Problem, assigned
+from pagestash.planning.candidates import Problem
 from pagestash.planning.choices import Choice, Group, Unit
 from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.mixes import Point, front_of, mixes
 from pagestash.planning.predict import Predictor
-from pagestash.planning.prediction import Cost
 from pagestash.planning.search import BLOCKS, predictions_for
 
 KEEP: Choice = ()
@@ -18,28 +18,41 @@ RECOMPUTE: Choice = (("mlp", "recompute", 1.0),)
 
 
 def group(layers):
-    costs = [Cost(10, 0, 0.0, 0), Cost(0, 10, 0.0, 0), Cost(0, 0, 1.0, 10)]
-    return Group([Unit(f"layers.{at}") for at in range(layers)], [KEEP, MOVE, RECOMPUTE], costs)
+    return Group([Unit(f"layers.{at}") for at in range(layers)])
 
 
-def test_of_a_few_layers_the_first_move_and_the_last_keep():
-    found = assigned([group(6)], ((1, 2, 3),))
-    assert found == (MOVE, MOVE, RECOMPUTE, RECOMPUTE, RECOMPUTE, KEEP)
+def test_a_front_has_the_choices_whose_bytes_cost_least_time():
+    keep, cheap, dear, small = (Point(*own, KEEP) for own in ((1.0, 90), (1.1, 80), (1.6, 70), (1.8, 50)))
+    slower, larger = Point(1.2, 90, KEEP), Point(1.9, 60, KEEP)
+    assert front_of([small, slower, dear, keep, larger, cheap]) == [keep, cheap, small]
+    assert front_of([slower]) == [slower]
 
 
-def test_a_small_group_beside_is_not_spread():
-    found = assigned([group(64), group(BLOCKS)], ((32, 32, 0), (4, 4, 0)), spread=True)
-    assert found[:4] == (MOVE, KEEP, MOVE, KEEP)
-    assert found[64:] == 4 * (MOVE,) + 4 * (KEEP,)
+def test_a_choice_that_is_faster_than_keeping_and_smaller_comes_first():
+    keep, move = Point(1.0, 90, KEEP), Point(0.9, 80, MOVE)
+    assert front_of([keep, move]) == [move]
 
 
-@pytest.mark.parametrize("own", [(16, 32, 16), (1, 40, 23), (0, 63, 1), (64, 0, 0), (21, 22, 21)])
-def test_spread_choices_have_their_share_of_every_part_of_the_layers(own):
-    found = assigned([group(64)], (own,), spread=True)
-    for choice, count in zip((KEEP, MOVE, RECOMPUTE), own):
-        assert found.count(choice) == count
-        for end in range(65):
-            assert abs(found[:end].count(choice) - count * end / 64) <= 1.5
+def test_groups_go_down_their_fronts_the_cheapest_bytes_first():
+    few = [Point(1.0, 90, KEEP), Point(1.2, 80, MOVE), Point(2.0, 70, RECOMPUTE)]
+    one = [Point(1.0, 90, KEEP), Point(1.3, 80, MOVE)]
+    found = list(mixes([group(2), group(1)], [few, one]))
+    assert found == [
+        (KEEP, KEEP, KEEP),
+        (MOVE, KEEP, KEEP),
+        (MOVE, MOVE, KEEP),
+        (MOVE, MOVE, MOVE),
+        (RECOMPUTE, MOVE, MOVE),
+        (RECOMPUTE, RECOMPUTE, MOVE),
+    ]
+
+
+@pytest.mark.parametrize("count", [9, 20, 64])
+def test_of_many_layers_a_choice_has_its_share_of_every_part(count):
+    """Copies of neighbours would come at once."""
+    for found in mixes([group(count)], [[Point(1.0, 90, KEEP), Point(1.2, 80, MOVE)]]):
+        for end in range(count + 1):
+            assert abs(found[:end].count(MOVE) - found.count(MOVE) * end / count) <= 1.5
 
 
 def found_for(step, part):

@@ -1,4 +1,4 @@
-"""Plans where the host is ahead of the device: sums count its launches, and proposals and searches go by them."""
+"""Plans where the host is ahead of the device: sums count its launches, and searches go by them."""
 
 import re
 from dataclasses import replace
@@ -6,15 +6,12 @@ from dataclasses import replace
 import pytest
 from test_graphed_plans import on_gpu
 from test_lanes import COSTLY, launched
-from test_plans import MB
 
 import pagestash as ps
 from pagestash.planning.candidates import Problem
-from pagestash.planning.choices import Group
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
-from pagestash.planning.prediction import Cost, RuleTable
-from pagestash.planning.program import Program
+from pagestash.planning.prediction import RuleTable
 
 RULES = {
     "recompute": [ps.Rule("layers.*.a", "recompute")],
@@ -60,23 +57,6 @@ def test_what_a_policy_takes_longer_follows_from_its_sums(part):
         before, after = (predictor.predict(policies[number]) for number in (one, other))
         more = predictor.cost(policies[other]).minus(predictor.cost(policies[one]))
         assert before.longer(more) == pytest.approx(after.mean_seconds - before.mean_seconds)
-
-
-@pytest.mark.parametrize(("part", "chosen"), [(0.2, 1), (1.0, 2)])
-def test_the_program_spares_the_host_where_the_step_waits_for_it(part, chosen):
-    """Of two choices that free the same, one is cheap for the device, the other for the host."""
-    step = ahead(part)
-    layers = max(Problem(step, 0).groups, key=lambda group: len(group.units))
-    free = Cost(8 * MB, 0, 0.0, 0)
-    one = Cost(0, 0, 0.0, 0, device_seconds=1e-4, launch_seconds=1e-3)
-    other = Cost(0, 0, 0.0, 0, device_seconds=5e-4, launch_seconds=1e-5)
-    choices = [(), (("a", "recompute", 1.0),), (("b", "recompute", 1.0),)]
-    group = Group(layers.units, choices=choices, costs=[free, one, other])
-    plain = Predictor(step).predict(table(step, []))
-    program = Program(step, [group], 0, lambda unit: 0, plain)
-    ((none, *counts),) = program.solve(program.level(((0, 8, 0),)))
-    assert none == 0
-    assert counts[chosen - 1] == 8
 
 
 def test_a_busy_host_counts_before_the_choices_of_a_layer_are_combined():

@@ -21,7 +21,6 @@ from pagestash.planning.make import plan_step
 from pagestash.planning.predict import predict
 from pagestash.planning.prediction import RuleTable
 
-pytest.importorskip("scipy")
 PROFILES = Path(__file__).parent / "profiles"
 HOST = 100 << 30
 

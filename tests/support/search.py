@@ -4,7 +4,6 @@ from pagestash.planning import candidates, search
 
 EFFORT = (
     (search, "MOST", 30),
-    (candidates, "GRID", 4),
     (candidates, "EXHAUSTIVE", 100),
     (candidates, "EXHAUSTIVE_ON_A_RANK", 100),
 )

@@ -136,8 +136,6 @@ def _run(steps: int, seed: int, out: Path) -> bool:
     pictures = importlib.util.find_spec("matplotlib") is not None
     if not pictures:
         say("Without pictures: they need matplotlib (pip install 'pagestash[plot]').")
-    if importlib.util.find_spec("scipy") is None:
-        say("A local search plans: linear programs need scipy (pip install 'pagestash[plan]').")
 
     say("\n1. Profile a step")
     plain = Run(seed)

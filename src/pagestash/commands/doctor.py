@@ -19,7 +19,6 @@ PACKAGES = (
     ("transformers", "pip install 'pagestash[hf]', for models of Hugging Face"),
     ("peft", "pip install peft, for adapters"),
     ("jax", "pip install 'pagestash[jax]', for models in JAX"),
-    ("scipy", "pip install 'pagestash[plan]', for faster plans"),
     ("matplotlib", "pip install 'pagestash[plot]', for pictures"),
     ("safetensors", "pip install 'pagestash[train]', for pagestash train"),
 )

@@ -1,35 +1,29 @@
 """The candidates of a plan: ways to give each layer a choice, each predicted.
 
 What one would write by hand comes first: so no plan is slower than that, and what fits by hand is never refused.
-Where there are few ways in all, all of them are predicted. Else a linear program (`program.py`) proposes how many
-layers of each group take which choice, for some memory levels, and a local search (`search.py`) goes on from there.
+Where there are few ways in all, all of them are predicted. Else every choice is predicted for a whole group, then
+mixes of neighbouring choices (`mixes.py`), and a local search (`search.py`) goes on from there.
 
 Nothing of this depends on the budget, so more memory never makes a plan slower.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import product
 from math import prod
 
 from pagestash.planning.alternatives import by_hand
-from pagestash.planning.choices import Choice, Group, Unit, find_groups, least_bytes_of, rules_of
+from pagestash.planning.choices import Group, Unit, find_groups, least_bytes_of, rules_of
 from pagestash.planning.lifetimes import MeasuredStep
+from pagestash.planning.mixes import Point, front_of, mixes
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
-from pagestash.planning.program import Counts, Program, uniform
-from pagestash.planning.search import BLOCKS, LEVELS, Assignment, Search, predictions_for
+from pagestash.planning.search import LEVELS, Assignment, Search, predictions_for, units_of
 from pagestash.policy import HOMES, PoolConfig, Rule
 from pagestash.profiling.progress import Tell, tell_nobody
 
 EXHAUSTIVE, EXHAUSTIVE_ON_A_RANK = 2_000, 900
 """So many ways to give each layer a choice are all predicted. A rank of a pipeline is planned many times."""
-GRID = 12
-"""Memory levels that the program is solved for, between the smallest and the unplanned one."""
-RATES = (1.0, 0.4, 0.0)
-"""Parts of the link's rates that it may count on: real copies hide less well than their sum says. With 0 nothing
-is moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +48,6 @@ def in_order(found: Sequence[Candidate]) -> list[Candidate]:
     return sorted(found, key=lambda item: (item.predicted.mean_seconds, item.predicted.peak_bytes))
 
 
-def has_solver() -> bool:
-    """Whether counts can be solved for."""
-    return find_spec("scipy") is not None
-
-
 @dataclass(slots=True)
 class Problem:
     """A measured step, its groups, and the host memory that offload may take."""
@@ -70,8 +59,6 @@ class Problem:
     least_bytes: int = 0
     predictor: Predictor | None = None
     """What candidates are predicted with; None: the step itself."""
-    others: Callable[[str], int] = lambda unit: 0
-    """Under a schedule: how many more microbatches of a unit are in flight."""
 
     def __post_init__(self) -> None:
         self.least_bytes = least_bytes_of(self.step.profile)
@@ -99,9 +86,9 @@ class Problem:
             for assignment in product(*(group.choices for group in self.groups for _ in group.units)):
                 pool.predict(assignment)
         else:
-            worth = pool.worth // (4 if is_rank else 1)
-            pool.total = GRID * len(RATES) + worth
-            for assignment in self._proposed() if has_solver() else ():
+            worth = pool.worth // (8 if is_rank else 1)
+            pool.total = sum(len(group.choices) for group in self.groups) + worth
+            for assignment in self._mixed(pool):
                 pool.predict(assignment)
             self._search(pool, worth)
         return in_order(pool.candidates)
@@ -119,22 +106,25 @@ class Problem:
             for unit in self.units
         )
 
-    def _proposed(self) -> Iterator[Assignment]:
-        """What the linear program proposes."""
-        own = self.predictor
-        if own is None or own.step is not self.step:  # (of a pipeline's rank, one microbatch)
-            own = Predictor(self.step)
-        unplanned = own.predict(RuleTable({}, PoolConfig()))
-        program = Program(self.step, self.groups, self.host_bytes, self.others, unplanned)
-        least = program.least()
-        yield assigned(self.groups, least)
-        low, high = program.level(least), program.level(uniform(self.groups, [0] * len(self.groups)))
-        for number, rate in product(range(GRID), RATES):
-            counts = program.solve(low + (high - low) * number / GRID, rate)
-            if counts is not None:
-                yield assigned(self.groups, counts)
-                if any(len(group.units) > BLOCKS for group in self.groups):
-                    yield assigned(self.groups, counts, spread=True)
+    def _mixed(self, pool: "_Predicted") -> Iterator[Assignment]:
+        """Mixes down two fronts of each group: as predicted, and by sums where compute waits for every copy."""
+        link = self.step.profile.link
+        byte_seconds = 1 / link.out + 1 / link.back
+        predicted, waiting = list[list[Point]](), list[list[Point]]()
+        for group, units in zip(self.groups, units_of(self.groups)):
+            predicted.append([])
+            for choice in group.choices:
+                found = pool.predict(tuple(choice if at in units else () for at in range(len(self.units))))
+                if found is not None:  # the host has memory for it
+                    predicted[-1].append(Point(found.mean_seconds, found.peak_bytes, choice))
+            waiting.append(
+                [
+                    Point(cost.seconds + byte_seconds * cost.moved_bytes, cost.kept_bytes, choice)
+                    for choice, cost in zip(group.choices, group.costs)
+                ]
+            )
+        for points in (predicted, waiting):
+            yield from mixes(self.groups, [front_of(own) for own in points])
 
     def _search(self, pool: "_Predicted", predictions: int) -> None:
         unplanned = pool.known()[0][1]
@@ -193,28 +183,3 @@ class _Predicted:
                 if assignment is not None:
                     self._known.append((assignment, found))
         return self._by_key[key]
-
-
-def assigned(groups: Sequence[Group], counts: Counts, *, spread: bool = False) -> Assignment:
-    """The choice of each unit, by counts.
-
-    The earliest layers take the choice that moves most, because their copies have the longest way back; then those
-    that recompute most; the last ones keep, because their backward comes first, where memory is at its most. With
-    `spread` the choices of a large group are spread over all its layers: copies of neighbours would come at once,
-    and the time between them is too short.
-    """
-    chosen: list[Choice] = []
-    for group, own in zip(groups, counts):
-        order = sorted(
-            (at for at in range(len(own)) if own[at]),
-            key=lambda at: (-group.costs[at].moved_bytes, -group.costs[at].recomputed_bytes, at),
-        )
-        spreads = spread and len(group.units) > BLOCKS
-        # (Each of a choice's layers comes in the middle of its share of all.)
-        places = sorted(
-            ((number + 0.5) / own[at] if spreads else 0.0, place)
-            for place, at in enumerate(order)
-            for number in range(own[at])
-        )
-        chosen += [group.choices[order[place]] for _, place in places]
-    return tuple(chosen)

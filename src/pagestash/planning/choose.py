@@ -1,7 +1,7 @@
 """The candidates of a step, and the plan that one of them is for a budget."""
 
 from pagestash.planning.budget import notes_on
-from pagestash.planning.candidates import Candidate, Problem, has_solver, unbeaten
+from pagestash.planning.candidates import Candidate, Problem, unbeaten
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
@@ -57,8 +57,6 @@ def choose(
     if step.skew is not None:
         policy, expected = step.skew.apply(policy, best.predicted.pool, step.rows)
         notes += step.skew.notes(best.predicted.pool, step.rows)
-    if not has_solver():
-        notes.append("without scipy fewer plans are tried (pip install 'pagestash[plan]')")
     measured = sum(segment.seconds for segment in profile.segments)
     return Plan(
         policy=policy,

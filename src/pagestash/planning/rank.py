@@ -13,7 +13,7 @@ from pagestash.policy import PoolConfig
 from pagestash.profiling.link import Link
 from pagestash.profiling.progress import Tell
 from pagestash.profiling.records import SavedTensor
-from pagestash.schedules.plan import Plan, immediate_backwards, in_flight
+from pagestash.schedules.plan import Plan, immediate_backwards
 
 
 class RankStep(MeasuredStep):
@@ -32,16 +32,9 @@ class RankStep(MeasuredStep):
         self.reads_allocator = (
             False  # a keeper that follows a schedule plans without the headroom it measured
         )
-        self._held = in_flight(plan)
-        self._stage_of = {
-            region.name[:end]: index
-            for index, stage in self.stages.items()
-            for region in stage.profile.regions
-            for end in (*(at for at, letter in enumerate(region.name) if letter == "."), len(region.name))
-        }
         self.starts = unrolled.starts
-        self.turn = next(start for action, start in zip(plan.actions, self.starts) if action.kind != "F")
         """The first segment of each action."""
+        self.turn = next(start for action, start in zip(plan.actions, self.starts) if action.kind != "F")
         self.microbatches = len({action.microbatch for action in plan.actions})
         self.one = MeasuredStep(joined(self.stages.values()), base_bytes)
         """One microbatch through all stages of the rank."""
@@ -50,10 +43,6 @@ class RankStep(MeasuredStep):
     def slow_link(self) -> Link:
         """The measured one: ranks of a pipeline are compared by the time of quick ones."""
         return self.profile.link
-
-    def others(self, name: str) -> int:
-        """Microbatches that the stage of a region or layer holds at the most, beside the one that runs."""
-        return self._held[self._stage_of[name]] - 1
 
     def where(self, at: int) -> str:
         action = next(
@@ -110,7 +99,7 @@ def rank_candidates(step: RankStep, host_bytes: int, tell: Tell) -> list[Candida
     plan = shortened(step.plan)
     short = step if plan is step.plan else RankStep(step.stages.values(), plan, step.base_bytes)
     short.skew = step.skew
-    problem = Problem(short.one, host_bytes, predictor=RankPredictor(short), others=short.others)
+    problem = Problem(short.one, host_bytes, predictor=RankPredictor(short))
     found = problem.candidates(tell)
     if short is step:
         return found

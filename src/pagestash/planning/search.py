@@ -29,8 +29,9 @@ MOST_OF_LAYERS, MOST_OF_ALIKE = 18_000, 720_000
 those that are alike: each has changes of its own to try."""
 LEVELS = tuple(part / 20 for part in (19, 17, 15, 13, 11, 10, 9, 8, 7, 6, 5))
 """Memory levels, as parts of the saved bytes at the unplanned peak: closer where a byte costs more."""
-BLOCKS = 8
-"""Of a group of alike layers: so many are changed one by one, of more a whole number together."""
+SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)
+BLOCKS = len(SPREAD)
+"""Of a group of alike layers: so many are changed one by one; of more, every eighth together."""
 PATIENCE = 25
 """Changes in a row that bring nothing before the next level is looked at."""
 APART = 5
@@ -111,8 +112,8 @@ class Search:
         """How much longer a predicted step takes with so much more, by sums."""
         self.byte_seconds = byte_seconds
         """Of a byte over the link and back."""
-        self.blocks = [list(_blocks(group, first)) for group, first in zip(groups, _firsts(groups))]
-        """Of each group: ranges of units."""
+        self.units = units_of(groups)
+        self.blocks = [blocks_of(units) for units in self.units]
         self.failed: dict[Kind, int] = {}
 
     def run(self, levels: Sequence[int], predictions: int) -> None:
@@ -163,7 +164,9 @@ class Search:
             for change in self._likeliest(current, found, level, price):
                 if self.pool.count - begun >= most or failures >= PATIENCE:
                     break
-                trial = (*current[: change.units.start], *change.choices, *current[change.units.stop :])
+                changed = list(current)
+                changed[change.units.start : change.units.stop : change.units.step] = change.choices
+                trial = tuple(changed)
                 predicted = self.pool.predict(trial)
                 is_better = predicted is not None and score(predicted) < best * (1 - 1e-6)
                 self._note(change.kind, is_better=is_better)
@@ -198,7 +201,7 @@ class Search:
                 for step in group.steps:
                     yield self._change(number, block, step, current, _toggled(current, block, step))
             if len(blocks) > 1:
-                yield from self._whole_group(number, range(blocks[0].start, blocks[-1].stop), current)
+                yield from self._whole_group(number, self.units[number], current)
             for one, other in pairwise(blocks):
                 left, right = current[one[-1]], current[other[0]]
                 if left != right:
@@ -241,20 +244,21 @@ def _homes(assignment: Assignment) -> frozenset[tuple[str, str, float]]:
 
 def _toggled(current: Assignment, units: range, step: Choice) -> list[Choice]:
     """The choices of these units, each `toggled`; neighbours mostly have the same one."""
-    found: list[Choice] = []
-    for at in units:
-        alike = found and current[at] == current[at - 1]
-        found.append(found[-1] if alike else toggled(current[at], step))
-    return found
+    return [toggled(current[at], step) for at in units]
 
 
-def _firsts(groups: Sequence[Group]) -> Iterator[int]:
-    """The number of each group's first unit."""
-    return accumulate((len(group.units) for group in groups), initial=0)
+def units_of(groups: Sequence[Group]) -> list[range]:
+    """The numbers of each group's units."""
+    ends = accumulate((len(group.units) for group in groups), initial=0)
+    return [range(*pair) for pair in pairwise(ends)]
 
 
-def _blocks(group: Group, first: int) -> Iterator[range]:
-    count = len(group.units)
-    size = -(-count // BLOCKS)
-    for at in range(0, count, size):
-        yield range(first + at, first + min(at + size, count))
+def blocks_of(units: range) -> list[range]:
+    """Units that change together: each one of a small group; of a large one every eighth.
+
+    Copies of neighbours would come at once, and the time between them is too short. So a large group's blocks are
+    in an order in which the first few are spread over it, too.
+    """
+    if len(units) <= BLOCKS:
+        return [range(unit, unit + 1) for unit in units]
+    return [units[at::BLOCKS] for at in SPREAD]

@@ -388,6 +388,21 @@ def test_if_nothing_fits_a_large_tensor_that_no_rule_reaches_is_named():
     assert str(refused.value).endswith("What would help: a smaller batch")
 
 
+@pytest.mark.parametrize(("columns", "also"), [(1000, ", or a head that is fused with its loss"), (10, "")])
+def test_if_nothing_fits_a_fused_head_is_advised_only_where_logits_are_saved(columns, also):
+    """They are wider than what layers save."""
+    profile = made_up(4, (8 * MB, 2), (5 * MB, 6), workspace=50 * MB)
+    widths = {"head": columns}
+    tensors = [
+        replace(tensor, shape=(tensor.bytes // width, width))
+        for tensor in profile.tensors
+        for width in [widths.get(tensor.region, 100)]
+    ]
+    with pytest.raises(NothingFits) as refused:
+        plan_profile(replace(profile, tensors=tensors), budget=50 * MB)
+    assert str(refused.value).endswith(f"What would help: a smaller batch{also}")
+
+
 def test_without_host_memory_nothing_is_offloaded():
     profile = made_up(6, (8 * MB, 2), (5 * MB, 6), link=1e12)
     assert plan_profile(profile, budget=0.6).predicted.host_bytes > 0
@@ -472,6 +487,17 @@ def decoder():
     model.initialise(0)
     tokens = torch.randint(0, 256, (4, 129), generator=torch.Generator().manual_seed(0))
     return model, (tokens[:, :-1], tokens[:, 1:])
+
+
+def test_the_fused_head_of_a_decoder_saves_no_logits():
+    model, batch = decoder()
+    whole = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 500))
+    plain = torch.nn.ModuleDict({"layers": whole[:2], "head": whole[2]})
+    plain.forward = lambda x: plain["head"](plain["layers"](x)).logsumexp(-1).mean()
+    for own, inputs, saves in ((model, batch, False), (plain, torch.ones(2048, 16), True)):
+        with pytest.raises(NothingFits) as refused:
+            plan_profile(ps.profile(own, inputs, repeats=1), budget="1MiB")
+        assert refused.value.saves_logits == saves
 
 
 def trained(model, batch, policy=None):

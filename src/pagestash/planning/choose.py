@@ -2,12 +2,14 @@
 
 from pagestash.planning.budget import notes_on
 from pagestash.planning.candidates import Candidate, Problem, unbeaten
+from pagestash.planning.choices import layer_of
 from pagestash.planning.lifetimes import MeasuredStep
 from pagestash.planning.predict import Predictor
 from pagestash.planning.prediction import Prediction, RuleTable
 from pagestash.planning.rank import RankPredictor, RankStep, rank_candidates
 from pagestash.planning.result import NothingFits, Plan, policy_of, rows_of
 from pagestash.policy import PoolConfig
+from pagestash.profiling.profiled import ProfiledStep
 from pagestash.profiling.progress import Tell, tell_nobody
 from pagestash.sizes import format_bytes
 
@@ -39,6 +41,7 @@ def choose(
             without_host=not host_bytes,
             largest=largest,
             unplanned_bytes=unplanned.peak_bytes,
+            saves_logits=_saves_logits(predictor_of(step).one.profile),
         )
     # Of plans that are as fast, the one that moves least: the link and the host may have other work.
     best = min(fitting, key=lambda item: (item.predicted.mean_seconds, item.predicted.moved_bytes))
@@ -78,6 +81,13 @@ def choose(
         waits=step.waits,
         recomputed_layers=profile.recomputed_layers,
     )
+
+
+def _saves_logits(profile: ProfiledStep) -> bool:
+    """Whether the widest saved tensor is outside all layers: a head that is fused with its loss saves no logits."""
+    found = [tensor for tensor in profile.tensors if tensor.kind == "activation" and len(tensor.shape) > 1]
+    widest = max(found, key=lambda tensor: tensor.shape[-1], default=None)
+    return widest is not None and layer_of(widest.region) is None
 
 
 def _without_idle_rules(best: Candidate, step: MeasuredStep, limit: int, host_bytes: int) -> Candidate:

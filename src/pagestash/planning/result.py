@@ -38,9 +38,12 @@ class NothingFits(ValueError):
         rank: int | None = None,
         largest: SavedTensor | None = None,
         unplanned_bytes: int | None = None,
+        saves_logits: bool = False,
     ) -> None:
         """`largest`: of the tensors that stay on the device then. `unplanned_bytes`: the peak without a policy."""
         self.unplanned_bytes = unplanned_bytes
+        self.saves_logits = saves_logits
+        """Whether the head is not fused with its loss."""
         self.budget_bytes, self.smallest = budget_bytes, smallest
         self.rank = rank
         """Of a pipeline."""
@@ -53,7 +56,7 @@ class NothingFits(ValueError):
             f"{who}nothing fits {format_bytes(budget_bytes)}: the smallest plan takes "
             f"{format_bytes(smallest.peak_bytes)}, {format_bytes(smallest.peak_bytes - budget_bytes)} too much"
             f"{before}. At its peak, in {region}: {describe(smallest)}.{_named(largest, smallest)}{host} "
-            f"What would help: {remedies(smallest)}"
+            f"What would help: {remedies(smallest, saves_logits=saves_logits)}"
         )
 
     def of_rank(self, rank: int) -> "NothingFits":
@@ -66,20 +69,22 @@ class NothingFits(ValueError):
             rank,
             self.largest,
             self.unplanned_bytes,
+            self.saves_logits,
         )
 
 
 REMEDIES = {
     "base": "an optimizer whose state is on the host, or weights on more ranks",
-    "other": "a smaller batch, or a head that is fused with its loss",
+    "logits": "a smaller batch, or a head that is fused with its loss",
 }
 """By what holds most of the memory; else a smaller batch."""
 
 
-def remedies(prediction: Prediction) -> str:
+def remedies(prediction: Prediction, *, saves_logits: bool) -> str:
     """What would take memory off the peak."""
     sizes = prediction.at_peak()
-    return REMEDIES.get(max(sizes, key=sizes.__getitem__), "a smaller batch")
+    most = max(sizes, key=sizes.__getitem__)
+    return REMEDIES.get("logits" if most == "other" and saves_logits else most, "a smaller batch")
 
 
 def _named(largest: SavedTensor | None, smallest: Prediction) -> str:

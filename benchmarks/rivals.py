@@ -276,7 +276,7 @@ def run(out: Path | None = None, quick: bool = False, longest: bool = False) -> 
         timed = [row for row in found if "ms" in row]
         return write("rivals", config=config, rows=found, claims=[] if quick else claims_of(timed), out=out)
 
-    for way in WAYS:
+    for way in sorted(WAYS, key=lambda way: "compile" in way or "Liger" in way):  # which take minutes: last
         row = rows.get(way, {"way": way})
         # (A plan is for one length, and a compiled layer would be compiled for each that is tried.)
         if what in row or (longest and ("planned" in way or "compile" in way)):

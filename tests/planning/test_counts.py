@@ -36,7 +36,7 @@ def test_a_choice_that_is_faster_than_keeping_and_smaller_comes_first():
 def test_groups_go_down_their_fronts_the_cheapest_bytes_first():
     few = [Point(1.0, 90, KEEP), Point(1.2, 80, MOVE), Point(2.0, 70, RECOMPUTE)]
     one = [Point(1.0, 90, KEEP), Point(1.3, 80, MOVE)]
-    found = list(mixes([group(2), group(1)], [few, one]))
+    found = list(mixes([group(2), group(1)], [few, one], spread=True))
     assert found == [
         (KEEP, KEEP, KEEP),
         (MOVE, KEEP, KEEP),
@@ -50,7 +50,7 @@ def test_groups_go_down_their_fronts_the_cheapest_bytes_first():
 @pytest.mark.parametrize("count", [9, 20, 64])
 def test_of_many_layers_a_choice_has_its_share_of_every_part(count):
     """Copies of neighbours would come at once."""
-    for found in mixes([group(count)], [[Point(1.0, 90, KEEP), Point(1.2, 80, MOVE)]]):
+    for found in mixes([group(count)], [[Point(1.0, 90, KEEP), Point(1.2, 80, MOVE)]], spread=True):
         for end in range(count + 1):
             assert abs(found[:end].count(MOVE) - found.count(MOVE) * end / count) <= 1.5
 

@@ -124,7 +124,8 @@ class Problem:
                 ]
             )
         for points in (predicted, waiting):
-            yield from mixes(self.groups, [front_of(own) for own in points])
+            for spread in (False, True):
+                yield from mixes(self.groups, [front_of(own) for own in points], spread=spread)
 
     def _search(self, pool: "_Predicted", predictions: int) -> None:
         unplanned = pool.known()[0][1]

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pagestash.planning.choices import Choice, Group
-from pagestash.planning.search import Assignment, blocks_of, units_of
+from pagestash.planning.search import BLOCKS, Assignment, blocks_of, units_of
 
 
 class Point(NamedTuple):
@@ -44,8 +44,13 @@ def front_of(points: Sequence[Point]) -> list[Point]:
     return front
 
 
-def mixes(groups: Sequence[Group], fronts: Sequence[Sequence[Point]]) -> Iterator[Assignment]:
-    """All groups go down their fronts, from each one's fastest choice to its smallest."""
+def mixes(
+    groups: Sequence[Group], fronts: Sequence[Sequence[Point]], *, spread: bool
+) -> Iterator[Assignment]:
+    """All groups go down their fronts, from each one's fastest choice to its smallest.
+
+    The earliest layers first, whose copies have the longest way back; or with `spread`, all over a large group.
+    """
     units = units_of(groups)
     current = [front[0].choice for front, own in zip(fronts, units) for _ in own]
     yield tuple(current)
@@ -55,7 +60,12 @@ def mixes(groups: Sequence[Group], fronts: Sequence[Sequence[Point]]) -> Iterato
         for at, pair in enumerate(pairwise(front), 1)
     )
     for _, number, at in steps:
-        for block in blocks_of(units[number]):
+        for block in blocks_of(units[number]) if spread else _neighbours(units[number]):
             for unit in block:
                 current[unit] = fronts[number][at].choice
             yield tuple(current)
+
+
+def _neighbours(units: range) -> Iterator[range]:
+    size = -(-len(units) // BLOCKS)
+    return (units[at : at + size] for at in range(0, len(units), size))

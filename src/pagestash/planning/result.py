@@ -80,7 +80,7 @@ REMEDIES = {
 """By what holds most of the memory; else a smaller batch."""
 
 
-def remedies(prediction: Prediction, *, saves_logits: bool) -> str:
+def remedies(prediction: Prediction, *, saves_logits: bool = False) -> str:
     """What would take memory off the peak."""
     sizes = prediction.at_peak()
     most = max(sizes, key=sizes.__getitem__)

@@ -51,6 +51,7 @@ def idle(policy, predicted, profile):
     return found
 
 
+@pytest.mark.whole_search  # one with little effort ends where such a rule has its use
 def test_every_rule_of_a_plan_moves_something(measured, caplog):
     model, x, profile = measured
     plan = plan_profile(profile, budget=0.8)

@@ -104,11 +104,12 @@ def test_a_host_that_is_ahead_sees_no_copy_end():
 @pytest.mark.whole_search
 @pytest.mark.parametrize("budget", [0.75, 0.5])
 def test_a_plan_for_a_loop_is_as_fast_there_as_one_for_steps_that_wait(budget):
+    """To two thousandths: a search is no proof."""
     profile = on_gpu(launched(0.65, layers=4))
     loop, waits = (plan_profile(profile, budget=budget, host="1GiB", waits=way) for way in (False, True))
     assert loop.policy != waits.policy
-    assert loop.predicted.mean_seconds <= predict(profile, waits.policy).mean_seconds
-    assert waits.predicted.mean_seconds <= predict(profile, loop.policy, waits=True).mean_seconds
+    assert loop.predicted.mean_seconds <= 1.002 * predict(profile, waits.policy).mean_seconds
+    assert waits.predicted.mean_seconds <= 1.002 * predict(profile, loop.policy, waits=True).mean_seconds
     assert (loop.waits, waits.waits) == (False, True)
     line = "in a loop that waits for the device before each"
     assert line in str(waits)

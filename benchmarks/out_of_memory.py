@@ -70,7 +70,6 @@ def measure(
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(WARM):
-            model.zero_grad()  # as after an update
             begun = time.perf_counter()
             loss = step(model, keeper, tokens).item()
             took.append(time.perf_counter() - begun)

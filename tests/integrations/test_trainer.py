@@ -328,6 +328,12 @@ def test_a_budget_does_for_a_policy(tmp_path, budget):
     assert repr(pagestash.hf.wrap(trainer, budget)) == f"Keeper(budget={budget!r}, not planned yet)"
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_budget_is_planned_for_a_loop_that_reads_each_loss_or_does_not(tmp_path, reads):
+    trainer = trainer_of(model_of(), tmp_path, logging_nan_inf_filter=reads)
+    assert pagestash.hf.wrap(trainer, "40GiB")._target.waits is reads
+
+
 def test_two_models_in_one_process_have_policies_of_their_own():
     def step(model):
         model.zero_grad()

@@ -190,6 +190,19 @@ def test_a_plan_whose_step_finds_no_memory_is_made_again_for_less(decoder, monke
     assert plan.measured_bytes <= plan.planned_for
 
 
+def test_a_step_that_nobody_has_seen_whole_is_run_before_it_is_said_to_fit(decoder, monkeypatch):
+    """Measured with layers recomputed, it was predicted to fit; but the memory that is left is in pieces."""
+    model, profile = decoder
+    seen = replace(profile, recomputed_layers=4)
+    plan = ps.plan(model, batch(), budget="1GiB", profile=seen, host=0)
+    assert not plan.policy.rules
+    assert plan.measured_bytes <= plan.budget_bytes
+    out_of_memory(monkeypatch, 1)
+    plan = ps.plan(model, batch(), budget="1GiB", profile=seen, host=0)
+    assert plan.policy.rules
+    assert plan.measured_bytes <= plan.planned_for < plan.budget_bytes
+
+
 def test_where_no_plan_finds_memory_it_says_what_to_do(decoder, monkeypatch):
     out_of_memory(monkeypatch, 10)
     with pytest.raises(torch.OutOfMemoryError, match=r"further plans for less; give a smaller budget"):

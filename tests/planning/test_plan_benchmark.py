@@ -25,7 +25,6 @@ def test_all_ways_give_one_loss_and_plans_keep_their_budgets(tmp_path, monkeypat
     assert {claim["what"].split(",")[0] for claim in body["claims"]} >= {
         "plan: predicted peak above weights and gradients",
         "plan: predicted step time",
-        "plan: predicted step time from the profile alone",
     }
 
 

@@ -9,14 +9,14 @@ from pagestash.policy import Policy, Rule
 Given = Policy | Sequence[Rule] | Keeper | str | float | Path
 
 
-def keeper_of(given: Given, caller: str) -> Keeper:
-    """The keeper for it. `caller` is who is told of in the `TypeError` for anything else."""
+def keeper_of(given: Given, caller: str, *, waits: bool = False) -> Keeper:
+    """The keeper for it; a budget is planned for a loop that `waits`. A `TypeError` speaks of the `caller`."""
     if isinstance(given, Keeper):
         return given
     if isinstance(given, str) and not given.endswith(".toml") and not Path(given).exists():
-        return Keeper(budget=given)
+        return Keeper(budget=given, waits=waits)
     if isinstance(given, int | float):
-        return Keeper(budget=given)
+        return Keeper(budget=given, waits=waits)
     if isinstance(given, Policy | Sequence | Path):
         return Keeper(given)
     raise TypeError(

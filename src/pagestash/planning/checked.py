@@ -1,7 +1,7 @@
 """A plan is checked by steps under it: a prediction may be wrong, and a budget must not be.
 
 If the peak of such a step exceeds the budget, of which a little is left free, the next plan is for less: by what
-the step took above its prediction; or, if the device has no memory for it, by a twentieth.
+the step took above its prediction; or, if the device has no memory for it, by a twentieth, then two, then three.
 """
 
 import gc
@@ -82,7 +82,7 @@ def checked(plan: Plan, measure: Measure, plan_for: Callable[[int], Plan], tell:
             return plan
         tried.append(plan)
         if peak is None:
-            aim -= limit // 20
+            aim -= (number + 1) * limit // 20
         else:
             aim = min(aim, most - min(2, number + 1) * max(0, peak - plan.predicted.peak_bytes))
         try:

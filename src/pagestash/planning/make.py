@@ -339,8 +339,9 @@ def _plan_step(
     limit = parse_budget(budget, unplanned, profile.device)
     host_bytes = parse_host(host)
     beside = alternatives(predictor, host_bytes)
-    if unplanned.peak_bytes <= limit:
-        return Plan(
+    fits = unplanned.peak_bytes <= limit
+    if fits:
+        best = Plan(
             policy=Policy(),
             predicted=unplanned,
             unplanned=unplanned,
@@ -352,9 +353,11 @@ def _plan_step(
             waits=step.waits,
             recomputed_layers=profile.recomputed_layers,
         )
-
+        if measure is None or not profile.recomputed_layers:  # else nobody has seen the step without a policy
+            return best
     found = find_candidates(step, host_bytes, tell)
-    best = choose(step, unplanned, limit, host_bytes, found)
+    if not fits:
+        best = choose(step, unplanned, limit, host_bytes, found)
     if measure is not None:
         best = checked(best, measure, lambda aim: choose(step, unplanned, aim, host_bytes, found), tell)
     return replace(best, alternatives=beside)

@@ -44,7 +44,7 @@ def wrap(trainer: Any, policy: Given) -> Keeper:
         )
     if "_prepare_inputs" in trainer.__dict__:
         raise ValueError("wrap: the trainer is wrapped already; unwrap(trainer, keeper) takes ours off")
-    keeper = keeper_of(policy, "wrap")
+    keeper = keeper_of(policy, "wrap", waits=trainer.args.logging_nan_inf_filter)  # which reads each loss
     _refuse_settings(trainer)
     model: Any = trainer.model
     _refuse_taken_experts(model, trainer.args)

@@ -42,18 +42,24 @@ def rivals(results: Path = RESULTS) -> str:
         return NONE_YET
     body = json.loads((results / f"{name}.json").read_text())
     rows = [row for row in body["rows"] if "gib" in row and not row["way"].startswith("gpt-oss")]
-    long = any(row.get("longest") for row in rows)
     lines = ["| | ms | peak, GiB |", "| --- | --- | --- |"]
-    if long:
-        lines = [f"{lines[0]} longest sequence in 80 GiB |", f"{lines[1]} --- |"]
     for row in rows:
-        most = f" {row.get('longest') or 0:,} |" if long else ""
-        lines.append(f"| {_cell(row['way'])} | {row['ms']:.0f} | {row['gib']:.2f} |{most}")
+        mark = "*" if "commit" in row else ""
+        lines.append(f"| {_cell(row['way'])}{mark} | {row['ms']:.0f} | {row['gib']:.2f} |")
     where = _machine(body["environment"], *_packages("hf"))
+    where += "".join(
+        f" (\\*: {each[:7]})" for each in sorted({row["commit"] for row in rows if "commit" in row})
+    )
     what = (
         "Qwen3-30B-A3B, 8 layers: forward and backward of 2 × 4,096 tokens, peak above weights and gradients"
     )
     return "\n".join([*lines, "", f"{what}; {where}: `python -m benchmarks {name}`."])
+
+
+def lengths(rows: Rows) -> Iterator[str]:
+    """A line for each way of `benchmarks.rivals` of which it was measured how far it goes."""
+    yield from ("| | longest sequence in 80 GiB, tokens |", "| --- | ---: |")
+    yield from (f"| {_cell(row['way'])} | {row['longest']:,} |" for row in rows if "longest" in row)
 
 
 def hugging_face(rows: Rows) -> Iterator[str]:
@@ -167,6 +173,7 @@ ROWS: dict[str, Callable[[Rows], Iterator[str]]] = {
     "overlap": pairs,
     "moe_step": expert_parallel_ranks,
     "plan": plans,
+    "rivals": lengths,
     "simulate": simulated,
 }
 """Benchmarks whose rows a reader wants to see, beside their claims."""

@@ -65,16 +65,18 @@ def test_the_readme_has_a_line_for_each_rival(results):
     assert tables.rivals(results) == tables.NONE_YET
     rows = [
         {"way": "plain", "ms": 158.4, "gib": 15.071, "longest": 34816},
-        {"way": "ours", "ms": 80.5, "gib": 5.75},
+        {"way": "ours", "ms": 80.5, "gib": 5.75, "commit": "0123456789ab"},
     ]
     path = write("rivals", config={}, rows=rows, claims=[], out=results)
     body = json.loads(path.read_text())
     body["environment"]["versions"]["transformers"] = "5.17.0"
     path.write_text(json.dumps(body))
     head, rule, *lines, _, where = tables.rivals(results).splitlines()
-    assert lines == ["| plain | 158 | 15.07 | 34,816 |", "| ours | 80 | 5.75 | 0 |"]
-    assert rule.count("|") == head.count("|") == 5
+    assert lines == ["| plain | 158 | 15.07 |", "| ours* | 80 | 5.75 |"]
+    assert rule.count("|") == head.count("|") == 4
     assert "transformers 5.17.0" in where
+    assert "(\\*: 0123456)" in where
+    assert list(tables.lengths(rows))[2:] == ["| plain | 34,816 |"]
 
 
 def test_the_ways_of_hugging_face_have_a_line_each(results):

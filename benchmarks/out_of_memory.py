@@ -222,17 +222,26 @@ def norms_apart(ours: dict[str, float], theirs: dict[str, float]) -> float:
 
 
 def run(out: Path | None = None, quick: bool = False) -> Path:
-    """The last way gets the budget of the one under the limit; where that fails, it does not run."""
+    """The last way gets the budget of the one under the limit; where that fails, it does not run.
+
+    The file is written after each way, because a run of minutes may be cut off.
+    """
     case = QUICK if quick else FULL
-    rows = [in_process(PLAIN, quick, None), in_process(LIMITED, quick, "auto")]
-    if "error" not in rows[-1]:
-        rows.append(in_process(PLANNED, quick, rows[-1]["budget_bytes"]))
-    for row in rows:
-        print(shown(row), flush=True)
-        if "error" in row and row["way"] != LIMITED:
-            raise RuntimeError(f"{row['way']}: {row['error']}")
     config = asdict(case.shape) | {"room_bytes": case.room, "quick": quick}
-    return write("out_of_memory", config=config, rows=rows, claims=claims_of(rows, case), out=out)
+    rows: list[dict[str, Any]] = []
+    for way in WAYS:
+        budget = None if way == PLAIN else "auto" if way == LIMITED else rows[-1]["budget_bytes"]
+        rows.append(in_process(way, quick, budget))
+        row = rows[-1]
+        print(shown(row), flush=True)
+        failed = "error" in row
+        if failed and way != LIMITED:
+            raise RuntimeError(f"{way}: {row['error']}")
+        claims = claims_of(rows, case) if failed or way == PLANNED else []
+        path = write("out_of_memory", config=config, rows=rows, claims=claims, out=out)
+        if failed:
+            break
+    return path
 
 
 def shown(row: dict[str, Any]) -> str:

@@ -1,6 +1,4 @@
-"""A plan has no rule that moves nothing: a keeper would warn of it, and nobody wrote it."""
-
-import logging
+"""A plan has no rule that moves nothing, unless others need it: nobody wrote it, and a keeper would warn of it."""
 
 import pytest
 import torch
@@ -51,23 +49,6 @@ def idle(policy, predicted, profile):
     return found
 
 
-@pytest.mark.whole_search  # one with little effort ends where such a rule has its use
-def test_every_rule_of_a_plan_moves_something(measured, caplog):
-    model, x, profile = measured
-    plan = plan_profile(profile, budget=0.8)
-    assert any(rule.home == "offload" for rule in plan.policy.rules)
-    assert idle(plan.policy, plan.predicted, profile) == []
-    assert plan.predicted.peak_bytes <= plan.budget_bytes
-
-    keeper = ps.Keeper(plan.policy, backend="torch").attach(model)
-    with caplog.at_level(logging.WARNING, "pagestash"):
-        for _ in range(4):
-            with keeper.step():
-                model(x).backward()
-    keeper.detach()
-    assert "moved nothing" not in caplog.text
-
-
 def convolutions():
     torch.manual_seed(0)
     layers = [(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(6)]
@@ -76,7 +57,8 @@ def convolutions():
 
 
 @pytest.mark.parametrize(
-    ("host", "part"), [("auto", 0.7), ("auto", 0.6), ("auto", 0.5), (196800, 0.8), (196800, 0.7)]
+    ("host", "part"),
+    [("auto", 0.8), ("auto", 0.7), ("auto", 0.6), ("auto", 0.5), (196800, 0.8), (196800, 0.7)],
 )
 def test_a_rule_that_moves_nothing_is_there_only_if_the_others_need_it(measured, host, part):
     profile = measured[-1] if host == "auto" else convolutions()

@@ -220,8 +220,8 @@ def update(text: Path, table: str, *, check: bool = False) -> bool:
 
 
 def _multiplied_by(row: dict[str, Any]) -> str:
-    """Who multiplied, without the reason."""
-    return str(row.get("products", "")).partition(" ")[0]
+    """Who multiplied, without the reason; files of earlier runs do not say."""
+    return str(row.get("products", "–")).partition(" ")[0]
 
 
 def _seen(claim: dict[str, Any]) -> str:

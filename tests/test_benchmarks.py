@@ -85,7 +85,7 @@ def test_the_ways_of_hugging_face_have_a_line_each(results):
         {"way": "graphed", "ms": 104.46},
     ]
     head, rule, plain, graphed = tables.hugging_face(rows)
-    assert (plain, graphed) == ("| plain | 158.9 | 152.4 | 15.07 | quack |", "| graphed | 104.5 |  |  |  |")
+    assert (plain, graphed) == ("| plain | 158.9 | 152.4 | 15.07 | quack |", "| graphed | 104.5 |  |  | – |")
     assert rule.count("|") == head.count("|") == plain.count("|")
     path = write("hf_step", config={}, rows=rows, claims=[FAST], out=results)
     body = json.loads(path.read_text())
@@ -131,7 +131,7 @@ def test_the_table_of_ranks_has_a_line_for_each_way():
     _, _, preset, *lines = tables.expert_parallel_ranks(rows)
     assert preset == "| **qwen3** | | | | |"
     assert lines == [
-        "| exact, eager | 85.5 | 23.9 |  |  |",
+        "| exact, eager | 85.5 | 23.9 |  | – |",
         "| stashed, graph | 50.6 | 11.1 | 1.40 | torch |",
     ]
 

@@ -337,7 +337,7 @@ class Keeper(saved.Keeper):
 
         try:
             optimizer_state(optimizer)
-        except ValueError as error:
+        except (ValueError, AttributeError) as error:  # (a trainer's may be no optimizer of torch)
             warnings.warn(f"the plan does not count the optimizer's state: {error}", stacklevel=2)
         else:
             self._target = replace(target, optimizer=optimizer)

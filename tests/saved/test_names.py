@@ -48,7 +48,12 @@ def wrapper(*children):
 def test_wrappers_of_frameworks_and_users_add_nothing(children):
     """`module` is the only child of DDP, of Megatron's and DeepSpeed's wrappers; the other is Fabric's."""
     assert list(named_modules(wrapper(*children))) == NAMES
-    assert list(named_modules(nn.Sequential(wrapper(*children)))) == ["0", *(f"0.{name}" for name in NAMES)]
+
+
+def test_inside_a_model_a_child_called_module_keeps_its_name():
+    """There it is no wrapper of the whole, and a rule may be for it alone."""
+    inside = list(named_modules(nn.Sequential(wrapper("module"), nn.Identity())))
+    assert inside == ["0", "0.module", *(f"0.module.{name}" for name in NAMES), "1"]
 
 
 def test_a_module_beside_others_is_no_wrapper():

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 import pagestash as ps
 from pagestash import sizes
@@ -436,3 +437,13 @@ def test_a_saved_policy_is_loaded_as_it_was(tmp_path):
     policy = Policy([Rule("layers.{0-3}.a", "offload", min_bytes=7), Rule("**.b", "recompute")])
     policy.save(tmp_path / "policy.toml")
     assert Policy.load(tmp_path / "policy.toml") == policy
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_scripted_module_under_a_rule_is_refused_before_any_module_is_watched():
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    keeper = ps.Keeper([ps.Rule("*", "offload")])
+    with pytest.raises(ValueError, match=r"1 is a module of torch\.jit, which takes no hooks"):
+        keeper.attach(model)
+    assert not model[0]._forward_hooks
+    assert not model[0]._forward_pre_hooks

@@ -306,7 +306,7 @@ def _record(
         sizes = CodeShape.of(x_SD.shape[1], 1).bytes, CodeShape.of(h_columns, 1).bytes
     x_rule = options.x.stash_rule()
     if options.coded and not asks_for_rows(ctx, options):
-        x_rule = None  # (a block that does not code keeps received rows in any case)
+        x_rule = None  # no gradient needs them (rows that are not coded stay in any case)
     ruled = zip((x_rule, options.h.stash_rule()), sizes)
     rows = [(size, rule.for_expected_rows()) for rule, size in ruled if rule is not None]
     head_bytes = sum(size * (1 - (0 if leaves is None else leaves.fraction)) for size, leaves in rows)

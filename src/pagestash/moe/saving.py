@@ -94,7 +94,7 @@ class BlockOptions:
     h: Saving = Saving()
     """How the first projection waits."""
     coded: bool = False
-    """Whether what waits of rows is put away as soon as it has been used, to be coded: `by_rules` decides."""
+    """Whether rows are coded as soon as forward has used them: `by_rules` decides."""
     needs_backward: bool = True
     """Whether a backward may follow; without one, nothing is put into pages."""
     half: Half | None = None
@@ -107,10 +107,10 @@ class BlockOptions:
     def by_rules(self, x_TD: torch.Tensor, rows: int, h_columns: int, *, received: bool) -> "BlockOptions":
         """These options for one call, by the rules that hold where it runs.
 
-        What a rule with `bits` holds is coded, so that what was saved may go once it is: at once, and not when the
-        region ends, if the rule of the first projection has `bits`, and that of the rows, too, where they were
-        received. (`rows` are those of the smallest buffer that would be coded.) Not in a region that is recomputed,
-        whose replay must save the same tensors.
+        Rows are put away at once if the rule of the first projection has `bits`, and for received rows the rule
+        of the rows, too. Else the keeper codes them when the region ends. (`rows` are those of the smallest buffer
+        that would be coded.) Nothing is put away in a region that is recomputed, whose replay must save the same
+        tensors.
 
         The block writes no pages under such a rule. Nor does it for the first projection of rows that are coded:
         where its pages were refused, it would be recomputed from these, to other bits.

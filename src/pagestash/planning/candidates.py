@@ -88,7 +88,9 @@ class Problem:
         else:
             worth = pool.worth // (8 if is_rank else 1)
             pool.total = sum(len(group.choices) for group in self.groups) + worth
-            for assignment in self._mixed(pool):
+            mixed = list(self._mixed(pool))
+            pool.total += len(mixed)
+            for assignment in mixed:
                 pool.predict(assignment)
             self._search(pool, worth)
         return in_order(pool.candidates)

@@ -1,8 +1,9 @@
 """A local search for better candidates: a few layers are changed at a time.
 
 For each of some memory levels T (parts of what is saved at the unplanned peak) the best known candidate is changed:
-a *block* of neighbouring layers takes a home more, or one less, or the choice of the block beside it; or all layers
-of a group take a home, or lose it. With a price p for a byte too much, a change is taken if it makes
+a *block* takes a home more, or one less, or the choice of another block; or all layers of a group take a home, or
+lose it. A block is one layer, and of a large group several that are spread over it. With a price p for a byte too
+much, a change is taken if it makes
 
     seconds on average  +  p × max(0, peak - T)
 
@@ -243,7 +244,7 @@ def _homes(assignment: Assignment) -> frozenset[tuple[str, str, float]]:
 
 
 def _toggled(current: Assignment, units: range, step: Choice) -> list[Choice]:
-    """The choices of these units, each `toggled`; neighbours mostly have the same one."""
+    """The choices of these units, each `toggled`."""
     return [toggled(current[at], step) for at in units]
 
 

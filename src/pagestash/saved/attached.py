@@ -67,7 +67,9 @@ class Attached:
             for name in regions
         )
         unruled = [name for name in openers if name and self._policy.rule_for(name) is None]
-        for name, _, rule in found:
+        module: Any
+        for name, module, rule in found:
+            _refuse_scripted(name, module, rule)
             _refuse_checkpointed(names, name, rule)
             _refuse_partitioned(names, name, rule)
         _warn_of_ignored_experts(model)
@@ -82,7 +84,6 @@ class Attached:
         self._own_recompute += own
         self.models.append(model)
         asked = {id(module) for module in own}
-        module: Any
         for name, module, rule in found:
             self._saved.names[module] = name
             if id(module) not in asked:
@@ -207,6 +208,11 @@ def _let_recompute(modules: Sequence[Any]) -> None:
         for module in told:
             module.use_recompute(False)
         raise
+
+
+def _refuse_scripted(name: str, module: nn.Module, rule: Rule) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(f"rule {rule.match!r}: {name} is a module of torch.jit, which takes no hooks")
 
 
 def _refuse_checkpointed(names: dict[str, nn.Module], name: str, rule: Rule) -> None:

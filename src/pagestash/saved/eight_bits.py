@@ -1,4 +1,4 @@
-"""`bits=8`: an entry's values are coded when its region ends, and the codes wait in the rule's home.
+"""`bits=8`: an entry's values are coded when its region ends, or is handed over before; codes wait in its home.
 
 The codes are an entry of their own, of half the bytes, so every home moves them as it moves anything else. Where
 the home is a pool of device pages, the kernel that codes writes the pages itself, and the one that decodes reads
@@ -97,7 +97,7 @@ class InHome(_Coded):
         flat = codes.place.get(codes)
         entry.spoiled |= codes.spoiled
         values = torch.empty(self._shape.values, dtype=entry.dtype, device=flat.device)
-        # Rows that are not valid came back as zeros, which are the codes of zero.
+        # With a tail, codes of rows that are not valid are zeros, which are the codes of zero.
         valid = None if entry.tail else entry.rows
         backend = choose(flat.device, self._backend)
         decode(flat.view(self._shape.rows, -1), self._shape, values, backend, valid, tail=entry.tail)

@@ -74,14 +74,15 @@ def claim(
             rule = owner.rule.for_expected_rows() if tensor.is_floating_point() else None
             owner = _region_for(inner, owner.name, rule, rows, capacity)
             inner.claim(tensor, owner)
-        owner.sized = rows is not None
+        if owner is not inner:
+            owner.sized = rows is not None
 
 
 @hidden
 def put_away(
     module: nn.Module | None, tensor: torch.Tensor, *, rows: torch.Tensor, sized: bool = False
 ) -> Packed:
-    """As `claim`, of what goes to its home now, and not when autograd has saved it: forward may let go of it.
+    """Claim `tensor`, and hand it to its home at once. Forward may then let go of it.
 
     `unpack` of what is returned gives the tensor back. Not for a region that is recomputed.
     """

@@ -11,7 +11,7 @@ ADAPTERS = {"base_model": "PeftModel", "model": "BaseTuner"}
 FABRIC = "_forward_module"
 """What Lightning's Fabric calls the model inside its wrapper, which also has it under another name."""
 ONLY = "module"
-"""What wrappers of torch, Megatron, DeepSpeed and of users call the model inside, their only child."""
+"""What wrappers of a whole model call it, their only child: those of torch, Megatron, DeepSpeed and of users."""
 ADAPTED = "base_layer"
 """What PEFT calls the layer inside an adapter."""
 
@@ -29,7 +29,13 @@ def plain_names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if name:
             above, _, last = name.rpartition(".")
             outer, prefix, holder = known[above]
-            plain = prefix if _wraps(holder, last) else f"{prefix}.{last}" if prefix else last
+            plain = (
+                prefix
+                if _wraps(holder, last, outermost=not outer)
+                else f"{prefix}.{last}"
+                if prefix
+                else last
+            )
             before = plain
             if last == ADAPTED and _is_peft(holder, "BaseTunerLayer"):
                 adapted[name] = adapted.get(above, outer)
@@ -50,12 +56,12 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _wraps(holder: nn.Module, child: str) -> bool:
+def _wraps(holder: nn.Module, child: str, *, outermost: bool) -> bool:
     """Whether `holder` is a wrapper around its child of that name."""
     if child in WRAPPERS or child == FABRIC:
         return True
     if child == ONLY:
-        return len(children_of(holder)) == 1
+        return outermost and len(children_of(holder)) == 1
     return child in ADAPTERS and _is_peft(holder, ADAPTERS[child])
 
 

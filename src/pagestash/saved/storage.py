@@ -90,7 +90,7 @@ class Entry:
     tail: bool = True
     """Whether rows past the valid ones are read, too: then codes of them come back as zeros."""
     sized: bool = False
-    """Of its codes, see `Region`."""
+    """Whether all its codes are moved, and not only those of valid rows."""
     form: ViewRecipe | None = None
     """Of `origin`, where its bytes are the entry's, all of them and no others."""
     views: dict[ViewRecipe, torch.Tensor] | None = None

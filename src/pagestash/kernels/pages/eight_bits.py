@@ -319,18 +319,18 @@ def _encode_kernel(
     L: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    granted = False
     length = tl.zeros((), tl.int64)
     if PAGED:
         granted, length = granted_bytes(book, member)
     count = _valid_of(rows, row_bytes, valid, length, ROWS_ON_DEVICE, PAGED)
+    coded = count
+    if PAGED:
+        coded = tl.where(granted, count, 0)
     held = (book, table, length, device_slab, host_slab)
     first = tl.program_id(0) * L
     while first < (rows if TAIL else count) * blocks:
         row, block, inside, at, there = _lines(first, values_count, rows, width, blocks, EVEN, L, BLOCK)
-        used = inside & (row < count)
-        if PAGED:
-            used = used & granted
+        used = inside & (row < coded)
         x = tl.load(values + at, mask=there & used[:, None], other=0.0).to(tl.float32)
         code, scale = _code_lines(x, FLOOR, FP8)
         code_at, scale_at = _code_pointers(
@@ -367,18 +367,18 @@ def _decode_kernel(
     L: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    granted = False
     length = tl.zeros((), tl.int64)
     if PAGED:
         granted, length = granted_bytes(book, member)
     count = _valid_of(rows, row_bytes, valid, length, ROWS_ON_DEVICE, PAGED)
+    coded = count
+    if PAGED:
+        coded = tl.where(granted, count, 0)
     held = (book, table, length, device_slab, host_slab)
     first = tl.program_id(0) * L
     while first < (rows if TAIL else count) * blocks:
         row, block, inside, at, there = _lines(first, values_count, rows, width, blocks, EVEN, L, BLOCK)
-        used = inside & (row < count)
-        if PAGED:
-            used = used & granted
+        used = inside & (row < coded)
         code_at, scale_at = _code_pointers(
             codes, held, row, block, used, blocks, row_bytes, PAGED, PAGE, BLOCK
         )

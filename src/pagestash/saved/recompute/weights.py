@@ -86,7 +86,7 @@ class Weights:
     def check(self) -> None:
         """Refuse a replay if the weights have other bytes than in forward.
 
-        (Where forward raises a version, that of another microbatch may have raised it since.)
+        Where forward itself raises a version, another microbatch may have done so since: there, bytes are compared.
         """
         for number, weight in enumerate(self._weights):
             if weight.tensor._version != weight.version and number not in self._raised:
